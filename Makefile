@@ -1,6 +1,6 @@
 # make demo | test | check:  .venv (made when missing, refreshed when this file or pyproject.toml changes)  ->  the command
 # make test-cuda:            .venv-cuda, with torch's CUDA build over a stand-in for its runtime (tests/cuda_stand_in/)
-# make gpu | gpu-smoke:      no .venv; this checkout and the machine's own python3, torch and cupy
+# make gpu | memcheck:       no .venv; this checkout and the machine's own python3, torch and cupy
 #
 # Needs make and Python 3.11 or newer, nothing else. `make` alone lists what there is.
 
@@ -35,7 +35,7 @@ NATIVE_ON_CUDA = $(addprefix tests/test_,hooks.py late_errors.py odd_uses.py thr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-thorough test-native test-cuda check format gpu gpu-smoke clean distclean
+.PHONY: help demo test test-slow test-thorough test-native test-cuda check format gpu memcheck clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,7 +49,7 @@ test: $(STAMP) ## Run the tests that need no GPU and no patience (PYTEST_ARGS="-
 test-slow: $(STAMP) ## Run the slow ones
 	@$(BIN)/python -m pytest $(SHARED) -m "slow and not gpu and not thorough" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
 
-test-thorough: $(STAMP) $(CUDA_STAMP) ## Run more of what the others sample: more seeds, programs, places of a fault
+test-thorough: $(STAMP) $(CUDA_STAMP) ## Run what the others sample, whole: operators in all dtypes, random programs by the hundred, each single fault (hours)
 	@$(BIN)/python -m pytest $(SHARED) -m "thorough and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run --thorough $(SHARED) $(PYTEST_ARGS)
 
@@ -70,11 +70,12 @@ format: $(STAMP) ## Format the sources, and fix what lint can fix
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-gpu: ## Tests, memory checks and benches on a CUDA machine, at most 8 minutes; JSON into OUT (bench/results)
+gpu: ## Tests and the figures of docs/measure.md on a CUDA machine, at most 8 minutes; JSON into OUT (bench/results)
 	@$(PYTHON) -m chameleon_mm.bench.gpu_suite --out "$${OUT:-bench/results}"
 
-gpu-smoke: ## Its first minute: versions, one swapped step, one copy each way
-	@$(PYTHON) -m chameleon_mm.bench.gpu_suite --out "$${OUT:-bench/results}" --smoke
+memcheck: ## The kernels' tests under NVIDIA's compute-sanitizer; without torch's cache an access beyond a tensor is seen
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --padding 32768 --error-exitcode 86 \
+	    $(PYTHON) -m pytest -m "gpu and not slow" tests/test_kernels_*.py
 
 clean: ## Remove what builds and tools leave behind
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

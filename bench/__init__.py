@@ -1,4 +1,4 @@
-"""Benchmarks, one module per theme, or a folder whose `command` it is.
+"""Benchmarks, one module per theme.
 
     THEMES[name] -> module path; module.add_arguments(parser); module.run(args, console) -> exit code
 
@@ -8,17 +8,13 @@ The map holds paths, not modules: the command line lists the themes without impo
 from __future__ import annotations
 
 THEMES: dict[str, str] = {
-    "codec": "chameleon_mm.bench.codec",
     "copy": "chameleon_mm.bench.copy",
     "hooks": "chameleon_mm.bench.hooks",
     "lengths": "chameleon_mm.bench.lengths",
-    "memory": "chameleon_mm.bench.memory",
     "overlap": "chameleon_mm.bench.overlap",
     "pack": "chameleon_mm.bench.pack",
-    "pinned": "chameleon_mm.bench.pinned.command",
-    "planner": "chameleon_mm.bench.planner",
+    "pinned": "chameleon_mm.bench.pinned",
     "profiler": "chameleon_mm.bench.profiler",
-    "reclaim": "chameleon_mm.bench.reclaim",
     "timeline": "chameleon_mm.bench.timeline",
     "training": "chameleon_mm.bench.training",
 }

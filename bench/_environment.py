@@ -21,9 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from chameleon_mm.bench._stand_in import check_place
+from chameleon_mm.bench._stand_in import check_place, is_stand_in
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import is_stand_in
 
 _DISTRIBUTIONS = ("chameleon-mm", "torch", "triton", "numpy", "cuda-bindings", "cupy-cuda13x", "cupy-cuda12x", "cupy")
 _GIT_TIMEOUT_S = 10
@@ -53,6 +52,16 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What the kernel calls the first processor; the architecture where it does not say."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name"]
+    return names[0] if names and names[0] else platform.machine() or "unknown processor"
 
 
 def checkout_root() -> Path | None:

@@ -19,7 +19,7 @@ def svg_of(title: str, inches: tuple[float, float], draw: Callable[[Figure], Non
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure  # without pyplot: no state of the process, no display
 
-    with mpl.rc_context({"svg.hashsalt": "chameleon_mm", "font.family": "DejaVu Sans"}):  # the same figures, the same file
+    with mpl.rc_context({"svg.hashsalt": "chameleon_mm", "svg.fonttype": "none"}):  # the same figures, the same file
         figure = Figure(figsize=inches, layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure)

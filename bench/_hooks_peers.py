@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from chameleon_mm.bench._measure import undisturbed
-from chameleon_mm.bench._profiler_peers import keep
 from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
+from chameleon_mm.bench.profiler import keep
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.save_on_cpu import save_on_cpu
@@ -52,9 +52,6 @@ IDENTITY = "hooks that do nothing"
 
 BY_HAND = "moves, copies by hand"
 """The least that any swap asks of the device, in order, and nothing else: no budget, no plan, one size, no views."""
-
-COPY_EACH = frozenset({BY_HAND, "moves by the rule, alone", "moves by plan, alone"})
-"""Ways that make one copy out and one back for each tensor that moves."""
 
 DROPPED = "dropped, made again"
 """The way in which tensors leave by a plan without moving: their operators run again in backward."""
@@ -212,11 +209,11 @@ def _planned(
     with session.pool, session:
         with quiet(device):
             for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
-                with session.step(hooked=True):
+                with session.step():
                     step(own)
             before = session.report()
             for _ in range(TIMED_STEPS):
-                with session.step(hooked=True):
+                with session.step():
                     taken.append(step(own))
         after = session.report()
         followed = after.plan_cache_hits - before.plan_cache_hits

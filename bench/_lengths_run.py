@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.adaptive.step_cache import StepCache
-from chameleon_mm.adaptive.structure import Structure, Structures
 from chameleon_mm.bench._length_models import LengthModel, batch_of, training_step
 from chameleon_mm.device import SPECS, SimDevice
 from chameleon_mm.device.sim import CostModel
-from chameleon_mm.profiler.step_record import Feature, StepRecord
 from chameleon_mm.report import SwapReport
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.session import SwapSession
@@ -31,6 +28,9 @@ SMALL_GPU = dataclasses.replace(
 
 Shape = tuple[int, int]
 """Rows and length of a batch."""
+
+Train = Callable[[int, Shape], object]
+"""Trains on the batch of this number and shape."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,34 +49,17 @@ class LengthRun:
     report: SwapReport | None = None
 
 
-class _EachAlone(Structures):
-    """Steps of which none tells anything of another."""
-
-    def of(self, record: StepRecord) -> Structure | None:
-        return None
-
-    def beginning_with(self, features: Sequence[Feature]) -> list[Structure]:
-        return []
-
-
-def know_each(session: SwapSession, train: Callable[[int, Shape], object], shapes: Sequence[Shape]) -> None:
-    """Have the session record and plan a step of each of these shapes, by `train(number, shape)`, and no other from then on."""
-    adaptation = session._adaptation
-    assert adaptation is not None
-    adaptation.steps, adaptation._structures = StepCache(2 * len(shapes)), _EachAlone(MIN_BYTES)
-    adaptation._is_worth_recording = lambda expected: True  # type: ignore[method-assign]  # nobody else has to
-    for number, shape in enumerate((shapes[0], *dict.fromkeys(shapes))):  # the first step is like no other
-        with session.step():
-            train(number, shape)
-    adaptation._is_worth_recording = lambda expected: False  # type: ignore[method-assign]  # for this measurement alone
-
-
 def run_lengths(
-    make: Callable[[], LengthModel], shapes: Sequence[Shape], budget: int | None, *, known: bool = False, **given: Any
+    make: Callable[[], LengthModel],
+    shapes: Sequence[Shape],
+    budget: int | None,
+    *,
+    prepare: Callable[[SwapSession, Train], None] | None = None,
+    **given: Any,
 ) -> LengthRun:
-    """Train on batches of these shapes; `budget` None: without a session, else `given` is what it is given beside it. `known`:
-    a step of each shape was recorded and planned before, which changed the parameters."""
-    device = SimDevice(SMALL_GPU, cost=CostModel(spec=SMALL_GPU, matmul_efficiency=1.0), check_races=False)
+    """Train on batches of these shapes; `budget` None: without a session, else `given` is what it is given beside it.
+    `prepare`: what comes first in the session, and trains; it changes the parameters."""
+    device = SimDevice(SMALL_GPU, cost=CostModel(spec=SMALL_GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
         model = make()
@@ -84,8 +67,8 @@ def run_lengths(
     session = None if budget is None else SwapSession(budget, "1GiB", device, MIN_BYTES, model=model, **given)
     run = LengthRun()
     with session or device.compute():
-        if known and session is not None:
-            know_each(session, lambda number, shape: training_step(model, optimizer, batch_of(model, shape, number)), shapes)
+        if prepare is not None and session is not None:
+            prepare(session, lambda number, shape: training_step(model, optimizer, batch_of(model, shape, number)))
         for number, shape in enumerate(shapes):
             before = {} if session is None else session.report().steps_by_phase
             device.synchronize()

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,16 +27,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chameleon_mm.bench._environment import commit, environment, result_name, versions, write_record, write_text
+from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._stand_in import NOT_MEASURED
 from chameleon_mm.device.protocols import Device, Stream
 from chameleon_mm.outputs import print_table
 
-__all__ = [
-    "Cell", "Column", "Figure", "Results", "Waived",
-    "add_output_arguments", "commit", "environment", "interleave", "result_name", "timed_us", "versions",
-]  # fmt: skip
-
+__all__ = ["Cell", "Column", "Figure", "Results", "Waived", "add_output_arguments", "environment", "interleave", "timed_us"]
 
 _Sample = TypeVar("_Sample")
 
@@ -65,10 +61,7 @@ class Figure:
         return cls(median=median, p20=cuts[0], p80=cuts[3], count=len(samples), unit=unit, simulated=simulated)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "median": self.median, "p20": self.p20, "p80": self.p80,
-            "count": self.count, "unit": self.unit, "simulated": self.simulated,
-        }  # fmt: skip
+        return asdict(self)
 
     def __str__(self) -> str:
         middle, far = _digits(self.median), _SAME * abs(self.median)
@@ -112,6 +105,14 @@ class Column:
     column has figures there."""
 
 
+def columns(about: Mapping[str, tuple[str, str]], *, simulated: bool = False, on_stand_in: bool = False) -> tuple[Column, ...]:
+    """Columns of one kind, each by its key: title and formula."""
+    return tuple(
+        Column(key=key, title=title, formula=formula, simulated=simulated, on_stand_in=on_stand_in)
+        for key, (title, formula) in about.items()
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     name: str
@@ -120,7 +121,7 @@ class Row:
 
 
 class Results:
-    """The table of one theme on one device: rows of cells under fixed columns, as text, Markdown and JSON.
+    """The table of one theme on one device: rows of cells under fixed columns, as text and JSON.
 
     On the CUDA stand-in figures that only a GPU has are waived as they are added.
     """
@@ -166,28 +167,11 @@ class Results:
             "notes": list(self.notes),
         }
 
-    def write_json(self, path: str | Path) -> None:
-        """Write the table with its header to `path`, making the folder where it is missing."""
-        write_record(Path(path), self.to_dict())
-
-    def write_markdown(self, path: str | Path) -> None:
-        """Write the table as Markdown to `path`, making the folder where it is missing."""
-        write_text(Path(path), self.markdown(), self.header)
-
     def deliver(self, args: argparse.Namespace, console: Console) -> None:
-        """Print the table, and write the files that `add_output_arguments` let the user ask for."""
+        """Print the table, and write the file that `add_output_arguments` let the user ask for."""
         self.show(console)
         if args.json:
-            self.write_json(args.json)
-        if args.markdown:
-            self.write_markdown(args.markdown)
-
-    def markdown(self) -> str:
-        """The table as Markdown, the header and every waived reason below it."""
-        lines = ["| | " + " | ".join(_title(column) for column in self.columns) + " |"]
-        lines.append("|---|" + "---:|" * len(self.columns))
-        lines += [f"| {row.name} | " + " | ".join(str(row.cells[c.key]) for c in self.columns) + " |" for row in self.rows]
-        return "\n".join([*lines, "", *(f"- {line}" for line in self._footer(self.columns))]) + "\n"
+            write_record(Path(args.json), self.to_dict())
 
     def show(self, console: Console) -> None:
         """Print the table, then what its numbers depend on.
@@ -319,10 +303,3 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="DEVICE", help='"cuda", "cuda:1", "sim" or "sim:a100"; default: CUDA where there is one, else "sim"'
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures with their environment to FILE")
-    parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown to FILE")
-
-
-def check_share(share: float) -> None:
-    """Raise `ValueError` for a --share that is no part of a whole."""
-    if not 0 < share < 1:
-        raise ValueError(f"--share: expected more than 0 and less than 1, got {share}")

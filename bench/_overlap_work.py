@@ -1,16 +1,15 @@
 """The two sides of an overlap: operators on the compute stream, and traffic on streams of its own.
 
-    traffic = Copier(device, buffers, chunk_bytes)        # or Packs, of _overlap_packing.py
+    traffic = copier(device, buffers, chunk_bytes)        # or packed_copies
     beside = Beside(traffic, operator, count, ("h2d",), units)
     interleave(beside.peers())          # compute alone | traffic alone | serial: compute, then traffic | together
 
-Traffic comes in units, a copy or a launch, which are spread over the operators: all first would leave compute waiting for the
-host.
+Traffic comes in units, a copy or a packed batch, which are spread over the operators: all first would leave compute waiting
+for the host.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +19,11 @@ from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import timed_us
+from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.device.protocols import Device, Event, Stream
+
+PACKED_TENSORS = 64
+"""Tensors in a packed batch."""
 
 _RING = 4  # chunks of pinned memory that copies rotate among, so that no single one sits in the processor's cache
 
@@ -38,8 +41,8 @@ class Sizes:
     """Size of one copy."""
     target_us: float
     """How long the compute alone should take: the number of operators follows."""
-    launches: int | None = None
-    """Number of pack launches, or of packed batches, in a run; None: it follows from the time of the compute beside them."""
+    batches: int | None = None
+    """Number of packed batches in a run; None: it follows from the time of the compute beside them."""
 
 
 class Sample(NamedTuple):
@@ -50,16 +53,16 @@ class Sample(NamedTuple):
     traffic_us: float = 0.0
 
 
-class Traffic(ABC):
+@dataclass(frozen=True, slots=True)
+class Traffic:
     """What runs beside compute: units on named streams of its own."""
 
-    def __init__(self, device: Device, streams: dict[str, Stream]) -> None:
-        self.device = device
-        self.streams = streams
-
-    @abstractmethod
-    def issue_one(self, name: str, turn: int) -> None:
-        """Enqueue a unit, the `turn`-th, on stream `name`."""
+    device: Device
+    streams: dict[str, Stream]
+    issue_one: Callable[[str, int], None]
+    """Enqueues a unit, the n-th, on the stream of that name."""
+    packing: Stream | None = None
+    """A further stream that works for each unit."""
 
     def issue(self, names: Sequence[str], turn: int) -> None:
         """A unit on each of the streams `names`."""
@@ -70,6 +73,8 @@ class Traffic(ABC):
         """Let no unit begin before `after`."""
         for name in names:
             self.streams[name].wait(after)
+        if self.packing is not None:
+            self.packing.wait(after)
 
     def finish(self, names: Sequence[str], start: Event, compute_end: Event) -> Sample:
         """Wait for everything; times from `start`."""
@@ -93,18 +98,43 @@ class Traffic(ABC):
         return self.run(names, units).total_us
 
 
-class Copier(Traffic):
+def copier(device: Device, buffers: Buffers, chunk_bytes: int) -> Traffic:
     """Copies each way, from and to a ring of pinned memory."""
+    streams = {name: device.new_stream(name) for name in ("h2d", "d2h")}
+    memory = {name: buffers.on_device(chunk_bytes) for name in streams}
+    ring = {name: buffers.pinned(chunk_bytes * _RING).split(chunk_bytes) for name in streams}
 
-    def __init__(self, device: Device, buffers: Buffers, chunk_bytes: int) -> None:
-        super().__init__(device, {name: device.new_stream(name) for name in ("h2d", "d2h")})
-        self._hbm = {name: buffers.on_device(chunk_bytes) for name in self.streams}
-        self._ring = {name: buffers.pinned(chunk_bytes * _RING).split(chunk_bytes) for name in self.streams}
-
-    def issue_one(self, name: str, turn: int) -> None:
-        hbm, host = self._hbm[name], self._ring[name][turn % _RING]
+    def issue_one(name: str, turn: int) -> None:
+        hbm, host = memory[name], ring[name][turn % _RING]
         dst, src = (hbm, host) if name == "h2d" else (host, hbm)
-        self.streams[name].copy(dst, src)
+        streams[name].copy(dst, src)
+
+    return Traffic(device, streams, issue_one)
+
+
+def packed_copies(device: Device, buffers: Buffers, nbytes: int) -> Traffic:
+    """Batches as the library moves them: packed on a stream of their own, each carried to pinned memory by one copy.
+
+    `nbytes` in a batch, a multiple of 64 * 128.
+    """
+    copies, packing = device.new_stream("d2h"), device.new_stream("pack")
+    sources = buffers.on_device(nbytes).split(nbytes // PACKED_TENSORS)
+    offsets, total = packed_offsets([t.numel() for t in sources])
+    # Two, so that one is packed while the other is copied; as many on the host, so that each copy has a place.
+    staging = [buffers.on_device(total) for _ in range(2)]
+    host = [buffers.pinned(total) for _ in range(2)]
+    copied: list[Event | None] = [None, None]
+
+    def issue_one(name: str, turn: int) -> None:
+        slot = turn % 2
+        if (before := copied[slot]) is not None:
+            packing.wait(before)  # the copy out of this staging buffer, before it is packed into again
+        packing.pack(staging[slot], sources, offsets)
+        copies.wait(packing.record())  # the kernel that fills it, before the copy out of it
+        copies.copy(host[slot], staging[slot])
+        copied[slot] = copies.record()
+
+    return Traffic(device, {"d2h": copies}, issue_one, packing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,45 +1,30 @@
 """Every way to bring many tensors from the device to pinned memory, under one clock.
 
     with Buffers(device) as buffers:
-        work = Work.of(device, buffers, nbytes, count, layout)      # random bytes, and where each tensor goes
+        work = Work.of(buffers, nbytes, count)                      # random bytes, and where each tensor goes
         for name, way in Ways(device, work).by_name().items():
             sample = measured(device, work, way)                    # GB/s, host us per tensor
 
     start = compute.record(); the way; compute waits for it; end = compute.record()       # the same two events for all
 
-Ways that are torch's own run on the current stream, which a GPU's pinned memory makes asynchronous too.
+The loop is torch's own and runs on the current stream, which a GPU's pinned memory makes asynchronous too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Waived
-from chameleon_mm.bench._stand_in import NO_TRITON
 from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.executor.swap_outs import GROUP_BYTES
-from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.saved_part import Part
 from chameleon_mm.transfer import Move, Path, Thresholds, Transfer
-
-Layout = Literal["contiguous", "strided"]
-
-RUN_BYTES = 128
-"""Of a strided tensor's row. Every fourth such run of its storage is its own: the executor gathers the bytes of such views."""
-
-_RUN_OF = 4
-
-COPY_PROGRAMS = 64
-"""Programs of the copy kernel that writes one block to pinned memory: enough to fill the link, half of a large GPU's SMs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,27 +33,18 @@ class Work:
 
     nbytes: int
     tensors: list[Tensor]
-    """(nbytes,) uint8, or (nbytes / 128, 128) uint8 of strides (512, 1)."""
-    layout: Layout
+    """(nbytes,) uint8 each."""
     host: Tensor
     """(count * nbytes,) uint8, pinned: tensor i goes to byte i * nbytes."""
     staging: Tensor
     """As large, on the device."""
 
     @classmethod
-    def of(cls, device: Device, buffers: Buffers, nbytes: int, count: int, layout: Layout) -> Work:
+    def of(cls, buffers: Buffers, nbytes: int, count: int) -> Work:
         """Memory from `buffers`. `nbytes` is a multiple of 512, so that packed tensors lie side by side."""
-        if layout == "contiguous":
-            tensors = list(buffers.on_device(nbytes * count).split(nbytes))
-        else:
-            whole = buffers.on_device(nbytes * count * _RUN_OF)
-            rows = nbytes // RUN_BYTES
-            with device.compute():
-                tensors = [part.view(rows, _RUN_OF * RUN_BYTES)[:, :RUN_BYTES] for part in whole.split(nbytes * _RUN_OF)]
-        return cls(
-            nbytes=nbytes, tensors=tensors, layout=layout,
-            host=buffers.pinned(nbytes * count), staging=buffers.on_device(nbytes * count),
-        )  # fmt: skip
+        tensors = list(buffers.on_device(nbytes * count).split(nbytes))
+        host, staging = buffers.pinned(nbytes * count), buffers.on_device(nbytes * count)
+        return cls(nbytes=nbytes, tensors=tensors, host=host, staging=staging)
 
     @property
     def places(self) -> list[Tensor]:
@@ -116,14 +92,11 @@ def is_exact(device: Device, work: Work, way: Way, expected: Tensor) -> bool:
 NAMES: Mapping[str, tuple[str, str]] = {
     "ours": (
         "ours",
-        "as the executor: what Thresholds() says for the size (strided: gathered one by one first), through Transfer's queue",
+        "as the executor: what Thresholds() says for the size, through Transfer's queue",
     ),
     "pack": ("pack", f"one pack kernel of {PACK_PROGRAMS} programs into device memory, one copy"),
     "loop": ("loop", "a copy of its own for each tensor, asynchronous: copy_, and on the simulator Stream.copy"),
-    "foreach": ("foreach", "torch._foreach_copy_"),
-    "cat": ("cat", "torch.cat into device memory, one copy"),
     "batch": ("batch", "Stream.copy_batch: cudaMemcpyBatchAsync where the driver and CUDA's bindings have it, else copies"),
-    "zero": ("zero-copy", "a kernel that writes to pinned memory itself: pack, or copy_bytes for one block"),
 }
 """Way -> title of its column, and what it does."""
 
@@ -139,34 +112,15 @@ class Ways:
 
     def by_name(self) -> dict[str, Way | Waived]:
         """Each way, or why it cannot be."""
-        table: dict[str, Way | Waived] = {
-            "ours": self._ours, "pack": self._pack, "loop": self._loop, "foreach": self._foreach,
-            "cat": self._cat, "batch": self._batch, "zero": self._zero_copy,
-        }  # fmt: skip
-        one, strided = len(self._work.tensors) == 1, self._work.layout == "strided"
-        if strided:
-            table["batch"] = Waived("a batch takes flat buffers")
-        if one:
-            table |= dict.fromkeys(("pack", "cat"), Waived("one block: there is nothing to pack"))
-        if is_stand_in(self._device.name):
-            table["zero"] = Waived(NO_TRITON)
-            if strided:
-                table["pack"] = Waived(NO_TRITON)
-        if self._device.simulated:
-            beside = Waived("torch's own copies, and kernels by themselves, do not use the simulated link")
-            table |= dict.fromkeys(("foreach", "cat", "zero"), beside)
-            if strided:
-                table |= dict.fromkeys(("pack", "loop"), Waived("the simulator's streams take flat buffers"))
+        table: dict[str, Way | Waived] = {"ours": self._ours, "pack": self._pack, "loop": self._loop, "batch": self._batch}
+        if len(self._work.tensors) == 1:
+            table["pack"] = Waived("one block: there is nothing to pack")
         return table
 
     def _ours(self, start: Event) -> float:
         work, began_us = self._work, self._device.host_us
         sources = work.tensors
         with self._device.compute():
-            if work.layout == "strided":
-                # What the executor does with small views: their bytes alone, in memory of their own.
-                parts = [(part, t) for t in sources if (part := Part.of(t)) is not None]
-                sources = [flat_bytes(part.pack(t.untyped_storage())) for part, t in parts]
             moves = self._carried(sources) if Thresholds().path(work.nbytes) is Path.PACK else self._alone(sources)
         host_us = self._device.host_us - began_us
         begun = 0
@@ -199,10 +153,7 @@ class Ways:
 
     def _pack(self, start: Event) -> float:
         work, began_us = self._work, self._device.host_us
-        if work.layout == "contiguous":
-            self._compute.pack(work.staging, work.tensors, self._offsets)
-        else:
-            self._packing(work.staging)
+        self._compute.pack(work.staging, work.tensors, self._offsets)
         self._d2h.wait(self._compute.record())  # orders the copy after the kernel
         self._d2h.copy(work.host, work.staging)
         self._compute.wait(self._d2h.record())
@@ -217,19 +168,7 @@ class Ways:
             self._compute.wait(self._d2h.record())
         else:
             for place, t in zip(places, self._work.tensors, strict=True):
-                place.view(t.shape).copy_(t, non_blocking=True)
-        return self._device.host_us - began_us
-
-    def _foreach(self, start: Event) -> float:
-        places = [place.view(t.shape) for place, t in zip(self._work.places, self._work.tensors, strict=True)]
-        began_us = self._device.host_us
-        torch._foreach_copy_(places, self._work.tensors, non_blocking=True)
-        return self._device.host_us - began_us
-
-    def _cat(self, start: Event) -> float:
-        work, began_us = self._work, self._device.host_us
-        torch.cat(work.tensors, out=work.staging.view(-1, *work.tensors[0].shape[1:]))
-        work.host.copy_(work.staging, non_blocking=True)
+                place.copy_(t, non_blocking=True)
         return self._device.host_us - began_us
 
     def _batch(self, start: Event) -> float:
@@ -239,25 +178,3 @@ class Ways:
         self._d2h.copy_batch(pairs)  # not on the current stream: the driver takes no batch on the legacy default one
         self._compute.wait(self._d2h.record())
         return self._device.host_us - began_us
-
-    def _zero_copy(self, start: Event) -> float:
-        work, began_us = self._work, self._device.host_us
-        if len(work.tensors) > 1:
-            self._packing(work.host)
-        else:
-            self._copying(work.host, work.tensors[0])
-        return self._device.host_us - began_us
-
-    @cached_property
-    def _packing(self) -> Callable[[Tensor], None]:
-        """The kernel by itself: for strided tensors and pinned memory, which `Stream.pack` does not take."""
-        from chameleon_mm.kernels.pack import PackTable, pack
-
-        tensors, table = self._work.tensors, PackTable(self._work.tensors)
-        return lambda out: pack(tensors, out, num_programs=PACK_PROGRAMS, table=table)
-
-    @cached_property
-    def _copying(self) -> Callable[[Tensor, Tensor], None]:
-        from chameleon_mm.bench._copy_kernel import copy_bytes
-
-        return partial(copy_bytes, num_programs=COPY_PROGRAMS)

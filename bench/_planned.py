@@ -11,10 +11,11 @@ what recording cost the host is in none of them then. Where the session recomput
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from statistics import median
 
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns
 from chameleon_mm.bench._training_run import PeerRun
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.errors import InfeasibleBudget
@@ -30,32 +31,25 @@ QUANTITIES = ("step ms", "peak GiB", "stall ms", "recomputing ms")
 
 def planned_table(device: Device) -> Results:
     """Predicted against measured: four rows for each session."""
-    sim = device.simulated
-    return Results(
-        "training",
+    return _table(
         device,
-        (
-            Column(key="predicted", title="predicted", formula="by the plan that was followed", simulated=sim),
-            Column(
-                key="measured",
-                title="measured",
-                formula="median of the timed steps; stall: the mean; recomputing: step - stall - step of no swap",
-                simulated=sim,
+        {
+            "predicted": ("predicted", "by the plan that was followed"),
+            "measured": ("measured", "median of the timed steps; stall: the mean; recomputing: step - stall - step of no swap"),
+            "error": (
+                "error %",
+                "100 * (measured - predicted) / predicted; of stall and recomputing: / measured step",
             ),
-            Column(
-                key="error",
-                title="error %",
-                formula="100 * (measured - predicted) / predicted; of stall and recomputing: / measured step",
-                simulated=sim,
-            ),
-        ),
+        },
     )
+
+
+def _table(device: Device, about: Mapping[str, tuple[str, str]]) -> Results:
+    return Results("training", device, columns(about, simulated=device.simulated))
 
 
 def add_planned(table: Results, name: str, key: str, outcome: Outcome, baseline: PeerRun) -> None:
     """The four rows of one planned session."""
-    sim = any(column.simulated for column in table.columns)
-    add = partial(_add_comparison, table, simulated=sim)
     if isinstance(outcome, Waived) or outcome.followed is None:
         why = outcome if isinstance(outcome, Waived) else NO_PLAN
         for quantity in QUANTITIES:
@@ -67,38 +61,22 @@ def add_planned(table: Results, name: str, key: str, outcome: Outcome, baseline:
     again = stall if isinstance(stall, Waived) else (step_us - median(baseline.step_us)) / 1e3 - stall
     predicted = plan.step_us / 1e3, plan.peak_bytes / GIB, plan.stall_us / 1e3, plan.recompute_us / 1e3
     measured = step_us / 1e3, outcome.steady_peak_bytes / GIB, stall, again
+    figure = partial(Figure.of, simulated=table.columns[0].simulated)
     for quantity, foreseen, came, of in zip(QUANTITIES, predicted, measured, (None, None, step_us, step_us), strict=True):
-        add(name, key, quantity, foreseen, came, quantity.split()[-1], of=None if of is None else of / 1e3)
+        unit = quantity.split()[-1]
+        cells: dict[str, Cell] = {"predicted": figure([foreseen], unit)}
+        if isinstance(came, Waived):
+            cells["measured"] = cells["error"] = came
+        else:
+            cells["measured"] = figure([came], unit)
+            cells["error"] = figure([100 * (came - foreseen) / (foreseen if of is None else of / 1e3)], "%")
+        table.add(f"{name}: {quantity}", {"peer": key, "quantity": quantity}, cells)
     if not found.steady:
         table.notes.append(f"{name}: NOT steady: a plan was still on trial, or a step went by none")
 
 
-def _add_comparison(
-    table: Results,
-    name: str,
-    key: str,
-    quantity: str,
-    predicted: float,
-    measured: float | Waived,
-    unit: str,
-    *,
-    simulated: bool,
-    of: float | None = None,
-) -> None:
-    """`of`: what the difference is a share of, where that is not `predicted`."""
-    figure = partial(Figure.of, simulated=simulated)
-    cells: dict[str, Cell] = {"predicted": figure([predicted], unit)}
-    if isinstance(measured, Waived):
-        cells["measured"] = cells["error"] = measured
-    else:
-        cells["measured"] = figure([measured], unit)
-        cells["error"] = figure([100 * (measured - predicted) / (predicted if of is None else of)], "%")
-    table.add(f"{name}: {quantity}", {"peer": key, "quantity": quantity}, cells)
-
-
 def classes_table(device: Device) -> Results:
     """Table of the bytes that a plan keeps, swaps, recomputes and holds: one row for each planned session."""
-    sim = device.simulated
     planned = {
         "kept": "stays",
         "swapped": "crosses the link, each way; held storages that do are in it",
@@ -106,20 +84,10 @@ def classes_table(device: Device) -> Results:
         "held": "is kept beyond its life, for others to be made again from it",
     }
     done = {"out": "bytes that went to the host", "dropped": "bytes that were dropped, to be made again"}
-    return Results(
-        "training",
-        device,
-        (
-            *(
-                Column(key=key, title=key, formula=f"by the plan: GiB of what {what}", simulated=sim)
-                for key, what in planned.items()
-            ),
-            *(
-                Column(key=key, title=key, formula=f"counted: {what}, GiB per timed step", on_stand_in=True)
-                for key, what in done.items()
-            ),
-        ),
-    )
+    foreseen = {key: (key, f"by the plan: GiB of what {what}") for key, what in planned.items()}
+    counted = {key: (key, f"counted: {what}, GiB per timed step") for key, what in done.items()}
+    both = (*columns(foreseen, simulated=device.simulated), *columns(counted, on_stand_in=True))
+    return Results("training", device, both)
 
 
 def add_classes(table: Results, name: str, key: str, outcome: Outcome) -> None:
@@ -138,28 +106,17 @@ def add_classes(table: Results, name: str, key: str, outcome: Outcome) -> None:
 
 def bound_table(device: Device) -> Results:
     """Table of how near the runs come to T*: one row for each session."""
-    sim = device.simulated
-    return Results(
-        "training",
+    return _table(
         device,
-        (
-            Column(
-                key="budget", title="budget GiB", formula="kept between steps + that share of what a step adds", simulated=sim
+        {
+            "budget": ("budget GiB", "kept between steps + that share of what a step adds"),
+            "ideal": ("T* ms", "the least of any plan: policy.ideal; of those that only swap, where the session only swaps"),
+            "reached": ("of T*", "T* / median step of the session"),
+            "checkpointing": (
+                "checkpointing",
+                "T* / median step of the checkpointed run, whose peak is in the first table",
             ),
-            Column(
-                key="ideal",
-                title="T* ms",
-                formula="the least of any plan: policy.ideal; of those that only swap, where the session only swaps",
-                simulated=sim,
-            ),
-            Column(key="reached", title="of T*", formula="T* / median step of the session", simulated=sim),
-            Column(
-                key="checkpointing",
-                title="checkpointing",
-                formula="T* / median step of the checkpointed run, whose peak is in the first table",
-                simulated=sim,
-            ),
-        ),
+        },
     )
 
 
@@ -167,7 +124,7 @@ def add_bound(
     table: Results, name: str, share: float, run: Outcome, planned: Outcome, checkpointed: Outcome, baseline: PeerRun
 ) -> None:
     """The row of the session `run`, whose T* is of the step that `planned` recorded: itself, if it plans."""
-    figure = partial(Figure.of, simulated=any(column.simulated for column in table.columns))
+    figure = partial(Figure.of, simulated=table.columns[0].simulated)
     budget = baseline.budget_for(share)
     cells: dict[str, Cell] = {"budget": figure([budget / GIB], "GiB")}
     least = ideal_step(planned, baseline, budget)

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from chameleon_mm.bench._environment import write_record, write_text
+from chameleon_mm.bench._environment import write_record
 from chameleon_mm.bench._measure import Cell, Figure, Results, Waived
 from chameleon_mm.bench._stand_in import NOT_MEASURED
 
@@ -91,11 +91,6 @@ class Report:
         bounds = [bound.to_dict() for bound in self.bounds]
         return {**self.header, "headline": self.headline, "tables": tables, "bounds": bounds}
 
-    def markdown(self) -> str:
-        """Tables, then bounds, as Markdown."""
-        parts = [f"### {part}\n\n{table.markdown()}" for part, table in self.tables.items()]
-        return "\n".join([*parts, "### bounds\n", *(f"- {bound}" for bound in self.bounds)]) + "\n"
-
     def show(self, console: Console) -> None:
         """Print it. A table without one figure takes one line: what is waived, and why."""
         for part, table in self.tables.items():
@@ -124,12 +119,10 @@ class Report:
         return where
 
     def deliver(self, args: argparse.Namespace, console: Console) -> None:
-        """Print it, and write the files that `add_output_arguments` let the user ask for."""
+        """Print it, and write the file that `add_output_arguments` let the user ask for."""
         self.show(console)
         if args.json:
             write_record(Path(args.json), self.to_dict())
-        if args.markdown:
-            write_text(Path(args.markdown), self.markdown(), self.header)
 
 
 def _on_stand_in(bound: Bound) -> Bound:

@@ -3,8 +3,7 @@
 each round:     a new session, its warm-up, then some steps; as many without one; as many under hooks that do nothing
 x no session  = step / step without a session in the same round, each the mean of its steps
 
-Most steps that have nothing to move run without the session's hooks, where the C++ helper `switch` is built; one in 64 has them
-and is timed. So the warm-up lasts until that is so, and a mean has as many of each as a long training.
+The session times one step in 16, and so it does in a mean.
 
 Hooks that do nothing show what autograd itself takes to call any.
 
@@ -27,16 +26,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave, undisturbed
-from chameleon_mm.bench._profiler_peers import keep
 from chameleon_mm.bench._report import Bound, median_of
+from chameleon_mm.bench.profiler import keep
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.executor.unhooked_steps import MOST_UNHOOKED
 from chameleon_mm.session import SwapSession
 
 MAX_RATIO = 1.03
 NO_SESSION, SESSION = "no session", "session, nothing to swap"
 WAYS = (NO_SESSION, IDENTITY, SESSION)
-WARMUP_STEPS, TIMED_STEPS = 32, MOST_UNHOOKED + 1
+WARMUP_STEPS, TIMED_STEPS = 32, 64
 WIDTH, ROWS, BLOCKS = 128, 8, 2
 
 _ON_A_SIMULATOR = Waived("on a simulator the host does the device's work and keeps its clock: its time says nothing of a GPU's")

@@ -7,20 +7,33 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from chameleon_mm.bench._timeline_step import Step, Watch, WatchedDevice
+from chameleon_mm.bench._timeline_step import Copy, Step, Watch, WatchedDevice
 from chameleon_mm.demo.model import GPT, VOCABULARY, GPTConfig
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.policy import SwapPlan
 from chameleon_mm.session import SwapSession
+from chameleon_mm.trace import Trace
 
 WARMUP_STEPS = 2
 """Steps before the one that is watched: optimizer state is made in the first, and a session records it."""
 MOST_STEPS = 6
 """Steps after which a session that follows no plan is not waited for any longer."""
+
+
+class Swap(NamedTuple):
+    """Moments of one saved storage that moved, of the compute stream, and its copies."""
+
+    save_us: float
+    out: Copy
+    reclaim_us: float
+    prefetch_us: float
+    back: Copy
+    use_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +47,20 @@ class Comparison:
     planned: Step
     plan: SwapPlan
     """The plan that the step followed."""
+    trace: Trace
+    """Of which it was made."""
+
+    def swaps(self) -> list[Swap]:
+        """What moved, in the order of the copies out: each engine copies in the order in which the plan queues."""
+        step, actions = self.planned, sorted(self.plan.actions, key=lambda action: action.out_at)
+        out, back = ([copy for copy in step.copies if copy.direction == way] for way in ("d2h", "h2d"))
+        returned = dict(zip(sorted(actions, key=lambda action: (action.in_at, action.use_at)), back, strict=True))
+        saves = {hook.tensor: number for number, hook in reversed(list(enumerate(self.trace.hooks))) if not hook.use}
+        at = step.hooks_us
+        return [
+            Swap(at[saves[a.tensor]], copy, at[a.reclaim_at], at[a.in_at], returned[a], at[a.use_at])
+            for a, copy in zip(actions, out, strict=True)
+        ]
 
 
 @dataclass
@@ -88,13 +115,19 @@ def watched(spec: str | GpuSpec, config: GPTConfig, share: float) -> Comparison:
             for _ in range(WARMUP_STEPS):
                 with session.step():
                     training.step()
-            planned, plan = _planned_step(device, session, training)
+            planned, plan, trace = _planned_step(device, session, training)
     return Comparison(
-        device=device.name, config=config, hbm_budget_bytes=budget, unswapped=unswapped, planned=planned, plan=plan
+        device=device.name,
+        config=config,
+        hbm_budget_bytes=budget,
+        unswapped=unswapped,
+        planned=planned,
+        plan=plan,
+        trace=trace,
     )
 
 
-def _planned_step(device: WatchedDevice, session: SwapSession, training: _Training) -> tuple[Step, SwapPlan]:
+def _planned_step(device: WatchedDevice, session: SwapSession, training: _Training) -> tuple[Step, SwapPlan, Trace]:
     executor, adaptation = session._executor, session._adaptation  # its hooks, to be watched; its plan is in no report
     assert adaptation is not None
     for _ in range(MOST_STEPS):
@@ -106,8 +139,9 @@ def _planned_step(device: WatchedDevice, session: SwapSession, training: _Traini
         device.synchronize()
         after = session.report()
         followed = after.steps_by_phase.get("planned", 0) > before.steps_by_phase.get("planned", 0)
-        if followed and plan is not None and plan.actions:
-            return watch.step(stall_us=(after.stall_us or 0.0) - (before.stall_us or 0.0)), plan
+        if followed and plan is not None and plan.actions and adaptation.latest is not None:
+            step = watch.step(stall_us=(after.stall_us or 0.0) - (before.stall_us or 0.0))
+            return step, plan, adaptation.latest.trace
     found = dict(session.report().steps_by_phase)
     raise ValueError(f"expected a step that follows a plan by which something moves, got {found}; choose another budget")
 

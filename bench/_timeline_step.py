@@ -1,4 +1,4 @@
-"""Record of one step as the simulator ran it: kernels, copies, memory, and each saved storage that moved.
+"""Record of one step as the simulator ran it: kernels, copies, hooks, memory.
 
     device = WatchedDevice(spec)                    # a SimDevice that notes its copies
     watch = Watch(device)                           # a dispatch mode: time and memory before and after each operator and hook
@@ -7,15 +7,15 @@
     watch.step()                                    # all times in microseconds since the step began
 
 What is noted is read from the device's own clocks and counters, which costs it nothing: the step takes the time that it takes
-unwatched. A swap is put together from what was seen: states of its saved storage after each hook, copies by their addresses.
+unwatched.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -25,9 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chameleon_mm.device import SimDevice
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.device.specs import GpuSpec
-from chameleon_mm.saved import SwappedView
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.state import State
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -41,15 +38,13 @@ class Kernel(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Time of one copy on its engine, and the addresses that it copied from and to."""
+    """Time of one copy on its engine."""
 
     direction: str
     """"d2h" or "h2d"."""
     start_us: float
     end_us: float
     nbytes: int
-    device_address: int
-    host_address: int
 
 
 class Reading(NamedTuple):
@@ -59,37 +54,14 @@ class Reading(NamedTuple):
     allocated_bytes: int
 
 
-@dataclass(kw_only=True)
-class Swap:
-    """Record of one saved storage that moved. Moments are those of the compute stream."""
-
-    nbytes: int
-    save_us: float
-    save_hook: int
-    """Number of the hook, as a plan counts them."""
-    out: Copy | None = None
-    reclaim_us: float | None = None
-    reclaim_hook: int | None = None
-    prefetch_us: float | None = None
-    prefetch_hook: int | None = None
-    back: Copy | None = None
-    use_us: float | None = None
-    use_hook: int | None = None
-
-    @property
-    def moved_whole(self) -> bool:
-        """Whether all of it went out and came back, and each of its moments was seen."""
-        seen = (self.reclaim_us, self.prefetch_us, self.use_us)
-        return None not in seen and all(copy is not None and copy.nbytes == self.nbytes for copy in (self.out, self.back))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """Record of one step, from its first operator to its last."""
 
     kernels: tuple[Kernel, ...]
     copies: tuple[Copy, ...]
-    swaps: tuple[Swap, ...]
+    hooks_us: tuple[float, ...]
+    """Moment of the compute stream after each hook."""
     readings: tuple[Reading, ...]
     """Readings in the order in which they were taken; several may be of one moment."""
     step_us: float
@@ -112,11 +84,9 @@ class WatchedDevice(SimDevice):
 
     def note_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Note the copies `(dst, src)` that were just issued, all one way."""
-        to_host = self.is_host_memory(pairs[0][0])
-        direction = "d2h" if to_host else "h2d"
-        for (dst, src), span in zip(pairs, self.copy_spans(direction)[-len(pairs) :], strict=True):
-            ends = (src, dst) if to_host else (dst, src)
-            self.copies.append(Copy(direction, span.start_us, span.end_us, span.nbytes, *(end.data_ptr() for end in ends)))
+        direction = "d2h" if self.is_host_memory(pairs[0][0]) else "h2d"
+        spans = self.copy_spans(direction)[-len(pairs) :]
+        self.copies += [Copy(direction, span.start_us, span.end_us, span.nbytes) for span in spans]
 
 
 class _NotingStream:
@@ -138,15 +108,6 @@ class _NotingStream:
         self._device.note_copies(pairs)
 
 
-@dataclass
-class _Seen:
-    """A swap in the making. The storage is held weakly: autograd's handle is its lifetime."""
-
-    swap: Swap
-    saved: weakref.ref[SavedStorage]
-    addresses: range
-
-
 class Watch(TorchDispatchMode):
     """Mode that notes the operators of one step as they run, and `watched` hooks. Of one use, in `device.compute()`."""
 
@@ -159,11 +120,8 @@ class Watch(TorchDispatchMode):
         self._kernels: list[Kernel] = []
         self._readings = [Reading(0.0, device.allocated_bytes())]
         self._in_hook = False
-        self._hooks = 0
-        self._seen: dict[int, _Seen] = {}
-        """Swaps under way, by the id of the saved storage, which is not given again while its handles live."""
-        self._swaps: list[Swap] = []
-        self._first_copy = self._matched = len(device.copies)
+        self._hooks_us: list[float] = []
+        self._first_copy = len(device.copies)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -184,33 +142,20 @@ class Watch(TorchDispatchMode):
     def hooks(self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
         """The context of saved-tensor hooks that do what `save` and `use` do, watched."""
 
-        def watched_save(t: Tensor) -> Any:
-            begin = t.untyped_storage().data_ptr()
-            addresses = range(begin, begin + t.untyped_storage().nbytes())
-            handle = self._run_hook(save, t)
-            if isinstance(handle, SwappedView):
-                self._note_save(handle.claim.saved, addresses)
-            self._look()
-            return handle
-
-        def watched_use(handle: Any) -> Tensor:
-            seen = self._seen.get(id(handle.claim.saved)) if isinstance(handle, SwappedView) else None
-            result: Tensor = self._run_hook(use, handle)
-            if seen is not None and seen.swap.use_us is None:
-                seen.swap.use_us, seen.swap.use_hook = self._now_us, self._hooks - 1
-            self._look()
-            return result
-
-        return saved_tensors_hooks(watched_save, watched_use)
+        return saved_tensors_hooks(partial(self._run_hook, save), partial(self._run_hook, use))
 
     def step(self, *, stall_us: float = 0.0) -> Step:
         """Return the record. To be called when the step has ended."""
         self._read()
-        copies = [self._since_begin(copy) for copy in self._device.copies[self._first_copy :]]
+        begin_us = self._begin_us
+        copies = [
+            copy._replace(start_us=copy.start_us - begin_us, end_us=copy.end_us - begin_us)
+            for copy in self._device.copies[self._first_copy :]
+        ]
         return Step(
             kernels=tuple(self._kernels),
             copies=tuple(copies),
-            swaps=tuple(swap for swap in self._swaps if swap.out is not None),
+            hooks_us=tuple(self._hooks_us),
             readings=tuple(self._readings),
             step_us=self._now_us,
             peak_bytes=self._device.peak_allocated_bytes(),
@@ -231,33 +176,5 @@ class Watch(TorchDispatchMode):
             return hook(argument)
         finally:
             self._in_hook = False
-            self._hooks += 1
+            self._hooks_us.append(self._now_us)
             self._read()
-
-    def _note_save(self, saved: SavedStorage, addresses: range) -> None:
-        known = self._seen.get(id(saved))
-        if known is None or known.saved() is not saved:
-            swap = Swap(nbytes=saved.nbytes, save_us=self._now_us, save_hook=self._hooks - 1)
-            self._swaps.append(swap)
-            self._seen[id(saved)] = _Seen(swap, weakref.ref(saved), addresses)
-
-    def _look(self) -> None:
-        """Look at what the hook that just ended did to each saved storage."""
-        new, self._matched = self._device.copies[self._matched :], len(self._device.copies)
-        for key, seen in list(self._seen.items()):
-            saved, swap = seen.saved(), seen.swap
-            for copy in new:
-                if copy.direction == "d2h" and swap.reclaim_us is None and copy.device_address in seen.addresses:
-                    swap.out = self._since_begin(copy)
-                elif copy.direction == "h2d" and swap.out is not None and copy.host_address == swap.out.host_address:
-                    swap.back = self._since_begin(copy)
-            if saved is None or saved.state is State.RETIRED:
-                del self._seen[key]
-                continue
-            if swap.reclaim_us is None and saved.state is State.ON_HOST:
-                swap.reclaim_us, swap.reclaim_hook = self._now_us, self._hooks - 1
-            if swap.reclaim_us is not None and swap.prefetch_us is None and saved.state in (State.SWAPPING_IN, State.RESTORED):
-                swap.prefetch_us, swap.prefetch_hook = self._now_us, self._hooks - 1
-
-    def _since_begin(self, copy: Copy) -> Copy:
-        return copy._replace(start_us=copy.start_us - self._begin_us, end_us=copy.end_us - self._begin_us)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from chameleon_mm.bench._llama import DTYPES, Shape
+from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.bench._training_models import Sizes, Workload, gpt2, llama, resnet, vit
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.pinned.host_memory import available_host_bytes
 
 TINY: dict[str, Any] = {"layers": 10, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
@@ -57,12 +57,6 @@ MODELS = ("llama", *OTHERS)
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of model and sizes on `parser`."""
     parser.add_argument("--model", choices=MODELS, default="llama", help="what is trained (default llama)")
-    parser.add_argument(
-        "--size",
-        choices=("tiny", "fill"),
-        help="tiny: seconds on a CPU; fill: of the llama as many layers as the device and host memory allow, of the others "
-        "about as published (GPU only). Default: fill on a GPU, tiny on a simulator. The options below override single sizes",
-    )
     for name, what in (
         ("layers", "blocks; of a resnet: of each stage"), ("width", "residual stream; of a resnet: inside the first blocks"),
         ("heads", "attention heads"), ("ffn", "width inside SwiGLU, of the llama alone"),
@@ -79,7 +73,7 @@ def choose_workload(args: argparse.Namespace, device: Device) -> Workload:
     if args.model == "llama":
         return llama(choose_shape(args, device))
     make, sized = OTHERS[args.model]
-    sizes = dict(sized[_size(args, device)])
+    sizes = dict(sized[_size(device)])
     for name, given in _given(args).items():
         if name not in sizes:
             raise ValueError(
@@ -90,8 +84,8 @@ def choose_workload(args: argparse.Namespace, device: Device) -> Workload:
 
 
 def choose_shape(args: argparse.Namespace, device: Device) -> Shape:
-    """The Llama's sizes. Raises `ValueError` for `fill` on a simulator."""
-    sizes = dict(TINY if _size(args, device) == "tiny" else FILL) | _given(args)
+    """The Llama's sizes. Raises `ValueError` for what cannot be built."""
+    sizes = dict(TINY if _size(device) == "tiny" else FILL) | _given(args)
     if "layers" not in sizes:
         sizes["layers"] = fill_layers(Shape(layers=1, **sizes), device.capacity, available_host_bytes())
     return Shape(**sizes)
@@ -109,11 +103,9 @@ def fill_layers(block: Shape, capacity: int, host_bytes: int) -> int:
     return max(2, min(by_device, by_host))
 
 
-def _size(args: argparse.Namespace, device: Device) -> str:
-    size = str(args.size or ("tiny" if computes_on_cpu(device) else "fill"))
-    if size == "fill" and computes_on_cpu(device):
-        raise ValueError(f"--size fill: expected a GPU, got a {device.name}, whose work the CPU does; use --size tiny")
-    return size
+def _size(device: Device) -> str:
+    """`tiny` takes seconds on a CPU; `fill` is as published, or as many layers as the memory of device and host allow."""
+    return "tiny" if computes_on_cpu(device) else "fill"
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

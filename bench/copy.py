@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave, timed_us
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, interleave, timed_us
+from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device, Stream
-from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import GIB, KIB, MIB, format_size, parse_size
 
@@ -30,14 +31,13 @@ _CPU_SAMPLE_BYTES = 4 * MIB
 _MAX_COPIES = 64
 _LIMIT_S = 4.0
 
-_COLUMNS = (
-    Column(key="pinned", title="pinned GB/s", formula="size * copies / time between two events around them / 1e9"),
-    Column(key="pageable", title="pageable GB/s", formula="the same from and to memory that is not page-locked"),
-    Column(key="ratio", title="ratio", formula="pinned / pageable, of the samples taken in the same round"),
-    Column(
-        key="simulated", title="pinned GB/s", formula="size * copies / virtual time between two events / 1e9", simulated=True
-    ),
-)
+_FORMULAS = {
+    "pinned": ("pinned GB/s", "size * copies / time between two events around them / 1e9"),
+    "pageable": ("pageable GB/s", "the same from and to memory that is not page-locked"),
+    "ratio": ("ratio", "pinned / pageable, of the samples taken in the same round"),
+}
+_NO_PAGEABLE = Waived("a simulated link knows pinned memory alone")
+_BLOCKING = Waived("a pageable copy holds the host until it is staged: one thread cannot keep both directions busy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Results:
     """The table of `sizes` on `device`: a row for each direction, and one for both at once."""
-    results = Results("copy", device, _COLUMNS)
+    results = Results("copy", device, columns(_FORMULAS, simulated=device.simulated))
     results.notes.append("both ways: the bytes of both directions over the time from their common start until both are done")
     h2d, d2h = device.new_stream("h2d"), device.new_stream("d2h")
     for size in sizes:
@@ -73,7 +73,7 @@ def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Result
             with Buffers(device) as buffers:
                 rows = _measure_size(device, buffers, h2d, d2h, size, copies, repeats)
         except (HostMemoryExhausted, torch.OutOfMemoryError) as error:  # what cannot hold this much still has the other sizes
-            rows = [_row(device, [], None, why_not=str(error))] * 3
+            rows = [dict.fromkeys(_FORMULAS, Waived(str(error)))] * 3
         for name, cells in zip(names, rows, strict=True):
             results.add(name, params, cells)
     return results
@@ -120,35 +120,21 @@ def _measure_size(
 
     peers = {name: one_way(*way) for name, way in ways.items()} | {"both": both_ways}
     samples = interleave(peers, repeats=repeats, limit_s=_LIMIT_S)
-    blocking = "a pageable copy holds the host until it is staged: one thread cannot keep both directions busy"
     return [
-        _row(device, samples["h2d pinned"], samples.get("h2d pageable")),
-        _row(device, samples["d2h pinned"], samples.get("d2h pageable")),
-        _row(device, samples["both"], None, no_pageable=blocking),
+        _row(device, samples["h2d pinned"], samples.get("h2d pageable", _NO_PAGEABLE)),
+        _row(device, samples["d2h pinned"], samples.get("d2h pageable", _NO_PAGEABLE)),
+        _row(device, samples["both"], _NO_PAGEABLE if device.simulated else _BLOCKING),
     ]
 
 
-def _row(
-    device: Device, pinned: list[float], pageable: list[float] | None, *, no_pageable: str = "", why_not: str = ""
-) -> dict[str, Cell]:
-    """The cells of one row: real figures under the measured columns, virtual ones under the simulated column alone."""
-    if why_not:
-        return {column.key: Waived(why_not) for column in _COLUMNS}
-    if device.simulated:
-        no_gpu = f"measured on a CUDA GPU alone; this run is on a {device.name}"
-        return {
-            "pinned": Waived(no_gpu),
-            "pageable": Waived(no_gpu),
-            "ratio": Waived(no_gpu),
-            "simulated": Figure.of(pinned, "GB/s", simulated=True),
-        }
-    ratio = [fast / slow for fast, slow in zip(pinned, pageable or [], strict=pageable is not None)]
-    return {
-        "pinned": Figure.of(pinned, "GB/s", simulated=False),
-        "pageable": Figure.of(pageable, "GB/s", simulated=False) if pageable else Waived(no_pageable),
-        "ratio": Figure.of(ratio, "1", simulated=False) if ratio else Waived(no_pageable),
-        "simulated": Waived(f"this run is on {device.name}; --device sim gives the simulator's figures"),
-    }
+def _row(device: Device, pinned: list[float], pageable: list[float] | Waived) -> dict[str, Cell]:
+    """The cells of one row."""
+    figure = partial(Figure.of, simulated=device.simulated)
+    cells: dict[str, Cell] = {"pinned": figure(pinned, "GB/s")}
+    if isinstance(pageable, Waived):
+        return cells | dict.fromkeys(("pageable", "ratio"), pageable)
+    ratio = [fast / slow for fast, slow in zip(pinned, pageable, strict=True)]
+    return cells | {"pageable": figure(pageable, "GB/s"), "ratio": figure(ratio, "1")}
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:

@@ -1,172 +1,325 @@
-"""One script for a machine with a GPU: smoke, tests, memory checks, benches, demo and probe under one time budget.
+"""`make gpu`: the tests marked `gpu`, and the benches behind the twelve figures of docs/measure.md, within eight minutes.
 
-for part in (smoke, tests, memcheck, copy, overlap, training, profiler, demo, probe):    # each a process of its own
-    run it for as long as it may; its record to OUT/<theme>_<device>_<date>.json, or into the suite's own; rewrite that
-summary last; exit 1 if anything failed or could not be run
-on the CUDA stand-in of our tests: a rehearsal in small sizes, marked in every record, and never written to bench/results
+for part in PARTS:                 # each a process of its own, so that a crash or a hang of it takes nothing else with it
+    run it for as long as it may; keep its record; rewrite OUT/gpu_<device>_<date>.json
+the figures as one table; exit 1 if anything failed or could not be run
+on the CUDA stand-in of our tests: a rehearsal in small sizes, marked in its record, and never written to bench/results
 
-python3 -m chameleon_mm.bench.gpu_suite --out bench/results            # from a bare checkout; at most 8 minutes
-python3 -m chameleon_mm.bench.gpu_suite --out bench/results --smoke    # its first minute
+python3 -m chameleon_mm.bench.gpu_suite --out bench/results            # from a bare checkout
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from chameleon_mm.bench._environment import checkout_root, commit, result_name, write_record
-from chameleon_mm.bench._parts import Outcome, Part, allotted_s, run_part
-from chameleon_mm.bench._stand_in import NOT_MEASURED, NOT_RUN, check_place
-from chameleon_mm.device.stand_in import STAND_IN
+from chameleon_mm.bench._stand_in import STAND_IN, check_place, is_stand_in
 
-MAX_FILES = 8
-"""JSON files that one run may leave, the suite's own included."""
+BUDGET_S = 8 * 60.0
 
-_PYTHON = sys.executable
-_BENCH = (_PYTHON, "-m", "chameleon_mm", "bench")
-_TO_JSON = ("--device", "cuda", "--json", "{json}")
+_GRACE_S = 5.0
+_POLL_S = 0.02
+_TAIL_CHARACTERS = 4000
+_MOST_NAMED = 50
 
-SMOKE = Part(theme="smoke", command=(_PYTHON, "-m", "chameleon_mm.bench.gpu_smoke", "--json", "{json}"), cap_s=110, least_s=20)
+Status = Literal["passed", "failed", "not run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A command and how long it may take."""
+
+    theme: str
+    command: Sequence[str]
+    """`{out}` stands for the file to write: a benchmark's record, or the JUnit report of tests."""
+    cap_s: float
+    """Never more than this."""
+    least_s: float
+    """Not worth starting with less; kept free for it while earlier parts run."""
+    rehearsal: Sequence[str] = ()
+    """More arguments on the CUDA stand-in, where a CPU does the work."""
+    is_tests: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least_s <= self.cap_s:
+            raise ValueError(f"part {self.theme}: expected 0 < least_s <= cap_s, got {self.least_s} and {self.cap_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a part."""
+
+    theme: str
+    status: Status
+    detail: str
+    """One line for the summary."""
+    seconds: float = 0.0
+    tail: str = ""
+    """The end of its output."""
+    record: dict[str, Any] | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        about = {"theme": self.theme, "status": self.status, "detail": self.detail, "seconds": round(self.seconds, 1)}
+        return about if self.status == "passed" else about | {"tail": self.tail}
+
+
+class Wanted(NamedTuple):
+    """A figure of the table, and the cells of a part's record that it is."""
+
+    name: str
+    theme: str
+    table: str | None
+    """None: the record is one table."""
+    rows: tuple[str, ...]
+    """Beginnings of rows' names, ours first, then its peers: of each the last row that begins so."""
+    column: str
+    unit: str
+
+    def told(self, records: Mapping[str, Mapping[str, Any]]) -> str:
+        """The figure as text, with those of its peers by name; WAIVED, and why, where there is none."""
+        record = records.get(self.theme)
+        if record is None:
+            return f"WAIVED: {self.theme} left no record"
+        rows = (record if self.table is None else record.get("tables", {}).get(self.table, {})).get("rows", ())
+        texts = []
+        for beginning in self.rows:
+            cells = [row["cells"][self.column] for row in rows if row["name"].startswith(beginning)]
+            if not cells:
+                text = "WAIVED: no such row"
+            elif "waived" in cells[-1]:
+                text = f"WAIVED: {cells[-1]['waived']}"
+            else:
+                text = f"{cells[-1]['median']:.4g} {self.unit}".rstrip()
+            texts.append(text if beginning == self.rows[0] else f"{beginning} {text}")
+        return "; ".join(texts)
+
+
+_MODULE = (sys.executable, "-m")
+_BENCH = (*_MODULE, "chameleon_mm", "bench")
+_FEW_SAVES = ("--saves", "50", "--repeats", "1")
+_SMALL_LLAMA = ("--layers", "2", "--width", "64", "--heads", "2", "--ffn", "224", "--batch", "16", "--steps", "1")
+_TO_JSON = ("--device", "cuda", "--json", "{out}")
+_TESTS = (
+    *_MODULE, "pytest", "-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors",
+    # Where a backward waits for ever on autograd's own thread, no timeout ends it: then the stacks are what there is to go by.
+    "--timeout=90", "-o", "faulthandler_timeout=60", "--junitxml={out}",
+)  # fmt: skip
+
 PARTS = (
-    SMOKE,
-    Part(
-        theme="tests",
-        command=(_PYTHON, "-m", "chameleon_mm.bench.gpu_tests", "--json", "{json}", "--seconds", "{seconds}"),
-        cap_s=150,
-        least_s=40,
-    ),
-    Part(
-        theme="memcheck",
-        command=(_PYTHON, "-m", "chameleon_mm.bench._sanitizer", "--json", "{json}", "--seconds", "{seconds}"),
-        cap_s=60,
-        least_s=45,
-    ),
-    Part(theme="copy", command=(*_BENCH, "copy", *_TO_JSON), cap_s=60, least_s=30),
+    Part(theme="copy", command=(*_BENCH, "copy", *_TO_JSON), cap_s=45, least_s=25),
+    Part(theme="tests", command=_TESTS, cap_s=150, least_s=50, rehearsal=("tests/test_cuda_device.py",), is_tests=True),
+    Part(theme="pack", command=(*_BENCH, "pack", *_TO_JSON), cap_s=60, least_s=30, rehearsal=("--sizes", "16KiB")),
     Part(theme="overlap", command=(*_BENCH, "overlap", *_TO_JSON), cap_s=60, least_s=35),
-    Part(
-        theme="training",
-        command=(*_BENCH, "training", *_TO_JSON),
-        cap_s=170,
-        least_s=130,
-        rehearsal=("--layers", "2", "--width", "64", "--heads", "2", "--ffn", "224", "--batch", "16", "--steps", "1"),
-    ),
-    Part(
-        theme="profiler",
-        command=(*_BENCH, "profiler", *_TO_JSON, "--repeats", "15"),
-        cap_s=40,
-        least_s=20,
-        rehearsal=("--repeats", "2", "--saves", "50"),
-    ),
-    Part(
-        theme="demo",
-        command=(_PYTHON, "-m", "chameleon_mm", "demo", *_TO_JSON),
-        cap_s=90,
-        least_s=45,
-        rehearsal=("--steps", "3", "--layers", "4", "--width", "64", "--heads", "2", "--context", "1024", "--batch", "4"),
-        withhold=True,
-    ),
-    Part(
-        theme="probe",
-        command=(_PYTHON, "-m", "chameleon_mm.bench.probe", "--json", "{json}", "--seconds", "{seconds}"),
-        cap_s=220,
-        least_s=100,
-    ),
+    Part(theme="reclaim", command=(*_MODULE, "chameleon_mm.bench._reclaim_gap", "--json", "{out}"), cap_s=30, least_s=15),
+    Part(theme="hooks", command=(*_BENCH, "hooks", *_TO_JSON), cap_s=60, least_s=25, rehearsal=_FEW_SAVES),
+    Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=170, least_s=130, rehearsal=_SMALL_LLAMA),
 )
 """What runs, in this order. The first says which device there is: without its record nothing else starts."""
 
-IN_SUITE = frozenset({"memcheck", "profiler"})
-"""Parts without a file of their own: their records are in the suite's, under their themes."""
+_OURS = "quarter, planned"
+_PEERS = (_OURS, "checkpointing", "torch save_on_cpu")
+_AGAINST = "planned against measured"
+
+FIGURES = (
+    Wanted("link, to the host", "copy", None, ("D2H",), "pinned", "GB/s"),
+    Wanted("link, both ways", "copy", None, ("both ways",), "pinned", "GB/s"),
+    Wanted("small copies, 64 KiB", "copy", None, ("D2H 64.0 KiB",), "pinned", "GB/s"),
+    Wanted("many of 16 KiB, packed", "pack", "rates", ("4096 x 16 KiB",), "ours", "GB/s"),
+    Wanted("pinning", "reclaim", "pinning", ("alloc_pinned",), "rate", "GB/s"),
+    Wanted("GEMM beside copies", "overlap", "saturated", ("gemm, both ways",), "slowdown", "x"),
+    Wanted("reclaim gap", "reclaim", "gap", ("wait and drop", "record_stream"), "gap", "us"),
+    Wanted("hooks of a tensor that moves", "hooks", "saved tensors", ("moves by plan, alone",), "both_over", "us"),
+    Wanted("training, step", "training", "peers", _PEERS, "ratio", "x"),
+    Wanted("training, peak", "training", "peers", _PEERS, "peak_allocated_gib", "GiB"),
+    Wanted("plan, error of step", "training", _AGAINST, (f"{_OURS}: step",), "error", "%"),
+    Wanted("plan, error of peak", "training", _AGAINST, (f"{_OURS}: peak",), "error", "%"),
+)
+"""What a run proves, at most twelve figures: docs/measure.md has them in a table."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 if every part passed, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python3 -m chameleon_mm.bench.gpu_suite", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the JSON records")
-    parser.add_argument("--minutes", type=float, default=8.0, metavar="N", help="time for everything (default: %(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="only the first minute: versions, a copy each way, a swapped step")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the JSON record")
+    parser.add_argument(
+        "--minutes", type=float, default=BUDGET_S / 60, metavar="N", help="for everything (default: %(default)g)"
+    )
     args = parser.parse_args(arguments)
     console = Console()
     root = checkout_root()
     if root is None:
-        console.print(
-            "expected a checkout of the project (its tests are part of the run), got an installed package", style="red"
-        )
+        console.print("expected a checkout, whose tests are part of the run, got an installed package", style="red")
         return 1
-    if args.minutes <= 0:
-        parser.error(f"--minutes: expected more than 0, got {args.minutes}")
-    parts = (SMOKE,) if args.smoke else PARTS
-    return run_suite(parts, args.out.resolve(), 60 * args.minutes, root, console)
+    return run_suite(PARTS, args.out.resolve(), 60 * args.minutes, root, console)
 
 
 def run_suite(parts: Sequence[Part], out: Path, budget_s: float, root: Path, console: Console) -> int:
-    """Run `parts` from the checkout at `root`, keep their records in `out`, print the summary. Returns the exit code.
-
-    Raises `ValueError` if the parts would leave more than `MAX_FILES` files.
-    """
-    files = sum(part.theme not in IN_SUITE for part in parts)
-    if files + 1 > MAX_FILES:
-        raise ValueError(
-            f"gpu suite: expected at most {MAX_FILES - 1} parts with files beside its own record, got {files}; merge some"
-        )
+    """Run `parts` from the checkout at `root`, keep their records in `out`, print the summary. Returns the exit code."""
     start = time.monotonic()
     outcomes: list[Outcome] = []
-    header: dict[str, Any] | None = None
+    header: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for position, part in enumerate(parts):
             seconds = allotted_s(part, budget_s - (time.monotonic() - start), parts[position + 1 :])
-            if position and header is None:
+            if position and not header:
                 outcome = Outcome(theme=part.theme, status="not run", detail="no CUDA device was found to run it on")
             elif not seconds:
                 outcome = Outcome(theme=part.theme, status="not run", detail="no time left")
             else:
                 console.print(f"{part.theme}: at most {seconds:.0f} s ...", highlight=False)
-                inherited = os.environ  # noqa: TID251 - for the parts, which are processes of their own; nothing here reads it
-                rehearsal = bool(header and header.get("stand_in"))
-                outcome = run_part(part, Path(folder), seconds, cwd=root, environment=inherited, rehearsal=rehearsal)
+                outcome = run_part(part, Path(folder), seconds, cwd=root, rehearsal=bool(header.get("stand_in")))
             outcomes.append(outcome)
-            header = header or outcome.record
-            if header is None:
+            if not header and outcome.record is not None:
+                about = ("device", "simulated", "stand_in", "versions", "host", "date")
+                header = {key: outcome.record[key] for key in about if key in outcome.record}
+            if not header:
                 continue
             try:
                 check_place(out, root=root, stand_in=bool(header.get("stand_in")))
             except ValueError as error:
                 console.print(str(error), style="red", markup=False, soft_wrap=True)
                 return 1
-            if outcome.record is not None and part.theme not in IN_SUITE:
-                write_record(out / result_name(part.theme, header["device"]), outcome.record)
             # After every part: whatever ends this run early, what is done stays told.
-            write_record(out / result_name("suite", header["device"]), _suite_record(header, outcomes, budget_s, root))
+            write_record(out / result_name("gpu", header["device"]), _record(header, outcomes, budget_s, root))
     _summary(outcomes, header, console)
     return 0 if all(outcome.status == "passed" for outcome in outcomes) else 1
 
 
-def _suite_record(header: dict[str, Any], outcomes: Sequence[Outcome], budget_s: float, root: Path) -> dict[str, Any]:
-    about: dict[str, Any] = {
-        key: header[key] for key in ("device", "simulated", "stand_in", "versions", "host", "gpu", "date") if key in header
-    }
+def allotted_s(part: Part, remaining_s: float, later: Sequence[Part]) -> float:
+    """Seconds that `part` may take: its cap, or what remains once every later part has kept its least, or its own least where
+    there is not enough for all. 0: do not start it."""
+    if remaining_s < part.least_s:
+        return 0.0
+    free = remaining_s - sum(other.least_s for other in later)
+    return min(part.cap_s, max(free, part.least_s))
+
+
+def run_part(part: Part, folder: Path, seconds: float, *, cwd: Path, rehearsal: bool = False) -> Outcome:
+    """Run `part` in `cwd` for at most `seconds`; it writes into `folder`. Never raises for what the part does."""
+    target, log = folder / f"{part.theme}.out", folder / f"{part.theme}.log"
+    command = [argument.format(out=target) for argument in (*part.command, *(part.rehearsal if rehearsal else ()))]
+    start = time.monotonic()
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            return Outcome(theme=part.theme, status="failed", detail=f"could not be started: {error}")
+        timed_out = not _wait(process, seconds)
+    took, tail = time.monotonic() - start, log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:]
+    record, problem = read_tests(target, process.returncode) if part.is_tests else read_record(target)
+    headline = (record or {}).get("headline", "")
+    if timed_out:
+        problem = f"stopped after {seconds:.0f} s"
+    elif process.returncode != 0:
+        lines = [line.strip() for line in tail.splitlines() if line.strip()]
+        problem = headline or (lines[-1][:200] if lines else f"exit code {process.returncode}")
+    return Outcome(
+        theme=part.theme, status="failed" if problem else "passed", detail=problem or headline, seconds=took, tail=tail,
+        record=record,
+    )  # fmt: skip
+
+
+def read_record(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """The JSON record at `path` and what is wrong with it: absent, unreadable, without its environment, or simulated."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None, "wrote no result"
+    except (OSError, ValueError) as error:
+        return None, f"wrote an unreadable result: {error}"
+    missing = [key for key in ("schema", "device", "simulated", "commit", "versions") if key not in record]
+    if missing:
+        return None, f"expected {', '.join(missing)} in its result, got none"
+    if is_stand_in(record["device"]) and record.get("stand_in") is not True:
+        return None, f'expected "stand_in": true in a result of {record["device"]}, got none'
+    if record["simulated"] is not False:
+        return None, f"expected a result of a real GPU, got one of {record['device']}"
+    return record, ""
+
+
+def read_tests(path: Path, returncode: int) -> tuple[dict[str, Any], str]:
+    """Counts and failures of a pytest run, by its JUnit report, and what is wrong: what failed, or that none passed."""
+    cases = list(ET.fromstring(path.read_text(encoding="utf-8")).iter("testcase")) if path.exists() else []
+    kinds: dict[str, list[str]] = {"failure": [], "error": [], "skipped": []}
+    for case in cases:
+        name = "::".join(part for part in (case.get("classname"), case.get("name")) if part)
+        found = next((child for child in case if child.tag in kinds), None)
+        if found is not None:
+            kinds[found.tag].append(f"{name}: {(found.get('message') or '').strip()[:300]}")
+    failed, errors, skipped = map(len, kinds.values())
+    passed = len(cases) - failed - errors - skipped
+    headline = f"{passed} passed, {failed} failed, {errors} errors, {skipped} skipped"
+    record = {"headline": headline, "failures": (kinds["failure"] + kinds["error"])[:_MOST_NAMED]}
+    if failed or errors or returncode:
+        return record, headline
+    return record, "" if passed else f"{headline}: no GPU test passed"
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether the process ended in time. Its whole group is gone when this returns or raises."""
+    try:
+        return _ended(process, seconds)
+    finally:
+        # Its own group (start_new_session), and not collected yet, so that the number can be no other group's. Pytest writes
+        # what is done when it is interrupted.
+        with suppress(ProcessLookupError):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.killpg(process.pid, number)
+                _ended(process, _GRACE_S)
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in the driver may outlive even that: go on without it
+            process.wait(timeout=_GRACE_S)
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether the process ends within `seconds`. Leaves its exit status to be collected."""
+    end_at = time.monotonic() + seconds
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > end_at:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def figures(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """The table of the run, by name."""
+    records = {outcome.theme: outcome.record for outcome in outcomes if outcome.record is not None}
+    return {wanted.name: wanted.told(records) for wanted in FIGURES}
+
+
+def _record(header: dict[str, Any], outcomes: Sequence[Outcome], budget_s: float, root: Path) -> dict[str, Any]:
     return {
-        "schema": "chameleon_mm.bench.suite/1",
-        "theme": "suite",
-        **about,
+        "schema": "chameleon_mm.bench.gpu/1",
+        "theme": "gpu",
+        **header,
         **commit(root),
         "budget_s": budget_s,
         "passed": all(outcome.status == "passed" for outcome in outcomes),
-        **({"not_run": NOT_RUN} if header.get("stand_in") else {}),
+        "figures": figures(outcomes),
         "parts": [outcome.to_dict() for outcome in outcomes],
-        **{outcome.theme: outcome.record for outcome in outcomes if outcome.theme in IN_SUITE and outcome.record is not None},
+        "records": {outcome.theme: outcome.record for outcome in outcomes if outcome.record is not None},
     }
 
 
-def _summary(outcomes: Sequence[Outcome], header: dict[str, Any] | None, console: Console) -> None:
+def _summary(outcomes: Sequence[Outcome], header: dict[str, Any], console: Console) -> None:
     for outcome in outcomes:
         if outcome.status == "failed" and outcome.tail:
             console.rule(f"{outcome.theme}: the end of its output")
@@ -174,17 +327,16 @@ def _summary(outcomes: Sequence[Outcome], header: dict[str, Any] | None, console
     table = Table(title=f"GPU suite on {header['device']}" if header else "GPU suite: no CUDA device")
     for title in ("part", "result", "s", ""):
         table.add_column(title, overflow="fold")
-    colours = {"passed": "green", "failed": "red", "not run": "yellow", "waived": "yellow"}
+    colours = {"passed": "green", "failed": "red", "not run": "yellow"}
     for outcome in outcomes:
-        waived = outcome.status == "passed" and "waived" in (outcome.record or ())
-        status = "waived" if waived else outcome.status
-        detail = outcome.detail.replace("[", r"\[")
-        table.add_row(outcome.theme, f"[{colours[status]}]{status}[/]", f"{outcome.seconds:.0f}", detail)
+        status = f"[{colours[outcome.status]}]{outcome.status}[/]"
+        table.add_row(outcome.theme, status, f"{outcome.seconds:.0f}", outcome.detail.replace("[", r"\["))
     console.print(table)
-    if header and header.get("stand_in"):
-        console.print(f"A rehearsal on the {STAND_IN}. Times and rates: {NOT_MEASURED}.", markup=False, soft_wrap=True)
-        for what, why in NOT_RUN.items():
-            console.print(f"{what}: {why}", markup=False, highlight=False, soft_wrap=True)
+    if header:
+        for name, text in figures(outcomes).items():
+            console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
+    if header.get("stand_in"):
+        console.print(f"A rehearsal on the {STAND_IN}: it has neither a GPU's times nor its rates.", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`chameleon-mm bench hooks`: what a saved tensor costs the host, by what becomes of it, and an operator under a dispatch mode.
+"""`chameleon-mm bench hooks`: what a saved tensor costs the host, by what becomes of it.
 
     stays:               it is too small to move                             save_on_cpu | a planned step of SwapSession
     moves, by hand:      the copies alone, in order: the least that any swap asks of the device
@@ -6,7 +6,6 @@
     moves by plan:       a planned step of SwapSession that only swaps, the same two ways
     dropped by plan:     a planned step of SwapSession, its operator run again at its use
     each beside hooks that do nothing, in the same round                     -> us, difference, ratio
-    an operator, a view: no mode | a mode that does nothing | the call watch, which plans that recompute need in forward
 
     chameleon-mm bench hooks --device cuda --json hooks.json
 
@@ -14,7 +13,7 @@ Times are the host's, measured, beside a simulated device and the CUDA stand-in 
 the table says so. Each hook is timed by itself: the operators around it take longer, and vary by more than it takes.
 
     bounds:   what stays at most 4 us over hooks that do nothing, save and use together; what moves by plan at most 12 us at
-              its save and 8 us at its use, besides the driver's own copy call, which is timed by itself
+              its save and 8 us at its use
 """
 
 from __future__ import annotations
@@ -27,50 +26,36 @@ from rich.console import Console
 
 from chameleon_mm import native
 from chameleon_mm.bench._environment import environment
-from chameleon_mm.bench._hooks_modes import EMPTY_MODE, NO_MODE, ModeSample, modes
-from chameleon_mm.bench._hooks_peers import COPY_EACH, IDENTITY, TENSOR_BYTES, Sample, peers
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave
+from chameleon_mm.bench._hooks_peers import IDENTITY, TENSOR_BYTES, Sample, peers
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, interleave
 from chameleon_mm.bench._report import Bound, Report, median_of
-from chameleon_mm.bench.probe.copy_call import copy_call_us
+from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 from chameleon_mm.units import format_size
 
 _LIMIT_S = 240.0
 
-COLUMNS = (
-    Column(key="save", title="save us", formula="time inside of the hooks of the forward / saved tensors", on_stand_in=True),
-    Column(key="use", title="use us", formula="time inside of the hooks of the backward / saved tensors", on_stand_in=True),
-    Column(key="save_over", title="save +us", formula=f"save us, less that of {IDENTITY} in the same round", on_stand_in=True),
-    Column(key="use_over", title="use +us", formula=f"use us, less that of {IDENTITY} in the same round", on_stand_in=True),
-    Column(
-        key="save_besides", title="save besides", formula="save +us, less the driver's own copy calls out", on_stand_in=True
-    ),
-    Column(key="use_besides", title="use besides", formula="use +us, less the driver's own copy calls back", on_stand_in=True),
-    Column(key="both_over", title="both +us", formula="save and use together, less the same", on_stand_in=True),
-    Column(key="ratio", title="both x", formula=f"save and use together / those of {IDENTITY}, by round", on_stand_in=True),
-    Column(key="left", title="left %", formula="100 * bytes swapped out or dropped / bytes saved", on_stand_in=True),
+COLUMNS = columns(
+    {
+        "save": ("save us", "time inside of the hooks of the forward / saved tensors"),
+        "use": ("use us", "time inside of the hooks of the backward / saved tensors"),
+        "save_over": ("save +us", f"save us, less that of {IDENTITY} in the same round"),
+        "use_over": ("use +us", f"use us, less that of {IDENTITY} in the same round"),
+        "both_over": ("both +us", "save and use together, less the same"),
+        "ratio": ("both x", f"save and use together / those of {IDENTITY}, by round"),
+        "left": ("left %", "100 * bytes swapped out or dropped / bytes saved"),
+    },
+    on_stand_in=True,
 )
 
 BOUNDS = (
     ("stays, save_on_cpu", "both_over", "save and use over hooks that do nothing", 4.0),
     ("stays, session", "both_over", "save and use over hooks that do nothing", 4.0),
-    ("moves by plan, alone", "save_besides", "save over a hook that does nothing, besides the driver's copy call", 12.0),
-    ("moves by plan, alone", "use_besides", "use over a hook that does nothing, besides the driver's copy call", 8.0),
+    ("moves by plan, alone", "save_over", "save over a hook that does nothing", 12.0),
+    ("moves by plan, alone", "use_over", "use over a hook that does nothing", 8.0),
 )
 """Row, column, what it is, most us."""
-
-_BESIDE = {
-    "": "processor time of a loop of {} / their number",
-    "_over": "the same, less that under no mode in the same round",
-    "_over_mode": "the same, less that under a mode that does nothing in the same round",
-}
-MODE_COLUMNS = tuple(
-    Column(key=f"{key}{beside}", title=f"{title} {how}", formula=formula.format(what), on_stand_in=True)
-    for key, title, what in (("kernel", "operator", "operators that make bytes"), ("view", "view", "views"))
-    for (beside, formula), how in zip(_BESIDE.items(), ("us", "+us", "over empty"), strict=True)
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +72,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             raise ValueError(f"--{name}: expected {least} or more, got {getattr(args, name)}")
     device = resolve_device(args.device)
     with console.status("measuring ..."):
-        tables = {
-            "saved tensors": measure(device, saves=args.saves, repeats=args.repeats),
-            "operators": measure_modes(device, operators=args.saves, repeats=args.repeats),
-        }
+        tables = {"saved tensors": measure(device, saves=args.saves, repeats=args.repeats)}
     report = Report(header=environment("hooks", device), tables=tables, bounds=bounds(tables["saved tensors"], device))
     report.deliver(args, console)
     return 0
@@ -122,43 +104,13 @@ def measure(device: Device, *, saves: int, repeats: int) -> Results:
         _beneath(device),
     ]
     samples = interleave(peers(device, saves), warmup=0, repeats=repeats, limit_s=_LIMIT_S)
-    copy_us = None if device.simulated else copy_call_us(device.torch_device.index, TENSOR_BYTES)
-    if copy_us is not None:
-        results.notes.append(f"the driver's own copy call: {copy_us[0]:.2f} us out, {copy_us[1]:.2f} us back")
     for name, taken in samples.items():
-        results.add(name, {"peer": name, "saves": saves, "bytes": TENSOR_BYTES}, cells(name, taken, samples[IDENTITY], copy_us))
+        results.add(name, {"peer": name, "saves": saves, "bytes": TENSOR_BYTES}, cells(name, taken, samples[IDENTITY]))
     return results
 
 
-def measure_modes(device: Device, *, operators: int, repeats: int) -> Results:
-    """The table of operators under dispatch modes: a row for each way, all taken in turn."""
-    results = Results("hooks", device, MODE_COLUMNS)
-    results.notes += [f"{operators} of each in a loop, {format_size(TENSOR_BYTES)}, with gradient; no hooks", _beneath(device)]
-    samples = interleave(modes(device, operators), warmup=1, repeats=repeats, limit_s=_LIMIT_S)
-    for name, taken in samples.items():
-        row = mode_cells(taken, samples[NO_MODE], samples[EMPTY_MODE])
-        waived = {NO_MODE: ("_over", "_over_mode"), EMPTY_MODE: ("_over_mode",)}.get(name, ())
-        row |= {key: Waived("the others are compared with it") for key in row if key.endswith(waived)}
-        results.add(name, {"mode": name, "operators": operators}, row)
-    return results
-
-
-def mode_cells(taken: Sequence[ModeSample], without: Sequence[ModeSample], empty: Sequence[ModeSample]) -> dict[str, Cell]:
-    """Row of a table, from its samples and those under no mode and under one that does nothing, round by round."""
-    row: dict[str, Cell] = {}
-    for key in ("kernel", "view"):
-        us, base, least = ([getattr(sample, f"{key}_us") for sample in samples] for samples in (taken, without, empty))
-        row[key] = Figure.of(us, "us", simulated=False)
-        for beside, others in (("_over", base), ("_over_mode", least)):
-            row[key + beside] = Figure.of([a - b for a, b in zip(us, others, strict=True)], "us", simulated=False)
-    return row
-
-
-def cells(
-    name: str, taken: Sequence[Sample], identity: Sequence[Sample], copy_us: tuple[float, float] | None = None
-) -> Mapping[str, Cell]:
-    """Row of a table, from its samples and those of hooks that do nothing, round by round. `copy_us`: what the driver's copy
-    call takes out and back; None: there is no driver."""
+def cells(name: str, taken: Sequence[Sample], identity: Sequence[Sample]) -> Mapping[str, Cell]:
+    """Row of a table, from its samples and those of hooks that do nothing, round by round."""
     figure = partial(Figure.of, simulated=False)
     row: dict[str, Cell] = {
         "save": figure([sample.save_us for sample in taken], "us"),
@@ -166,16 +118,9 @@ def cells(
         "left": figure([100 * sample.left for sample in taken], "%"),
     }
     if name == IDENTITY:
-        keys = ("save_over", "use_over", "save_besides", "use_besides", "both_over", "ratio")
+        keys = ("save_over", "use_over", "both_over", "ratio")
         return row | dict.fromkeys(keys, Waived("the others are compared with it"))
     rounds = list(zip(taken, identity, strict=True))
-    row |= dict.fromkeys(("save_besides", "use_besides"), Waived("it makes no copy of its own for each tensor"))
-    if name in COPY_EACH:
-        row |= dict.fromkeys(("save_besides", "use_besides"), Waived("no driver is beneath it"))
-        if copy_us is not None:
-            out_us, back_us = copy_us
-            row["save_besides"] = figure([ours.save_us - none.save_us - ours.left * out_us for ours, none in rounds], "us")
-            row["use_besides"] = figure([ours.use_us - none.use_us - ours.left * back_us for ours, none in rounds], "us")
     return row | {
         "save_over": figure([ours.save_us - none.save_us for ours, none in rounds], "us"),
         "use_over": figure([ours.use_us - none.use_us for ours, none in rounds], "us"),

@@ -21,17 +21,23 @@ from chameleon_mm.bench._environment import write_text
 from chameleon_mm.bench._length_models import DISTRIBUTIONS, MODELS, lengths_of
 from chameleon_mm.bench._lengths_run import SMALL_GPU, LengthRun, run_lengths
 from chameleon_mm.bench._lengths_svg import lengths_svg
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, check_share
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns
 from chameleon_mm.device import SimDevice, resolve_device
 from chameleon_mm.units import MIB, format_size
 
-COLUMNS = (
-    Column(key="time", title="time", formula="virtual time of all steps / that without a session", simulated=True),
-    Column(key="peak", title="peak MiB", formula="most bytes allocated in any step / 2**20", simulated=True),
-    Column(key="recorded", title="recorded", formula="steps that a recorder saw whole", simulated=True),
-    Column(key="matched", title="matched", formula="steps in which some hooks followed a plan", simulated=True),
-    Column(key="followed", title="followed", formula="steps in which all hooks followed a plan", simulated=True),
+COLUMNS = columns(
+    {
+        "time": ("time", "virtual time of all steps / that without a session"),
+        "peak": ("peak MiB", "most bytes allocated in any step / 2**20"),
+        "recorded": ("recorded", "steps that a recorder saw whole"),
+        "matched": ("matched", "steps in which some hooks followed a plan"),
+        "followed": ("followed", "steps in which all hooks followed a plan"),
+    },
+    simulated=True,
 )
+MODEL, SHARE = "llama", 0.5
+"""What is trained; the budget as a share of the longest step's peak."""
+
 _NO_SESSION = Waived("no session: nothing is recorded")
 _NO_PLANS = Waived("plans=False: nothing is recorded")
 
@@ -40,20 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Register the options of `chameleon-mm bench lengths`."""
     add_output_arguments(parser)
     parser.set_defaults(device="sim")
-    parser.add_argument("--model", choices=tuple(MODELS), default="llama", help="shape of the model (default: %(default)s)")
     parser.add_argument(
         "--distribution", choices=DISTRIBUTIONS, default="log-normal", help="of the lengths (default: %(default)s)"
     )
     parser.add_argument(
         "--steps", type=int, default=200, metavar="N", help="steps, each of another length (default: %(default)s)"
-    )
-    parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows of a batch (default: %(default)s)")
-    parser.add_argument(
-        "--share", type=float, default=0.5, metavar="SHARE",
-        help="of the longest step's peak, what the budget is, 0 < share < 1 (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--known", action="store_true", help="also run a session that recorded and planned each length before, and compare"
     )
     parser.add_argument("--svg", metavar="FILE", help="write the run in the session as a picture to FILE (needs matplotlib)")
 
@@ -63,32 +60,26 @@ def run(args: argparse.Namespace, console: Console) -> int:
     resolve_device(args.device)  # says what is wrong with one that is none
     if args.device != "sim":
         raise ValueError(f"--device: expected sim, a small GPU of the benchmark's own, got {args.device!r}; leave it out")
-    check_share(args.share)
-    for name in ("steps", "rows"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name}: expected 1 or more, got {getattr(args, name)}")
-    make, lengths = MODELS[args.model], lengths_of(args.distribution, args.steps, Random(5))
-    shapes = [(args.rows, length) for length in lengths]
+    if args.steps < 1:
+        raise ValueError(f"--steps: expected 1 or more, got {args.steps}")
+    make, lengths = MODELS[MODEL], lengths_of(args.distribution, args.steps, Random(5))
+    shapes = [(1, length) for length in lengths]
     with console.status("running ..."):
         unswapped = run_lengths(make, shapes, None)
-        budget = int(max(unswapped.peaks) * args.share)
+        budget = int(max(unswapped.peaks) * SHARE)
         by_rule = run_lengths(make, shapes, budget, plans=False)
         planned = run_lengths(make, shapes, budget)
     results = Results("lengths", SimDevice(SMALL_GPU), COLUMNS)
     results.notes += [
-        f"{args.model}: {args.steps} steps, {args.distribution} lengths {min(lengths)} to {max(lengths)}, rows {args.rows}",
+        f"{MODEL}: {args.steps} steps, {args.distribution} lengths {min(lengths)} to {max(lengths)}, rows 1",
         f"HBM budget {format_size(budget)}; losses equal to those without a session in all steps: "
         + ("yes" if planned.losses == by_rule.losses == unswapped.losses else "NO"),
     ]
     for name, one in (("no session", unswapped), ("plans=False", by_rule), ("session", planned)):
         results.add(name, {"budget_bytes": budget}, _cells(one, unswapped, name))
-    if args.known:
-        with console.status("running where each length is known ..."):
-            known_us = sum(run_lengths(make, shapes, budget, known=True).times_us)
-        results.notes.append(f"time / that of a session that knew each length before: {sum(planned.times_us) / known_us:.4f}")
     results.deliver(args, console)
     if args.svg:
-        title = f"{args.steps} steps of {args.distribution} lengths, {args.model}-shaped model (simulated)"
+        title = f"{args.steps} steps of {args.distribution} lengths, {MODEL}-shaped model (simulated)"
         write_text(Path(args.svg), lengths_svg(planned, unswapped, lengths, budget, title), results.header)
     return 0
 

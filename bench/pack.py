@@ -1,13 +1,12 @@
 """`chameleon-mm bench pack`: many tensors to pinned memory, by every way there is, and what packing costs the host.
 
-    rates:    n x size, contiguous and strided, and single blocks      -> GB/s by way
+    rates:    n x size, and single blocks      -> GB/s by way
     host:     the same runs                                            -> host us per tensor by way
-    prepare:  the host's part of packing, before the kernel            -> us per tensor, on any machine
     bounds:   what is promised, each held or not
 
     chameleon-mm bench pack --json pack.json --svg pack.svg
 
-Without a GPU the simulator's figures stand in columns of their own; what it cannot tell is WAIVED.
+On a simulator all figures are simulated, and marked so; what it cannot tell is WAIVED, bounds included.
 """
 
 from __future__ import annotations
@@ -16,28 +15,32 @@ import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from rich.console import Console
 
-from chameleon_mm.bench import _pack_host
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._environment import write_text
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, environment, interleave
-from chameleon_mm.bench._pack_ways import NAMES, RUN_BYTES, Layout, Sample, Way, Ways, Work, is_exact, measured
+from chameleon_mm.bench._figure import svg_of
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, environment, interleave
+from chameleon_mm.bench._pack_ways import NAMES, Sample, Way, Ways, Work, is_exact, measured
 from chameleon_mm.bench._report import Bound, Found, Report, median_of, most, over
-from chameleon_mm.bench._stand_in import NOT_MEASURED
-from chameleon_mm.bench._svg import rates_svg
+from chameleon_mm.bench._stand_in import NOT_MEASURED, computes_on_cpu, is_stand_in
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import computes_on_cpu, is_stand_in
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import KIB, MIB, format_size, parse_size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
 
 SIZES_BYTES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB)
 SINGLES_BYTES = (16 * MIB, 64 * MIB, 256 * MIB)
 _CPU_SINGLES_BYTES = (16 * MIB,)  # every byte is moved for real by one core
+
+MULTIPLE_BYTES = 512
+"""Of which every size is a multiple: packed tensors lie side by side then."""
 
 _GPU_TOTAL_BYTES = 64 * MIB
 _CPU_TOTAL_BYTES = 16 * MIB
@@ -45,15 +48,9 @@ _CPU_MOST_TENSORS = 256
 _LIMIT_S = 1.5
 
 MIN_SINGLE, MIN_OVER_LOOP, MIN_OVER_BATCH, MIN_LINK, MAX_HOST_US = 0.99, 10.0, 2.0, 0.8, 0.3
-_COLUMNS = tuple(
-    Column(key=prefix + key, title=title, formula=what, simulated=bool(prefix))
-    for prefix in ("", "sim_")
-    for key, (title, what) in NAMES.items()
-)
 
 _MANY_BYTES = (4 * KIB, 16 * KIB)
 _LINK_BYTES = 16 * KIB
-_HOST_BATCH = 256
 
 
 class Case(NamedTuple):
@@ -61,12 +58,10 @@ class Case(NamedTuple):
 
     nbytes: int
     tensors: int
-    layout: Layout
 
     @property
     def name(self) -> str:
-        size = format_size(self.nbytes).replace(".00", "").replace(".0", "")
-        return f"{self.tensors} x {size}" + (", strided" if self.layout == "strided" else "")
+        return f"{self.tensors} x {_size(self.nbytes)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
     sizes = ",".join(format_size(size).replace(".00 ", "").replace(".0 ", "") for size in SIZES_BYTES)
     parser.add_argument(
-        "--sizes", metavar="SIZE,...", default=sizes, help=f"of a tensor, multiples of {4 * RUN_BYTES} bytes (default: {sizes})"
+        "--sizes",
+        metavar="SIZE,...",
+        default=sizes,
+        help=f"multiples of {MULTIPLE_BYTES} bytes (default: {sizes})",
     )
-    parser.add_argument("--svg", metavar="FILE", help="write the rates of contiguous tensors as a picture to FILE")
+    parser.add_argument("--svg", metavar="FILE", help="write the rates of many tensors as a picture to FILE")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="samples of each figure (default: %(default)s)")
 
 
@@ -102,60 +100,55 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def cases(device: Device, sizes: Sequence[int] = SIZES_BYTES) -> list[Case]:
-    """All rows: `sizes` contiguous, then strided, then single blocks. Fewer bytes where a CPU moves them all."""
-    layouts: tuple[Layout, ...] = ("contiguous", "strided")
-    many = [Case(size, _count(device, size), layout) for layout in layouts for size in sizes]
-    return many + [Case(size, 1, "contiguous") for size in (_CPU_SINGLES_BYTES if computes_on_cpu(device) else SINGLES_BYTES)]
+    """All rows: `sizes`, then single blocks. Fewer bytes where a CPU moves them all."""
+    many = [Case(size, _count(device, size)) for size in sizes]
+    return many + [Case(size, 1) for size in (_CPU_SINGLES_BYTES if computes_on_cpu(device) else SINGLES_BYTES)]
 
 
-def measure(device: Device, rows: Sequence[Case], *, repeats: int = 7, counts: Sequence[int] = _pack_host.COUNTS) -> Report:
-    """The tables of `rows` on `device`, of batches of `counts` tensors on its host, and the bounds on what they show."""
+def measure(device: Device, rows: Sequence[Case], *, repeats: int = 7) -> Report:
+    """The tables of `rows` on `device`, and the bounds on what they show."""
     if computes_on_cpu(device):
         repeats = min(repeats, 2)  # virtual time repeats itself, which the second round shows; the CUDA stand-in's is no figure
-    rates, host = (Results(f"pack, {what}", device, _COLUMNS) for what in ("GB/s", "host us per tensor"))
+    ways = columns(NAMES, simulated=device.simulated)
+    rates, host = (Results(f"pack, {what}", device, ways) for what in ("GB/s", "host us per tensor"))
     rates.notes.append("GB/s: size * tensors / time between two events around everything / 1e9")
     host.notes.append("host us: time until all was handed over / tensors; without what our queue only waits for the link")
-    for table in (rates, host):
-        table.notes.append(f"strided: {RUN_BYTES} bytes of every {4 * RUN_BYTES}")
     wrong = 0
     for case in rows:
         try:
             with Buffers(device) as buffers:
-                taken, exact = _sample(device, Work.of(device, buffers, case.nbytes, case.tensors, case.layout), repeats)
+                taken, exact = _sample(device, Work.of(buffers, case.nbytes, case.tensors), repeats)
         except (HostMemoryExhausted, torch.OutOfMemoryError) as error:  # what cannot hold this much still has the other rows
             taken, exact = dict.fromkeys(NAMES, Waived(str(error))), {}
         wrong += list(exact.values()).count(False)
-        params = {"bytes": case.nbytes, "tensors": case.tensors, "layout": case.layout, "exact": exact}
+        params = {"bytes": case.nbytes, "tensors": case.tensors, "exact": exact}
         rates.add(case.name, params, _cells(device, taken, "GB/s"))
         host.add(case.name, params, _cells(device, taken, "us"))
-    prepare = _pack_host.measure(device, counts, repeats=7)
     bounds = [
         Bound(name="ways that delivered other bytes", limit=0, found=float(wrong), counted=True),
         *rate_bounds(device, rates),
-        *host_bounds(device, host, prepare),
+        host_bound(device, host),
     ]
-    tables = {"rates": rates, "host": host, "prepare": prepare}
-    return Report(header=environment("pack", device), tables=tables, bounds=bounds)
+    return Report(header=environment("pack", device), tables={"rates": rates, "host": host}, bounds=bounds)
 
 
 def rate_bounds(device: Device, rates: Results) -> list[Bound]:
     """Single blocks beside the best peer; many small ones beside the loop, the batch and the link."""
     single = [row for row in rates.rows if row.params["tensors"] == 1]
-    many = {row.params["bytes"]: row for row in rates.rows if row.params["layout"] == "contiguous" and row not in single}
+    many = {row.params["bytes"]: row for row in rates.rows if row not in single}
     no_row: Found = Waived("no such row was measured") if not device.simulated else _no_gpu(device)
 
     def found(row: Mapping[str, Cell] | None, way: str) -> Found:
-        return no_row if row is None else median_of(row[way])
+        return no_row if row is None or device.simulated else median_of(row[way])
 
     bounds = []
     for row in single:
-        peers = most([found(row.cells, way) for way in ("loop", "foreach", "batch", "zero")])
+        peers = most([found(row.cells, way) for way in ("loop", "batch")])
         name = f"{row.name}: ours over the best peer"
         bounds.append(_at_least(name, MIN_SINGLE, over(found(row.cells, "ours"), peers)))
     for nbytes in _MANY_BYTES:
         cells = many[nbytes].cells if nbytes in many else None
-        name = format_size(nbytes).replace(".00", "").replace(".0", "")
-        ours = found(cells, "ours")
+        name, ours = _size(nbytes), found(cells, "ours")
         bounds.append(_at_least(f"many of {name}: ours over a loop of copies", MIN_OVER_LOOP, over(ours, found(cells, "loop"))))
         bounds.append(_at_least(f"many of {name}: ours over the batch call", MIN_OVER_BATCH, over(ours, found(cells, "batch"))))
     link = most([found(row.cells, way) for row in single for way in ("ours", "loop")] or [no_row])
@@ -163,32 +156,35 @@ def rate_bounds(device: Device, rates: Results) -> list[Bound]:
     return [*bounds, _at_least("many of 16 KiB: share of the link, as single blocks have it", MIN_LINK, over(ours, link))]
 
 
-def host_bounds(device: Device, host: Results, prepare: Results) -> list[Bound]:
-    """The whole of packing where a kernel is launched; everything before the launch on any machine."""
-    name = "host us per packed tensor"
-    many = [row for row in host.rows if row.params["layout"] == "contiguous" and row.params["tensors"] > 1]
+def host_bound(device: Device, host: Results) -> Bound:
+    """The whole of packing, where a kernel is launched."""
+    many = [row for row in host.rows if row.params["tensors"] > 1]
     smallest = min(many, key=lambda row: int(row.params["bytes"]), default=None)
-    whole: Found = Waived("no many tensors were measured") if smallest is None else median_of(smallest.cells["pack"])
-    before = {int(row.params["tensors"]): median_of(row.cells["all"]) for row in prepare.rows}
-    largest = max((count for count in before if count <= _HOST_BATCH), default=max(before))
-    return [
-        Bound(name=f"{name}, all of it", limit=MAX_HOST_US, unit="us", found=whole),
-        Bound(name=f"{name}, {largest} of them, before the launch", limit=MAX_HOST_US, unit="us", found=before[largest]),
-    ]
+    found: Found = Waived("no many tensors were measured") if smallest is None else median_of(smallest.cells["pack"])
+    found = _no_gpu(device) if device.simulated else found
+    return Bound(name="host us per packed tensor", limit=MAX_HOST_US, unit="us", found=found)
 
 
 def picture(rates: Results, device: Device) -> str:
-    """GB/s of every way by size, of many contiguous tensors, as SVG."""
-    prefix = "sim_" if device.simulated else ""
-    rows = [row for row in rates.rows if row.params["layout"] == "contiguous" and row.params["tensors"] > 1]
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for key, (title, _) in NAMES.items():
-        for row in rows:
-            cell = row.cells[prefix + key]
-            if isinstance(cell, Figure):
-                curves.setdefault(title, []).append((row.params["bytes"], cell.median))
+    """GB/s of every way by size, of many tensors, as SVG. Needs matplotlib."""
+    rows = [row for row in rates.rows if row.params["tensors"] > 1]
     how = "simulated, no GPU took part" if device.simulated else "measured"
-    return rates_svg(f"{device.name}, many tensors to pinned memory ({how})", curves)
+
+    def draw(figure: Drawing) -> None:
+        axes = figure.subplots()
+        for key, (title, _) in NAMES.items():
+            points = [(row.params["bytes"], cell.median) for row in rows if isinstance(cell := row.cells[key], Figure)]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=title)
+        sizes = sorted({int(row.params["bytes"]) for row in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [_size(nbytes) for nbytes in sizes])
+        axes.set_xlabel("size of one tensor")
+        axes.set_ylabel("GB/s")
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False)
+
+    return svg_of(f"{device.name}, many tensors to pinned memory ({how})", (7.6, 4.0), draw)
 
 
 def _sample(device: Device, work: Work, repeats: int) -> tuple[dict[str, list[Sample] | Waived], dict[str, bool]]:
@@ -211,12 +207,12 @@ def _cells(device: Device, taken: Mapping[str, list[Sample] | Waived], unit: str
         else:
             values = [sample.gbps if unit == "GB/s" else sample.host_us for sample in samples]
             figure = Figure.of(values, unit, simulated=device.simulated)
-        if device.simulated:
-            cells[name], cells["sim_" + name] = _no_gpu(device), figure
-        else:
-            cells[name] = figure
-            cells["sim_" + name] = Waived(f"this run is on {device.name}; --device sim gives the simulator's figures")
+        cells[name] = figure
     return cells
+
+
+def _size(nbytes: int) -> str:
+    return format_size(nbytes).replace(".00", "").replace(".0", "")
 
 
 def _no_gpu(device: Device) -> Waived:
@@ -235,6 +231,6 @@ def _count(device: Device, size: int) -> int:
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(parse_size(part, what="--sizes") for part in text.split(","))
-    if not all(size and size % (4 * RUN_BYTES) == 0 for size in sizes):
-        raise ValueError(f"--sizes: expected multiples of {4 * RUN_BYTES} bytes, got {text!r}; round them")
+    if not all(size and size % MULTIPLE_BYTES == 0 for size in sizes):
+        raise ValueError(f"--sizes: expected multiples of {MULTIPLE_BYTES} bytes, got {text!r}; round them")
     return sizes

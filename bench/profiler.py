@@ -1,150 +1,228 @@
 """`chameleon-mm bench profiler`: what it costs the host to watch a step, by every way there is.
 
-    per saved tensor:   a chain of operators, each of which saves one tensor
-    per layer:          Llama-shaped layers of sizes so small that the host's work is all there is
-    bounds:             light profiler at most 1.2 us per saved tensor (its save and its use) over hooks that do nothing, and
-                        90 % below the detailed recorder per layer. Of a cached step, as nearly all are
+    a chain of operators, each of which saves one tensor: no hooks | hooks alone | light profiler, of a step that is known and
+    of one that is new | a dispatch mode that does nothing | the call watch, under which steps that recompute run their forward
+    | the detailed recorder
+    bounds: light profiler at most 1.2 us per saved tensor (its save and its use) over hooks that do nothing, and 90 % below
+            the detailed recorder. Of a step that is known, as nearly all are
 
     chameleon-mm bench profiler --json profiler.json
 
-Times are the host's, measured, also beside a simulated device, whose own accounting is left out; nothing is simulated. Rounds
-are many and short: the median of them is that of the quiet moments of a machine that others use too.
+Times are the host's, measured, also beside a simulated device, whose own accounting is left out; nothing is simulated. What a
+way needs before and after the step (to be made, to be read) is not in its time, but for the light profiler's own `begin_step`,
+`follow` and `end_step`: there is no step without them. Hooks alone hand out handles as the light profiler's do.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
+import torch
 from rich.console import Console
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from chameleon_mm.bench._llama import Shape
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, environment, interleave
-from chameleon_mm.bench._profiler_peers import (
-    DETAILED,
-    HOOKS,
-    LIGHT,
-    NEW_STEP,
-    NO_HOOKS,
-    PASS_THROUGH,
-    TORCH,
-    Facts,
-    Step,
-    Watch,
-    chain,
-    facts_of,
-    layers,
-    peers,
+from chameleon_mm.bench._measure import (
+    Cell,
+    Column,
+    Figure,
+    Results,
+    Waived,
+    add_output_arguments,
+    environment,
+    interleave,
+    undisturbed,
 )
-from chameleon_mm.bench._report import Bound, Found, Report, median_of
-from chameleon_mm.bench._stand_in import NO_CUPTI
+from chameleon_mm.bench._report import Bound, Report, median_of
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.profiler.call_watch import CallWatch
+from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
+from chameleon_mm.profiler.record_hooks import RecordingHooks
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.profiler.step_record import StepRecord
 
 MAX_US_PER_SAVE = 1.2
 MIN_SHARE_BELOW = 0.9
 
-_ROWS = (NO_HOOKS, HOOKS, LIGHT, NEW_STEP, PASS_THROUGH, DETAILED, TORCH)
+NO_HOOKS = "no hooks"
+HOOKS = "hooks alone"
+LIGHT = "light profiler"
+NEW_STEP = "light, new step"
+PASS_THROUGH = "pass-through mode"
+CALL_WATCH = "call watch"
+DETAILED = "detailed recorder"
+
 _WARMUP = 3
 _LIMIT_S = 20.0
 
 _COLUMNS = (
     Column(key="save", title="us/save", formula="processor time of the chain's forward and backward / saved tensors"),
-    Column(key="save_over", title="over hooks", formula="the same, less that of hooks alone in the same round"),
-    Column(key="layer", title="us/layer", formula="processor time of the stack's forward and backward / layers"),
-    Column(key="layer_over", title="over hooks", formula="the same, less that of hooks alone in the same round"),
+    Column(key="over", title="over hooks", formula="the same, less that of hooks alone in the same round"),
 )
+
+Step = Callable[[], None]
+Watch = Callable[[Step], float]
+"""Runs the step, watched. Returns the host's processor time in us."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Register the options of `chameleon-mm bench profiler`."""
     add_output_arguments(parser)
     parser.add_argument("--saves", type=int, default=1000, metavar="N", help="of the chain (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, metavar="N", help="of the stack (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=51, metavar="N", help="samples of each (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, print, write what was asked for. Returns 0: a bound that a busy machine misses is no fault."""
-    for name in ("saves", "layers", "repeats"):
+    for name in ("saves", "repeats"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: expected 1 or more, got {getattr(args, name)}")
     device = resolve_device(args.device)
     with console.status("measuring ..."):
-        report = measure(device, saves=args.saves, num_layers=args.layers, repeats=args.repeats)
+        report = measure(device, saves=args.saves, repeats=args.repeats)
     report.deliver(args, console)
-    return int(report.failed)
+    return 0
 
 
-def measure(device: Device, *, saves: int, num_layers: int, repeats: int) -> Report:
+def measure(device: Device, *, saves: int, repeats: int) -> Report:
     """The table and the bounds on it. Takes the ways in turn, so that drift falls on all alike."""
-    shape = Shape(layers=num_layers, width=64, heads=4, ffn=128, seq=16, batch=1, dtype="bfloat16")
-    ways = peers(device)
-    stack = layers(device, shape)
-    per_save = _samples(ways, chain(device, saves), saves, repeats)
-    per_layer = _samples(ways, stack, num_layers, repeats)
+    step = chain(device, saves)
+    ways = {name: partial(way, step) for name, way in peers(device).items()}
+    taken = interleave(ways, warmup=_WARMUP, repeats=repeats, limit_s=_LIMIT_S)
     results = Results("profiler", device, _COLUMNS)
-    results.notes += _notes(facts_of(stack), num_layers)
-    cells: dict[str, dict[str, Cell]] = {name: _cells(name, per_save, per_layer) for name in _ROWS}
-    for name, row in cells.items():
-        results.add(name, {"peer": name}, row)
-    return Report(header=environment("profiler", device), tables={"host time": results}, bounds=_bounds(cells))
-
-
-def _samples(ways: Mapping[str, Watch], step: Step, per: int, repeats: int) -> dict[str, list[float]]:
-    taken = interleave(
-        {name: partial(way, step) for name, way in ways.items()}, warmup=_WARMUP, repeats=repeats, limit_s=_LIMIT_S
-    )
-    return {name: [us / per for us in samples] for name, samples in taken.items()}
-
-
-def _cells(name: str, per_save: Mapping[str, list[float]], per_layer: Mapping[str, list[float]]) -> dict[str, Cell]:
-    cells: dict[str, Cell] = {}
-    for key, samples in (("save", per_save), ("layer", per_layer)):
-        if name not in samples:
-            why_not = NO_CUPTI if name == TORCH else "this installation has no detailed recorder"
-            cells[key] = cells[f"{key}_over"] = Waived(why_not)
-            continue
-        cells[key] = Figure.of(samples[name], "us", simulated=False)
-        over = [us - hooks for us, hooks in zip(samples[name], samples[HOOKS], strict=True)]
-        cells[f"{key}_over"] = (
-            Waived("it is what the others are compared with") if name == HOOKS else Figure.of(over, "us", simulated=False)
-        )
-    return cells
-
-
-def _bounds(cells: Mapping[str, Mapping[str, Cell]]) -> list[Bound]:
-    light, detailed = (median_of(cells[name]["layer_over"]) for name in (LIGHT, DETAILED))
-    return [
-        Bound(
-            name="light profiler, per saved tensor over hooks alone",
-            limit=MAX_US_PER_SAVE,
-            unit="us",
-            found=median_of(cells[LIGHT]["save_over"]),
-        ),
-        Bound(
-            name="light profiler, share below the detailed recorder, per layer over hooks alone",
-            limit=MIN_SHARE_BELOW,
-            found=_share_below(light, detailed),
-            at_most=False,
-        ),
-    ]
-
-
-def _share_below(cost: Found, other: Found) -> Found:
-    if isinstance(cost, Waived):
-        return cost
-    return other if isinstance(other, Waived) else 1 - cost / other
-
-
-def _notes(stack: Facts, num_layers: int) -> list[str]:
-    def per(count: int) -> str:
-        return f"{count / num_layers:.0f}"
-
-    return [
-        f"a layer: {per(stack.saves)} saves into {per(stack.storages)} storages, {per(stack.operators)} operators both ways",
+    results.notes += [
         f"{LIGHT}: of a step that is known, compared with it hook by hook; {NEW_STEP}: of one that is not, kept and hashed",
-        "the host's processor time, measured on this machine; what a way costs before and after the step is not in it",
         "whose storage is saved: told by the executor, which knows; not in the light profiler's figure",
     ]
+    rows = {name: cells(name, taken, saves) for name in ways}
+    for name, row in rows.items():
+        results.add(name, {"peer": name}, row)
+    return Report(header=environment("profiler", device), tables={"host time": results}, bounds=bounds(rows))
+
+
+def cells(name: str, taken: Mapping[str, list[float]], saves: int) -> dict[str, Cell]:
+    """The row of a way, from its samples and those of hooks alone, round by round."""
+    over = [(us - hooks) / saves for us, hooks in zip(taken[name], taken[HOOKS], strict=True)]
+    compared = Waived("it is what the others are compared with")
+    return {
+        "save": Figure.of([us / saves for us in taken[name]], "us", simulated=False),
+        "over": compared if name == HOOKS else Figure.of(over, "us", simulated=False),
+    }
+
+
+def bounds(rows: Mapping[str, Mapping[str, Cell]]) -> list[Bound]:
+    """What the light profiler may take, by itself and beside the detailed recorder."""
+    light, detailed = (median_of(rows[name]["over"]) for name in (LIGHT, DETAILED))
+    below = light if isinstance(light, Waived) else detailed if isinstance(detailed, Waived) else 1 - light / detailed
+    return [
+        Bound(name=f"{LIGHT}, per saved tensor over hooks alone", limit=MAX_US_PER_SAVE, unit="us", found=light),
+        Bound(name=f"{LIGHT}, share below the detailed recorder", limit=MIN_SHARE_BELOW, found=below, at_most=False),
+    ]
+
+
+def chain(device: Device, saves: int) -> Step:
+    """An operator after the other, each of which saves its input: `saves` in all, into as many storages."""
+    x = torch.zeros(2, 3, 4, device=device.torch_device, requires_grad=True)
+
+    def step() -> None:
+        y = x
+        for _ in range(saves):
+            y = y.sin()
+        y.sum().backward()
+        x.grad = None
+
+    return step
+
+
+def peers(device: Device) -> Mapping[str, Watch]:
+    """Every way by its name."""
+    timed = partial(_timed_us, device)
+    return {
+        NO_HOOKS: timed,
+        HOOKS: partial(_hooks, timed),
+        LIGHT: partial(_light, timed, {}),
+        NEW_STEP: partial(_light, timed, None),
+        PASS_THROUGH: partial(_under, PassThrough, timed),
+        CALL_WATCH: partial(_under, lambda: CallWatch(device, lambda value: None), timed),
+        DETAILED: partial(_detailed, device, timed),
+    }
+
+
+class PassThrough(TorchDispatchMode):
+    """Sees every operator and does nothing with it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def keep(t: Tensor) -> Tensor:
+    """The hook that does nothing, of a save and of a use."""
+    return t
+
+
+def _timed_us(device: Device, step: Step) -> float:
+    """Processor time, all threads': what other tenants of the machine take, and what the host waits for, is not in it."""
+    device.synchronize()
+    with undisturbed():
+        start = time.process_time_ns()
+        step()
+        return (time.process_time_ns() - start) / 1e3
+
+
+def _hooks(timed: Watch, step: Step) -> float:
+    with saved_tensors_hooks(lambda t: (t, 0), lambda saved: saved[0]):
+        return timed(step)
+
+
+def _light(timed: Watch, known: dict[Step, StepRecord] | None, step: Step) -> float:
+    """As the executor calls it: which storage it is and whether it was saved before is known there, and costs nothing here.
+
+    `known`: by step, what it was the last time, to be followed this time. None: every step is a new one.
+    """
+    light = LightProfiler()
+    followed = None if known is None else known.get(step)
+    records: list[StepRecord] = []
+
+    def on_save(t: Tensor) -> tuple[Tensor, int]:
+        hook = light.num_hooks
+        light.saved(t, NEW_STORAGE)
+        return t, hook
+
+    def on_use(saved: tuple[Tensor, int]) -> Tensor:
+        t, hook = saved
+        light.used(hook)
+        return t
+
+    def watched() -> None:
+        light.begin_step()
+        if followed is not None:
+            light.follow(followed)
+        step()
+        records.append(light.end_step())
+
+    with saved_tensors_hooks(on_save, on_use):
+        us = timed(watched)
+    if known is not None:
+        known[step] = records[-1]
+    return us
+
+
+def _under(mode: Callable[[], TorchDispatchMode], timed: Watch, step: Step) -> float:
+    with saved_tensors_hooks(keep, keep), mode():
+        return timed(step)
+
+
+def _detailed(device: Device, timed: Watch, step: Step) -> float:
+    recorder = Recorder(device)
+    with recorder, RecordingHooks(recorder):
+        us = timed(step)
+    recorder.finish()
+    return us

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from chameleon_mm.bench._environment import write_text
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, check_share
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns
 from chameleon_mm.bench._timeline_run import Comparison, watched
 from chameleon_mm.bench._timeline_step import Step
 from chameleon_mm.bench._timeline_svg import timeline_svg
@@ -24,14 +24,21 @@ from chameleon_mm.demo.model import GPTConfig
 from chameleon_mm.device import SimDevice, resolve_device
 from chameleon_mm.units import MIB, format_size
 
-COLUMNS = (
-    Column(key="step", title="step ms", formula="virtual time from the step's begin to its end", simulated=True),
-    Column(key="stall", title="stall us", formula="virtual time that compute waited for copies", simulated=True),
-    Column(key="peak", title="peak MiB", formula="most bytes in live tensors, model and optimizer included", simulated=True),
-    Column(key="out", title="out MiB", formula="bytes copied to the host", simulated=True),
-    Column(key="back", title="back MiB", formula="bytes copied back", simulated=True),
-    Column(key="beside", title="beside %", formula="100 * time of copies beside kernels / time of copies", simulated=True),
+COLUMNS = columns(
+    {
+        "step": ("step ms", "virtual time from the step's begin to its end"),
+        "stall": ("stall us", "virtual time that compute waited for copies"),
+        "peak": ("peak MiB", "most bytes in live tensors, model and optimizer included"),
+        "out": ("out MiB", "bytes copied to the host"),
+        "back": ("back MiB", "bytes copied back"),
+        "beside": ("beside %", "100 * time of copies beside kernels / time of copies"),
+    },
+    simulated=True,
 )
+CONFIG = GPTConfig(layers=4, width=64, heads=2, context=8192)
+SHARE = 0.62
+"""Of the memory that a step adds, what the budget leaves."""
+
 _NONE_MOVED = Waived("nothing is copied without swapping")
 
 
@@ -39,24 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Register the options of `chameleon-mm bench timeline`."""
     add_output_arguments(parser)
     parser.set_defaults(device="sim")
-    parser.add_argument("--layers", type=int, default=4, metavar="N", help="blocks of the model (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=8192, metavar="N", help="bytes in a row (default: %(default)s)")
-    parser.add_argument(
-        "--share", type=float, default=0.62, metavar="SHARE",
-        help="of the memory that a step adds, what the budget leaves, 0 < share < 1 (default: %(default)s)",
-    )  # fmt: skip
     parser.add_argument("--svg", metavar="FILE", help="write the planned step as a picture to FILE")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run both steps, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage, `InfeasibleBudget` too."""
+    """Run both steps, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage."""
     device = resolve_device(args.device)
     if not isinstance(device, SimDevice):
         raise ValueError(f"--device: expected a simulated GPU, whose clocks can be read, got {device.name}; take sim:h200")
-    check_share(args.share)
-    config = GPTConfig(layers=args.layers, width=64, heads=2, context=args.context)
     with console.status("running ..."):
-        found = watched(device.spec, config, args.share)
+        found = watched(device.spec, CONFIG, SHARE)
     results = table(found, device)
     results.deliver(args, console)
     if args.svg:

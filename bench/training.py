@@ -1,7 +1,6 @@
 """`chameleon-mm bench training`: what each way of holding activations costs one model, in one process.
 
-    light profiler: a step under hooks alone | under the light profiler                  # first: it takes seconds
-    small model:    host time of a step without a session | in one that has nothing to swap
+    small model: host time of a step without a session | in one that has nothing to swap
     for peer in (no swap, checkpointing, SwapSession at three budgets with and without recomputation, and once without plans,
                  our save_on_cpu, torch's):
         run = run_peer(...)                      # same seed; fresh model, AdamW, data; warm-up, then timed steps
@@ -25,9 +24,7 @@ import torch
 from rich.console import Console
 
 from chameleon_mm.bench._environment import environment, write_record
-from chameleon_mm.bench._light_share import light_share
-from chameleon_mm.bench._llama import Shape
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, columns
 from chameleon_mm.bench._planned import (
     NO_PLAN,
     Outcome,
@@ -43,18 +40,16 @@ from chameleon_mm.bench._small_step import small_step
 from chameleon_mm.bench._training_models import Workload
 from chameleon_mm.bench._training_peers import SWAP_ONLY, Peer, peers, session_key
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
-from chameleon_mm.bench._training_sizes import add_size_arguments, choose_shape, choose_workload
+from chameleon_mm.bench._training_sizes import add_size_arguments, choose_workload
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost import CostModel
-from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.units import GIB
 
-LIGHT_REPEATS = 25
 SMALL_REPEATS = 5
-"""Steps under either way of watching: a share of half a percent is less than what one step differs from the next by."""
+"""Samples of a small model's step under each way of watching it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,9 +69,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--steps: expected 1 or more, got {args.steps}")
     device = resolve_device(args.device)
     comparison = Comparison(device, choose_workload(args, device), args)
-    if args.model == "llama":
-        with console.status("light profiler ..."):
-            comparison.watch(choose_shape(args, device))
     with console.status("a small model ..."):
         comparison.watch_small_model()
     for peer in peers(device):
@@ -99,16 +91,8 @@ def fresh_device(name: str | None) -> Device:
     device = resolve_device(name)
     if not isinstance(device, SimDevice):
         return device
-    host = CostModel(
-        spec=device.spec,
-        launch_us=0,
-        view_us=0,
-        event_us=0,
-        copy_us=0,
-        batched_copy_us=0,
-        triton_launch_us=0,
-        packed_tensor_us=0,
-    )
+    free = ("launch", "view", "event", "copy", "batched_copy", "triton_launch", "packed_tensor")
+    host = CostModel(spec=device.spec, **{f"{name}_us": 0 for name in free})
     return SimDevice(device.spec, device.capacity, cost=host)
 
 
@@ -128,17 +112,9 @@ class Comparison:
         self._planned = planned_table(device)
         self._classes = classes_table(device)
         self._bound = bound_table(device)
-        self._light: Results | None = None
         self._small: Results | None = None
         self._bounds: list[Bound] = []
         self._outcomes: dict[str, Outcome] = {}
-
-    def watch(self, shape: Shape) -> None:
-        """Measure what the light profiler takes of a step of the Llama."""
-        # The CUDA stand-in tells no times: enough that the way is gone.
-        repeats = 2 if computes_on_cpu(self._device) else LIGHT_REPEATS
-        self._light, bound = light_share(self._device, shape, repeats=repeats, seed=self._args.seed)
-        self._bounds.append(bound)
 
     def watch_small_model(self) -> None:
         """Measure what a session with nothing to swap takes of a small model's step."""
@@ -190,8 +166,6 @@ class Comparison:
             "classes": self._classes,
             "bound": self._bound,
         }
-        if self._light is not None:
-            tables["light profiler"] = self._light
         if self._small is not None:
             tables["small model"] = self._small
         shown: Mapping[str, Results] = {name: table for name, table in tables.items() if table.rows}
@@ -219,29 +193,19 @@ def _with_a_plan(peer: Peer, outcome: Outcome) -> Outcome:
 
 
 def _columns(device: Device) -> tuple[Column, ...]:
-    simulated = device.simulated
+    times = {
+        "step_ms": ("step ms", "time between events around a step"),
+        "ratio": ("x no swap", "step / median step of no swap"),
+    }
+    peak = {"peak_allocated_gib": ("peak GiB", "most bytes in live tensors / 2**30")}
+    counted = {
+        "peak_reserved_gib": ("reserved GiB", "most bytes reserved by the caching allocator / 2**30"),
+        "equal_losses": ("same losses", "share of the steps, warm-up included, whose loss has the bits of no swap"),
+    }
     return (
-        Column(key="step_ms", title="step ms", formula="time between events around a step", simulated=simulated),
-        Column(key="ratio", title="x no swap", formula="step / median step of no swap", simulated=simulated),
-        Column(
-            key="peak_allocated_gib",
-            title="peak GiB",
-            formula="most bytes in live tensors / 2**30",
-            simulated=simulated,
-            on_stand_in=True,
-        ),
-        Column(
-            key="peak_reserved_gib",
-            title="reserved GiB",
-            formula="most bytes reserved by the caching allocator / 2**30",
-            on_stand_in=True,
-        ),
-        Column(
-            key="equal_losses",
-            title="same losses",
-            formula="share of the steps, warm-up included, whose loss has the bits of no swap",
-            on_stand_in=True,
-        ),
+        *columns(times, simulated=device.simulated),
+        *columns(peak, simulated=device.simulated, on_stand_in=True),
+        *columns(counted, on_stand_in=True),
     )
 
 

@@ -32,8 +32,6 @@ from chameleon_mm.errors import (
     PoolStateError,
     RecomputeMismatch,
     SessionClosedError,
-    SimLifetimeError,
-    SimRaceError,
     SwapMismatch,
     TransferFailed,
 )
@@ -50,7 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
     "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
-    "PoolStateError", "RecomputeMismatch", "SessionClosedError", "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot",
+    "PoolStateError", "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot",
     "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations",
     "merge_reports", "resolve_device", "save_on_cpu", "uninstall",
 ]  # fmt: skip

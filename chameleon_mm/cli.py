@@ -102,14 +102,13 @@ the fused GELU, and their loss in the dtype of the logits. What is printed as a 
 Exits with 1 if no plan keeps within the budgets.
 """
 _BENCH = {
-    "codec": "lossless codecs on what a model really saves: share that is exact, ratio, and rates of the kernels",
     "copy": "H2D and D2H rates by size, pinned against pageable, and both ways at once",
     "hooks": "what a saved tensor costs the host, save and use, over hooks that do nothing: where it stays, where it moves",
     "lengths": "training whose batch length changes with every step, simulated: recorded, followed, over the budget; --svg",
     "memory": "a step's peak on the simulator and by torch's caching allocator, side by side, and what is reserved",
     "overlap": "compute beside copies and packing: what it loses, what is hidden, how long an urgent copy waits",
     "pack": "many tensors to pinned memory by every way there is, and what packing costs the host",
-    "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps, pinning rates; each beside its peers",
+    "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps; beside torch's pinned cache",
     "profiler": "what watching a step costs the host, by every way there is, from hooks that do nothing to torch.profiler",
     "reclaim": "device memory of a step by each way of giving it back: record_stream, at hooks, in the allocator; --svg",
     "timeline": "one step by a plan on a simulated GPU: kernels, copies and memory over time, as a picture",
@@ -218,7 +217,7 @@ def _add(
 def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm.outputs import check_outputs, tell_written
 
-    given = {name: getattr(args, name, None) for name in ("json", "markdown", "svg")}
+    given = {name: getattr(args, name, None) for name in ("json", "svg")}
     files = {f"--{name}": Path(path) for name, path in given.items() if path is not None}
     check_outputs(files, make_folders=True)
     code = run(args, console)
@@ -229,7 +228,7 @@ def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse
 
 
 def _environment(theme: str, device: Device) -> Mapping[str, Any]:
-    from chameleon_mm.bench._measure import environment
+    from chameleon_mm.bench._environment import environment
 
     return environment(theme, device)
 

@@ -65,15 +65,3 @@ class NativeBuildError(ChameleonError, RuntimeError):
 
 class ProgramInterrupted(KeyboardInterrupt):
     """The program that `chameleon-mm run` ran was interrupted, which was told: the process is to end as Python ends then."""
-
-
-class SimError(ChameleonError, RuntimeError):
-    """The simulator found what would be a bug on a GPU. Never handled as a failure of the device: always raised on."""
-
-
-class SimRaceError(SimError):
-    """Two conflicting accesses to one address have no happens-before between them. Raised by the simulator alone."""
-
-
-class SimLifetimeError(SimError):
-    """A copy that was still pending lost its source or destination. Raised by the simulator alone."""

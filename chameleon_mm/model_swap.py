@@ -27,8 +27,7 @@ from chameleon_mm.saved.checksums import Checksums
 from chameleon_mm.snapshots import Snapshots
 
 BUCKET_SHARE = 1 / 16
-"""Share of the budget that the state of a bucket may take: three buckets are on the device at once, with parameters and
-gradients of the same size."""
+"""Share of the budget for a bucket's state: three are on the device at once, with parameters and gradients of that size."""
 
 
 def tensors_of(model: nn.Module | None) -> list[Tensor]:

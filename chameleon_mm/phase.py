@@ -29,7 +29,6 @@ NEXT = {
     Phase.IN_STEP: (Phase.OPEN,),
     Phase.CLOSED: (),
 }
-"""Phases that may follow each."""
 
 
 class Lifecycle:

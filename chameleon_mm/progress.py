@@ -29,7 +29,6 @@ _STYLES = {
     StepKind.PARTLY_PLANNED: "yellow",
     StepKind.RECORDED: "cyan",
     StepKind.BY_RULE: "yellow",
-    StepKind.UNHOOKED: "green",
     StepKind.FAILED: "bold red",
 }
 _KIND_WIDTH = max(len(kind.value) for kind in StepKind)

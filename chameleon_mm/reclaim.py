@@ -77,7 +77,6 @@ class Lending:
 
     @property
     def has_any(self) -> bool:
-        """Whether it has any buffer, lent or waiting to be."""
         return bool(self._waiting or self._lent)
 
     def add(self, entry: Lendable) -> None:

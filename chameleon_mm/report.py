@@ -9,7 +9,7 @@ A figure that was not measured is None in the dict and "not measured" in the tex
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class SwapReport(Counters):
     """Steps that agreed, hook for hook, with one that had a plan when they began."""
     steps_by_phase: dict[str, int]
     """Ended steps by kind: "recorded" in detail, "planned" from the first hook to the last, "partly planned", "by rule" where
-    no plan was followed, "without hooks" where nothing was to be moved, "failed" by an exception."""
+    no plan was followed, "failed" by an exception."""
     planning_us: float
     """Host time spent on making plans."""
     planned_step_us: float | None
@@ -95,10 +95,6 @@ class SwapReport(Counters):
     """Storages that a plan would have had made again and that were swapped or kept instead, by reason."""
     recipes_banned: tuple[str, ...]
     """Names of the operators of recipes that made other bits than the original had: those recipes are not used any more."""
-    encoded_by_codec: dict[str, int]
-    """Storages that crossed in a lossless codec's shorter form, by codec."""
-    refused_by_codec: dict[str, int]
-    """Storages that a codec was tried on and could not encode exactly: they crossed as they are."""
     lowered_budget_bytes: int | None
     """The tighter budget within which steps run since then; None: no step was run again."""
     problems: tuple[str, ...]
@@ -157,8 +153,6 @@ class SwapReport(Counters):
             host_reserved_bytes=pool.reserved_bytes,
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
-            encoded_by_codec=_by_codec(totals.encoded),
-            refused_by_codec=_by_codec(totals.refused_by_codec),
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
             rank=rank.number,
@@ -194,11 +188,6 @@ class SwapReport(Counters):
             host += f", {format_size(self.host_bytes_wanted)} wanted by plans"
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         phases = ", ".join(f"{count} {phase}" for phase, count in self.steps_by_phase.items()) or "none ended"
-        tried = sorted({*self.encoded_by_codec, *self.refused_by_codec})
-        codecs = ", ".join(
-            f"{name} {self.encoded_by_codec.get(name, 0)} encoded, {self.refused_by_codec.get(name, 0)} as they were"
-            for name in tried
-        )
         return [
             ("device", self.device),
             *(("PROBLEM", problem) for problem in self.problems),
@@ -221,7 +210,6 @@ class SwapReport(Counters):
             ("pinned host memory", host),
             ("kept on the device", kept),
             ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
-            *([("by codec", codecs)] if codecs else []),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
             ("steps run again", self._retried()),
             *([("snapshots", f"{self.snapshots}, {format_size(self.snapshot_bytes)}")] if self.snapshots else []),
@@ -362,14 +350,6 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "host_bytes_wanted": None if adaptation is None else adaptation.host_bytes_wanted,
         "recipes_banned": () if adaptation is None else adaptation.banned,
     }
-
-
-def _by_codec(counts: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Counts by codec, added up over dtypes."""
-    summed: dict[str, int] = {}
-    for (codec, _), count in sorted(counts.items()):
-        summed[codec] = summed.get(codec, 0) + count
-    return summed
 
 
 def _measured(value: float | None, show: Callable[[float], str]) -> str:

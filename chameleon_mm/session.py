@@ -15,9 +15,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -30,7 +29,6 @@ from chameleon_mm.device import Device
 from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.hook_counts import misuse
-from chameleon_mm.executor.unhooked_steps import UnhookedSteps
 from chameleon_mm.model_swap import ModelSwap, tensors_of
 from chameleon_mm.phase import Lifecycle, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
@@ -39,8 +37,7 @@ from chameleon_mm.progress import Progress
 from chameleon_mm.ranks import Ranks
 from chameleon_mm.report import SwapReport
 from chameleon_mm.rerun import StepRunner
-from chameleon_mm.saved import ProtectedStorages, codecs_by_name
-from chameleon_mm.saved.timed_spans import StepKind
+from chameleon_mm.saved import ProtectedStorages
 from chameleon_mm.snapshots import Snapshot
 from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.step_history import StepHistory
@@ -61,13 +58,12 @@ class SwapSession:
     half of the host memory available, divided among the local ranks. `device` is a `Device`, "cuda", "cuda:1", "sim",
     "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more may move
     (None: 1 MiB), by the way that `thresholds` says for their size (None: packed together below 128 KiB and each alone from
-    there on), and in the shorter form of `codecs`, lossless ones by name, where they hold what there is (none unless named;
-    ("all",) names them all). `pool` is one to share with
-    others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
-    bytes the budget is checked against first. `optimizer`, one of the model's: its state is in host memory between its steps,
-    and comes back for them part by part; whoever reads it gets it on the device. `parameters`: "keep", or "swap", by which the
-    model's parameters and gradients share a part of the budget, and each comes back before it is used (on one device; plans do
-    not recompute then). The first step, and one like none before it, is recorded; steps like it then follow a plan. `plans` off
+    there on). `pool` is one to share with others; None makes one of `host_budget`. `model`, where given, names the parameters
+    and buffers that never move, and whose bytes the budget is checked against first. `optimizer`, one of the model's: its state
+    is in host memory between its steps, and comes back for them part by part; whoever reads it gets it on the device.
+    `parameters`: "keep", or "swap", by which the model's parameters and gradients share a part of the budget, and each comes
+    back before it is used (on one device; plans do not recompute then). The first step, and one like none before it, is
+    recorded; steps like it then follow a plan. `plans` off
     leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper to make again
     than to move, each storage only after it was made again bit for bit beside the original; off, they only swap. `verify`
     checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes
@@ -91,7 +87,6 @@ class SwapSession:
         model: nn.Module | None = None,
         pool: PinnedPool | None = None,
         thresholds: Thresholds | None = None,
-        codecs: Sequence[str] = (),
         verify: bool = False,
         plans: bool = True,
         recompute: bool = True,
@@ -109,7 +104,7 @@ class SwapSession:
         self._model_swap = ModelSwap(model, optimizer, parameters)
         for name, switch in (("verify", verify), ("plans", plans), ("recompute", recompute)):
             check_type(name, switch, bool, "True or False", "pass one of the two")
-        known_codecs, teller = codecs_by_name(codecs), Progress(progress)
+        teller = Progress(progress)
         if pool is not None and host is not None:
             raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
         self.pool = pool_for(device, pool, max_bytes=host)
@@ -124,14 +119,11 @@ class SwapSession:
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(tensors_of(model)),
             thresholds=thresholds or Thresholds(),
-            codecs=known_codecs,
             verify=verify,
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)
         self._adaptation = self._plan_steps(recompute=recompute) if plans else None
         self._save, self._use = self._model_swap.hooks(*autograd_hooks(self._executor))
-        watches_all = verify or optimizer is not None or parameters != "keep"
-        self._unhooked = UnhookedSteps(self._executor, None if watches_all else self.device.hook_switch(self._save))
         self._life = Lifecycle()
         self._thread = threading.current_thread()
         self._stack = ExitStack()
@@ -177,7 +169,6 @@ class SwapSession:
             # Before the device's own dispatch mode is left: torch takes away whichever is the innermost.
             if not sys.is_finalizing():  # torch's modules may be taken apart by then, and no operator runs any more
                 self._executor.leave_recorders()
-                self._unhooked.put_back()  # where they were, for whoever takes them off
                 self._history.end_peak()  # what comes back as the session ends is no part of what it promised
                 # Then at once: hooks must not outlive the block, however it is left. A thread that ended took its own.
                 if self._thread is here:
@@ -195,16 +186,12 @@ class SwapSession:
             self._executor.raise_late_error()
 
     @contextmanager
-    def step(self, *, hooked: bool = False) -> Iterator[SwapSession]:
-        """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step.
-
-        Of many equal steps that have nothing to move most run without the session's hooks, where the C++ helper `switch` is
-        built; `hooked`: this one has them.
-        """
+    def step(self) -> Iterator[SwapSession]:
+        """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step."""
         self._life.begin_step()
         completed = False
         try:
-            self._begin_step(hooked=hooked)
+            self._begin_step()
             yield self
             self._executor.settle()  # of a backward that raised, and was forgiven
             completed = True
@@ -241,17 +228,15 @@ class SwapSession:
         self._life.expect_open("run_step")
         if self._runner is None:
             self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
-        return self._runner.run(
-            partial(self.step, hooked=True), fn, self._model_swap.repair(self._executor) if snapshot else None
-        )
+        return self._runner.run(self.step, fn, self._model_swap.repair(self._executor) if snapshot else None)
 
     def snapshot(self) -> Snapshot:
         """Copy to pinned host memory what the next step begins with: parameters, buffers, gradients that exist, the state and
         settings of `optimizer`, torch's random states. Schedulers, scalers and data loaders are the caller's to save.
 
         The session holds the latest snapshot until it has taken another, or ends; hold one to keep it. `Snapshot.write` writes
-        it to a file. Its memory is the pool's, and beyond `host_budget` ordinary. Raises `SessionClosedError` as `step` does,
-        `ValueError` without `model` and for one not of plain tensors, and `HostMemoryExhausted` with nothing changed.
+        it to a checkpoint. Its memory is the pool's, and beyond `host_budget` ordinary. Raises `SessionClosedError` as `step`
+        does, `ValueError` without `model` and for one not of plain tensors, and `HostMemoryExhausted` with nothing changed.
         """
         self._life.expect_open("snapshot")
         return self._model_swap.snapshots("snapshot", self._executor).take()
@@ -295,8 +280,7 @@ class SwapSession:
 
     @property
     def backward_has_run(self) -> bool:
-        """Whether a saved tensor was used since the last step began or ended; of a step without hooks nobody knows, and it is
-        False."""
+        """Whether a saved tensor was used since the last step began or ended."""
         return self._executor.hook_counts.uses > 0
 
     @property
@@ -319,7 +303,6 @@ class SwapSession:
         with self._model_swap.changing_budget(nbytes) as beside_bytes:
             self._executor.change_budget(beside_bytes, must_fit=True)
         lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
-        self._unhooked.begin_anew()
         self._runner = None
         if self._life.phase is Phase.OPEN:
             self._history.open()
@@ -349,12 +332,10 @@ class SwapSession:
         self._executor.change_budget(host_bytes=nbytes, must_fit=True)
         self.pool.limit_bytes = nbytes
 
-    def _begin_step(self, *, hooked: bool) -> None:
-        hbm_budget_bytes = self._budget_now()
-        timed = self._history.begin(hbm_budget_bytes)
-        if not self._unhooked.begin(hbm_budget_bytes, hooked=hooked or self._history.running is None):
-            self._model_swap.begin_step()
-            self._executor.begin_step(timed=timed or self._unhooked.is_sample, pack_hook=self._save)
+    def _begin_step(self) -> None:
+        timed = self._history.begin(self._budget_now())
+        self._model_swap.begin_step()
+        self._executor.begin_step(timed=timed, pack_hook=self._save)
 
     def _end_step(self, *, completed: bool) -> None:
         """End the running step, once: at its own end, or at the session's where that comes first."""
@@ -362,15 +343,11 @@ class SwapSession:
             self._history.completed += completed
             self._life.to(Phase.OPEN)
             if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
-                if self._unhooked.running:
-                    kind: StepKind | None = self._unhooked.end(completed=completed)
-                else:
-                    self._unhooked.note(kind := self._executor.end_step(completed=completed))
-                    self._model_swap.end_step(completed=completed)
+                kind = self._executor.end_step(completed=completed)
+                self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
 
     def _budget_now(self) -> int:
-        """The budget that steps run within."""
         lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
         return self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes
 

@@ -44,7 +44,6 @@ class StepBounds:
         self._optimizer_steps = 0
         """Optimizer steps since the last forward that began a step."""
         self._ever_stepped = False
-        """Whether any optimizer stepped so far."""
         self._num_forwards = 0
         """Forwards in the step that runs, the first one not counted."""
         self._writes = 0
@@ -58,7 +57,6 @@ class StepBounds:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step runs."""
         return self._step is not None
 
     def forward_begins(self) -> None:
@@ -126,7 +124,7 @@ class StepBounds:
             self._is_checked = True
         self._optimizer_steps = self._num_forwards = 0
         self._writes = self._count_writes()
-        step = self.session.step(hooked=True)  # hooks tell whether a backward has run
+        step = self.session.step()
         step.__enter__()
         self._step = step
 

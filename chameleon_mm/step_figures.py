@@ -26,8 +26,7 @@ class StepFigures:
     step_us: float | None
     """Time from the step's begin to its end, as the device saw it; None: it was not timed, nor anything else of it."""
     host_us: float
-    """Time from the step's begin to its end by the host's clock, which may be far ahead of the device's; virtual on the
-    simulator."""
+    """Time from the step's begin to its end by the host's clock, maybe far ahead of the device's; virtual on the simulator."""
     peak_hbm_bytes: int
     """The most device memory allocated in the step; where `peak_hbm_at_most_bytes` differs, a lower bound: what hooks saw."""
     peak_hbm_at_most_bytes: int | None

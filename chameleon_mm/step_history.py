@@ -37,8 +37,7 @@ MAX_PENDING = 64
 
 
 _Fields = tuple[Any, ...]
-"""Fields of a step's `StepFigures`, in their order, as `StepFigures.from_tuple` takes them: kept for long, a plain tuple is
-nothing that the collector looks at."""
+"""Fields of a step's `StepFigures`, as `from_tuple` takes them: the collector does not look at a plain tuple."""
 
 
 class StepHistory:
@@ -54,7 +53,7 @@ class StepHistory:
         self._watch: PeakWatch | None = None
         self._seen_bytes = 0
         """The most that was allocated at any check of memory before the step that runs."""
-        self.running: tuple[int, int, float, int, int] | None = None
+        self._running: tuple[int, int, float, int, int] | None = None
         """The running step's number and budget, and as it began the host's clock and the bytes that went out and came in so
         far; None: there is none, or the device could not be asked."""
         self._pending: deque[tuple[_Fields, StepSums | None]] = deque()
@@ -91,7 +90,7 @@ class StepHistory:
         """Begin a step, before the executor does. Returns whether it is to be timed."""
         index, self.begun = self.begun, self.begun + 1
         totals, budget = self._metrics.totals, self._executor.budget
-        self.running = None
+        self._running = None
         if self._executor.hook_lock.may_ask_device():
             self._settle()
             self._pool.recent_peak_bytes()
@@ -100,12 +99,12 @@ class StepHistory:
             if not self._executor.director.plans:  # else the executor reads it
                 budget.peak_at_begin_bytes = self._device.peak_allocated_bytes()
             began_us = self._device.host_us
-            self.running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in
+            self._running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in
         return self._device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
 
     def end(self, kind: StepKind | None) -> None:
         """End the step, of `kind` by what the executor says, when it is over for everybody else. Tells what is complete."""
-        step, self.running = self.running, None
+        step, self._running = self._running, None
         if step is None or kind is None or self._watch is None:
             self.note_peak()
             return

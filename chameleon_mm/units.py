@@ -26,7 +26,6 @@ ALLOCATION_UNIT_BYTES = 512
 """Unit to which the caching allocator rounds sizes up, and the simulator as it does."""
 
 CHECKSUM_BYTES = 8
-"""Size of a checksum of device memory."""
 
 _FACTORS = {
     "": 1, "B": 1,

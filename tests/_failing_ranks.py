@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from tests._rank_programs import ddp, fsdp_resharding
+from tests.observed import observe_all
 
 STEPS, FATAL_STEP = 6, 3
 PATIENCE = timedelta(seconds=20)
@@ -163,4 +164,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    observe_all()
     main(Path(sys.argv[1]))

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import pytest
 from torch import Tensor
 
-from chameleon_mm.bench._parts import Part
+from chameleon_mm.bench.gpu_suite import Part
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.allocator_hook import SimAllocatorHook
@@ -215,7 +215,7 @@ def scripted_part(
     that file, and `arguments`."""
     write = f"out.write_text({json.dumps(record)!r}); " if record is not None else ""
     text = f"import os, pathlib, sys, time; out = pathlib.Path(sys.argv[1]); {write}{code}"
-    command = [sys.executable, "-c", text.replace("{", "{{").replace("}", "}}"), "{json}", *arguments]
+    command = [sys.executable, "-c", text.replace("{", "{{").replace("}", "}}"), "{out}", *arguments]
     return Part(theme=theme, command=command, cap_s=cap_s, least_s=min(1.0, cap_s), **more)
 
 

@@ -10,11 +10,14 @@ A step's peak is the device's own; its time is compute's, from the step's first 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+import pytest
 import torch
 import torch.nn.functional as F
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 import chameleon_mm as cm
@@ -47,6 +50,12 @@ def link_of(spec: GpuSpec) -> LinkCost:
 
 NO_LIMIT = 1 << 40
 """A budget that nothing here comes near."""
+
+
+def seeds(first: int, *, of: Sequence[int]) -> list[ParameterSet]:
+    """Seeds of models, of which every run takes the first ones; the others are `thorough`."""
+    thorough = [pytest.mark.slow, pytest.mark.thorough]
+    return [pytest.param(seed, marks=() if number < first else thorough) for number, seed in enumerate(of)]
 
 
 def far_ahead(spec: GpuSpec = SLOW_GPU) -> cm.SimDevice:

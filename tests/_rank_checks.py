@@ -20,6 +20,7 @@ import torch.distributed as dist
 import chameleon_mm as cm
 from chameleon_mm.units import GIB, MIB
 from tests._rank_programs import ddp
+from tests.observed import observe_all
 
 AVAILABLE_BYTES = 4 * GIB
 """Host memory that this machine is said to have."""
@@ -78,4 +79,5 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    observe_all()
     main(sys.argv[1])

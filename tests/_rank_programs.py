@@ -1,6 +1,6 @@
 """Programs that several ranks train together, with the engines people have: built here, and run by `tests/_rank_runs.py`.
 
-    training = ON_TWO["ddp"]()       # the same weights on each rank
+    training = ON_TWO["ddp_views"]()  # the same weights on each rank
     losses = training.step()         # forward and backward, micro-batches included; the optimizer is the caller's
 
 There is nothing of ours in here: it is what plain PyTorch runs, too.
@@ -233,13 +233,6 @@ def ddp_and_pipeline() -> Training:
     return Pipelined(model, number, 2, mesh["stage"].get_group())
 
 
-def fsdp_and_pipeline() -> Training:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
-    number = mesh["stage"].get_local_rank()
-    part = sharded(blocks(4)[2 * number : 2 * number + 2], reshard=False, mesh=mesh["data"])
-    return Pipelined(part, number, 2, mesh["stage"].get_group())
-
-
 def fsdp_and_tp_locally() -> Training:
     """As above, with a parameter that the model takes the local part of."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
@@ -259,7 +252,7 @@ def hybrid_sharded() -> Training:
 ON_TWO = {
     build.__name__: build
     for build in (
-        ddp, ddp_no_sync, ddp_views, ddp_checkpointed, fsdp_resharding, fsdp_whole, fsdp_checkpointed, tp, tp_dtensors,
+        ddp_no_sync, ddp_views, ddp_checkpointed, fsdp_resharding, fsdp_whole, fsdp_checkpointed, tp, tp_dtensors,
         pipeline, collectives_in_forward,
     )
 }  # fmt: skip
@@ -267,6 +260,6 @@ ON_TWO = {
 
 ON_FOUR = {
     build.__name__: build
-    for build in (ddp, pipeline, fsdp_and_tp, fsdp_and_tp_locally, hybrid_sharded, ddp_and_pipeline, fsdp_and_pipeline)
+    for build in (pipeline, fsdp_and_tp, fsdp_and_tp_locally, hybrid_sharded, ddp_and_pipeline)
 }  # fmt: skip
 """Programs for four ranks: mixtures, and what differs with more than one neighbour."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from tests._rank_programs import ON_FOUR, ON_TWO, Training
+from tests.observed import observe_all
 
 STEPS = 6
 PATIENCE = timedelta(seconds=60)
@@ -113,4 +114,5 @@ def main(folder: str, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    observe_all()
     main(sys.argv[1], sys.argv[2:])

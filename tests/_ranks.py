@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,8 @@ def trained(way: str, rank: int, session: cm.SwapSession | None) -> list[Tensor]
 
 def main(rank: int, meeting_place: str, way: str) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=2)
+    meeting = f"file://{meeting_place}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     plain = trained(way, rank, None)
     session = cm.SwapSession(hbm_budget="64MiB", host_budget="64MiB", device=f"cuda:{rank}", min_bytes=1024)
     swapped = trained(way, rank, session)

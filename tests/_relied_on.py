@@ -121,9 +121,11 @@ class Trained:
 
     steps: list[Step]
     states: list[list[Tensor]]
-    """Copies of parameters and buffers after each step of plain PyTorch."""
+    """Copies, on the host, of parameters and buffers after each step of plain PyTorch."""
     recomputed: int = 0
     """Storages that were dropped, to be made again."""
+    proofs: int = 0
+    """Recipes that ran beside an original, which was used."""
     peak_bytes: int = 0
     base_bytes: int = 0
     """What the model takes."""
@@ -178,11 +180,9 @@ def _in_session(case: Case, link: str, kind: str, opening: Opening, steps: int) 
         session = opening(device, model, base_bytes)
         done = _train(case, model, steps, session, plain)
     assert session.pool.stats().num_live == 0
-    done.recomputed, done.peak_bytes, done.base_bytes = (
-        totals_of(session).recomputed,
-        session.report().peak_hbm_bytes,
-        base_bytes,
-    )
+    totals = totals_of(session)
+    done.recomputed, done.proofs = totals.recomputed, totals.proofs
+    done.peak_bytes, done.base_bytes = session.report().peak_hbm_bytes, base_bytes
     return done
 
 
@@ -211,7 +211,7 @@ def _train(case: Case, model: Program, steps: int, session: cm.SwapSession | Non
                         t.copy_(right)
             done.steps.append(outcome)
             if plain is None:
-                done.states.append([t.detach().clone() for t in state])
+                done.states.append([t.detach().to("cpu", copy=True) for t in state])  # kept: no later test finds them
             model.zero_grad()
         # Autograd lets go of what a backward that raised had in hand when the next one begins.
         (torch.ones((), requires_grad=True) * 1).backward()

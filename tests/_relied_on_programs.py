@@ -114,7 +114,7 @@ class Reads(Program):
         return loss + h.float().mean() + waves(self.embedded(1), self.later)
 
     def written(self, h: Tensor) -> Tensor:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: expected to say how it writes `h`")
 
 
 class PointerAfterRead(Reads):

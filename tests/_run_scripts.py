@@ -44,7 +44,8 @@ def python(arguments: Sequence[str], folder: Path, stdin: str = "") -> Ended:
 
 _FORKS = """
 import json, os, sys
-import chameleon_mm.cli, chameleon_mm.running.command
+import chameleon_mm.cli, chameleon_mm.running.command, tests.observed
+tests.observed.observe_all()
 for number, case in enumerate(json.loads(sys.argv[1])):
     pid = os.fork()
     if not pid:
@@ -222,36 +223,12 @@ def gan():
     return [*made.parameters(), *judge.parameters()]
 
 
-def scaler():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)  # the first steps find infinities
-    for step in range(6):
-        for part in torch.randn(1024, 128).chunk(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = 1e4 * model(part).square().mean()
-            scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return [*model.parameters(), torch.tensor(scaler.get_scale())]
-
-
 def thread():
     found = []
     other = threading.Thread(target=lambda: found.extend(train(net())))
     other.start()
     other.join()
     return found
-
-
-def frozen():
-    encoder, head = net().requires_grad_(False), net()
-    def call(x):
-        with torch.no_grad():
-            encoder(x)
-        return head(encoder(x))
-    return train(head, call=call)
 
 
 def functional():
@@ -269,20 +246,10 @@ def checkpointed():
     return train(model, call=lambda x: checkpoint(model, checkpoint(model, x, use_reentrant=False).tanh(), use_reentrant=False))
 
 
-def compiled():
-    model = net()
-    return train(model, call=torch.compile(model, backend="aot_eager"), parameters=list(model.parameters()))
-
-
 def compiled_in_place():
     model = net()
     model.compile(backend="aot_eager")
     return train(model, steps=7)
-
-
-def compiled_function():
-    model = net()
-    return train(model, steps=7, call=torch.compile(lambda x: model(x).tanh(), backend="aot_eager"))
 
 
 def own_session():
@@ -304,17 +271,6 @@ def own_session():
 def foreign_hooks():
     with torch.autograd.graph.save_on_cpu():
         return train(net())
-
-
-def by_hand():
-    model = net()
-    for step in range(4):
-        model(torch.randn(1024, 128)).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 1e-3 * p.grad
-                p.grad.zero_()
-    return list(model.parameters())
 
 
 def interrupted():

@@ -9,11 +9,14 @@ Every second step leaves its gradients, and the next one adds to them: a snapsho
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
@@ -115,3 +118,12 @@ def away(session: cm.SwapSession, training: Training) -> tuple[int, int]:
     values = [value for state in training.optimizer.state.values() for value in dict.values(state)]
     hosted = [value for value in values if isinstance(value, HostedTensor)]
     return sum(it.where is Where.ON_HOST for it in entries), sum(it.where is Where.ON_HOST for it in hosted)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, by torch's own way to read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "all.pt")
+        dcp_to_torch_save(path, file)
+        saved: dict[str, Any] = torch.load(file, weights_only=True)
+    return saved

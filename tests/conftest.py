@@ -29,6 +29,9 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.profiler.dispatch_state import remove
 from tests._native import BUILDS
 from tests.cuda_stand_in import control
+from tests.observed import observe_all
+
+observe_all()  # before a test module is imported, which may make a device
 
 if control.is_loaded():
     collect_ignore_glob = ["test_frameworks_*.py"]
@@ -43,7 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("--torch-threads"))
-    settings.register_profile("chameleon_mm", deadline=None)  # a busy machine is not a failing test
+    # A busy machine is not a failing test. Each run draws other examples.
+    settings.register_profile("chameleon_mm", deadline=None, max_examples=50)
     settings.load_profile("chameleon_mm")
     # What is said once per process must not be said in the middle of whichever test comes first.
     logger = logging.getLogger("chameleon_mm.device")

@@ -17,7 +17,6 @@ from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook
 from chameleon_mm.device.sim.allocator_hook import SimHeldStorage
 from chameleon_mm.device.sim.stream import SimStream
-from chameleon_mm.errors import SimRaceError
 from chameleon_mm.executor import Executor
 from chameleon_mm.saved import SwappedView
 from chameleon_mm.saved.state import State
@@ -27,6 +26,7 @@ from tests._memory_limit import fraction_of_memory
 from tests._native import BUILDS, helper
 from tests._ordering import SLOW_LINK, OnCuda, OnSim, executor, randn, saved
 from tests.cuda_stand_in import control
+from tests.observed import SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

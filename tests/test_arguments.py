@@ -26,8 +26,6 @@ OF_SESSIONS: list[tuple[dict[str, object], str]] = [
     ({"model": 3}, r"model: expected a torch.nn.Module or None, got 3 \(int\); put several into an nn.ModuleList"),
     ({"model": [nn.Linear(1, 1)]}, "model: expected a torch.nn.Module or None, got an object of type list; put several"),
     ({"model": nn.Linear}, "model: expected a torch.nn.Module or None, got the class Linear itself"),
-    ({"codecs": 3}, r"codecs: expected a sequence of names, or \(\"all\",\), got 3 \(int\); pass codecs="),
-    ({"codecs": None}, r"codecs: expected a sequence of names, .* got None"),
     ({"verify": "yes"}, r"verify: expected True or False, got 'yes' \(str\)"),
     ({"plans": np.float32(1)}, "plans: expected True or False, got an object of type float32"),
 ]

@@ -13,12 +13,10 @@ import torch
 from rich.console import Console
 
 from chameleon_mm.bench import copy, overlap
-from chameleon_mm.bench._overlap_latency import Reload, percentile
-from chameleon_mm.bench._overlap_packing import PROGRAMS, WAYS
 from chameleon_mm.bench._overlap_work import Sample, Sizes
-from chameleon_mm.bench._stand_in import NOT_MEASURED
+from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in
+from chameleon_mm.bench.overlap import WAYS
 from chameleon_mm.device import SimDevice, resolve_device
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import KIB, MIB
 
@@ -52,15 +50,15 @@ def test_copy_writes_what_it_measured(tmp_path: Path) -> None:
     ]
 
 
-def test_simulated_copies_are_waived_as_measurements(sim: SimDevice) -> None:
+def test_simulated_copies_are_marked_and_pageable_ones_waived(sim: SimDevice) -> None:
     for cells in rows(copy.measure(sim, [64 * KIB], repeats=1)).values():
-        assert cells["simulated"]["simulated"] is True
-        assert all("measured on a CUDA GPU" in cells[key]["waived"] for key in ("pinned", "pageable", "ratio"))
+        assert cells["pinned"]["simulated"] is True
+        assert all("waived" in cells[key] for key in ("pageable", "ratio"))
 
 
 def test_simulated_copies_keep_within_the_link(sim: SimDevice) -> None:
     cells = rows(copy.measure(sim, [4 * MIB], repeats=2))
-    h2d, d2h, both = (cells[f"{way} 4.00 MiB"]["simulated"]["median"] for way in ("H2D", "D2H", "both ways"))
+    h2d, d2h, both = (cells[f"{way} 4.00 MiB"]["pinned"]["median"] for way in ("H2D", "D2H", "both ways"))
     assert 0.8 * sim.spec.h2d_gbps < h2d <= sim.spec.h2d_gbps
     assert 0.8 * sim.spec.d2h_gbps < d2h <= sim.spec.d2h_gbps
     assert max(h2d, d2h) < both <= sim.spec.duplex_gbps
@@ -81,7 +79,7 @@ def test_a_size_that_does_not_fit_is_waived(
     monkeypatch.setattr(owner, method, refuse_large)
     before = sim.allocated_bytes()
     cells = rows(copy.measure(sim, [1 * MIB, 2 * MIB], repeats=1))
-    assert "median" in cells["H2D 1.00 MiB"]["simulated"]
+    assert "median" in cells["H2D 1.00 MiB"]["pinned"]
     for way in ("H2D", "D2H", "both ways"):
         assert {cell["waived"] for cell in cells[f"{way} 2.00 MiB"].values()} == {"no more than 1 MiB here"}
     assert sim.allocated_bytes() == before
@@ -109,34 +107,23 @@ def test_bad_usage_raises_before_anything_is_written(module: ModuleType, argumen
     assert not target.exists()
 
 
-def test_overlap_covers_both_loops_and_all_ways(sim: SimDevice) -> None:
-    cells = rows(overlap.measure(sim, SMALL))
-    assert list(cells) == [f"{work}, {ways}" for work in ("gemm", "mul") for ways in ("H2D", "D2H", "both ways")]
-    for row in cells.values():
-        assert all(("waived" in cell) == (not key.startswith("simulated_")) for key, cell in row.items())
-        # The simulator's link takes nothing from its compute: copies cost the host time to issue them and hide but for that.
-        assert 1.0 <= row["simulated_slowdown"]["median"] < 1.25
-        assert 0.5 < row["simulated_hidden"]["median"] <= 1.0
-
-
 def test_a_device_that_overlaps_nothing_hides_nothing() -> None:
     rounds = {
         "compute": [Sample(100.0, 100.0)], "copies": [Sample(50.0, 0.0)],
         "serial": [Sample(150.0, 100.0)], "together": [Sample(150.0, 125.0)],
     }  # fmt: skip
-    cells = overlap.derive(SimDevice(), rounds)
-    hidden, slowdown = cells["simulated_hidden"].to_dict(), cells["simulated_slowdown"].to_dict()
+    cells = overlap.derive(SimDevice(), rounds, MIB)
+    hidden, slowdown = cells["hidden"].to_dict(), cells["slowdown"].to_dict()
     assert (hidden["median"], slowdown["median"]) == (0.0, 1.25)
 
 
-# --- a link that never pauses, pack kernels, and urgent copies
+# --- every table of one run
 
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, Any]:
     """Every table of one small run."""
-    reload = Reload(nbytes=128 * MIB, block_bytes=64 * MIB, urgent_bytes=64 * KIB, every_us=100)
-    report = overlap.measure_all(SimDevice(), SMALL, repeats=1, reload=reload).to_dict()
+    report = overlap.measure(SimDevice(), SMALL, repeats=1).to_dict()
     assert all(bound["held"] is None for bound in report["bounds"])
     assert report["simulated"] is True
     return {part: {row["name"]: row["cells"] for row in table["rows"]} for part, table in report["tables"].items()}
@@ -146,68 +133,48 @@ def test_every_table_has_its_rows(tables: dict[str, Any]) -> None:
     assert {part: list(rows) for part, rows in tables.items()} == {
         "hidden": [f"{work}, {ways}" for work in ("gemm", "mul") for ways in WAYS],
         "saturated": [f"gemm, {ways}" for ways in WAYS],
-        "packing": ["gemm, packing"],
         "packed": ["gemm, packed D2H"],
-        "urgent": ["Transfer", "one stream", "own stream"],
     }
     for table in tables.values():
         for cells in table.values():
-            assert all(("waived" in cell) == (not key.startswith("simulated_")) for key, cell in cells.items())
+            assert all(cell["simulated"] for cell in cells.values())
+
+
+def test_simulated_copies_cost_the_host_and_hide_but_for_that(tables: dict[str, Any]) -> None:
+    for cells in tables["hidden"].values():
+        assert 1.0 <= cells["slowdown"]["median"] < 1.25
+        assert 0.5 < cells["hidden"]["median"] <= 1.0
 
 
 def test_a_simulated_link_that_never_pauses_costs_the_host_alone(tables: dict[str, Any]) -> None:
     for cells in tables["saturated"].values():
-        assert 1.0 <= cells["simulated_slowdown"]["median"] < 1.25
-        assert 0.9 < cells["simulated_kept"]["median"] <= 1.0
-        assert cells["simulated_gbps"]["median"] > 30
+        assert 1.0 <= cells["slowdown"]["median"] < 1.25
+        assert 0.9 < cells["kept"]["median"] <= 1.0
+        assert cells["gbps"]["median"] > 30
 
 
 def test_packed_copies_are_held_against_plain_ones(tables: dict[str, Any]) -> None:
     (cells,) = tables["packed"].values()
-    assert 0.3 < cells["simulated_kept"]["median"] <= 1.0  # at these sizes the host's time to pack is what limits
-    assert cells["simulated_slowdown"]["median"] >= 1.0
-    assert cells["simulated_gbps"] == tables["saturated"]["gemm, D2H"]["simulated_gbps"]
-
-
-def test_an_urgent_copy_waits_for_two_pieces_and_not_for_the_reload(tables: dict[str, Any]) -> None:
-    spec = SimDevice().spec
-    two_pieces_us, reload_us = (nbytes / (spec.h2d_gbps * 1e3) for nbytes in (2 * 32 * MIB, 128 * MIB))
-    ours, one, own = (tables["urgent"][name] for name in ("Transfer", "one stream", "own stream"))
-    assert ours["simulated_most"]["median"] < 1.05 * two_pieces_us
-    assert one["simulated_most"]["median"] > 0.9 * reload_us
-    assert own == one  # an engine is one queue, whichever stream a copy came from
-    for cells in (ours, one, own):
-        assert cells["simulated_median"]["median"] <= cells["simulated_p99"]["median"] <= cells["simulated_most"]["median"]
-
-
-@pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 50.0), (0.99, 99.0), (1.0, 100.0)])
-def test_a_percentile_is_one_of_the_values(share: float, value: float) -> None:
-    assert percentile([float(i) for i in range(100, 0, -1)], share) == value
+    assert 0.3 < cells["kept"]["median"] <= 1.0  # at these sizes the host's time to pack is what limits
+    assert cells["slowdown"]["median"] >= 1.0
+    assert cells["gbps"] == tables["saturated"]["gemm, D2H"]["gbps"]
 
 
 @pytest.mark.gpu
-def test_real_packing_is_measured_for_each_number_of_programs() -> None:
+def test_a_gpus_overlap_decides_the_bounds() -> None:
     device = resolve_device("cuda")
-    report = overlap.measure_all(device, overlap.sizes_for(device) if is_stand_in(device.name) else SMALL, repeats=1)
-    assert [row.name for row in report.tables["packing"].rows] == [f"gemm, {n} programs" for n in PROGRAMS]
-    measured = not is_stand_in(device.name)
-    assert all((bound.held is not None) == measured for bound in report.bounds)
+    report = overlap.measure(device, overlap.sizes_for(device) if is_stand_in(device.name) else SMALL, repeats=1)
+    assert all((bound.held is None) == is_stand_in(device.name) for bound in report.bounds)
+    for table in report.tables.values():
+        assert all(is_measured(cell) for row in rows(table).values() for cell in row.values())
 
 
 @pytest.mark.gpu
-def test_real_copies_stand_in_the_measured_columns() -> None:
+def test_a_gpus_copies_are_measured() -> None:
     cells = rows(copy.measure(resolve_device("cuda"), [1 * MIB], repeats=1))
     for way in ("H2D", "D2H"):
         row = cells[f"{way} 1.00 MiB"]
         assert all(is_measured(row[key]) for key in ("pinned", "pageable", "ratio"))
-        assert "waived" in row["simulated"]
     both = cells["both ways 1.00 MiB"]
     assert is_measured(both["pinned"])
-    assert all("waived" in both[key] for key in ("pageable", "ratio", "simulated"))
-
-
-@pytest.mark.gpu
-def test_real_overlap_stands_in_the_measured_columns() -> None:
-    for row in rows(overlap.measure(resolve_device("cuda"), SMALL, repeats=1)).values():
-        for key, cell in row.items():
-            assert "waived" in cell if key.startswith("simulated_") else is_measured(cell)
+    assert all("waived" in both[key] for key in ("pageable", "ratio"))

@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from chameleon_mm.bench import _hooks_modes, hooks
-from chameleon_mm.bench._hooks_modes import CALL_WATCH, EMPTY_MODE, NO_MODE, ModeSample, modes
-from chameleon_mm.bench._hooks_peers import BY_HAND, COPY_EACH, DROPPED, IDENTITY, Sample
+from chameleon_mm.bench import hooks
+from chameleon_mm.bench._hooks_peers import BY_HAND, DROPPED, IDENTITY, Sample
 from chameleon_mm.bench._measure import Figure, Results, Waived
-from chameleon_mm.bench.probe.copy_call import copy_call_us
+from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.device import Device, SimDevice
-from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
-from chameleon_mm.profiler.call_watch import CallWatch
 
 STAYS = ("stays, save_on_cpu", "stays, session")
 LEAVES = (
@@ -51,27 +48,8 @@ def test_a_row_is_taken_from_hooks_that_do_nothing_round_by_round() -> None:
         "left": 50.0,
     }
     assert {key for key, cell in hooks.cells(IDENTITY, identity, identity).items() if isinstance(cell, Waived)} == {
-        "save_over", "use_over", "save_besides", "use_besides", "both_over", "ratio",
+        "save_over", "use_over", "both_over", "ratio",
     }  # fmt: skip
-
-
-def test_the_drivers_copy_calls_are_taken_from_what_has_one_for_each_tensor_that_left() -> None:
-    identity, ours = [Sample(1.0, 2.0, 0.0)], [Sample(11.0, 10.0, 0.5)]
-    row = hooks.cells(BY_HAND, ours, identity, (4.0, 2.0))
-    assert {key: cell.median for key, cell in row.items() if key.endswith("besides") and isinstance(cell, Figure)} == {
-        "save_besides": 10 - 0.5 * 4,
-        "use_besides": 8 - 0.5 * 2,
-    }
-    for name, copy_us in ((BY_HAND, None), ("moves by plan, packed", (4.0, 2.0)), (DROPPED, (4.0, 2.0))):
-        row = hooks.cells(name, ours, identity, copy_us)
-        assert all(isinstance(row[key], Waived) for key in ("save_besides", "use_besides"))
-
-
-@pytest.mark.gpu
-def test_a_copy_call_takes_some_time() -> None:
-    out_us, back_us = copy_call_us(0, 4096)
-    assert 0 < out_us < 1e3
-    assert 0 < back_us < 1e3
 
 
 @pytest.mark.slow
@@ -88,81 +66,40 @@ def test_every_way_is_measured_and_what_it_says_leaves_the_device(device: Device
         else:
             assert cell.median == 0, name
     for name in (*STAYS, *LEAVES):
-        besides = {key: cell for key, cell in rows[name].items() if key.endswith("besides")}
-        assert all(isinstance(cell, Figure) for key, cell in rows[name].items() if key not in besides)
-        has_copies = name in COPY_EACH and not device.simulated
-        assert all(isinstance(cell, Figure) == has_copies for cell in besides.values())
+        assert all(isinstance(cell, Figure) for cell in rows[name].values())
 
 
 def test_bounds_are_told_for_what_was_measured(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = [Sample(1.0, 1.0, 0.0)]
     results = Results("hooks", sim, hooks.COLUMNS)
     for name, sample in (("stays, session", Sample(3.0, 2.5, 0.0)), ("moves by plan, alone", Sample(15.0, 9.0, 1.0))):
-        results.add(name, {}, hooks.cells(name, [sample], identity, (1.5, 0.5)))
+        results.add(name, {}, hooks.cells(name, [sample], identity))
     assert [bound.held for bound in hooks.bounds(results, sim)] == [None] * 3  # most of it are the simulator's accounts
     monkeypatch.setattr(SimDevice, "simulated", False)
     told = hooks.bounds(results, sim)
     assert [(bound.name, bound.found, bound.held) for bound in told] == [
         ("stays, session: save and use over hooks that do nothing", 3.5, True),
-        ("moves by plan, alone: save over a hook that does nothing, besides the driver's copy call", 12.5, False),
-        ("moves by plan, alone: use over a hook that does nothing, besides the driver's copy call", 7.5, True),
+        ("moves by plan, alone: save over a hook that does nothing", 14.0, False),
+        ("moves by plan, alone: use over a hook that does nothing", 8.0, True),
     ]
 
 
 def test_what_is_written_says_what_lies_beneath(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is measured is the other test's: here it would only take time.
     monkeypatch.setattr(hooks, "peers", lambda device, saves: {IDENTITY: lambda: Sample(1.0, 1.0, 0.0)})
-    none = {name: lambda: ModeSample(1.0, 1.0) for name in (NO_MODE, EMPTY_MODE)}
-    monkeypatch.setattr(hooks, "modes", lambda device, operators: none)
     target = tmp_path / "hooks.json"
     name = "sim" if device.simulated else "cuda"
     assert run("--device", name, "--saves", str(SAVES), "--repeats", "1", "--json", str(target)) == 0
     written: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
     assert (written["theme"], written["stand_in"]) == ("hooks", is_stand_in(device.name))
     assert {"commit", "versions", "device", "simulated"} <= set(written)
-    assert list(written["tables"]) == ["saved tensors", "operators"]
+    assert list(written["tables"]) == ["saved tensors"]
     for table in written["tables"].values():
         assert not any(column["simulated"] for column in table["columns"])
     notes = written["tables"]["saved tensors"]["notes"]
     beneath = next(note for note in notes if note.startswith("beneath the hooks"))
     expected = "the simulator" if device.simulated else STAND_IN if is_stand_in(device.name) else "CUDA's runtime"
     assert expected in beneath
-
-
-def test_an_operator_under_a_mode_is_taken_from_none_and_from_an_empty_one_round_by_round() -> None:
-    without, empty = [ModeSample(1.0, 2.0), ModeSample(3.0, 4.0)], [ModeSample(3.0, 3.0), ModeSample(4.0, 6.0)]
-    row = hooks.mode_cells([ModeSample(11.0, 5.0), ModeSample(13.0, 7.0)], without, empty)
-    assert {key: cell.median for key, cell in row.items() if isinstance(cell, Figure)} == {
-        "kernel": 12.0, "kernel_over": 10.0, "kernel_over_mode": 8.5, "view": 6.0, "view_over": 3.0, "view_over_mode": 1.5,
-    }  # fmt: skip
-
-
-def test_operators_are_measured_under_the_watch_itself(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[str] = []
-
-    class Noted(CallWatch):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            watched.append(func.name())
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    monkeypatch.setattr(_hooks_modes, "CallWatch", Noted)
-    ways = modes(sim, 10)
-    assert list(ways) == [NO_MODE, EMPTY_MODE, CALL_WATCH]
-    for name in (NO_MODE, EMPTY_MODE):
-        ways[name]()
-    assert not watched
-    ways[CALL_WATCH]()
-    assert watched.count("aten::sin") == watched.count("aten::view") > 0
-
-
-def test_rows_of_modes_say_what_they_are_compared_with(sim: SimDevice) -> None:
-    results = hooks.measure_modes(sim, operators=10, repeats=1)
-    waived = {row.name: [key for key, cell in row.cells.items() if isinstance(cell, Waived)] for row in results.rows}
-    assert waived == {
-        NO_MODE: ["kernel_over", "kernel_over_mode", "view_over", "view_over_mode"],
-        EMPTY_MODE: ["kernel_over_mode", "view_over_mode"],
-        CALL_WATCH: [],
-    }
 
 
 @pytest.mark.parametrize(("option", "value"), [("--saves", "49"), ("--repeats", "0")])

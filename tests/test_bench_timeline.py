@@ -16,12 +16,11 @@ from rich.console import Console
 from chameleon_mm.bench import _timeline_run, timeline
 from chameleon_mm.bench._timeline_run import Comparison, watched
 from chameleon_mm.bench._timeline_step import WatchedDevice
-from chameleon_mm.bench._timeline_svg import ROWS, Frame, followed, frame_of, marks, timeline_svg
+from chameleon_mm.bench._timeline_svg import ROWS, followed, marks, timeline_svg
 from chameleon_mm.demo.model import GPTConfig
 from chameleon_mm.report import SwapReport
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.session import SwapSession
-from tests._pictures import boxes, check_texts
 
 COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "timeline_simulated.svg"
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=2048)
@@ -50,15 +49,6 @@ def found(run: tuple[Comparison, SwapReport]) -> Comparison:
     return run[0]
 
 
-@pytest.fixture(scope="module")
-def picture(found: Comparison) -> ET.Element:
-    return ET.fromstring(timeline_svg(found))
-
-
-def of_class(picture: ET.Element, *names: str) -> list[ET.Element]:
-    return [element for element in picture.iter() if set(names) <= set((element.get("class") or "").split())]
-
-
 def test_memory_stays_under_the_budget_to_the_byte(found: Comparison) -> None:
     assert found.planned.peak_bytes <= found.hbm_budget_bytes < found.unswapped.peak_bytes
     for step in (found.planned, found.unswapped):  # by the device's own counter: nothing rose between two readings unseen
@@ -85,23 +75,14 @@ def test_copies_are_those_that_the_sessions_own_events_timed(run: tuple[Comparis
 
 
 def test_every_swap_went_by_its_action_of_the_plan(found: Comparison) -> None:
-    actions = sorted((action.reclaim_at, action.in_at, action.use_at, action.nbytes) for action in found.plan.actions)
-    swaps = found.planned.swaps
-    moved = [
-        (swap.reclaim_hook, swap.prefetch_hook, swap.use_hook, 0 if swap.out is None else swap.out.nbytes) for swap in swaps
-    ]
-    assert sorted(moved, key=str) == sorted(actions, key=str)
-    assert len(found.planned.copies) == 2 * len(swaps)
-
-
-def test_marks_are_in_the_order_of_a_storages_life(found: Comparison) -> None:
-    for swap in found.planned.swaps:
-        assert swap.out is not None and swap.back is not None and swap.moved_whole
-        assert swap.reclaim_us is not None and swap.prefetch_us is not None and swap.use_us is not None
+    swaps, actions = found.swaps(), sorted(found.plan.actions, key=lambda action: action.out_at)
+    assert len(found.planned.copies) == 2 * len(swaps) > 0
+    for swap, action in zip(swaps, actions, strict=True):
+        assert swap.out.nbytes == swap.back.nbytes == action.nbytes
         assert swap.save_us <= swap.out.start_us < swap.out.end_us <= swap.reclaim_us
         assert swap.reclaim_us <= swap.prefetch_us <= swap.back.start_us < swap.back.end_us <= swap.use_us
         assert [mark.name for mark in marks(swap)] == MARKS
-    assert followed(found.planned.swaps) in found.planned.swaps
+    assert followed(swaps) in swaps
 
 
 def test_kernels_are_the_same_in_both_steps(found: Comparison) -> None:
@@ -112,43 +93,12 @@ def test_kernels_are_the_same_in_both_steps(found: Comparison) -> None:
     assert all(earlier.end_us <= later.start_us + 1e-6 for earlier, later in pairwise(found.planned.kernels))
 
 
-def test_the_picture_shows_them_where_they_were(found: Comparison, picture: ET.Element) -> None:
-    frame: Frame = frame_of(found)
-    swap = followed(found.planned.swaps)
-    for row in ROWS[1:]:
-        rectangles = of_class(picture, "copy", row)
-        copies = [copy for copy in found.planned.copies if copy.direction == row]
-        for rectangle, copy in zip(rectangles, copies, strict=True):
-            x, width, y = (float(rectangle.get(name) or 0) for name in ("x", "width", "y"))
-            assert x == pytest.approx(frame.x(copy.start_us), abs=0.01)
-            assert x + width == pytest.approx(frame.x(copy.end_us), abs=0.02)
-            assert y == frame.top(row)
-            assert ("followed" in (rectangle.get("class") or "")) == (copy in (swap.out, swap.back))
-    lines = [line for name in MARKS for line in of_class(picture, "mark", name)]
-    assert [float(line.get("x1") or 0) for line in lines] == pytest.approx(
-        [frame.x(mark.at_us) for mark in marks(swap)], abs=0.01
-    )
-
-
-def below_the_budget(picture: ET.Element, curve: str) -> bool:
-    (line,), (budget,) = of_class(picture, curve), of_class(picture, "budget")
-    ys = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
-    return min(ys) >= float(budget.get("y1") or 0)  # upwards is less
-
-
 @pytest.mark.parametrize("which", ["drawn", "committed"])
-def test_a_picture_is_legible_and_says_that_it_is_simulated(which: str, picture: ET.Element) -> None:
-    shown = picture if which == "drawn" else ET.parse(COMMITTED).getroot()
-    check_texts(shown)
-    words = " ".join(boxes(shown))
-    assert "simulated H200" in words and "no GPU took part" in words and "(simulated)" in words
-    assert {*ROWS, *MARKS, "budget"} <= set(boxes(shown))
-    assert below_the_budget(shown, "planned") and not below_the_budget(shown, "unswapped")
-    background = shown.find("{*}rect")
-    assert background is not None and (background.get("fill"), background.get("height")) == (
-        "white",
-        shown.get("viewBox", "").split()[3],
-    )
+def test_a_picture_says_that_it_is_simulated(which: str, found: Comparison) -> None:
+    words = texts(timeline_svg(found) if which == "drawn" else COMMITTED.read_text(encoding="utf-8"))
+    said = " ".join(words)
+    assert "simulated H200" in said and "no GPU took part" in said and "(simulated)" in said
+    assert {*ROWS, *MARKS, "budget"} <= set(said.split())
 
 
 def test_a_watched_device_notes_batches_too() -> None:
@@ -161,9 +111,13 @@ def test_a_watched_device_notes_batches_too() -> None:
     stream.copy_batch(list(zip(targets, sources, strict=True)))
     assert [(copy.direction, copy.nbytes) for copy in device.copies] == [("d2h", 4096), ("d2h", 8192)]
     assert [copy[1:4] for copy in device.copies] == list(device.copy_spans("d2h"))
-    assert [copy.host_address for copy in device.copies] == [target.data_ptr() for target in targets]
     device.synchronize()
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+def texts(svg: str) -> list[str]:
+    """The words of a picture, axes included."""
+    return ["".join(text.itertext()) for text in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
 def command(*arguments: str) -> int:
@@ -185,22 +139,15 @@ def test_the_command_writes_what_was_asked_for(found: Comparison, tmp_path: Path
     assert 0 < planned["beside"]["median"] <= 100
 
 
-@pytest.mark.parametrize("share", ["0", "1", "-0.5", "1.5"])
-def test_a_share_that_is_none_is_bad_usage(share: str) -> None:
-    with pytest.raises(ValueError, match="--share: expected more than 0"):
-        command(f"--share={share}")
-
-
 def test_a_step_without_copies_has_no_share_of_them(found: Comparison) -> None:
     with pytest.raises(ValueError, match="expected a step with copies"):
         timeline.beside_kernels(found.unswapped)
-    with pytest.raises(ValueError, match="expected a storage that moved whole"):
-        followed(found.unswapped.swaps)
+    with pytest.raises(ValueError, match="expected a storage that moved"):
+        followed([])
 
 
 @pytest.mark.slow
 def test_the_committed_picture_is_what_the_command_draws(tmp_path: Path) -> None:
     svg = tmp_path / "timeline.svg"
     assert command("--svg", str(svg)) == 0
-    drawn, committed = (ET.parse(path).getroot() for path in (svg, COMMITTED))
-    assert set(boxes(drawn)) == set(boxes(committed))
+    assert texts(svg.read_text(encoding="utf-8")) == texts(COMMITTED.read_text(encoding="utf-8"))

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from chameleon_mm.bench import _light_share, _planned, _small_step, _training_peers, training
+from chameleon_mm.bench import _planned, _small_step, _training_peers, training
 from chameleon_mm.bench._hooks_peers import IDENTITY
-from chameleon_mm.bench._light_share import Sample, light_share
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
 from chameleon_mm.bench._small_step import NO_SESSION, SESSION, small_step
@@ -143,8 +142,6 @@ def test_a_simulator_is_tiny_unless_told_otherwise() -> None:
     sim = SimDevice()
     assert choose_shape(arguments(), sim) == Shape(**TINY)
     assert choose_shape(arguments("--layers", "2", "--seq", "32"), sim) == Shape(**{**TINY, "layers": 2, "seq": 32})
-    with pytest.raises(ValueError, match="--size fill: expected a GPU"):
-        choose_shape(arguments("--size", "fill"), sim)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +153,6 @@ def test_a_simulator_is_tiny_unless_told_otherwise() -> None:
         (("vit", "--seq", "30"), "--seq: expected a multiple of 16 pixels"),
         (("vit", "--heads", "3"), "multiple of heads"),
         (("gpt2", "--layers", "0"), "--layers"),
-        (("vit", "--size", "fill"), "--size fill: expected a GPU"),
     ],
 )
 def test_sizes_that_a_model_cannot_have_are_refused(given: tuple[str, ...], message: str) -> None:
@@ -337,9 +333,6 @@ def test_promises_are_bounds(record: dict[str, Any]) -> None:
     changed = {name: bound for name, bound in bounds.items() if name.endswith("losses changed")}
     assert len(changed) == sum(peer.ours for peer in peers(SimDevice()))
     assert all(bound["held"] and bound["counted"] for bound in changed.values())
-    share = bounds["light profiler, share of a training step over hooks alone"]
-    assert (share["limit"], share["held"]) == (0.005, None)
-    assert "simulator" in share["found"]["waived"]
 
 
 def test_a_simulated_host_costs_nothing() -> None:
@@ -365,27 +358,6 @@ def test_a_plan_that_there_is_not_is_waived() -> None:
     assert set(classes.rows[0].cells.values()) == {Waived("no memory")}
     assert _planned.ideal_step(run, run, 1) == _planned.NO_PLAN
     assert _planned.ideal_step(Waived("no memory"), run, 1) == Waived("no memory")
-
-
-def test_the_share_of_the_light_profiler_compares_two_steps_of_one_round() -> None:
-    table, bound = light_share(UnsimulatedDevice(), SHAPE, repeats=3, seed=0)
-    share = table.rows[1].cells["share"]
-    assert isinstance(share, Figure)
-    assert share.count == 3
-    assert bound.found == pytest.approx(share.median / 100)
-
-
-def test_the_share_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {
-        "hooks alone": [Sample(1000.0, 100.0), Sample(2000.0, 100.0), Sample(1000.0, 100.0)],
-        "light profiler": [Sample(1010.0, 103.0), Sample(2010.0, 105.0), Sample(1004.0, 101.0)],
-    }
-    monkeypatch.setattr(_light_share, "samples", lambda *args, **kwargs: taken)
-    table, bound = light_share(UnsimulatedDevice(), SHAPE, repeats=3, seed=0)
-    assert bound.found == pytest.approx(0.005)
-    host = table.rows[1].cells["host"]
-    assert isinstance(host, Figure)
-    assert host.median == pytest.approx(0.3)
 
 
 def test_a_small_models_step_is_compared_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +478,6 @@ def test_without_the_first_peer_there_is_nothing_to_compare(
         (["--steps", "0"], "--steps"),
         (["--heads", "5"], "multiple of"),
         (["--device", "marmot"], "marmot"),
-        (["--size", "fill"], "GPU"),
     ],
 )
 def test_bad_usage_is_told_before_anything_is_trained(

@@ -17,7 +17,7 @@ import chameleon_mm as cm
 from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, peak_memory, simulate, smallest_budget
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.trace import NEVER, Trace
-from tests._random_models import SLOW_GPU, far_ahead, link_of, planning, train
+from tests._random_models import SLOW_GPU, far_ahead, link_of, planning, seeds, train
 from tests._traces import away_before_first_uses_alone
 
 TIME_SHARE = 0.02
@@ -73,7 +73,7 @@ def budget_of(seed: int, share: float, backwards: int) -> tuple[int, bool]:
     return budget, budget < smallest_budget(away_before_first_uses_alone(trace))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, of=range(6)))
 @pytest.mark.parametrize(("share", "backwards"), [(0.02, 2), (0.4, 2), (0.1, 3)])
 def test_the_executor_does_what_was_simulated(seed: int, share: float, backwards: int) -> None:
     """Device memory to the byte, time closely, and the numbers of the same steps with nothing swapped."""
@@ -111,7 +111,7 @@ def at_once(plan: SwapPlan) -> list[Action]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, of=range(3)))
 @pytest.mark.parametrize("wrong", [without_first_actions, at_once])
 def test_a_wrong_plan_costs_time_alone(
     seed: int, wrong: Callable[[SwapPlan], list[Action]], monkeypatch: pytest.MonkeyPatch

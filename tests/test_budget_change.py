@@ -14,6 +14,7 @@ import chameleon_mm as cm
 from chameleon_mm.bench._lengths_run import SMALL_GPU as GPU
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.saved.state import State
+from chameleon_mm.units import MIB
 from tests.test_changing_steps import MIN_BYTES, PLAIN, Net, Work, run, step
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -38,7 +39,7 @@ class Training:
     def __init__(self, share: float, works: list[Work], **given: Any) -> None:
         self.unswapped_bytes = max(run(works[:3]).peaks)
         self.works = works
-        self.device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0), check_races=False)
+        self.device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
         torch.manual_seed(0)
         with self.device.compute():
             self.model = Net()
@@ -152,25 +153,25 @@ def test_the_report_after_a_change_is_about_the_new_budget() -> None:
 
 
 @pytest.mark.parametrize(("size", "error"), [("many", ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)])
-def test_what_is_no_size_is_refused(size: Any, error: type[Exception]) -> None:
-    training = Training(0.7, [PLAIN] * 3)
-    with training.session as session:
-        training.step()
-        with pytest.raises(error, match="hbm_budget"):
-            session.hbm_budget = size
-        assert session.hbm_budget == training.bytes_of(0.7)
-        training.step()
-    training.assert_exact()
+@pytest.mark.parametrize("which", ["hbm_budget", "host_budget"])
+def test_what_is_no_size_is_refused(which: str, size: Any, error: type[Exception]) -> None:
+    session = cm.SwapSession("64MiB", "64MiB", cm.SimDevice())
+    with session, pytest.raises(error, match=which):
+        setattr(session, which, size)
+    assert getattr(session, which) == 64 * MIB
 
 
-def test_a_change_inside_of_a_step_or_after_the_session_is_refused() -> None:
+@pytest.mark.parametrize("which", ["hbm_budget", "host_budget"])
+def test_a_change_inside_of_a_step_or_after_the_session_is_refused(which: str) -> None:
     training = Training(0.7, [PLAIN] * 2)
+    before = getattr(training.session, which)
     with training.session as session:
-        with session.step(), pytest.raises(cm.SessionClosedError, match="between steps"):
-            session.hbm_budget = "1GiB"
+        with session.step(), pytest.raises(cm.SessionClosedError, match=f"{which}: expected to be set between steps"):
+            setattr(session, which, "1GiB")
         training.step()
-    with pytest.raises(cm.SessionClosedError, match="between steps"):
-        session.hbm_budget = "1GiB"
+    with pytest.raises(cm.SessionClosedError, match=f"{which}: expected to be set between steps"):
+        setattr(session, which, "1GiB")
+    assert getattr(session, which) == before
     training.assert_exact()
 
 

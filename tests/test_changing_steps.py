@@ -117,7 +117,7 @@ class Run:
 
 def run(works: Sequence[Work], budget: int | None = None) -> Run:
     """Unswapped without a budget."""
-    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0), check_races=False)
+    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
         model = Net()
@@ -190,7 +190,11 @@ def test_a_sequence_that_changes_in_every_way() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kinds", "steps"), [(KINDS, 200), *(((kind,), 60) for kind in KINDS)], ids=["all", *KINDS])
+@pytest.mark.parametrize(
+    ("kinds", "steps"),
+    [(KINDS, 200), *(pytest.param((kind,), 60, marks=pytest.mark.thorough) for kind in KINDS)],
+    ids=["all", *KINDS],
+)
 def test_many_steps(kinds: Sequence[str], steps: int) -> None:
     works = list(schedule(kinds, steps))
     got = assert_exact_within(works, SMALL_SHARE)

@@ -23,7 +23,6 @@ from chameleon_mm.demo.training import Rows, RunResult, draw_rows, first_differe
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import parse_size
-from tests._fakes import PlayedStandIn
 
 TINY = GPTConfig(layers=2, width=32, heads=4, context=64)
 TINY_ARGS = ["--device=sim", "--layers=2", "--width=64", "--heads=2", "--context=1024", "--batch=4", "--steps=3"]
@@ -247,10 +246,6 @@ def test_a_passed_outcome_says_yes_and_held() -> None:
 
 def test_simulated_time_says_so_and_leaves_the_first_step_out() -> None:
     assert ("step, median (simulated)", "999.99 ms", "999.99 ms") in table_rows(figures(), SimDevice())
-
-
-def test_times_on_the_cuda_stand_in_are_not_told() -> None:
-    assert ("step, median", "not measured", "not measured") in table_rows(figures(), PlayedStandIn())
 
 
 def test_the_table_fits_80_columns() -> None:

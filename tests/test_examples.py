@@ -42,8 +42,9 @@ def test_its_page_shows_it_as_it_is(example: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_it_prints_what_its_page_says(example: Path, tmp_path: Path) -> None:
     under_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if example.stem == "ddp" else []
-    environment = os.environ | {"PYTHONUNBUFFERED": ""}  # unbuffered, two ranks' lines and line ends may mix
-    command = [sys.executable, *under_torchrun, str(example)]
+    # Unbuffered, two ranks' lines and line ends may mix.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, *under_torchrun, "-m", "tests.observed", str(example)]
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     said = ended.stdout.splitlines()

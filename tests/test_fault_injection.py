@@ -18,7 +18,7 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimEvent, SimStream
 from chameleon_mm.executor import swap_outs
 from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.transfer import Thresholds, Transfer
+from chameleon_mm.transfer import Transfer
 from chameleon_mm.units import KIB
 from tests._fakes import Faults
 
@@ -42,8 +42,6 @@ SITES: dict[str, tuple[type, str]] = {
     "free": (SimStream, "free"),
     "pack": (SimStream, "pack"),
     "unpack": (SimStream, "unpack"),
-    "encode": (SimStream, "encode"),
-    "decode": (SimStream, "decode"),
 }
 """Every call that the swap path makes of a device. Events are recorded after copies: those fail with the copy under way."""
 
@@ -67,8 +65,8 @@ SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.1, d2h_gbps=0.1, duple
 """So slow that small storages wait for each other, and travel together."""
 
 
-THRESHOLDS = {"plain": None, "packed": None, "encoded": Thresholds.direct()}
-"""By mode: each storage for itself; several together, over a slow link; in a codec's shorter form."""
+MODES = ("plain", "packed")
+"""Each storage for itself; several together, over a slow link."""
 
 
 class Trainer:
@@ -78,17 +76,13 @@ class Trainer:
         self.device = cm.SimDevice(SLOW_LINK if mode == "packed" else "h200", hbm_bytes="1GiB")
         with self.device.compute():
             torch.manual_seed(0)
-            dtype = torch.bfloat16 if mode == "encoded" else torch.float32
-            self.x = torch.randn(32, 33, dtype=dtype, requires_grad=True)
+            self.x = torch.randn(32, 33, requires_grad=True)
             budget = self.device.allocated_bytes() + 64 * 1024
-        codecs = ("all",) if mode == "encoded" else ()
         self.session = cm.SwapSession(
             hbm_budget=budget,
             host_budget="1MiB",
             device=self.device,
             min_bytes=0,
-            thresholds=THRESHOLDS[mode],
-            codecs=codecs,
             plans=mode == "plain",  # planned storages travel alone, as they are
         )
         self.expected = self._gradient()
@@ -136,13 +130,13 @@ EACH_UP_TO, STRIDE = 12, 7
 """Calls of a site that are made to fail one by one, and the stride behind them: no divisor of the calls that an operator or a
 step makes of it."""
 
-ONLY_IN = {"pack": "packed", "unpack": "packed", "encode": "encoded", "decode": "encoded"}
+ONLY_IN = {"pack": "packed", "unpack": "packed"}
 QUICK = {"allocation", "copy", *ONLY_IN}
 """Sites that are quick to go through; of the others there are many in a step."""
 CASES = [
     pytest.param(site, mode, marks=() if site in QUICK or (mode == "plain" and site != "query") else pytest.mark.slow)
     for site in SITES
-    for mode in THRESHOLDS
+    for mode in MODES
     if ONLY_IN.get(site, mode) == mode
 ]
 

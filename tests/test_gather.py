@@ -25,6 +25,7 @@ from chameleon_mm.saved.saved_part import Part
 from chameleon_mm.saved.state import State
 from chameleon_mm.transfer import Thresholds
 from tests._fakes import leave_out_meeting, refusing
+from tests.observed import SimRaceError
 
 ROWS, ROW = 64, 1024
 BIG_BYTES = ROWS * ROW * 4
@@ -296,7 +297,7 @@ def test_streams_are_ordered_around_a_gather(gathered_on_side: bool, used_on_sid
 @pytest.mark.parametrize("left_out", [1, 2], ids=["before it", "after it"])
 def test_without_the_streams_meeting_a_gather_is_a_race(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_meeting(monkeypatch, left_out)
-    with pytest.raises(cm.SimRaceError):
+    with pytest.raises(SimRaceError):
         gathered_and_used(gathered_on_side=True, used_on_side=False)
 
 

@@ -67,7 +67,7 @@ class Run:
 
 def run(kinds: Sequence[str], budget: int | None = None, *, held: Sequence[int] = (), held_bytes: int = 0) -> Run:
     """`held`: the steps during which somebody else holds that much of the device."""
-    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0), check_races=False)
+    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
         model = Net()

@@ -21,22 +21,9 @@ CAPABILITIES = [80, 90, 100]
 # Kernel -> (16-byte loads, 16-byte stores, most registers). 0 where a step's shorter side has less than 16 bytes a thread.
 # 256 threads of 128 registers are two programs on a multiprocessor, of 80 three, of 64 four.
 KERNELS: dict[str, tuple[int, int, int]] = {
-    "copy": (4, 4, 64),
     "pack": (4, 4, 64),
     "unpack": (4, 4, 64),
     "checksum": (0, 0, 128),
-    "int64_as_int16.encode": (8, 2, 64),
-    "int64_as_int16.decode": (2, 8, 64),
-    "int64_as_int32.encode": (8, 4, 64),
-    "int64_as_int32.decode": (4, 8, 64),
-    "fp32_as_bf16.encode": (4, 2, 64),
-    "fp32_as_bf16.decode": (2, 4, 64),
-    "fp32_as_fp16.encode": (4, 2, 80),
-    "fp32_as_fp16.decode": (2, 4, 64),
-    "bool_as_bits.encode": (4, 0, 64),
-    "bool_as_bits.decode": (0, 4, 64),
-    "pack12.encode": (2, 0, 128),
-    "pack12.decode": (0, 2, 128),
 }
 
 COMPILED = """
@@ -44,16 +31,11 @@ import json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from chameleon_mm.bench import _copy_kernel as copy
-from chameleon_mm.kernels import checksum, codec_bool, codec_narrow, codec_pack12, pack, pack_table
+from chameleon_mm.kernels import checksum, pack, pack_table
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 
-coded = {"src": "*u8", "dst": "*u8", "status": "*i32", "count": "i64"}
-decoded = {"src": "*u8", "dst": "*u8", "count": "i64"}
 packed = {"table": "*i64", "staging": "*u8", "work": "i64", "row_words": "i64", "items": "i64", "nbytes": "i64"}
-copied = {"dst": "*u8", "src": "*u8", "head": "i32", "nbytes": "i64"}
 kernels = {
-    "copy": (copy.copy_kernel, copied, {"WIDE": True, "BLOCK": copy.BLOCK_BYTES}),
     "pack": (pack.pack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
     "unpack": (pack.unpack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
     "checksum": (
@@ -61,16 +43,7 @@ kernels = {
         {"src": "*u8", "out": "*i64", "nbytes": "i64"},
         {"BLOCK": checksum.BLOCK_WORDS, "STEP": checksum.STEP, "FIRST": checksum.FIRST, "SECOND": checksum.SECOND},
     ),
-    "bool_as_bits.encode": (codec_bool.bools_to_bits_kernel, coded, {"REASON": 1, "BLOCK": codec_bool.BLOCK_WORDS}),
-    "bool_as_bits.decode": (codec_bool.bits_to_bools_kernel, decoded, {"BLOCK": codec_bool.BLOCK_WORDS}),
-    "pack12.encode": (codec_pack12.pack12_encode_kernel, coded, {"REASON": 4, "BLOCKS": codec_pack12.BLOCKS_AT_ONCE}),
-    "pack12.decode": (codec_pack12.pack12_decode_kernel, decoded, {"BLOCKS": codec_pack12.BLOCKS_AT_ONCE}),
 }
-for codec in (codec_narrow.INT64_AS_INT16, codec_narrow.INT64_AS_INT32, codec_narrow.FP32_AS_BF16, codec_narrow.FP32_AS_FP16):
-    shared = {**codec.words(), "BLOCK": codec.block_elements}
-    encode = {**shared, "CODE": codec.code, "REASON": int(codec.reason)}
-    kernels[codec.name + ".encode"] = (codec_narrow.narrow_kernel, coded, encode)
-    kernels[codec.name + ".decode"] = (codec_narrow.widen_kernel, decoded, {**shared, "DECODE": codec.expand})
 
 report = {}
 for name, (kernel, types, constants) in kernels.items():
@@ -78,8 +51,6 @@ for name, (kernel, types, constants) in kernels.items():
     aligned = {(i,): [["tt.divisibility", UNIT_BYTES]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
     source = ASTSource(kernel, {**types, **dict.fromkeys(constants, "constexpr")}, constants, aligned)
     options = {"num_warps": 8, "enable_fp_fusion": False}
-    if name.startswith("pack12"):
-        options["maxnreg"] = codec_pack12.MAX_REGISTERS  # as it is launched
     binary = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
     cubin = pathlib.Path(sys.argv[2], name + ".cubin")
     cubin.write_bytes(binary.asm["cubin"])
@@ -109,7 +80,7 @@ def test_every_kernel_is_in_the_table(compiled: dict[str, dict[str, Any]]) -> No
     assert compiled.keys() == KERNELS.keys()
     defined = [
         name
-        for path in [*(ROOT / "kernels").glob("*.py"), ROOT / "bench" / "_copy_kernel.py"]
+        for path in (ROOT / "kernels").glob("*.py")
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     entries = {re.findall(r"\.entry (\w+)", kernel["ptx"])[0] for kernel in compiled.values()}
@@ -121,13 +92,6 @@ def test_accesses_of_the_aligned_path_are_sixteen_bytes_wide(compiled: dict[str,
     wide = re.findall(r"\b(ld|st)\.global\.(?:v4\.b32|v2\.b64)\b", compiled[name]["ptx"])
     loads, stores, _ = KERNELS[name]
     assert (wide.count("ld"), wide.count("st")) == (loads, stores)
-
-
-def test_the_copy_kernel_has_byte_accesses_for_the_edges_alone(compiled: dict[str, dict[str, Any]]) -> None:
-    ptx = compiled["copy"]["ptx"]
-    edges = re.findall(r"\b(ld|st)\.global\.b8\b", ptx)
-    assert edges.count("ld") == edges.count("st") == 2  # head and tail
-    assert len(re.findall(r"\b(?:ld|st)\.global\S*", ptx)) == 4 + 4 + len(edges)
 
 
 @pytest.mark.parametrize("name", ["pack", "unpack"])

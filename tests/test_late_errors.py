@@ -18,6 +18,7 @@ from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.transfer import Thresholds
 from tests._fakes import Unwatched
 from tests._programs import deep
+from tests.observed import SimLifetimeError, SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -43,7 +44,7 @@ def failing_ends() -> Iterator[list[str]]:
     def fails(self: SavedStorage) -> None:
         retire(self)
         made.append(f"number {len(made)}")
-        raise cm.SimRaceError(made[-1])
+        raise SimRaceError(made[-1])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedStorage, "retire", fails)
@@ -95,7 +96,7 @@ def test_it_is_raised_at_the_next_entry_and_once(entry: str, sim: cm.SimDevice, 
         note = ""
         try:
             work()
-        except cm.SimRaceError as error:  # not pytest.raises, which keeps frames, and what was saved there
+        except SimRaceError as error:  # not pytest.raises, which keeps frames, and what was saved there
             note = f"{error}: {error.__notes__}"
         assert note.startswith("number 0") and "given back" in note
 
@@ -117,7 +118,7 @@ def test_of_several_none_is_lost(sim: cm.SimDevice, unraisable: list[BaseExcepti
             del out
         assert len(made) > 1
         for _ in made:
-            with pytest.raises(cm.SimRaceError) as caught:
+            with pytest.raises(SimRaceError) as caught:
                 session.report()
             told.append(str(caught.value))
         session.report()
@@ -141,14 +142,14 @@ def test_the_drop_in_raises_it_at_its_end_or_at_a_hook(unraisable: list[BaseExce
     with hooks:
         deep(x).sum().backward()  # what a pass takes is known from here on: before, none of its copies is pending for long
     hooks.device.synchronize()  # the link is free: the next copy is handed over
-    with pytest.raises(cm.SimLifetimeError, match="source was resized"), hooks:
+    with pytest.raises(SimLifetimeError, match="source was resized"), hooks:
         lose_a_source(x)
     with hooks:
         deep(x)
     with pytest.raises(KeyError, match="the user's own"), hooks:
         one_fails(x)
         raise KeyError("the user's own")  # is not replaced
-    with pytest.raises(cm.SimRaceError, match="number 0"), hooks:
+    with pytest.raises(SimRaceError, match="number 0"), hooks:
         pass
     with hooks:
         deep(x)
@@ -164,4 +165,4 @@ def test_what_nobody_comes_for_is_told_by_the_interpreter(sim: cm.SimDevice, unr
         raise KeyError
     assert unraisable == []
     del session
-    assert [type(error) for error in unraisable] == [cm.SimRaceError]
+    assert [type(error) for error in unraisable] == [SimRaceError]

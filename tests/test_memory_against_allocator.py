@@ -19,11 +19,11 @@ import pytest
 from torch import nn
 
 from chameleon_mm.adaptive.planning import SLACK_PART
-from chameleon_mm.bench._memory_models import MODELS
-from chameleon_mm.bench._memory_steps import Seen, bounds, foreign_names, inner_bytes, swapped, unswapped
 from chameleon_mm.device import SimDevice
 from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.units import allocated_size
+from tests._memory_models import MODELS
+from tests._memory_steps import Seen, bounds, foreign_names, inner_bytes, swapped, unswapped
 
 pytestmark = pytest.mark.gpu
 

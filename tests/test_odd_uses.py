@@ -625,23 +625,6 @@ def test_transforms_that_refuse_hooks_say_so_in_torchs_words_and_leave_the_sessi
     assert session.pool.stats().num_live == 0
 
 
-def test_vmap_and_forward_mode_are_exact_inside_a_session(device: Device) -> None:
-    x = leaf(device)
-
-    def program(t: Tensor) -> Tensor:
-        return deep(torch.vmap(lambda row: torch.tanh(row * 2).exp())(deep(t)))
-
-    expected = gradient(device, x, program)
-    with device.compute():
-        expected_tangent = torch.func.jvp(deep, (x.detach(),), (torch.ones_like(x),))[1]
-    session = opened(device)
-    with session, session.step():
-        assert torch.equal(torch.autograd.grad(program(x).sum(), x)[0], expected)
-        assert torch.equal(torch.func.jvp(deep, (x.detach(),), (torch.ones_like(x),))[1], expected_tangent)
-    assert session.report().bytes_swapped_in > 0
-    assert session.pool.stats().num_live == 0
-
-
 class _Cube(torch.autograd.Function):
     """Its backward is a function of its own, which saves what it is given."""
 
@@ -686,3 +669,19 @@ def test_a_saved_tensor_without_storage_stays(sim: cm.SimDevice) -> None:
             with session.step():
                 assert torch.equal(jacobian(), expected)
     assert session.report().kept_by_reason["no_storage"] >= 3
+
+
+def test_a_hessian_forward_over_reverse_is_exact(sim: cm.SimDevice) -> None:
+    def hessian() -> Tensor:
+        x = torch.linspace(-1, 1, 16)
+        rows: Any = torch.autograd.functional.hessian(
+            lambda t: (t * t).sum().exp() + t.tanh().square().sum(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
+        )
+        found: Tensor = rows
+        return found
+
+    expected = hessian()
+    with sim.compute(), cm.save_on_cpu(device=sim, min_bytes=0):
+        assert torch.equal(hessian(), expected)
+    with cm.SwapSession("8MiB", device=sim, min_bytes=0) as session, session.step():
+        assert torch.equal(hessian(), expected)

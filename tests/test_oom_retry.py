@@ -117,7 +117,7 @@ def expected() -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("shortages", "every"),
-    [(1, 1), (3, 3), pytest.param(3, 1, marks=pytest.mark.slow)],
+    [(1, 1), (3, 3), pytest.param(3, 1, marks=[pytest.mark.slow, pytest.mark.thorough])],
     ids=["one", "several, at a third of them", "several"],
 )
 def test_a_shortage_at_every_allocation_changes_no_bit(

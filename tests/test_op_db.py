@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
-from tests._op_samples import OPS
+from tests._op_samples import OPS, differentiable
 from tests._op_sweep import (
     IN_SIMULATOR,
     ON_CUDA,
@@ -26,7 +26,6 @@ from tests._op_sweep import (
     sweep,
     sweep_without_gradient,
 )
-from tests.cuda_stand_in import control
 
 pytestmark = [
     pytest.mark.usefixtures("frozen_gc"),
@@ -34,13 +33,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-SAMPLES = {
-    "cpu": {torch.float32: 2, torch.complex128: 1},
-    "cuda": {torch.float32: 1, torch.bfloat16: 1},
-}
-"""Of each operator, by device and dtype; the first of them is differentiated a second time, too. Swapping knows no dtype: what
-differs between devices is the order of work."""
-DTYPES = (torch.float32, torch.complex128, torch.bfloat16)
+SAMPLES = {torch.float32: 2, torch.complex128: 1, torch.bfloat16: 1}
+"""Of each operator, by dtype, in the order in which dtypes are tried; the first sample is differentiated a second time, too.
+
+A run of CI takes the first dtype of which torch has a gradient: swapping knows no dtype."""
+DTYPES = tuple(SAMPLES)
 
 COMMON = (
     "__getitem__", "addmm", "clamp", "cumprod", "einsum", "fft_rfft", "gather", "index_add", "linalg_norm", "linalg_pinv",
@@ -70,17 +67,11 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
         torch.use_deterministic_algorithms(False)
 
 
-def ways_on(kind: str, *, every_operator: bool = False) -> dict[str, Callable[[], Way]]:
-    """On CUDA, every operator goes the two ways that have all in them: hooks that swap everything, and a session's steps."""
+def ways_on(kind: str, *, all_ways: bool) -> dict[str, Callable[[], Way]]:
+    """Ways to run a sample; on CUDA without `all_ways` the two that have all in them: hooks that swap everything, a session."""
     if kind == "cpu":
         return IN_SIMULATOR
-    return {label: way for label, way in ON_CUDA.items() if not every_operator or label in ("swapped", "session")}
-
-
-def dtypes_on(kind: str) -> list[torch.dtype]:
-    """Dtypes to sweep, in order. On the CUDA stand-in modes late and early share them, as torch has them for an operator."""
-    dtypes = list(SAMPLES[kind])
-    return dtypes[::-1] if kind == "cuda" and control.is_loaded() and control.mode() == "early" else dtypes
+    return {label: way for label, way in ON_CUDA.items() if all_ways or label in ("swapped", "session")}
 
 
 @pytest.fixture(scope="module")
@@ -104,26 +95,47 @@ def _collected() -> Iterator[None]:
     gc.collect()
 
 
+def check(name: str, kind: str, dtypes: Sequence[torch.dtype], *, all_ways: bool = False) -> int:
+    """Compare the operator's samples in each dtype. Returns how many there were."""
+    with opened(ways_on(kind, all_ways=all_ways)) as ways:
+        return sum(sweep(name, ways, device_type=kind, dtypes=(one,), samples=SAMPLES[one], twice=1) for one in dtypes)
+
+
+def check_in_first_dtype(name: str, kind: str, *, all_ways: bool = False) -> int:
+    found = check(name, kind, differentiable(OPS[name], kind, DTYPES)[:1], all_ways=all_ways)
+    with opened(ways_on(kind, all_ways=all_ways)) as ways:
+        return found + sweep_without_gradient(name, ways, device_type=kind, samples=1)
+
+
 @pytest.mark.parametrize("name", COMMON)
 def test_operators_that_models_are_made_of(name: str, kind: str) -> None:
-    with opened(ways_on(kind)) as ways:
-        assert sweep(name, ways, device_type=kind, dtypes=(torch.float32, torch.bfloat16), samples=1, twice=1)
-        assert sweep_without_gradient(name, ways, device_type=kind, samples=1)
+    assert check_in_first_dtype(name, kind, all_ways=True)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("nn_functional_silu", torch.bfloat16), ("linalg_pinv", torch.complex128)])
+def test_operators_whose_other_dtypes_take_another_way(name: str, dtype: torch.dtype) -> None:
+    """A kernel that rounds once where a chain of operators rounds after each, and bits for "conjugated" within an operator."""
+    assert check(name, "cpu", [dtype])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OPS.keys() - set(COMMON)))
+def test_every_other_operator(name: str, kind: str) -> None:
+    skip_where_torch_lacks_it(name, kind)
+    skip_without_samples(name, check_in_first_dtype(name, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPS)
-def test_every_operator(name: str, kind: str) -> None:
+def test_every_operator_in_its_other_dtypes(name: str, kind: str) -> None:
+    skip_where_torch_lacks_it(name, kind)
+    skip_without_samples(name, check(name, kind, differentiable(OPS[name], kind, DTYPES)[1:]))
+
+
+def skip_where_torch_lacks_it(name: str, kind: str) -> None:
     if kind == "cpu" and name in CUDA_ALONE:
         pytest.skip(f"torch has {name} on CUDA alone")
-    found = 0
-    with opened(ways_on(kind, every_operator=True)) as ways:
-        for dtype in dtypes_on(kind):
-            found += sweep(name, ways, device_type=kind, dtypes=(dtype,), samples=SAMPLES[kind][dtype], twice=1)
-            if found and kind == "cuda" and control.is_loaded():
-                break  # the stand-in's other mode takes the other one
-        found += sweep_without_gradient(name, ways, device_type=kind, samples=1)
-    skip_without_samples(name, found)
 
 
 @pytest.mark.parametrize("name", OTHER_UNDER_A_MODE | OTHER_FORWARD_UNDER_A_MODE)

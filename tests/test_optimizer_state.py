@@ -21,6 +21,7 @@ from chameleon_mm.hosted import HostedTensor, Where
 from chameleon_mm.optimizer_state.swapped_state import SwappedState
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.units import KIB, MIB, format_size
+from tests.observed import SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -439,7 +440,7 @@ def test_a_missing_wait_for_a_copy_back_is_seen(monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr(HostedTensor, "arrive", without_wait)
 
     monkeypatch.setattr(HostedTensor, "arrive", without_wait)
-    with pytest.raises(cm.SimRaceError), device.compute():
+    with pytest.raises(SimRaceError), device.compute():
         training, session = trained(device)
         with session:
             for number in range(2):
@@ -459,7 +460,7 @@ def test_a_missing_wait_for_a_copy_out_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(HostedTensor, "_ordered_after_copy", without_wait)
     device = cm.SimDevice(SLOW_LINK)
-    with pytest.raises(cm.SimRaceError), device.compute():
+    with pytest.raises(SimRaceError), device.compute():
         training, session = trained(device)
         with session, session.step():
             training.step(0)

@@ -27,6 +27,7 @@ from chameleon_mm.saved.state import State
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import refusing
+from tests.observed import SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -346,7 +347,7 @@ def test_without_the_streams_meeting_a_carrier_is_a_race(
             init(self, *args, **kwargs)  # type: ignore[arg-type]  # handed on as they came
 
     monkeypatch.setattr(PackedGroup, "__init__", counting)
-    with pytest.raises(cm.SimRaceError):
+    with pytest.raises(SimRaceError):
         packed_and_used(slow, packed_on_side=True, used_on_side=False)
 
 

@@ -22,6 +22,7 @@ from chameleon_mm.process import ThisProcess
 from chameleon_mm.units import KIB
 from tests._ordering import SLOW_LINK
 from tests._parameter_programs import OPTIMIZERS, PROGRAMS, WIDTH, Make, Plain, Swapped, go_on, mlp, train
+from tests.observed import SimLifetimeError, SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -267,7 +268,7 @@ def test_a_missing_order_is_seen(what: str, mutant: Callable[..., Any], monkeypa
     device = cm.SimDevice(SLOW_LINK)
     loop = Swapped(device, 160 * KIB, plans=False)
     with device.compute():
-        with pytest.raises(cm.SimRaceError):
+        with pytest.raises(SimRaceError):
             train(loop)
         with suppress(Exception):  # whatever the mutant left behind
             loop.close()
@@ -294,7 +295,7 @@ def test_a_rule_that_is_missing_is_seen(
             loop = Swapped(sim, 128 * KIB, plans=False)
             try:
                 wrong.append(not equal(PROGRAMS[name](loop), expected))
-            except (cm.SimLifetimeError, RuntimeError):
+            except (SimLifetimeError, RuntimeError):
                 wrong.append(True)
             with suppress(Exception):  # whatever the mutant left behind
                 loop.close()

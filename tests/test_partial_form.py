@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device.sim.late_copy import poison
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.checksums import Checksums
@@ -22,8 +21,9 @@ from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Transfer
-from tests._random_models import adaptation_of, far_ahead, planning, train
+from tests._random_models import adaptation_of, far_ahead, planning, seeds, train
 from tests._traces import plan_of, random_plan
+from tests.observed import SimLifetimeError, SimRaceError, poison
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -133,7 +133,7 @@ def test_what_it_takes_at_each_place() -> None:
     assert device.peak_allocated_bytes() == NBYTES + HEAD  # a moment in which both are there
     device.reset_peaks()
     life.arrive()
-    assert device.allocated_bytes() == life.saved.swap_in_bytes == NBYTES
+    assert device.allocated_bytes() == life.saved.nbytes == NBYTES
     assert device.peak_allocated_bytes() == NBYTES + HEAD
     life.use()
     life.saved.drop_used()
@@ -223,7 +223,7 @@ def test_without_the_streams_meeting_the_race_is_named(monkeypatch: pytest.Monke
 
     init = PartialForm.__init__
     monkeypatch.setattr(PartialForm, "__init__", lambda self, nbytes, streams: init(self, nbytes, Strangers(streams._device)))
-    with pytest.raises(cm.SimRaceError, match="not ordered after"):
+    with pytest.raises(SimRaceError, match="not ordered after"):
         used_on_another_stream()
 
 
@@ -254,10 +254,13 @@ def keeps_it_after_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sends_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_bytes(self: PartialForm, storage: torch.UntypedStorage, alloc_stream: Any) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8).set_(storage)[: storage.nbytes() - self.device_bytes]
+    swap_out = Transfer.swap_out
 
-    monkeypatch.setattr(PartialForm, "source", first_bytes)
+    def first_bytes(self: Transfer, host: Tensor, source: Tensor, after: Any, **how: Any) -> Any:
+        whole = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())
+        return swap_out(self, host, whole[: source.numel()], after, **how)
+
+    monkeypatch.setattr(Transfer, "swap_out", first_bytes)
 
 
 def leaks_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +285,7 @@ def test_there_and_back_as_it_is() -> None:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_broken_on_purpose_it_goes_red(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    with pytest.raises((cm.SimRaceError, cm.SimLifetimeError, AssertionError)):
+    with pytest.raises((SimRaceError, SimLifetimeError, AssertionError)):
         one_way_there_and_back()
 
 
@@ -313,7 +316,7 @@ def _moving(action: Action, nbytes: int) -> Action:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, of=range(3)))
 def test_training_in_which_all_move_in_part_is_exact_and_verified(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", in_part(Random(seed)))
     device = far_ahead()

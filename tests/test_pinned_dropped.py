@@ -24,11 +24,10 @@ from torch.utils.dlpack import from_dlpack
 
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.errors import SimRaceError
-from chameleon_mm.pinned import Allocator, AllocatorWrapper, CheckingAllocator, PinnedPool, StatisticsAllocator
-from chameleon_mm.pinned.tensors import empty_tensor
+from chameleon_mm.pinned import CheckingAllocator, PinnedPool
 from chameleon_mm.units import MIB
 from tests.cuda_stand_in import control
+from tests.observed import SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -59,15 +58,15 @@ def start_copy(device: Device, staged: Tensor, side: Stream) -> Tensor:
     return target
 
 
-def staged_ones(device: Device, allocator: Allocator) -> Tensor:
-    staged = empty_tensor(allocator, (SIZE,), torch.uint8)
+def staged_ones(device: Device, allocator: PinnedPool | CheckingAllocator) -> Tensor:
+    staged = allocator.allocate(SIZE).tensor((SIZE,), torch.uint8)
     with device.compute():
         return staged.fill_(1)
 
 
-def write_next(device: Device, allocator: Allocator, address: int) -> None:
+def write_next(device: Device, allocator: PinnedPool | CheckingAllocator, address: int) -> None:
     """Get the bytes at `address` and write them on the host."""
-    again = empty_tensor(allocator, (SIZE,), torch.uint8)
+    again = allocator.allocate(SIZE).tensor((SIZE,), torch.uint8)
     assert again.data_ptr() == address
     with device.compute():
         again.fill_(2)
@@ -156,9 +155,8 @@ def test_a_raw_buffer_of_a_dropped_block_waits_too(device: Device) -> None:
         check(device, target)
 
 
-@pytest.mark.parametrize("wrap", [StatisticsAllocator, CheckingAllocator])
-def test_a_wrapper_passes_it_on(device: Device, wrap: Callable[[Allocator], AllocatorWrapper]) -> None:
-    with PinnedPool(2 * SIZE, device) as pool, wrap(pool) as allocator:
+def test_a_checked_block_waits_too(device: Device) -> None:
+    with PinnedPool(2 * SIZE, device) as pool, CheckingAllocator(pool) as allocator:
         staged = staged_ones(device, allocator)
         address = staged.data_ptr()
         target = start_copy(device, staged, device.new_stream("side"))
@@ -321,6 +319,8 @@ def test_a_stream_that_torch_does_not_know_is_waited_for() -> None:
 
 AT_EXIT = """
 import sys, torch, chameleon_mm as cm
+from tests.observed import observe_all
+observe_all()
 device = cm.resolve_device(sys.argv[1])
 pool = cm.PinnedPool(1 << 20, device)
 with device.compute():

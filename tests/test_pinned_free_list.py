@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from chameleon_mm.pinned import FreeList
-from chameleon_mm.pinned.free_list import units_bytes
+from chameleon_mm.pinned.free_list import FreeList, units_bytes
 
 UNIT = 64  # small, so that a few hundred steps fill, split and join regions
 

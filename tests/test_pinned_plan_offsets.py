@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chameleon_mm.bench.pinned import TRACES, read_trace
 from chameleon_mm.pinned.plan_offsets import OffsetPlan, plan_offsets
 
 Request = tuple[int, int, int]
@@ -128,3 +130,11 @@ def test_bad_requests_are_refused(bad: Any, error: type[Exception], said: str) -
 def test_a_bad_alignment_is_refused(alignment: int) -> None:
     with pytest.raises(ValueError, match="alignment: expected 1 byte or more"):
         plan_offsets([], alignment=alignment)
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("*.jsonl.gz")), ids=lambda path: path.name.partition(".")[0])
+def test_a_plan_of_recorded_steps_is_as_small_as_a_plan_can_be(path: Path) -> None:
+    trace = read_trace(path)
+    dies = {block: place for place, (block, nbytes) in enumerate(trace) if nbytes < 0}
+    plan = plan_offsets([(nbytes, place, dies[block]) for place, (block, nbytes) in enumerate(trace) if nbytes > 0])
+    assert plan.arena_bytes == plan.lower_bound_bytes

@@ -16,8 +16,9 @@ from torch.utils.dlpack import from_dlpack
 
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.errors import BlockInUseError, BlockReleasedError, SimRaceError
+from chameleon_mm.errors import BlockInUseError, BlockReleasedError
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from tests.observed import SimRaceError
 
 PAGE = 4096
 SIZE = 64 << 10

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 from tests._plain_models import Case
@@ -78,44 +79,37 @@ ALL = [
     pytest.param(layer, dtype, contiguous, id=f"{layer}-{str(dtype)[6:]}-{'contiguous' if contiguous else 'strided'}")
     for layer, dtype, contiguous in product(LAYERS, DTYPES, (True, False))
 ]
-SAMPLE = ALL[::5]
-"""Every layer, every dtype, contiguous and not: the lists that it is the product of have no length with a factor 5."""
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 
 
-@pytest.mark.parametrize(("layer", "dtype", "contiguous"), SAMPLE)
+def each(part: slice) -> list[ParameterSet]:
+    """All of them, of which every run takes `part`."""
+    sample = ALL[part]
+    return [one if one in sample else pytest.param(*one.values, id=one.id, marks=THOROUGH) for one in ALL]
+
+
+SAMPLE = slice(None, None, 5)
+"""Every layer, every dtype, contiguous and not: the lists that `ALL` is the product of have no length with a factor 5."""
+
+
+@pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(SAMPLE))
 def test_a_session_trains_recurrent_layers_as_plain_pytorch_does(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
     check_session(case_of(layer, dtype, contiguous=contiguous))
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize(("layer", "dtype", "contiguous"), [one for one in ALL if one not in SAMPLE])
-def test_a_session_trains_the_others(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
-    check_session(case_of(layer, dtype, contiguous=contiguous))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layer", "dtype", "contiguous"), ALL[2::5])
+@pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(slice(1)))
 def test_save_on_cpu_trains_recurrent_layers_as_plain_pytorch_does(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
     check_save_on_cpu(case_of(layer, dtype, contiguous=contiguous))
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize(("layer", "dtype", "contiguous"), [one for one in ALL if one not in ALL[2::5]])
-def test_save_on_cpu_trains_the_others(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
-    check_save_on_cpu(case_of(layer, dtype, contiguous=contiguous))
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(("layer", "dtype", "contiguous"), SAMPLE)
+@pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(SAMPLE))
 def test_a_session_trains_recurrent_layers_on_cuda(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
     """A GPU's fused kernels run, which save one workspace for all gates."""
     check_session(case_of(layer, dtype, contiguous=contiguous), CUDA)
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize(("layer", "dtype", "contiguous"), ALL[1::5])
+@pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(slice(1)))
 def test_save_on_cpu_trains_recurrent_layers_on_cuda(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
     check_save_on_cpu(case_of(layer, dtype, contiguous=contiguous), CUDA)

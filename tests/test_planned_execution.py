@@ -24,14 +24,21 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, least_memory, memory_curve, simulate
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Thresholds
-from tests._random_models import FULL_DUPLEX_GPU, NO_LIMIT, SLOW_GPU, Step, adaptation_of, far_ahead, link_of, planning, train
+from tests._random_models import (
+    FULL_DUPLEX_GPU,
+    NO_LIMIT,
+    SLOW_GPU,
+    Step,
+    adaptation_of,
+    far_ahead,
+    link_of,
+    planning,
+    seeds,
+    train,
+)
 from tests._traces import away_before_first_uses_alone, plan_of, random_plan
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-QUICK, SLOW = 6, 16
-SLOWEST = [pytest.mark.slow, pytest.mark.thorough]
-SEEDS = [pytest.param(seed, marks=() if seed < QUICK else pytest.mark.slow if seed < SLOW else SLOWEST) for seed in range(60)]
 
 TIME_SHARE = 0.02
 """How much longer or shorter than simulated a step may take."""
@@ -98,7 +105,7 @@ def assert_as_simulated(steps: Sequence[Step], link: LinkCost) -> list[SwapPlan]
 # --- the planner's plans
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(2, of=range(60)))
 def test_planned_steps_are_as_simulated(seed: int) -> None:
     for budget in budgets_of(seed, (0.0, 0.3, 0.7)):
         steps, executor = assert_exact_and_clean(seed, budget)
@@ -147,7 +154,7 @@ def test_planned_steps_move_storages_in_part_too() -> None:
     assert in_part > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, of=range(3)))
 def test_small_copies_that_share_a_call_take_as_long(seed: int) -> None:
     (budget,) = budgets_of(seed, (0.2,))
     steps, _ = assert_exact_and_clean(seed, budget, thresholds=Thresholds())
@@ -182,7 +189,7 @@ def test_a_session_on_a_gpu_with_a_host_does_as_its_plan_says() -> None:
 # --- any plans
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(2, of=range(60)))
 def test_any_plan_takes_the_memory_that_was_simulated(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(seed)
     plan_by(monkeypatch, lambda trace, link: [told(trace, random_plan(rng, trace), link) for _ in range(2)])
@@ -209,7 +216,7 @@ def in_the_order_of_uses(plan: SwapPlan) -> SwapPlan:
     return dataclasses.replace(plan, actions=tuple(actions))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(2, of=range(60)))
 def test_a_plan_in_the_order_of_uses_takes_the_time_that_was_simulated(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies out keep the order in which they were queued, whichever compute waits for. On a link that nobody shares: where
     directions share it, its rate depends on which of two copies was handed over first, and one that nobody waits for yet is
@@ -273,9 +280,7 @@ WRONG = [shuffled_hooks, swapped_tensors, any_tensors, of_another_model, far_too
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 2 else pytest.mark.slow if seed < 4 else SLOWEST) for seed in range(12)]
-)
+@pytest.mark.parametrize("seed", seeds(1, of=range(12)))
 def test_a_wrong_plan_costs_time_never_a_number(
     wrong: Callable[[Random, Trace, SwapPlan], list[Action]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.bench._swap_first import swap_first
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy import (
     Candidates,
@@ -30,6 +29,7 @@ from chameleon_mm.policy import (
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import KIB, MIB
+from tests._swap_first import swap_first
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
 
 # 1024 bytes a microsecond out, 2048 back.

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_mm.bench._planner_traces import LayerShape, layer_chain, step_of
-from chameleon_mm.bench._swap_first import swap_first
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy import (
     Candidates,
@@ -39,6 +37,8 @@ from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB
 from tests._optimum import least_step_us
 from tests._oracles import plan_within_host, timed_one_by_one
+from tests._planner_traces import LayerShape, layer_chain, step_of
+from tests._swap_first import swap_first
 from tests._traces import H200_LINK, between, chain, pipeline, plan_of, random_step
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
@@ -525,20 +525,6 @@ def test_a_cover_that_is_spread_evenly_keeps_both_engines_busy(share: float) -> 
     assert min(of_ideal[spread_evenly], of_ideal[spread_evenly_by_bytes]) > 0.99
 
 
-@pytest.mark.parametrize("tokens", [4096, 32_768])
-@pytest.mark.parametrize("less", [2, 4, 8])
-def test_a_chain_comes_close_to_the_ideal(tokens: int, less: int) -> None:
-    trace = layer_chain(LayerShape(tokens=tokens), 32)
-    budget = trace.start_bytes + (int(memory_curve(trace).max()) - trace.start_bytes) // less
-    plan = generate_plan(trace, budget, None, H200_LINK)
-    held_to(trace, plan, H200_LINK)
-    assert ideal(trace, budget, H200_LINK).step_us >= 0.97 * plan.step_us
-    assert plan.step_us <= swap_all(trace, H200_LINK).step_us
-    if less == 4:
-        for depth in range(3):
-            assert swap_first(trace, budget, H200_LINK, depth=depth).step_us >= 1.10 * plan.step_us
-
-
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_uniform_chain_too(micro_batches: int) -> None:
     trace = chain(layers=16, op_us=60.0, micro_batches=micro_batches)
@@ -598,17 +584,15 @@ def test_two_parts_of_which_one_makes_way_for_the_other() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 22 else pytest.mark.thorough) for seed in range(10, 60)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(10, 60))
 def test_more_of_them(seed: int) -> None:
     within_two_percent(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 314 else pytest.mark.thorough) for seed in range(306, 340)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(306, 340))
 def test_more_of_them_where_one_direction_is_far_slower(seed: int) -> None:
     within_two_percent(seed, most=7, link=lopsided)
 

@@ -382,7 +382,7 @@ def test_one_simulator_for_many_plans() -> None:
         ([act(1, 2, 3, tensor=-1)], "tensor -1: expected one of the 1 candidates"),
         ([act(1, 2, 3), act(1, 2, 4)], "expected one action for a tensor, got two"),
         ([replace(act(1, 2, 3), kind=ActionKind.RECOMPUTE)], "expected a recompute from hook 1 to 4"),
-        ([replace(act(1, 2, 3), kind=ActionKind.ENCODE, codec="pack12")], "expected a swap, got encode"),
+        ([replace(act(1, 2, 3), kind=ActionKind.HOLD), act(1, 2, 4)], "expected a swap, got hold; put what is recomputed or"),
     ],
 )
 def test_actions_that_do_not_fit_are_refused(actions: list[Action], message: str) -> None:

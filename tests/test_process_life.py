@@ -34,6 +34,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 from chameleon_mm.units import MIB
+from tests.observed import observe_all
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -546,4 +547,5 @@ def test_a_process_ends_as_it_should(name: str, became: dict[str, tuple[int, str
 
 
 if __name__ == "__main__":
+    observe_all()
     main(Path(sys.argv[1]))

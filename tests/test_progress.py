@@ -23,7 +23,7 @@ import chameleon_mm as cm
 from chameleon_mm import step_history
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, peak_between
-from chameleon_mm.pinned import FreeList
+from chameleon_mm.pinned.free_list import FreeList
 from chameleon_mm.progress import StepLines, line_of
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.step_figures import StepFigures

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,18 @@ import torch
 from tests.cuda_stand_in import control
 
 RANKS = 2
+
+
+def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """What all wrote. The first that fails ends the others, which would wait for it."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        ends = {threads.submit(rank.communicate): rank for rank in ranks}
+        try:
+            next((end for end in as_completed(ends) if ends[end].returncode), None)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        return [end.result() for end in ends]
 
 
 @pytest.mark.gpu
@@ -33,8 +47,7 @@ def test_each_rank_has_the_bits_that_it_has_without_swapping(way: str, tmp_path:
         )
         for rank in range(RANKS)
     ]
-    for rank in ranks:
-        out, error = rank.communicate(timeout=250)
+    for rank, (out, error) in zip(ranks, outputs(ranks), strict=True):
         assert rank.returncode == 0, error
         said = re.search(r"^same bits, (\d+) bytes swapped out, (\d+) violations$", out, re.MULTILINE)
         assert said is not None, out

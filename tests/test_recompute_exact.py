@@ -66,7 +66,7 @@ def test_a_random_mix_changes_no_bit(name: str, seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2))])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_random_mix_on_cuda_changes_no_bit(name: str, seed: int) -> None:
     """Against plain PyTorch on CUDA tensors: on the stand-in they are computed by the CPU's kernels."""
@@ -80,7 +80,8 @@ def test_a_random_mix_on_cuda_changes_no_bit(name: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, CHUNKS))])
+@pytest.mark.thorough
+@pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_thousand_random_mixes_change_no_bit(name: str, chunk: int) -> None:
     made = 0

@@ -25,6 +25,7 @@ from chameleon_mm.saved.saved_storage import SavedStorage
 from tests import test_recompute_exact as exact
 from tests._mix_models import MODELS, train
 from tests._mixes import Mix, Proofs, mixed
+from tests.observed import SimRaceError
 from tests.test_compute_streams import Side
 from tests.test_recompute_exact import ALL, LARGE, SIDE, Program, grads, leaf, outcome, outside
 
@@ -245,5 +246,5 @@ def made_again_aside_and_used_here() -> None:
 def test_what_is_made_again_on_another_stream_does_not_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     made_again_aside_and_used_here()
     monkeypatch.setattr("chameleon_mm.executor.rescue.swap_out_now", nothing)
-    with pytest.raises((cm.SimRaceError, AssertionError)):
+    with pytest.raises((SimRaceError, AssertionError)):
         made_again_aside_and_used_here()

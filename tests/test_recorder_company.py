@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import pytest
 import torch
@@ -260,14 +260,16 @@ def watched(x: Tensor) -> list[Tensor]:
 
 
 def traced(x: Tensor) -> list[Tensor]:
-    """Fake tensors and a traced graph, in the middle."""
+    """Fake tensors and traced graphs, in the middle: each graph is the one without hooks."""
     out = deep(x)
     batch = x.detach()
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(batch).requires_grad_()
     deep(fake).sum().backward()  # outside of the mode: the tensors bring it along
-    graph = make_fx(lambda t: deep(t).sum(), tracing_mode="symbolic")(batch)
-    return [torch.tensor(len(list(graph.graph.nodes))), *torch.autograd.grad(deep(out).sum(), x)]
+    modes: tuple[Literal["real", "fake", "symbolic"], ...] = ("real", "fake", "symbolic")
+    graphs = [make_fx(lambda t: torch.autograd.grad(deep(t).sum(), t)[0], tracing_mode=mode)(x) for mode in modes]
+    seen = [torch.tensor(list(f"{node.op} {node.target}".encode())) for graph in graphs for node in graph.graph.nodes]
+    return [*seen, *torch.autograd.grad(deep(out).sum(), x)]
 
 
 def collected(x: Tensor) -> list[Tensor]:
@@ -339,6 +341,7 @@ def test_a_recorded_step_and_those_that_follow_its_plan(
     report = session.report()
     assert (report.detailed_steps, report.plan_cache_hits) == (1, STEPS - 1)
     assert report.plans > 0
+    assert report.kept_by_reason.get("tracing", 0) > 0 or name != "tracers"
     assert session.pool.stats().num_live == 0
     assert torch._C._len_torch_dispatch_stack() == 0
 

@@ -42,6 +42,7 @@ def test_a_random_program_is_right_or_named(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("first", range(QUICK, PROGRAMS, PER_CHUNK))
 def test_more_random_programs_are_right_or_named(first: int) -> None:

@@ -68,8 +68,6 @@ def made_up(**changed: object) -> cm.SwapReport:
         packed_groups=0,
         not_recomputed_by_reason={},
         recipes_banned=(),
-        encoded_by_codec={},
-        refused_by_codec={},
         pageable_swap_outs=0,
         oom_retries=0,
         steps_run_again=0,

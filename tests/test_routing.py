@@ -64,6 +64,7 @@ def test_recordings_that_nothing_comes_of_are_bounded() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_a_hundred_steps_of_changing_routing() -> None:
     make, shapes = MODELS["mixture"], [(8, 256)] * 100

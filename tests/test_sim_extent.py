@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chameleon_mm.device.sim.shadow import covers, extent_of, share_bytes
+from tests.observed.shadow import covers, extent_of, share_bytes
 
 STORAGE_BYTES = 256
 

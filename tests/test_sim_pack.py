@@ -18,9 +18,8 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.device.packing import PACK_ALIGN_BYTES, packed_offsets
 from chameleon_mm.device.sim import CostModel, SimDevice, SimStream
 from chameleon_mm.device.sim.cost import COPY_LATENCY_US
-from chameleon_mm.device.sim.late_copy import POISON_BYTE
-from chameleon_mm.errors import SimLifetimeError, SimRaceError
 from chameleon_mm.kernels.pack_table import packed_layout
+from tests.observed import POISON_BYTE, SimLifetimeError, SimRaceError
 
 ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=10.0, duplex_gbps=15.0, hbm_gbps=1000.0)
 SIZES = (0, 1, 15, 128, 129, 4096)
@@ -159,7 +158,7 @@ def test_a_batch_that_cannot_be_carried_out_is_refused_whole(
     d2h, before = sim.new_stream("d2h"), sim.host_us
     with pytest.raises(ValueError, match=match):
         d2h.copy_batch(pairs(host, hbm))
-    assert (sim.host_us, sim.copy_spans("d2h"), d2h.pending) == (before, (), ())
+    assert (sim.host_us, sim.copy_spans("d2h"), d2h.ready_us) == (before, (), 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- pack
@@ -252,7 +251,7 @@ def test_each_source_and_each_place_takes_part_in_race_detection(sim: SimDevice)
     sources, staging, host = _filled(sim, [64, 64]), _filled(sim, [256])[0], _host(sim, [64])[0]
     other = sim.new_stream("other")
     sim.current_stream().pack(staging, sources, [0, 128])
-    packed = r"pack of 128 bytes on compute"
+    packed = r"pack of 64 bytes on compute"
     other.copy(staging[64:128], host)
     with pytest.raises(
         SimRaceError, match=rf"read of bytes \[150, 160\) .* not ordered after write of bytes \[128, 192\) by {packed}"
@@ -270,7 +269,7 @@ def test_packing_from_another_stream_without_a_wait_is_a_race(sim: SimDevice) ->
     sim.synchronize()
     unready = sim.current_stream().alloc(64)
     side = sim.new_stream("side")
-    with pytest.raises(SimRaceError, match=r"read of bytes .* by pack of 128 bytes on side is not ordered after"):
+    with pytest.raises(SimRaceError, match=r"read of bytes .* by pack of 64 bytes on side is not ordered after"):
         side.pack(staging, [ready, unready], [0, 128])
 
 
@@ -330,7 +329,7 @@ def test_a_pack_that_cannot_be_carried_out_is_refused_whole(sim: SimDevice, act:
     before, bytes_before = sim.host_us, [t.clone() for t in (staging, *buffers)]
     with pytest.raises(ValueError, match=match):
         act(side, staging, buffers)
-    assert (sim.host_us, side.pending) == (before, ())
+    assert (sim.host_us, side.ready_us) == (before, 0)
     assert all(torch.equal(t, was) for t, was in zip((staging, *buffers), bytes_before, strict=True))
 
 

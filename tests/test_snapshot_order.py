@@ -14,6 +14,7 @@ from chameleon_mm.hosted import Home, Hosted
 from chameleon_mm.snapshots.tensor_copy import Copier
 from tests._ordering import SLOW_LINK
 from tests._snapshots import Training, equal, session_of, steps
+from tests.observed import SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -77,7 +78,7 @@ def test_as_it_is_it_stays_green(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("beside", ["take", "take, waits", "restore", "restore, waits"])
 def test_copies_beside_compute_race(beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether their stream waits for what compute wrote or not: compute does not wait for it before it writes or reads next."""
-    with pytest.raises(cm.SimRaceError):
+    with pytest.raises(SimRaceError):
         train("optimizer", beside, monkeypatch)
 
 
@@ -92,7 +93,7 @@ def test_a_host_that_does_not_wait_for_copies_races(method: str, monkeypatch: py
             original(hosted, *arguments)
 
     monkeypatch.setattr(Hosted, method, hurried)
-    with pytest.raises(cm.SimRaceError):
+    with pytest.raises(SimRaceError):
         train("optimizer", None, monkeypatch)
 
 

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 
 from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
-from chameleon_mm.units import GIB
-
-
-def test_the_promised_gpus_are_known() -> None:
-    assert set(SPECS) == {"h200", "h100", "a100", "rtx4090", "rtx5090", "gh200"}
-
-
-def test_the_h200_link_is_the_published_one() -> None:
-    spec = SPECS["h200"]
-    assert (spec.h2d_gbps, spec.d2h_gbps, spec.duplex_gbps) == (55.4, 54.9, 83.0)
-    assert spec.hbm_bytes == 141 * GIB
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
@@ -25,10 +14,6 @@ def test_every_spec_names_datasheet_and_link(spec: GpuSpec) -> None:
     assert "NVIDIA" in spec.source
     link = spec.source.partition("link: ")[2]
     assert link.startswith(("published", "derived"))
-
-
-def test_pcie_4_is_slower_than_pcie_5_and_c2c_faster() -> None:
-    assert SPECS["a100"].h2d_gbps < SPECS["h100"].h2d_gbps < SPECS["gh200"].h2d_gbps
 
 
 @pytest.mark.parametrize("name", ["h200", "H200", "h-200", " H200 "])
@@ -41,11 +26,6 @@ def test_spec_by_name_forgives_spelling(name: str) -> None:
 def test_spec_by_name_lists_what_it_knows(name: str) -> None:
     with pytest.raises(ValueError, match=r"expected one of h200, h100, a100, rtx4090, rtx5090, gh200, got '"):
         spec_by_name(name)
-
-
-def test_specs_are_frozen() -> None:
-    with pytest.raises(FrozenInstanceError):
-        SPECS["h200"].hbm_bytes = 1  # type: ignore[misc]  # the assignment is what is tested
 
 
 @pytest.mark.parametrize("change", [{"hbm_bytes": 0}, {"bf16_tflops": -1.0}, {"duplex_gbps": 55.4}, {"duplex_gbps": 111.0}])

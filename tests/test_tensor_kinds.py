@@ -7,16 +7,12 @@ out.backward()                      # what the function gets back == what `make`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
@@ -229,53 +225,6 @@ def test_another_layout_stays(name: str, sim: cm.SimDevice) -> None:
     assert swapping.swapped_in_bytes == 0
 
 
-def step(swapping: Swapping | None, forward: Callable[[Tensor], Tensor]) -> Tensor:
-    """The gradient of `forward`'s input, with hooks alone, as on a GPU."""
-    torch.manual_seed(0)
-    x = torch.randn(8, 8, requires_grad=True)
-    if swapping is None:
-        out = forward(x * 2)
-    else:
-        with torch.autograd.graph.saved_tensors_hooks(swapping.executor.save, swapping.executor.use):
-            out = forward(x * 2).clone()
-        swapping.executor.end_step(completed=False)
-    out.backward()
-    assert x.grad is not None
-    return x.grad
-
-
-def sparse_product(x: Tensor) -> Tensor:
-    mask = torch.eye(8).roll(3, 0)
-    product: Tensor = torch.sparse.mm(mask.to_sparse(), x.sin())
-    return product.exp().sum()
-
-
-def sparse_product_csr(x: Tensor) -> Tensor:
-    mask = torch.eye(8).roll(3, 0)
-    return torch.matmul(mask.to_sparse_csr(), x.sin()).exp().sum()
-
-
-def sparse_activation(x: Tensor) -> Tensor:
-    columns: Tensor = torch.sparse.sum(x.relu().to_sparse() * 3.0, dim=0)
-    return columns.to_dense().exp().sum()
-
-
-def nested(x: Tensor) -> Tensor:
-    rows = torch.nested.as_nested_tensor([x[:3].sin(), x[3:].cos()], layout=torch.strided)
-    return torch.relu(rows).to_padded_tensor(0.0).exp().sum()
-
-
-@IN_BETA
-@pytest.mark.parametrize("forward", [sparse_product, sparse_product_csr, sparse_activation, nested])
-@NO_GC
-def test_a_step_through_another_layout_is_exact(forward: Callable[[Tensor], Tensor], sim: cm.SimDevice) -> None:
-    swapping = Swapping(sim)
-    assert torch.equal(step(None, forward), step(swapping, forward))
-    assert swapping.kept["layout"] > 0
-    assert swapping.swapped_in_bytes > 0
-    assert swapping.pool.stats().num_live == 0
-
-
 # --- subclasses
 
 
@@ -309,27 +258,3 @@ def test_a_subclass_that_cannot_be_taken_apart_stays(kind: type[Labelled], swapp
     assert torch.equal(got.as_subclass(Tensor).cpu(), torch.arange(6.0))
     assert swapping.kept == {"subclass": 1}
     assert swapping.swapped_in_bytes == 0
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """One process, one CPU."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-@NO_GC
-def test_a_step_of_distributed_tensors_is_exact(mesh: DeviceMesh, sim: cm.SimDevice) -> None:
-    def forward(x: Tensor) -> Tensor:
-        sharded = DTensor.from_local(x, mesh, [Shard(0)])
-        product = sharded.sin() @ sharded.cos().t()
-        assert isinstance(product, DTensor)
-        return product.full_tensor().exp().sum()
-
-    swapping = Swapping(sim)
-    assert torch.equal(step(None, forward), step(swapping, forward))
-    assert swapping.swapped_in_bytes > 0
-    assert swapping.pool.stats().num_live == 0

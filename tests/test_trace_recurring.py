@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from chameleon_mm.policy import memory_curve
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder, diff_traces
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes, with_times, without_making
 from chameleon_mm.trace.trace import COLUMNS
 
@@ -126,4 +124,5 @@ def test_other_times_change_nothing_else() -> None:
     trace = first_step()
     slower = with_times(trace, 2.5)
     assert slower.op_us.tolist() == [2.5 * us for us in trace.op_us.tolist()]
-    assert diff_traces(dataclasses.replace(slower, op_us=trace.op_us), trace) == []
+    for column in set(COLUMNS) - {"op_us"}:
+        assert np.array_equal(getattr(slower, column), getattr(trace, column)), column

@@ -88,14 +88,8 @@ class HeldStream:
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         raise AssertionError("a transfer unpacks nothing")
 
-    def encode(self, codec: object, src: Tensor, dst: Tensor, status: Tensor) -> None:
-        raise AssertionError("a transfer encodes nothing")
-
     def add_checksum(self, out: Tensor, src: Tensor) -> None:
         raise NotImplementedError  # no transfer takes a checksum
-
-    def decode(self, codec: object, src: Tensor, dst: Tensor) -> None:
-        raise AssertionError("a transfer decodes nothing")
 
     def record(self, *, timed: bool = False) -> HeldEvent:
         return HeldEvent(self, timed=timed)
@@ -629,14 +623,8 @@ class CountingStream:
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         raise AssertionError("a transfer unpacks nothing")
 
-    def encode(self, codec: object, src: Tensor, dst: Tensor, status: Tensor) -> None:
-        raise AssertionError("a transfer encodes nothing")
-
     def add_checksum(self, out: Tensor, src: Tensor) -> None:
         raise NotImplementedError  # no transfer takes a checksum
-
-    def decode(self, codec: object, src: Tensor, dst: Tensor) -> None:
-        raise AssertionError("a transfer decodes nothing")
 
     def record(self, *, timed: bool = False) -> SeenEvent:
         event = SeenEvent(self.inner.record(timed=timed))
@@ -752,7 +740,7 @@ class PausingStream:
         self.alloc, self.free, self.resize = inner.alloc, inner.free, inner.resize
         self.record, self.wait = inner.record, inner.wait
         self.copy_batch, self.pack, self.unpack = inner.copy_batch, inner.pack, inner.unpack
-        self.encode, self.decode, self.add_checksum = inner.encode, inner.decode, inner.add_checksum
+        self.add_checksum = inner.add_checksum
         self._inner = inner
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:

@@ -138,8 +138,6 @@ def test_durations_for_people(us: float, text: str) -> None:
         (errors.HostMemoryExhausted, MemoryError),
         (errors.BlockReleasedError, ValueError),
         (errors.SessionClosedError, RuntimeError),
-        (errors.SimRaceError, RuntimeError),
-        (errors.SimLifetimeError, RuntimeError),
     ],
 )
 def test_errors_are_caught_by_name_and_as_built_ins(error: type[Exception], builtin: type[Exception]) -> None:

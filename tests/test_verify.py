@@ -10,7 +10,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.saved.checksums import PAGE_BYTES, PAGE_SLOTS, Checksums
 from chameleon_mm.saved.saved_storage import SavedStorage
-from tests._random_models import far_ahead, planning, train
+from tests._random_models import far_ahead, planning, seeds, train
 from tests.test_compute_streams import Side
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -119,7 +119,7 @@ def test_checksums_are_ordered_between_streams(device: Device) -> None:
         assert len({*checksums.read([here, *there])}) == 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, of=range(6)))
 def test_a_verified_session_keeps_the_budget(seed: int) -> None:
     """Budgets at which there is a plan without verifying, and the bytes that a page of checksums takes."""
     for share in (0.7, 0.9):

@@ -44,8 +44,7 @@ CACHED_STEPS = 32
 """Steps that the cache keeps, with trace and plans: some MiB each for ten thousand hooks."""
 
 RECORDINGS = 3
-"""Recordings of one step that may fail to give a plan. After them the step runs by the default rule, without a recorder's
-cost."""
+"""Recordings of one step that may fail to give a plan, before it runs by the default rule without a recorder's cost."""
 
 CORRECTIONS = 2
 """Corrections of one step's operator times, at most."""
@@ -56,8 +55,7 @@ RECORDED_SHARE = 0.02
 """... beyond which steps are recorded only while this share of all steps, or of their time, is not reached."""
 
 WASTED_SHARE = 1 / 64
-"""Share of all hooks that recorders may see in steps that turn out to have a plan already, while other steps still need a
-trace."""
+"""Share of all hooks that recorders may see in steps that have a plan already, while other steps still need a trace."""
 
 
 StepEntry = CachedStep[PlannedStep | None]
@@ -87,12 +85,9 @@ class Adaptation:
     ) -> None:
         self.phase = PlanPhase.PROFILE
         self.detailed_steps = 0
-        """Number of steps recorded to their end."""
         self.plans = 0
         self.plan_cache_hits = 0
-        """Number of steps that agreed, hook for hook, with one that had a plan when they began."""
         self.planning_us = 0.0
-        """Host time spent on making plans, in microseconds."""
         self.latest: PlannedStep | None = None
         """The step that was planned last."""
         self._metrics = metrics
@@ -111,7 +106,6 @@ class Adaptation:
         self._hooks = self._wasted_hooks = 0
         """Hooks of all steps so far, and those among them that a recorder saw for nothing."""
         self.fallback = RuleFallback()
-        """Whether steps follow plans at all."""
         self._began_us = self._steps_us = self._recorded_us = 0.0
         """Host time at which the step began; of all steps; of those that a recorder saw."""
         self._num_steps = self._num_recorded = 0
@@ -307,7 +301,6 @@ class Adaptation:
     # --- plans
 
     def _add_plans(self, planned: PlannedStep, *, at_most: int = TRIAL_PLANS) -> None:
-        """Make plans for the step from what is known of it now."""
         began = perf_counter()
         link = self._link_cost()
         plans: list[SwapPlan] = []

@@ -10,4 +10,3 @@ class Budgets(NamedTuple):
 
     hbm_bytes: int
     host_bytes: int
-    """Pinned memory."""

@@ -14,7 +14,6 @@ class FollowedStep(NamedTuple):
 
     record: StepRecord
     followed: PlanTrial | None
-    """The plan that it followed last."""
     whole: bool
     """Whether a recorder saw all of it."""
     recorded_hooks: int

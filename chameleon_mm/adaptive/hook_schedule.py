@@ -42,10 +42,8 @@ class DueActions(NamedTuple):
 
 
 NO_ACTIONS = DueActions([], [], [], [])
-"""No actions, which is what most hooks have."""
 
 _COLUMN = {RECLAIM: 0, RECLAIM_IN_PART: 0, OUT: 1, BACK: 2}
-"""Column of `DueActions`, by kind of event."""
 
 
 class HookSchedule:
@@ -66,7 +64,6 @@ class HookSchedule:
         self.plan = plan
         numbers = set(held.values())
         self.held_actions = {action.tensor: action for action in plan.swaps if action.tensor in numbers}
-        """Actions of those that are swapped meanwhile, by number."""
         self.held = held
         """Numbers of the storages that nobody saves and that are held, by where they are written."""
         self.allocated_bytes = allocated_bytes
@@ -160,7 +157,6 @@ class ScheduleCursor:
         self._due = due
         self._at = 0
         self.next_hook = hooks[0] if hooks else BEHIND_ALL
-        """First hook at which anything is due yet."""
 
     def advance_to(self, hook: int) -> DueActions | None:
         """Actions due up to hook number `hook` that were not returned before; None: there are none."""
@@ -175,4 +171,3 @@ class ScheduleCursor:
 
 
 BEHIND_ALL = 1 << 62
-"""More hooks than a step has."""

@@ -29,7 +29,6 @@ from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
 from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord
 
 MAX_CHAINS = 8
-"""Number of explanations of a divergence that are kept."""
 STEADY_RUN = 8
 """Number of matches without a gap after which the other explanations are dropped ..."""
 CLEAR_LEAD = 4.0
@@ -41,11 +40,9 @@ _HOPELESS = 25.0
 _DOUBT = 0.1
 """Difference of scores within which another explanation counts as good, so that a jump is not believed."""
 _TAKEN_BACK = 4
-"""Number of matches before a divergence that may be explained otherwise: the first of two equal saves may have been the
-inserted one."""
+"""Matches before a divergence that may be explained otherwise: of two equal saves the first may be the inserted one."""
 _MOST_IN_DOUBT = 256
-"""Number of storages about which explanations may differ, each counted twice: beyond it the best explanation is taken for
-true."""
+"""Storages about which explanations may differ, each counted twice: beyond it the best one is taken for true."""
 
 _OPEN_COST = 0.1
 """Cost of any gap: fewer edits are likelier than more. What was inserted costs nothing else: it may be anything."""
@@ -60,7 +57,6 @@ _HOOK_COST = 0.3
 _LAYER_COST = 6.0
 """... up to this cost: layers are left out as a whole."""
 _REPLACED_COST = 0.55
-"""Cost of each hook in whose place another came."""
 _REPEAT_COST = 3.6
 """Cost of going back to what came already: what runs twice is rarer than what is left out, ..."""
 _WAY_BACK_COST = 0.5
@@ -69,8 +65,7 @@ _WAY_BACK_HOOKS = 10
 """... up to this number."""
 
 _SILENT_COST = 2.3
-"""Cost, next to the chain's last match, of one operator more or less since the last save: one that saves nothing was edited
-..."""
+"""Cost, next to the chain's last match, of one operator more or less since the last save: one without saves was edited ..."""
 _OPERATORS_COST = 8.0
 """... and of any other difference in operators."""
 _OTHER_START_COST = 1.0
@@ -224,7 +219,6 @@ class Matcher:
         return best, last
 
     def _score(self, chain: _Chain, position: int, save: RunningSave) -> float:
-        """Score of `chain` continued by a match of `save` at `position`."""
         if chain.position == position:
             return -inf
         known = self._saves

@@ -39,7 +39,6 @@ from chameleon_mm.saved.state import State
 from chameleon_mm.saved.timed_spans import StepKind
 
 _NONE = -1
-"""In place of a hook of the cached step: none of them."""
 
 PREDICTIONS = 4
 """Number of times in a step that sizes which were not known yet may make it another one than predicted."""
@@ -55,7 +54,7 @@ class PlanFollower(Director):
         "_budget", "_cached_hooks", "_checked_at", "_cursor", "_diverged", "_due", "_entry", "_epoch", "_first_bytes",
         "_first_saves", "_growth_bytes", "_had_plan", "_last_entry", "_matcher", "_may_recompute", "_memory", "_plan_forecast",
         "_planned", "_predicted", "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps", "_storages",
-        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light", "moves_nothing",
+        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light",
     )  # fmt: skip
 
     def __init__(self, adaptation: Adaptation) -> None:
@@ -63,7 +62,7 @@ class PlanFollower(Director):
         self.light: LightProfiler = LightProfiler()
         self._plan_forecast = PlanForecast()
         self._trace_forecast = TraceForecast()
-        self._epoch, self.moves_nothing = -1, False
+        self._epoch = -1
         self._last_entry: StepEntry | None = None
         """The cached step that the last one agreed with to its end."""
         self._budget: Budget | None = None
@@ -97,7 +96,6 @@ class PlanFollower(Director):
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         num_hooks, entry = self.light.num_hooks, self._entry
-        self.moves_nothing = self._planned is not None and self._planned.moves_nothing
         self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
         step = FollowedStep(
             record=self.light.end_step(),
@@ -129,14 +127,11 @@ class PlanFollower(Director):
         self._planned: PlannedStep | None = None
         """The cached step's plans; None: it has none."""
         self._recorded_hooks = 0
-        """Number of hooks that a recorder saw before it was stopped."""
         self._predicted: list[int] = []
         """Fingerprints of the steps that this one was taken for because of its sizes."""
         self._diverged = False
-        """Whether this step agrees with no cached step any more."""
         self._cached_hooks = array("i")
-        """Number of the cached step's hook, by hook of this step from the one on at which it diverged: until then they are
-        equal."""
+        """Number of the cached step's hook, by hook of this step from its divergence on: until then they are equal."""
         self.at_rest_until = 0
         self._reached = _NONE
         """The furthest of the cached step's hooks so far."""
@@ -274,7 +269,6 @@ class PlanFollower(Director):
             self._diverge(budget, hook)
 
     def _diverge(self, budget: Budget, hook: int) -> None:
-        """Follow no step any more from hook number `hook` on."""
         self._diverged, self.at_rest_until = True, 0
         budget.forecast = budget.highest_forecast
         if self._matcher is not None:

@@ -21,4 +21,3 @@ FOLLOWED_BY = {
     PlanPhase.PLAN: (PlanPhase.PROFILE, PlanPhase.STEADY),
     PlanPhase.STEADY: (PlanPhase.STEADY, PlanPhase.PROFILE, PlanPhase.PLAN),
 }
-"""Phases that may follow each."""

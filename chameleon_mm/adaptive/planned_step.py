@@ -105,9 +105,7 @@ class PlannedStep:
         self.allocated_until = self._cumulative()
         """Bytes that the step had allocated by each hook and by its end, freed ones included."""
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
-        """Bytes allocated at the step's first hook, as it was recorded."""
         self.times_corrected = 0
-        """Number of corrections of the trace's operator times."""
         self._recent: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
         self._same_unused = 0
@@ -116,7 +114,6 @@ class PlannedStep:
 
     @cached_property
     def matcher(self) -> Matcher:
-        """Matches the hooks of steps that diverge from this one."""
         return Matcher(self.record)
 
     def reset_for(self, extra: ExtraMemory) -> None:
@@ -179,8 +176,7 @@ class PlannedStep:
 
     @property
     def current(self) -> PlanTrial | None:
-        """The plan to follow: the first that was not tried enough, else the fastest. None: no plan is within the budget, and
-        the default rule applies."""
+        """The first plan not tried enough, else the fastest. None: none is within the budget; the default rule applies."""
         on_trial = [trial for trial in self.trials if len(trial.times_us) < SAMPLES]
         if on_trial and len(self.trials) > 1:
             return on_trial[0]
@@ -188,10 +184,9 @@ class PlannedStep:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the plan to follow moves and drops nothing, none is on trial, and nothing is saved behind the first use."""
+        """Whether the plan to follow moves and drops nothing, and none is on trial."""
         current = self.current
-        nothing = self.is_decided and current is not None and not current.schedule.plan.actions
-        return nothing and self.record.saves_come_first
+        return self.is_decided and current is not None and not current.schedule.plan.actions
 
     def bytes_by_class(self) -> dict[str, int]:
         """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty where there is none."""

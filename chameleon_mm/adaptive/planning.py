@@ -23,8 +23,7 @@ SPARE_PART = 256
 hooks do not see, such as a scalar that the loop keeps."""
 
 SLACK_BLOCKS = 4
-"""Number of blocks, at a step's peak, that may be larger than what was asked for, each by the device's `block_slack_bytes`. A
-plan leaves room for them as well."""
+"""Blocks, at a step's peak, for which plans leave room to be larger than asked for, each by `block_slack_bytes`."""
 
 SLACK_PART = 32
 """A plan leaves at most one part in this many of the budget free for the slack of blocks."""

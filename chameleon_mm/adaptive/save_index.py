@@ -44,7 +44,6 @@ class RunningSave(NamedTuple):
     storage: int
     """Number of the storage in this step, which no storage of the cached step has; or `FIXED`."""
     is_first: bool
-    """Whether the storage is saved for the first time in this step."""
 
 
 class Pairs:
@@ -110,7 +109,6 @@ class SaveIndex:
         """Signatures of the saves: what no match differs in. After the last position: the signature of no save."""
         self.operators = [*(operators for _, operators, _ in saves), 0]
         self.is_first = [since == NEW_STORAGE for _, _, since in saves]
-        """Whether the save is the first of its storage in the step."""
         self._first_hooks = [hook for hook, is_first in zip(hooks, self.is_first, strict=True) if is_first]
         """Hook of the first save by storage. Storages are numbered in the order of their first saves."""
         self._storage_at = [FIXED] * record.num_hooks

@@ -28,8 +28,7 @@ from chameleon_mm.profiler.step_record import StepRecord
 _Plan = TypeVar("_Plan")
 
 CONTEXTS_PER_STEP = 4
-"""Learned successions of steps, for each step of the capacity: contexts of one step and of two, runs that ended, and some that
-are past."""
+"""Learned successions for each step of the capacity: contexts of one step and of two, runs that ended, some past ones."""
 
 _SHORTEST_RUN = 3
 
@@ -62,7 +61,6 @@ class StepCache(Generic[_Plan]):
             raise ValueError(f"StepCache: expected a capacity of 1 or more, got {capacity}; without a plan there is no need")
         self.capacity = capacity
         self.hits = 0
-        """Number of steps that were found in the cache."""
         self._entries: OrderedDict[int, CachedStep[_Plan]] = OrderedDict()
         """Cached steps by fingerprint, the least recently used first."""
         self._followed_by: dict[_Context, tuple[int, bool]] = {}

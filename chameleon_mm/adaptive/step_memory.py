@@ -21,7 +21,6 @@ class StepMemory:
         self.unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
         self.exceeded_plan = False
-        """Whether it took so much more that its plan is no longer trusted."""
 
     def differs(
         self, more_bytes: int, since: int, hook: int, planned: PlannedStep, schedule: HookSchedule | None, budget: Budget

@@ -43,8 +43,7 @@ _ALIGNED = ("op_phase", "op_tick", "read_offsets", "write_offsets", "hook_tick",
 """Columns in which traces of one structure agree, beside the operators' names and storages."""
 
 MOST_VARIABLES = 4
-"""Sizes of a structure that may change apart from each other. Where more do, those that the first save does not tell are
-open."""
+"""Sizes of a structure that may change apart from each other. Of more, those that the first save does not tell are open."""
 
 OPEN_MARGIN = 2
 """Part of what is left free where sizes are open: so many times the most by which recordings of one storage differ, or by which
@@ -54,8 +53,7 @@ _RECENT = 16
 """Number of steps whose extra memory and times are planned for in others of the structure."""
 
 TIMES_OFF = 0.05
-"""Relative error of a trace's operator times above which they are corrected. A recorded step is slower than others: kernels are
-loaded in it, and the host has more to do for each operator."""
+"""Relative error of operator times above which they are corrected: a recorded step loads kernels, and takes longer."""
 
 
 class _Recorded(NamedTuple):
@@ -72,9 +70,7 @@ class Structure:
         """`outlines`: by hook, the feature without its sizes; `min_bytes`: storages below that never move."""
         self.outlines = outlines
         self.refused: dict[int, Refusal] = {}
-        """Numbers of the storages that cannot be made again, and why."""
         self.modules: Mapping[int, str] = {}
-        """Path of the module that each hook was called in, by the hook's number, where it is known."""
         self._min_bytes = min_bytes
         self._proven: dict[int, set[int]] = {}
         self._recorded: list[_Recorded] = []
@@ -95,7 +91,6 @@ class Structure:
 
     @property
     def wants_trace(self) -> bool:
-        """Whether one more recording may help."""
         return not self.predicts and self._recordings < RECORDED
 
     def note(self, record: StepRecord, trace: Trace) -> None:
@@ -112,7 +107,6 @@ class Structure:
             self._fit()
 
     def _fit(self) -> None:
-        """Find the forms of all sizes."""
         self._recorded.sort(key=lambda one: one.work_bytes)
         self._base = self._recorded[-1]
         self.has_open_sizes = False
@@ -213,7 +207,6 @@ class Structure:
         return features
 
     def _resized(self, save: Feature, sizes: tuple[Hashable, ...], *, is_small: bool) -> Feature:
-        """The feature of a save with other sizes."""
         if any(size is _ANY for size in sizes):  # by identity: it equals every number
             return resized(save, sizes, _ANY)  # it may be too small to move, or not
         return self._resized_to(save, cast("tuple[int, ...]", sizes), is_small=is_small)
@@ -299,7 +292,6 @@ class Structures:
         self._min_bytes = min_bytes
         self._known: OrderedDict[tuple[Hashable, ...], Structure] = OrderedDict()
         self._by_fingerprint: OrderedDict[int, Structure | None] = OrderedDict()
-        """Structures of the records that were asked for."""
 
     def note(self, record: StepRecord, trace: Trace) -> Structure:
         """Note a recorded step. Returns its structure."""

@@ -77,7 +77,6 @@ def run(args: argparse.Namespace, console: Console, environment: Callable[[str, 
     `torch.OutOfMemoryError` where a run does not fit.
     """
     from chameleon_mm.device import present_device, resolve_device
-    from chameleon_mm.device.stand_in import computes_on_cpu
 
     check_outputs({"--json": args.json, "--report": args.report, "--trace": args.trace})
     budget_bytes = None if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace, console: Console, environment: Callable[[str, 
         return present_device() if args.device is None else resolve_device(args.device)
 
     device = new_device()
-    defaults = (SIZES if args.ratio is None else RATIO_SIZES)["simulated" if computes_on_cpu(device) else "real"]
+    defaults = (SIZES if args.ratio is None else RATIO_SIZES)["simulated" if device.simulated else "real"]
     sizes = {name: default if (given := getattr(args, name)) is None else given for name, default in defaults.items()}
     figures, report = _train(sizes, (new_device(), device), budget_bytes, args.ratio, console)
     show(figures, report, device, console)
@@ -162,12 +161,10 @@ def show(figures: Mapping[str, Any], report: SwapReport, device: Device, console
 
 def table_rows(figures: Mapping[str, Any], device: Device) -> list[tuple[str, str, str]]:
     """Rows of the table: what, without swapping, with swapping."""
-    from chameleon_mm.device.stand_in import is_stand_in
 
     def step(run: Mapping[str, Any]) -> str:
         times = run["step_us"][1:] or run["step_us"]  # the first step warms up or is recorded
-        # The stand-in's times are the CPU's, and stand for nothing.
-        return "not measured" if is_stand_in(device.name) else format_us(statistics.median(times))
+        return format_us(statistics.median(times))
 
     def both(what: str, text: Callable[[Mapping[str, Any]], str]) -> tuple[str, str, str]:
         return what, text(figures["unswapped"]), text(figures["swapped"])

@@ -50,7 +50,6 @@ _HOST_READS = {
 """Operators whose result, or its size, the host needs before it goes on: on a GPU each waits for the stream."""
 
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-"""Operators that allocate and write nothing."""
 
 _NO_KERNEL = _UNINITIALISED | {"set_", "resize_", "resize_as_", "_unsafe_view", "lift", "detach"}
 """Operators that launch nothing, besides the views, which their schemas tell."""
@@ -80,8 +79,7 @@ _RUNNING, _TRAINING = slice(3, 5), 5
 _HIDDEN_WRITES = BATCH_NORMS | {
     "_batch_norm_impl_index", "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
 }  # fmt: skip
-"""Operators that update running statistics although their schemas do not say so. Those of `c10d` write to what they are given
-and say nothing of it, too."""
+"""Operators that update running statistics and do not say so; those of `c10d` do not say either what they write to."""
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 """Namespaces whose operators talk to other processes: one that runs twice here would be waited for twice there."""
@@ -158,7 +156,6 @@ class OpFacts:
     hidden_writes: bool = False
     """Whether it may write to what it is given although its schema does not say so."""
     random: bool = False
-    """Whether it may draw from a generator."""
     flops: FlopFormula | None = None
 
     @staticmethod

@@ -71,14 +71,12 @@ PACK_ALIGN_BYTES = 128
 """Alignment of packed buffers, a cache line, which no two share: 16-byte accesses are aligned."""
 
 PACK_PROGRAMS = 16
-"""Number of programs of a pack kernel, so at most as many SMs: of an H200's 132 a share that compute can spare. Not
-measured."""
+"""Programs of a pack kernel, so SMs at most: of an H200's 132 a share that compute can spare. Not measured."""
 
 _COPIES_PER_LAUNCH = 3  # what a launch costs the host, published as 9-11 us, in copies of about 3 us
 
 _MAX_PLANS = 32
-"""Number of plans kept for each stream: a step packs a few kinds of batches over and over. One is some KiB, on the host and on
-the device."""
+"""Plans kept for each stream, some KiB each on host and device: a step packs a few kinds of batches over and over."""
 
 
 class PackedOffsets(NamedTuple):

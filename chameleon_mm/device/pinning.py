@@ -46,8 +46,7 @@ REGISTRATION_LIMIT_BYTES = 512 * GIB
 """Size from which on one registration fails in the driver."""
 
 MAX_REGISTRATIONS = 65_000
-"""Number of registrations that we make in one process. The driver takes about 65,536; the rest is for others, such as CuPy and
-NCCL."""
+"""Registrations that we make in one process. The driver takes about 65,536; the rest is for others: CuPy, NCCL."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
@@ -59,8 +58,7 @@ Madvise = Callable[[int, int, int], int]
 """`(address, nbytes, advice) -> errno`, 0 for done. Must let go of the GIL."""
 
 PreferPages = Callable[[int, int], None]
-"""Called with `(address, nbytes)` of pages that nobody has touched: says which memory they should come from. Advice: never
-raises."""
+"""Called with `(address, nbytes)` of untouched pages: says which memory they should come from. Advice: never raises."""
 
 _Pinned = tuple[Tensor, Callable[[], None]]  # the memory, and what gives it back
 

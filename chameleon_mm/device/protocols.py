@@ -12,7 +12,7 @@ it) from `Device.alloc_pinned`. A method belongs here only if the simulator can 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,21 +21,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from chameleon_mm.device.allocator_hook import AllocatorHook
-    from chameleon_mm.kernels.codec import Codec
-
-
-class HookSwitch(Protocol):
-    """Interface of what takes a session's saved-tensor hooks off a thread, and puts them back."""
-
-    def off(self, limit_bytes: int) -> tuple[int, int] | None:
-        """Take them off the calling thread. Returns the bytes that are allocated now and the most that ever were; None, with
-        nothing changed: others are on top of them, or the allocator has reserved more than `limit_bytes`. Where it is about to
-        reserve more than it has, they are put back at once, in the middle of the operator."""
-
-    def on(self) -> bool | None:
-        """Put them back, on the thread that they were taken from. Returns whether they were off all the time, and nobody made
-        the allocator look for more than it has; None, with nothing done: they are not off on this thread, or it runs a
-        backward."""
 
 
 @runtime_checkable
@@ -70,7 +55,7 @@ class Stream(Protocol):
         """Note that this stream hands `buffer` back: call it right before dropping the last reference.
 
         Every access on other streams must be ordered before this point of this stream (their event waited on here, or seen
-        complete by the host). On CUDA this costs nothing; the simulator checks it.
+        complete by the host). It costs nothing; the simulator tells its observer.
         """
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -118,18 +103,6 @@ class Stream(Protocol):
         buffers in device memory. In this stream's order, as an operator's work: the caller keeps them as for `copy`. For
         compute streams. Raises `ValueError` before anything is enqueued.
         """
-
-    def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
-        """Enqueue one kernel that writes `src`, (n,) uint8, in `codec`'s shorter form to `dst`, (codec.encoded_bytes(n),)
-        uint8, and to `status`, (1,) int32, 0 where `dst` stands for `src` exactly.
-
-        All in device memory, 16-byte aligned, sharing no byte. In this stream's order, as an operator's work: the caller keeps
-        the buffers as for `copy`. For compute streams. Raises `ValueError` before anything is enqueued.
-        """
-
-    def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
-        """Enqueue the inverse of an exact `encode`: `src`, (codec.encoded_bytes(n),), to `dst`, (n,). Conditions as for
-        `encode`."""
 
     def record(self, *, timed: bool = False) -> Event:
         """An event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""
@@ -230,10 +203,6 @@ class Device(Protocol):
     def release_unused(self) -> None:
         """Give back to the driver what the caching allocator has reserved and nobody uses. Waits for the device. The simulator
         reserves nothing."""
-
-    def hook_switch(self, save: Callable[[Tensor], Any]) -> HookSwitch | None:
-        """A new switch for the saved-tensor hooks whose first is `save`; None where the device's allocator tells nobody that it
-        is about to grow."""
 
     def allocator_hook(self) -> AllocatorHook | None:
         """A new hook in the device's allocator, to which storages may be lent; None where it has none."""

@@ -38,7 +38,6 @@ the other half is for the climb until the next check, an operator's result and i
 _Made = TypeVar("_Made")
 
 _NO_BOUND = 1 << 62
-"""More bytes than any device has."""
 
 
 class PendingSwapOuts(Protocol):

@@ -59,9 +59,6 @@ class Director:
     """Whether it is told of every hook, also where nothing moves that is saved or used there."""
     light: LightProfiler | None = None
     """The profiler that notes what autograd saves and uses, of a director that plans."""
-    moves_nothing = False
-    """Whether the step that ended last followed a plan to its end by which nothing moves, no other plan is on trial, and no
-    save comes behind a use."""
     at_rest_until = 0
     """Hook until which nothing is due and the step is the cached one, as long as its hooks have that one's features."""
 

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -47,9 +46,6 @@ from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.uncompiled import uncompiled
 
-if TYPE_CHECKING:
-    from chameleon_mm.kernels.codec import Codec
-
 LONGEST_UNNAMED_STEP = 16_384
 """Storages that may be saved outside of any step before a new one begins, as a graph may be kept for ever."""
 
@@ -66,7 +62,6 @@ class Executor:
         limits: Limits,
         protected: ProtectedStorages,
         thresholds: Thresholds | None = None,
-        codecs: Sequence[Codec] = (),
         verify: bool = False,
     ) -> None:
         self.rule = rule
@@ -74,9 +69,7 @@ class Executor:
         self.protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
         self.recording = recording = Recording()
-        self.parts = parts = assemble(
-            device, pool, weakref.ref(self), recording, rule, limits, thresholds, codecs=codecs, verify=verify
-        )
+        self.parts = parts = assemble(device, pool, weakref.ref(self), recording, rule, limits, thresholds, verify=verify)
         self._retiring = Retiring(parts, recording, protected)
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
         self.checksums = parts.context.checksums
@@ -269,13 +262,7 @@ class Executor:
             return None
         return self.hook_lock.run(self._end_step, recorder, completed)
 
-    def end_part(self) -> None:
-        """End a step that began without hooks and got them in its middle: nothing is learned of a part."""
-        self.hook_counts.saves = self.hook_counts.uses = 0
-        if self.hook_lock.may_ask_device():
-            self.hook_lock.run(self._settle, False)
-
-    def _settle(self, completed: bool) -> int:
+    def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
         if self._saved_any or self._used_any or self._outs.have_work:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
@@ -283,10 +270,7 @@ class Executor:
         self.recomputing.end()
         self.parts.context.pool.take_back()
         self._in_step = False
-        return self._learn(completed=completed)
-
-    def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
-        growth_bytes, compute = self._settle(completed), self.device.current_stream()
+        growth_bytes, compute = self._learn(completed=completed), self.device.current_stream()
         kind = self.director.end_step(recorder, compute, growth_bytes, completed=completed)
         self.metrics.end_step(kind, compute)
         return kind

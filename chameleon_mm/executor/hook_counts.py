@@ -16,8 +16,7 @@ from chameleon_mm.profiler.dispatch_state import saved_tensor_hooks_on_top
 _log = logging.getLogger(__name__)
 
 UNNAMED_STEPS = 16
-"""Backward passes outside of steps, before the first step, after which it is said that none ever began: gradients may be
-accumulated over some before, or a training begin with others."""
+"""Backward passes before the first step, after which it is said that none began: gradients may be accumulated over some."""
 
 
 class HookCounts:
@@ -35,7 +34,6 @@ class HookCounts:
         self.steps = 0
         """Completed steps; the counts below are of these."""
         self.steps_without_saves = 0
-        """Steps in which autograd saved nothing."""
         self.steps_without_uses = 0
         """Steps in which it saved something, and used none of it until they ended."""
         self.steps_without_gradients = 0
@@ -50,7 +48,6 @@ class HookCounts:
         self.expects_steps = False
         """Whether somebody is to begin steps, and is told where nobody does."""
         self.was_told = False
-        """Whether that was said."""
         self._any_begun = False
         self._unnamed_steps = 0
         self._in_step: tuple[bool, bool] | None = None

@@ -46,8 +46,7 @@ class HookLock:
         """Storages to be retired, and sources to be let go of, by whoever enters. Others only read it, and the next."""
         self.errors: deque[BaseException] = deque()
         self.pid = ThisProcess.pid
-        """The process whose device and blocks these are. Compared before the lock is taken: in a forked child a thread that is
-        not there may hold it."""
+        """The process whose device and blocks these are: compared before the lock, which a thread lost in a fork may hold."""
 
     def run(self, work: Callable[..., _Result], *arguments: object) -> _Result:
         """Call `work` while no other thread is in, and return its result.

@@ -135,9 +135,9 @@ def _native_hooks(stays: ModuleType, save: _Save, use: _Use, executor: Executor)
 
 def _planned_hooks(helper: ModuleType, save: _Save, use: _Use, executor: Executor) -> tuple[_Save, _Use]:
     """The hooks of planned steps by the C++ helper, which calls `save` and `use` where anything is not usual; these themselves
-    where every storage is unusual, as it is encoded or checked, and where the helper does not know a part of the executor: a
-    device that counts for others too, thresholds that are no whole numbers."""
-    if executor.parts.context.checksums is not None or executor.parts.outs.codecs:
+    where every storage is unusual, as it is checked, and where the helper does not know a part of the executor: a device that
+    counts for others too, thresholds that are no whole numbers."""
+    if executor.parts.context.checksums is not None:
         return save, use
     hooks: tuple[_Save, _Use]
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +29,6 @@ from chameleon_mm.transfer import Thresholds, Transfer
 
 if TYPE_CHECKING:
     from chameleon_mm.executor.executor import Executor
-    from chameleon_mm.kernels.codec import Codec
 
 
 class Parts(NamedTuple):
@@ -57,7 +55,6 @@ def assemble(
     limits: Limits,
     thresholds: Thresholds,
     *,
-    codecs: Sequence[Codec],
     verify: bool,
 ) -> Parts:
     """Parts of `executor`, which none of them keeps alive, for `device`."""
@@ -82,7 +79,7 @@ def assemble(
         # A recorder counts who holds a storage, and what operators allocate: what the allocator does would be theirs.
         budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
-    outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds, codecs=codecs)
+    outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds)
     weak_outs = weakref.ref(outs)
     rebuilds = Rebuilds(device, context, budget, Comparisons(checksums, metrics.totals))
     ins = SwapIns(context, registry, budget, staging, order, rebuilds)

@@ -17,8 +17,7 @@ from chameleon_mm.saved.recipe import Refusal
 from chameleon_mm.trace.replayable import base_name
 
 ATTEMPTS = 4
-"""Steps that try to drop a storage where something of the moment is in the way, such as too little memory for its proof. After
-them it is not made again."""
+"""Steps that try to drop a storage where something of the moment is in the way. After them it is not made again."""
 
 
 class Followed(Protocol):

@@ -50,7 +50,6 @@ OTHERS_WRITE = Refusal("an input that others may write to")
 
 
 NewClaim = Callable[[Tensor, SavedBytes, Stream, Found], Claim]
-"""Makes a claim on the storage of a tensor."""
 
 
 class Recomputing:
@@ -119,7 +118,6 @@ class Recomputing:
                 self._rebuilds.inner_bytes = plan.inner_bytes
 
     def _note_untypical(self) -> None:
-        """Note that the step takes another time than others under its plan will."""
         self._is_untypical = True
         if self._plan is not None:
             self._plan.is_typical = False
@@ -251,7 +249,6 @@ class Recomputing:
         self._metrics.totals.bytes_recomputed += saved.nbytes
 
     def _original(self, saved: SavedStorage, recipe: Recipe) -> Original:
-        """What has to be known of `saved`, which is dropped now, by rule 3."""
         plan = self._plan
         assert saved.device is not None and saved.planned is not None and plan is not None
         number, operators = saved.planned.tensor, recipe.operators
@@ -303,7 +300,6 @@ class Recomputing:
         return [*stay, *(one.saved for one in waiting)]
 
     def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
-        """Recipe of what `saved` holds now."""
         self._obstacle = None
         if saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)

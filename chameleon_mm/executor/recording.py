@@ -37,7 +37,6 @@ class Recording:
         self.recorder: Recorder | None = None
         """The recorder that records the step, or did until it was stopped. Others only read it."""
         self.watch: CallWatch | None = None
-        """What watches the step's forwards."""
         self._thread = 0
         """The thread that began the step: a watch is on there alone."""
         self._entered = False

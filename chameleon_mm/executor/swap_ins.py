@@ -79,7 +79,7 @@ class SwapIns:
                 continue
             if self._budget.forecast.follows_plan and coming.planned is not None:
                 continue  # the plan says when
-            if not self._budget.room_for(coming.swap_in_bytes):
+            if not self._budget.room_for(coming.nbytes):
                 return
             try:
                 self.prefetch(coming, compute)
@@ -91,7 +91,7 @@ class SwapIns:
         for saved in due:
             if saved.state is not State.ON_HOST or not saved.form.has_copy or saved.first() is not None:
                 continue
-            if not self._budget.forecast.follows_plan and not self._budget.room_for(saved.swap_in_bytes):
+            if not self._budget.forecast.follows_plan and not self._budget.room_for(saved.nbytes):
                 return
             with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
                 self.prefetch(saved, compute)
@@ -99,7 +99,7 @@ class SwapIns:
     def prefetch(self, coming: SavedStorage, compute: Stream) -> None:
         """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
         coming.swap_in(compute)
-        self._budget.note_allocated(coming.swap_in_bytes)
+        self._budget.note_allocated(coming.nbytes)
         self._context.metrics.totals.prefetches += 1
 
     def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
@@ -119,7 +119,7 @@ class SwapIns:
             if elsewhere is not None:
                 totals.uses_on_device += 1
                 return elsewhere
-            self._allocate(saved.swap_in_bytes, lambda: saved.swap_in(compute), exclude=(saved,))
+            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,))
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
         totals.uses_on_device += 1

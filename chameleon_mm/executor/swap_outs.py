@@ -1,7 +1,7 @@
 """Swaps saved storages out: after the op that saved them is over, each by the way that suits its size.
 
 outs.add(saved)                                  # ON_DEVICE: its op may still write it
-for saved in outs.finished(): outs.swap_out(saved)   # at every hook: gather a small view; alone | encoded | with others
+for saved in outs.finished(): outs.swap_out(saved)   # at every hook: gather a small view; alone | with others
 outs.pack_small()                                # the small ones that wait, at once: the link is idle, or memory is short
 """
 
@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +18,9 @@ from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import HookActions
-from chameleon_mm.kernels.arguments import UNIT_BYTES
-from chameleon_mm.policy import CodecRule, DefaultRule
+from chameleon_mm.policy import DefaultRule
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.saved.claims import StorageRegistry
-from chameleon_mm.saved.encoded_form import EncodedForm
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
 from chameleon_mm.saved.partial_form import PartialForm
 from chameleon_mm.saved.saved_part import SavedPart
@@ -31,9 +28,6 @@ from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.transfer import Path, Thresholds
 from chameleon_mm.units import MIB
-
-if TYPE_CHECKING:
-    from chameleon_mm.kernels.codec import Codec
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +44,8 @@ class SwapOuts:
     """Queues the copies of saved storages. Not thread-safe: the executor holds its lock."""
 
     __slots__ = (
-        "__weakref__", "_budget", "_codec_rule", "_context", "_queued_in", "_queued_out", "_registry", "_rule", "_small",
-        "_staging", "_thresholds", "codecs", "fresh", "waiting_bytes",
+        "__weakref__", "_budget", "_context", "_queued_in", "_queued_out", "_registry", "_rule", "_small",
+        "_staging", "_thresholds", "fresh", "waiting_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -63,7 +57,6 @@ class SwapOuts:
         *,
         rule: DefaultRule,
         thresholds: Thresholds,
-        codecs: Sequence[Codec],
     ) -> None:
         self._context = context
         self._queued_out, self._queued_in = context.transfer.queued
@@ -71,8 +64,6 @@ class SwapOuts:
         self._budget = budget
         self._rule = rule
         self._thresholds = thresholds
-        self.codecs = codecs
-        self._codec_rule = CodecRule(names=tuple(codec.name for codec in codecs))
         self._staging = staging
         self.fresh: deque[tuple[SavedStorage, OperatorNumber]] = deque()
         """Storages saved by operators that are not known to be over. Others only read it."""
@@ -179,7 +170,7 @@ class SwapOuts:
         try:
             if last_bytes < saved.nbytes:
                 saved.swap_out(PartialForm(saved.nbytes - last_bytes, self._context.streams))
-            elif not (self.codecs and self._went_encoded(saved)):
+            else:
                 saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if last_bytes < saved.nbytes or not self._went_to_pageable(saved, refusal):
@@ -215,8 +206,7 @@ class SwapOuts:
     def swap_out_alone(self, saved: SavedStorage) -> None:
         """Queue its copy out alone; where the host takes no more it stays."""
         try:
-            if not (self.codecs and self._went_encoded(saved)):
-                saved.swap_out()
+            saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if not self._went_to_pageable(saved, refusal):
                 self._note_refusal(refusal)
@@ -238,33 +228,6 @@ class SwapOuts:
     def _note_refusal(self, refusal: Exception) -> None:
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))
         self._context.metrics.totals.fallbacks += 1
-
-    def _went_encoded(self, saved: SavedStorage) -> bool:
-        """Queue the copy out in a shorter form, if the rule asks for one and there is memory for it. Returns whether that was
-        done."""
-        encoded = self._encoded_form_for(saved)
-        if encoded is None:
-            return False
-        with suppress(torch.OutOfMemoryError, HostMemoryExhausted):  # then as it is, if that can be
-            saved.swap_out(encoded)
-            self._budget.note_allocated(encoded.nbytes)
-            return True
-        return False
-
-    def _encoded_form_for(self, saved: SavedStorage) -> EncodedForm | None:
-        """The shorter form in which it should cross, if the rule asks for one."""
-        if saved.dtype is None or saved.gathered or saved.device is None:
-            return None
-        if saved.device.data_ptr() % UNIT_BYTES:
-            return None
-        dtype, totals = str(saved.dtype), self._context.metrics.totals
-        candidates = {codec.name: codec for codec in self.codecs if codec.applies_to(saved.dtype)}
-        name = self._codec_rule.choose(
-            candidates,
-            encoded={name: totals.encoded[name, dtype] for name in candidates},
-            refused={name: totals.refused_by_codec[name, dtype] for name in candidates},
-        )
-        return None if name is None else EncodedForm(candidates[name], saved.nbytes, saved.dtype, self._context)
 
     def _pack(self, members: Sequence[SavedStorage]) -> None:
         with suppress(torch.OutOfMemoryError):  # then they stay

@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 
 from chameleon_mm.device import Stream
-from chameleon_mm.errors import SimError, TransferFailed
+from chameleon_mm.errors import TransferFailed
 from chameleon_mm.pinned import PinnedBlock
 from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.handles import flat_bytes
@@ -133,8 +133,6 @@ class Hosted(ABC):
         assert self._out is not None
         try:
             done = self._context.transfer.issue_out(self._out)
-        except SimError:
-            raise
         except RuntimeError as error:
             _log.warning(
                 "chameleon_mm: %d bytes of %s stay on the device, their copy out was refused: %s",

@@ -20,7 +20,6 @@ FRAMEWORK = Framework("lightning", first=(2, 5), last=(2, 6))
 
 
 def _callback_class() -> Any:
-    """The class that callbacks of Lightning's `Trainer` are of."""
     FRAMEWORK.load()
     from lightning.pytorch.callbacks import Callback
 

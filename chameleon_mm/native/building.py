@@ -21,10 +21,10 @@ import torch
 
 from chameleon_mm.errors import NativeBuildError
 
-HELPERS = ("stays", "planned", "reclaim", "memory", "switch")
+HELPERS = ("stays", "planned", "reclaim", "memory")
 """Names of the helpers, each of a source beside this file."""
 
-OF_CUDA = ("planned", "reclaim", "memory", "switch")
+OF_CUDA = ("planned", "reclaim", "memory")
 """Those that are of use with torch's CUDA build alone."""
 
 CACHE = Path("~", ".cache", "chameleon_mm", "native")
@@ -105,7 +105,6 @@ def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
 
 
 def _command(compiler: str) -> list[str]:
-    """The compiler and its options, but for the files."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise NativeBuildError("native: expected a Python with its global lock, got a free-threaded one, which needs no helper")
     program = shutil.which(compiler)

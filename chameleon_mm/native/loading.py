@@ -19,7 +19,6 @@ class Status(NamedTuple):
 
 
 _loaded: dict[Path, ModuleType] = {}
-"""Helpers by their builds."""
 
 
 def load(name: str) -> ModuleType | None:

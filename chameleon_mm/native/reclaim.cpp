@@ -14,13 +14,12 @@
 
 #include <pybind11/pybind11.h>
 
-#include "free_memory_callback.h"
-
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Registry.h>
 #include <torch/csrc/Storage.h>
 
 #include <dlfcn.h>
@@ -40,6 +39,18 @@
 #endif
 
 namespace py = pybind11;
+
+#ifdef WITH_CUDA
+namespace c10 {
+// What torch's caching allocator calls where it finds no block. As in c10/cuda/CUDACachingAllocator.h, which needs CUDA's headers.
+class FreeMemoryCallback {
+ public:
+  virtual ~FreeMemoryCallback() = default;
+  virtual bool Execute() = 0;
+};
+C10_DECLARE_REGISTRY(FreeCudaMemoryCallbacksRegistry, FreeMemoryCallback);
+}  // namespace c10
+#endif
 
 namespace {
 

@@ -62,7 +62,6 @@ class Window:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of device memory that its storages have now."""
         self.settle()
         return self._resident_bytes
 

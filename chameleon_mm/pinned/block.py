@@ -79,8 +79,7 @@ class PinnedBlock:
         self.nbytes: Final = nbytes
         """Bytes as asked for."""
         self.pending_events = events
-        """Events of earlier owners that nobody has waited for yet; device work on the block comes after them. Others only read
-        it."""
+        """Events of earlier owners that nobody waited for; device work on the block comes after them. Others only read it."""
         self._met: tuple[Event, ...] = ()
         self._views: list[weakref.ref[BlockView]] | None = None
 
@@ -202,23 +201,6 @@ class PinnedBlock:
             )
         self._return(ticket, self.pending_events + self._met if after is None else (*self.pending_events, after))
 
-    def set_pending(self, events: tuple[Event, ...]) -> None:
-        """Set all pending events to `events`, for an allocator that has this block's memory back from whoever it was lent
-        to."""
-        self.pending_events = events
-
-    def lend(self, owner: Owner, serial: int = 0, start: int = 0, nbytes: int | None = None) -> PinnedBlock:
-        """Make a block of `owner`'s over `nbytes` (None: all) from `start` of this one, for an allocator around another.
-
-        It takes over what is known of earlier users, so that this one has nothing pending until `set_pending` says what
-        `owner.note_released` was told; then this one may be released. `serial` tells the owner's blocks apart. Raises
-        `BlockReleasedError` after the release.
-        """
-        self._check_live("lend")
-        outer = LentBlock(self, owner, serial, start, self.nbytes if nbytes is None else nbytes)
-        self.pending_events = self._met = ()
-        return outer
-
     def __del__(self) -> None:
         # Not weakref.finalize: that costs more than the allocation itself, and all this does is append to a deque, which is
         # safe in the middle of any line, in a forked child and while the interpreter shuts down. Nobody is asked for views:
@@ -260,18 +242,3 @@ class PinnedBlock:
                 f"{what}: expected a live block, got one of {self.nbytes} bytes that was released; "
                 f"release a block after its last use, or allocate another"
             )
-
-
-class LentBlock(PinnedBlock):
-    """A block over a part of another's memory, which it holds."""
-
-    __slots__ = ("_inner",)
-
-    def __init__(self, inner: PinnedBlock, owner: Owner, serial: int, start: int, nbytes: int) -> None:
-        super().__init__(owner, (serial, start), inner._memory, inner._start + start, nbytes, inner.pending_events)
-        self._met = inner._met
-        self._inner = inner
-
-    @property
-    def pageable(self) -> bool:
-        return self._inner.pageable

@@ -1,52 +1,66 @@
-"""Finds who writes beside a block, uses it after its release, or releases it twice. For tests and for hunting: it costs.
+"""Finds who writes beside a block, uses it after its release, releases it twice or never. For tests and for hunting: it costs.
 
     | red zone, a page | the block, poisoned | red zone, a page |
 
-    pool = CheckingAllocator(PinnedPool("1GiB"))
+    checked = CheckingAllocator(PinnedPool("1GiB"))
+    block = checked.allocate(nbytes)
     block.tensor(...)[...]            # NaN, or -1, until it is written
     block.release(after=event)        # noted; the device may still write
-    pool.allocate(...)                # looks at what was released and is complete: BlockCorruptedError if a zone was written
-    pool.check()                      # waits for the device, and looks at all of it
+    checked.allocate(...)             # looks at what was released and is complete: BlockCorruptedError if a zone was written
+    checked.check()                   # waits for the device, and looks at all of it
     block.release()                   # BlockReleasedError: where it was allocated, and where it was released
+    checked.close()                   # PoolStateError: the blocks that are still out, and the stack that took each
 
 A finalizer may not look: device work may be under way on the block, and asking an event is a call of the device. So a released
-block stays the wrapper's until an ordinary call finds its last event complete.
+block stays the allocator's until an ordinary call finds its last event complete.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from chameleon_mm.device.protocols import Event, Stream
-from chameleon_mm.errors import BlockCorruptedError, BlockReleasedError, HostMemoryExhausted
-from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper, Stats, block_nbytes
-from chameleon_mm.pinned.block import LentBlock, PinnedBlock, Ticket
+from chameleon_mm.device.protocols import Device, Event, Stream
+from chameleon_mm.errors import BlockCorruptedError, BlockReleasedError, HostMemoryExhausted, PoolStateError
+from chameleon_mm.pinned.block import PinnedBlock, Ticket
+from chameleon_mm.pinned.free_list import DEFAULT_ALIGNMENT
+from chameleon_mm.pinned.ledger import PoolStats
+from chameleon_mm.pinned.pool import PinnedPool, close_at_exit
+from chameleon_mm.units import format_size, parse_size
 
-ZONE_BYTES = 4096
-"""Size of the zone on each side: a page, so that blocks lie on pages as they do without the wrapper."""
+ZONE_BYTES = DEFAULT_ALIGNMENT
+"""Size of the zone on each side: a page, so that blocks lie on pages as the pool's do."""
 
 _ZONE_BYTE = 0xA5
 POISON_BYTE = 0xFF
 """Byte that fills unwritten memory, every float type's NaN, every integer type's -1: what shows most when it is read."""
 
-_FRAMES = 4
+_FRAMES = 8
+"""Frames of a stack that are kept: enough to leave a framework's own, few enough to read."""
 
 
 @dataclass(slots=True, eq=False)
 class _Guarded:
-    """An inner block, and where the zones and the user's bytes lie in it."""
+    """A block of the pool, and where the zones and the user's bytes lie in it."""
 
     inner: PinnedBlock
     nbytes: int
     allocated_at: str
+    events: tuple[Event, ...] = ()
+    """Events until which the device may use it, once it was released."""
+
+    @property
+    def is_complete(self) -> bool:
+        return all(event.query() for event in self.events)
 
     def poison(self) -> None:
         self._bytes()[ZONE_BYTES : ZONE_BYTES + self.nbytes] = POISON_BYTE
@@ -76,15 +90,21 @@ class _Guarded:
         return self.inner.numpy((self.inner.nbytes,), np.uint8)
 
 
-class _CheckedBlock(LentBlock):
-    """A block that minds being released twice."""
+class _CheckedBlock(PinnedBlock):
+    """A block between the zones of a pool's, which raises when it is released twice."""
 
-    __slots__ = ("_allocated_at", "_released_at")
+    __slots__ = ("_allocated_at", "_pageable", "_released_at")
 
-    def __init__(self, inner: PinnedBlock, owner: CheckingAllocator, serial: int, nbytes: int, allocated_at: str) -> None:
-        super().__init__(inner, owner, serial, ZONE_BYTES, nbytes)
-        self._allocated_at = allocated_at
+    def __init__(self, owner: CheckingAllocator, serial: int, guarded: _Guarded) -> None:
+        inner = guarded.inner
+        super().__init__(owner, (serial, ZONE_BYTES), inner.buffer, ZONE_BYTES, guarded.nbytes, ())
+        self._pageable = inner.pageable
+        self._allocated_at = guarded.allocated_at
         self._released_at = "a place unknown"
+
+    @property
+    def pageable(self) -> bool:
+        return self._pageable
 
     def release(self, after: Event | None = None) -> None:
         """Release as `PinnedBlock.release` does, but raise `BlockReleasedError` at a second call."""
@@ -97,65 +117,95 @@ class _CheckedBlock(LentBlock):
         self._released_at = _where()
 
 
-class CheckingAllocator(AllocatorWrapper):
-    """`inner`, with red zones around every block, poison in it, and its releases checked. Thread-safe where `inner` is.
+class CheckingAllocator:
+    """An allocator of `pool`'s blocks with red zones around each and poison in it, whose releases are checked. Thread-safe.
 
     Each block takes `2 * ZONE_BYTES` more. `allocate` makes the host wait for the bytes' earlier users, because it writes them;
-    `stream` has nothing to wait for then. What was found is raised by the next call of the wrapper, on whatever thread.
+    `stream` has nothing to wait for then. What was found is raised by the next call of the allocator, on whatever thread.
+    `close`, or leaving `with`, ends the checks alone: the pool is closed by whoever made it.
     """
 
-    def __init__(self, inner: Allocator) -> None:
-        super().__init__(inner)
+    def __init__(self, pool: PinnedPool) -> None:
+        self.pool: Final = pool
         self._lock = threading.Lock()
-        self._guarded: dict[int, _Guarded] = {}
+        self._serials = count(1)  # `next` of it is one atomic step, and so is `pop` of a dictionary
+        self._live: dict[int, _Guarded] = {}
         self._returned: deque[_Guarded] = deque()
         self._waiting: list[_Guarded] = []
 
+    @property
+    def device(self) -> Device:
+        return self.pool.device
+
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
-        """Allocate as `Allocator.allocate` does. Raises `BlockCorruptedError`, once, for what was found since the last call."""
-        nbytes = block_nbytes(nbytes)
+        """Allocate as `PinnedPool.allocate` does. Raises `BlockCorruptedError`, once, for what was found since the last
+        call."""
+        nbytes = parse_size(nbytes, what="allocate")
         self._settle(wait=False)
         padded = nbytes + 2 * ZONE_BYTES
         try:
-            inner = self.inner.allocate(padded, stream)
+            inner = self.pool.allocate(padded, stream)
         except HostMemoryExhausted:
             if not self._waiting:
                 raise
             inner = None  # retried outside of the except block, whose traceback would hold what it mentions
         if inner is None:
             self._settle(wait=True)
-            inner = self.inner.allocate(padded, stream)
+            inner = self.pool.allocate(padded, stream)
         guarded = _Guarded(inner, nbytes, _where())
         guarded.draw_zones()
         guarded.poison()
         serial = next(self._serials)
-        self._guarded[serial] = guarded
-        return _CheckedBlock(inner, self, serial, nbytes, guarded.allocated_at)
+        self._live[serial] = guarded
+        return _CheckedBlock(self, serial, guarded)
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """Note the release of a block; called by blocks alone. Raises `BlockReleasedError` for a ticket that is not a live
         block's of this allocator."""
-        guarded = self._guarded.pop(ticket[0], None)
+        guarded = self._live.pop(ticket[0], None)
         if guarded is None:
             raise BlockReleasedError(
-                f"take_back: expected the ticket of a live block of this allocator, got {ticket}: another allocator's, or one "
-                f"given back before; give a block back to who made it, once"
+                f"note_released: expected the ticket of a live block of this allocator, got {ticket}: another allocator's, or "
+                f"one given back before; give a block back to who made it, once"
             )
-        guarded.inner.set_pending(events)
+        guarded.events = events
         self._returned.append(guarded)
 
     def check(self) -> None:
         """Look at every block that was released. The host waits for the device. Raises `BlockCorruptedError`."""
         self._settle(wait=True)
 
-    def stats(self) -> Stats:
-        """Statistics of the inner allocator, zones included. Raises `BlockCorruptedError`."""
+    def stats(self) -> PoolStats:
+        """Statistics of the pool, zones included. Raises `BlockCorruptedError`."""
         self._settle(wait=False)
-        return self.inner.stats()
+        return self.pool.stats()
 
     def close(self) -> None:
-        """Check all blocks as `check` does: afterwards the inner allocator has back every block that was released."""
+        """Check all blocks as `check` does: afterwards the pool has back every block that was released.
+
+        Raises `PoolStateError`, which lists them with the stack that took each, while blocks are live.
+        """
         self.check()
+        live = list(self._live.values())
+        if not live:
+            return
+        blocks, nbytes = Counter(held.allocated_at for held in live), Counter[str]()
+        for held in live:
+            nbytes[held.allocated_at] += held.nbytes
+        where = "; ".join(f"{blocks[place]} of {total} bytes allocated at {place}" for place, total in nbytes.most_common())
+        raise PoolStateError(
+            f"close: expected no live block, got {len(live)} of {format_size(nbytes.total())} in all; release them, or drop "
+            f"what holds them, and close again: {where}"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        close_at_exit(self.close, error, "checking allocator")
+
+    def __repr__(self) -> str:
+        return f"<CheckingAllocator over {self.pool!r}: {len(self._live)} live blocks>"
 
     def _settle(self, *, wait: bool) -> None:
         """Check, poison and release the blocks whose last device work is complete."""
@@ -165,12 +215,12 @@ class CheckingAllocator(AllocatorWrapper):
                 self._waiting.append(self._returned.popleft())
             waiting, self._waiting = self._waiting, []
             for guarded in waiting:
-                if not wait:
-                    guarded.inner.forget_complete()
-                    if guarded.inner.pending_events:
-                        self._waiting.append(guarded)
-                        continue
-                if damage := guarded.damage():  # the host waits here, where it was told to
+                if not (wait or guarded.is_complete):
+                    self._waiting.append(guarded)
+                    continue
+                for event in guarded.events:
+                    event.synchronize()  # the last device access to the block -> the host looks at it
+                if damage := guarded.damage():
                     found.append(damage)
                 guarded.poison()
                 guarded.inner.release()

@@ -1,7 +1,7 @@
 """The chunks of one pool: regions of one free list, each with the memory behind it.
 
     wanted = chunks.make_room(size, limit)      # how large the next chunk is; unused ones are detached for it
-    chunks.give_back()                          # what was detached goes back to the device, which may have to be waited for
+    chunks.free()                               # what was detached goes back to the device, which may have to be waited for
     chunks.pin(wanted); chunks.admit()          # another one comes
     chunk = chunks.of(offset)
 
@@ -28,12 +28,10 @@ from chameleon_mm.units import GIB, MIB, format_size, round_up
 _log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_BYTES = GIB
-"""Size of a chunk, large enough that blocks waste little at its end, small enough to pin in a fraction of a second and to
-free."""
+"""Size of a chunk: large, so blocks waste little at its end; small enough to pin in a fraction of a second and to free."""
 
 SMALLEST_CHUNK_BYTES = 16 * MIB
-"""Size at which growth starts, if no chunk size was asked for. Each registration costs the driver a fixed time, and there are
-about 65,000 of them; both are out of sight from here on."""
+"""Size at which growth starts without a chunk size: the driver's time per registration, and its 65,000, do not matter."""
 
 GROWTH_SHARE = 16
 """A chunk is at most about 1/16 of what is reserved before it, if no chunk size was asked for: the last one is what overshoots,
@@ -57,7 +55,7 @@ class Chunk:
 
 class Chunks:
     """The pinned regions of one pool, got from and given back to `device`. Not thread-safe: the pool's lock guards it, but for
-    `pin` and `give_back`, which one thread at a time calls without that lock.
+    `pin` and `free`, which one thread at a time calls without that lock.
 
     `chunk_bytes` is the size of a chunk, None for one that grows with what is reserved up to 1 GiB.
     """
@@ -71,7 +69,6 @@ class Chunks:
         self._arrived: deque[Tensor] = deque()  # pinned, and not taken in yet
         self._leaving: deque[Chunk] = deque()  # detached, and not given back yet
         self.peak_reserved_bytes = 0
-        """The most `reserved_bytes` has been."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -82,7 +79,6 @@ class Chunks:
 
     @property
     def hold_memory(self) -> bool:
-        """Whether there is any chunk to free."""
         return bool(self._chunks or self._arrived or self._leaving)
 
     @property

@@ -21,8 +21,7 @@ from functools import partial
 from operator import attrgetter, index
 
 DEFAULT_ALIGNMENT = 4096
-"""Alignment in bytes: a page, so that two blocks never share one, and a multiple of every element size and of every DMA
-granularity."""
+"""Alignment in bytes: a page, so that two blocks never share one; a multiple of element sizes and DMA granularities."""
 
 
 class _Span:
@@ -97,7 +96,6 @@ class FreeList:
 
     @property
     def peak_live_bytes(self) -> int:
-        """The most that `live_bytes` has been."""
         return max(self._peak_units << self._shift, self.live_bytes)
 
     def recent_peak(self) -> int:
@@ -249,7 +247,6 @@ class FreeList:
         self._newest[units] = span
 
     def _leave(self, span: _Span) -> None:
-        """Take the free block `span` out of the list of its size."""
         newer, older, units = span.newer, span.older, span.units
         if older is not None:
             older.newer = newer

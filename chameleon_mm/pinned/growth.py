@@ -39,8 +39,7 @@ PinNext = Callable[[int], int | None]
 """Pins a chunk of at most so many bytes; returns its bytes, None where there is no pool to pin for any more."""
 
 _POLL_S = 0.001
-"""Seconds between two looks of a waiting `allocate` whether a block came back. It must look: a release may run in the middle of
-any line, also one that holds the lock which a notification would need."""
+"""Seconds between two looks of a waiting `allocate`. No notification: a release may run while its lock is held."""
 
 _LONGEST_POLL_S = 0.25
 """The longest interval at which it asks for another chunk, which costs much where the device refuses again."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -21,7 +20,6 @@ from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.errors import PoolStateError
 from chameleon_mm.pinned.block import Owner, PinnedBlock, Ticket
 from chameleon_mm.pinned.chunks import Chunks
-from chameleon_mm.pinned.free_list import Units
 from chameleon_mm.pinned.pageable import PageableLedger
 
 
@@ -85,10 +83,6 @@ class Ledger:
         """Live blocks, those included that were released since the last `drain`."""
         return len(self._live) + self.pageable.num_live
 
-    def units_reader(self) -> Callable[[], Units]:
-        """Function that tells what is live, blocks included that were released since the last `drain`; it takes no lock."""
-        return self._free_list.units_reader()
-
     def live_sizes(self) -> list[int]:
         """Bytes of each live block, as asked for."""
         return [*self._live.values(), *self.pageable.live_sizes()]
@@ -139,10 +133,6 @@ class Ledger:
         self._serial = serial = self._serial + 1
         self._live[serial] = nbytes
         return PinnedBlock(owner, (serial, offset), memory, start, nbytes, events)
-
-    def recent_peak_bytes(self) -> int:
-        """The most bytes that live blocks held since the last call."""
-        return self._free_list.recent_peak()
 
     def stats(self, limit_bytes: int) -> PoolStats:
         """Statistics of the pool, every release up to here counted."""

@@ -2,8 +2,8 @@
 
     memory = source.allocate(nbytes)            # PageableSource
     ledger.add(serial, memory)                  # PageableLedger: held for the PageableBlock of that serial number
-    ledger.take_back(serial, events)            # released: held until the device is done with it
-    ledger.sweep()                              # dropped
+    ledger.note_released(serial, events)        # held until the device is done with it
+    ledger.drop_complete()                      # dropped
 
 The device may read and write pageable memory after the host went on, as it does pinned memory: a block's last reference may go
 before its last event is complete, so somebody else has to hold the memory until then.

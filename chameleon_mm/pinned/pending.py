@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator
 from chameleon_mm.device.protocols import Event
 
 _SWEEP_AT = 64
-"""Number of ranges beyond which complete ones are looked for and dropped: a list that is rarely taken from stays short, and the
-search costs each range a constant, for it comes again only once the number that were left has doubled."""
+"""Ranges beyond which complete ones are dropped, then twice what is left: so the search costs each range a constant."""
 
 
 class LateEvent:
@@ -81,9 +80,6 @@ class PendingRanges:
         self._ends: list[int] = []
         self._events: list[tuple[Event, ...]] = []
         self._sweep_at = _SWEEP_AT
-
-    def __len__(self) -> int:
-        return len(self.starts)
 
     def __iter__(self) -> Iterator[Event]:
         for events in self._events:

@@ -32,7 +32,6 @@ from chameleon_mm.device import resolve_device
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
-from chameleon_mm.pinned.allocator import block_nbytes
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 from chameleon_mm.pinned.chunks import Chunks
 from chameleon_mm.pinned.free_list import Units
@@ -40,17 +39,27 @@ from chameleon_mm.pinned.growth import Growth, Progress, Reservation
 from chameleon_mm.pinned.host_memory import MemoryLimit
 from chameleon_mm.pinned.ledger import Ledger, PoolStats
 from chameleon_mm.pinned.pageable import PageableBlock, PageableSource
+from chameleon_mm.pinned.tensors import plain_shape, tensor_nbytes
 from chameleon_mm.units import format_size, parse_size
 
 if TYPE_CHECKING:
-    from chameleon_mm.pinned.malloc import CupyAllocator
-    from chameleon_mm.pinned.plan_offsets import OffsetPlan
-    from chameleon_mm.pinned.replay import ReplayPool
+    from chameleon_mm.pinned.cupy_allocator import CupyAllocator
 
 _log = logging.getLogger(__name__)
 
 OnFull = Literal["raise", "pageable", "wait"]
 """Reaction of `allocate` where the limit, or the device, gives no more pinned memory."""
+
+
+def close_at_exit(close: Callable[[], None], error: BaseException | None, what: str) -> None:
+    """Call `close` as a `with` block ends. Where `error` ends it, blocks that are still out are a warning that begins with
+    `what`: the error's traceback is likely what holds them, and the error is what the caller must see. They return later."""
+    try:
+        close()
+    except PoolStateError as still_live:
+        if error is None:
+            raise
+        _log.warning("chameleon_mm: %s: %s", what, still_live)
 
 
 class PinnedPool:
@@ -133,7 +142,7 @@ class PinnedPool:
         pool stays usable, and the same request may succeed later.
         """
         if type(nbytes) is not int or nbytes < 0:
-            nbytes = block_nbytes(nbytes)
+            nbytes = parse_size(nbytes, what="allocate")
         ledger = self._ledger
         with ledger.lock:
             if ledger.closed:
@@ -157,7 +166,7 @@ class PinnedPool:
         `stream` is there for the likeness to `allocate`: the memory has no earlier user to wait for. It is kept until the event
         that the block is released with is complete. Raises `HostMemoryExhausted`.
         """
-        nbytes = block_nbytes(nbytes)
+        nbytes = parse_size(nbytes, what="allocate")
         memory = self._pageable_source.allocate(nbytes)
         ledger = self._ledger
         with ledger.lock:
@@ -174,21 +183,14 @@ class PinnedPool:
         streams; where the last use is known, `allocate` with `release(after=event)` waits for less.
         Raises what `allocate` raises, `ValueError` for sizes below 0, `TypeError` for what is no shape or no dtype.
         """
-        from chameleon_mm.pinned.tensors import empty_tensor
-
-        return empty_tensor(self, shape, dtype)
+        sizes = plain_shape("empty", shape)
+        return self.allocate(tensor_nbytes("empty", sizes, dtype)).tensor(sizes, dtype)
 
     def as_cupy_allocator(self) -> CupyAllocator:
         """This pool for `cupy.cuda.set_pinned_memory_allocator`."""
-        from chameleon_mm.pinned.malloc import CupyAllocator
+        from chameleon_mm.pinned.cupy_allocator import CupyAllocator
 
         return CupyAllocator(self)
-
-    def replay(self, plan: OffsetPlan) -> ReplayPool:
-        """A pool that serves a step from the offsets of `plan`, out of one block of this one."""
-        from chameleon_mm.pinned.replay import ReplayPool
-
-        return ReplayPool(self, plan)
 
     def take_back(self) -> None:
         """Put blocks that were released back among the free ones, and free chunks beyond a lowered limit: work that the next
@@ -243,7 +245,7 @@ class PinnedPool:
 
     def units_reader(self) -> Callable[[], Units]:
         """Function that tells what live blocks hold as of the latest call, as `units_bytes` reads it. It takes no lock."""
-        return self._ledger.units_reader()
+        return self._chunks.free_list.units_reader()
 
     def stats(self) -> PoolStats:
         """Statistics of what the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's
@@ -255,7 +257,7 @@ class PinnedPool:
         """The most bytes that live blocks held since the last call, as `PoolStats.live_bytes` counts them."""
         with self._ledger.lock:
             self._ledger.drain()
-            return self._ledger.recent_peak_bytes()
+            return self._chunks.free_list.recent_peak()
 
     def close(self) -> None:
         """Free all memory, once the device is done with it (the host waits). A second call does nothing.
@@ -287,13 +289,7 @@ class PinnedPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except PoolStateError as still_live:
-            if error is None:
-                raise
-            # The error's own traceback is likely what holds the blocks. It is what the caller must see; they return later.
-            _log.warning("chameleon_mm: pinned pool left open: %s", still_live)
+        close_at_exit(self.close, error, "pinned pool left open")
 
     def __repr__(self) -> str:
         live = self._ledger.num_live - len(self._ledger.returned)

@@ -1,7 +1,7 @@
 """Views of a block that keep it alive, and tensors that are all there is of one.
 
     block.tensor(shape, dtype):  BlockView(block) <- array <- tensor <- every view of the tensor      # each holds the next left
-    empty_tensor(pool, ...):     the same; nobody else has the block, so it is dropped with the last view
+    pool.empty(shape, dtype):    the same; nobody else has the block, so it is dropped with the last view
 
 NumPy keeps the object that an array's memory came from, and torch the array that a tensor's storage came from. So the object
 at the bottom lives exactly as long as something can reach the bytes, whatever was derived from it: slices, `detach()`, DLPack
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from chameleon_mm.pinned.allocator import Allocator
     from chameleon_mm.pinned.block import PinnedBlock
 
 
@@ -51,17 +50,6 @@ def as_tensor(view: BlockView, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 def as_array(view: BlockView, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """`view` as a contiguous array, which holds it."""
     return np.ndarray(shape, dtype, buffer=np.asarray(view))
-
-
-def empty_tensor(allocator: Allocator, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised, contiguous CPU tensor in a block of its own, which returns when the last view of the tensor goes.
-
-    The tensor may be dropped while the device copies to or from it, on any stream: see `PinnedBlock` for what the next user of
-    the bytes waits for. `allocate`, then `release(after=event)`, waits for less. Raises `ValueError` for sizes below 0,
-    `TypeError` for what is no shape or no dtype, and what `allocate` raises.
-    """
-    sizes = plain_shape("empty", shape)
-    return allocator.allocate(tensor_nbytes("empty", sizes, dtype)).tensor(sizes, dtype)
 
 
 def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -24,10 +24,8 @@ from chameleon_mm.trace.trace import Int64s
 from chameleon_mm.units import allocated_size, format_size_up, parse_size
 
 BUCKETS_AT_ONCE = 3
-"""Number of buckets of state on the device at once."""
 
 _NO_LIMIT = 1 << 62
-"""Budget in which everything fits."""
 
 
 def beside(step: RecordedStep, swapped: Swapped) -> Trace:

@@ -26,7 +26,6 @@ from chameleon_mm.trace import Trace
 from chameleon_mm.units import format_size, format_us
 
 SIZES = ("batch", "seq", "layers")
-"""Names of the sizes that may be searched for."""
 
 SEQ_STEP = 64
 """Tokens by which rows grow: kernels take them in multiples of that."""

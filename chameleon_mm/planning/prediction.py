@@ -15,6 +15,7 @@ need not have a plan that is as good.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -153,15 +154,12 @@ class Way:
     name: str
     peak_bytes: int
     host_bytes: int
-    """Bytes of pinned memory."""
     moved_bytes: int
     """Bytes that are copied out; as many come back."""
     stall_us: float
-    """Time that compute waits for copies."""
     device_copy_us: float
     """Time of copies within device memory: of the parts that stay, where storages move in part."""
     recompute_us: float
-    """Time of operators that run again."""
     step_us: float
 
 
@@ -175,7 +173,6 @@ class Prediction:
     host_budget_bytes: int | None
     needs: tuple[MemoryNeed, ...]
     peak: Peak
-    """Peak of the step, nothing swapped."""
     phase: StepPhase
     """Phase of the step in which the peak is."""
     least_phase: StepPhase
@@ -192,11 +189,11 @@ class Prediction:
     infeasible: str | None
     """Reason why there is no plan within the budgets; None: there is one."""
     plan: SwapPlan | None
+    planning_ms: float | None
+    """Time that `plan` took on this machine: measured, as nothing else here is."""
     timeline: Timeline | None
-    """Timeline of `plan`."""
     ideal_us: float | None
-    """Lower bound T* of the step's time (docs/policy.md): no plan within the budget takes less. Of plans that recompute, if
-    they may."""
+    """Lower bound T* of the step's time (docs/policy.md) within the budget; of plans that recompute, if they may."""
     swap_ideal_us: float | None
     """Lower bound of the step's time where storages may be swapped alone."""
     classes: tuple[MemoryClass, ...]
@@ -220,8 +217,8 @@ class Prediction:
         return self.ideal_us / self.plan.step_us if self.plan.step_us else 1.0
 
     def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Dictionary of everything as plain data; all of it is predicted. `environment` comes first: device, simulated, commit,
-        versions."""
+        """Dictionary of everything as plain data; all of it is predicted, but for `planning_ms`. `environment` comes first:
+        device, simulated, commit, versions."""
         trace, plan = self.step.trace, self.plan
         return {
             **environment,
@@ -249,6 +246,7 @@ class Prediction:
             "smallest_budget_bytes": self.smallest_budget_bytes,
             "hidden_budget_bytes": self.hidden_budget_bytes,
             "hidden_within": HIDDEN_WITHIN,
+            "planning_ms": self.planning_ms,
             "ideal_us": self.ideal_us,
             "swap_ideal_us": self.swap_ideal_us,
             "ideal_share": self.ideal_share,
@@ -285,10 +283,12 @@ def predict(
     trace, cost = step.trace, link_of(spec)
     peak = peak_memory(trace)
     least = least_memory(trace)
-    plan, infeasible, ideal_us, swap_ideal_us = None, None, None, None
+    plan, infeasible, planning_ms, ideal_us, swap_ideal_us = None, None, None, None, None
     smallest = least.nbytes
+    began = time.perf_counter()
     try:
         plan = generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute)
+        planning_ms = (time.perf_counter() - began) * 1e3
         ideal_us = ideal(trace, hbm_budget, cost, recompute=recompute).step_us
         swap_ideal_us = ideal(trace, hbm_budget, cost).step_us
     except InfeasibleBudget as error:
@@ -313,6 +313,7 @@ def predict(
         least_bytes=least.nbytes,
         infeasible=infeasible,
         plan=plan,
+        planning_ms=planning_ms,
         timeline=None if plan is None else simulate(trace, plan, cost),
         ideal_us=ideal_us,
         swap_ideal_us=swap_ideal_us,

@@ -86,7 +86,6 @@ class RecordedStep:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, of all dtypes."""
         return sum(self.parameters_by_dtype.values())
 
     @property

@@ -44,7 +44,6 @@ class SessionPrediction:
     step: RecordedStep
     needs: tuple[MemoryNeed, ...]
     peak: Peak
-    """Peak of the step, nothing swapped."""
     phase: StepPhase
     window_bytes: int
     """Bytes of the budget that are set aside for parameters and gradients; 0: for none."""

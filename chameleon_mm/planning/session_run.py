@@ -64,7 +64,6 @@ class StepRun:
     step_us: float
     """Time on the compute stream, from the end of the step before."""
     peak_bytes: int
-    """The most device memory in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,6 @@ class SessionRun:
     steps: tuple[StepRun, ...] = ()
     """The steps that were run; none where `refused` says why."""
     host_bytes: int = 0
-    """The most pinned memory that was in use."""
     moved: tuple[Moved, ...] = ()
     stall_us: float = 0.0
     """Time in that step that compute waited for copies."""
@@ -121,7 +119,6 @@ class RunRequest:
     """Bytes of pinned memory; None: any."""
     dtype: torch.dtype
     optimizer: str
-    """Name of the optimizer, one of `OPTIMIZERS`."""
     min_bytes: int
     autocast: torch.dtype | None = None
 
@@ -132,7 +129,7 @@ def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = 
     Takes a fifth of a millisecond for each operator, and no memory to speak of. Raises what the model raises; a budget that is
     too small is an answer: `SessionRun.refused`.
     """
-    device = SimDevice(request.spec, check_races=False, moves_bytes=False)
+    device = SimDevice(request.spec, moves_bytes=False)
     with _quiet(), NoArithmetic(), default_dtype(request.dtype), GpuOperators(), gpu_autocast():
         try:
             with nullcontext() if request.swapped.parameters else device.compute():

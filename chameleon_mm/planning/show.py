@@ -179,7 +179,6 @@ def _ways(prediction: Prediction) -> Table:
 
 
 def _classes(prediction: Prediction) -> Table:
-    """A row for each class of storages that the plan makes something of."""
     table = Table(title="what this plan makes of what is idle at the peak", title_justify="left")
     for title in ("", "bytes", "storages"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
@@ -194,7 +193,6 @@ def _classes(prediction: Prediction) -> Table:
 
 
 def _short(maker: str) -> str:
-    """An operator's name for a narrow column."""
     return "attention" if "attention" in maker else maker.strip("_")[:24]
 
 

@@ -60,7 +60,6 @@ class ChoicePath:
 
     @property
     def last(self) -> int:
-        """Number of the last price."""
         return int(self.drop.shape[1]) - 1
 
     def choice(self, u: float) -> Choice:

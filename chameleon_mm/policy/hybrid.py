@@ -106,7 +106,6 @@ class HybridSearch:
         return self._path.choice(part / _FINER)
 
     def _try(self, part: int, tried: set[tuple[int, ...]]) -> bool:
-        """Plan a choice, unless it is one of those that were `tried` already."""
         choice = self._choice(part)
         key = (*choice.dropped.tolist(), -1, *choice.held.tolist())
         if key in tried:

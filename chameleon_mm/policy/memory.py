@@ -73,7 +73,6 @@ class Candidates:
 
     @classmethod
     def _rows(cls, trace: Trace, tensor: Int64s, sendable: Int64s, first: Int64s, use: Int64s) -> Candidates:
-        """Rows of the storages `tensor` of `trace`; the rest as in the columns of those names."""
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         last_use = np.zeros(len(trace.tensor_bytes), np.int64)
         last_use[trace.hook_tensor[uses]] = uses

@@ -32,7 +32,6 @@ _LEAST_PRICE = 1e-15
 _ANY_PRICE = 1e-3
 """Price, in us for a byte, where what can be made again takes no time."""
 _ROUNDS = 6
-"""Times that shares are moved."""
 
 
 class RebuildTime:

@@ -88,7 +88,6 @@ def _reorder(point: SearchPoint, random: Random) -> SearchPoint:
 
 
 def _change_bounds(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """Choose another pair of bounds for one candidate."""
     i = random.randrange(len(problem.size))
     size = problem.size[i]
     exact = _missing(problem, budget, i, random)

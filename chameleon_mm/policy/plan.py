@@ -24,8 +24,6 @@ class ActionKind(enum.Enum):
 
     SWAP = "swap"
     """The candidate crosses the link as it is."""
-    ENCODE = "encode"
-    """The candidate crosses in a codec's shorter form."""
     RECOMPUTE = "recompute"
     """The candidate is dropped at `reclaim_at`, and made again at `in_at`, which is `use_at`: its own first use, or an earlier
     one of another dropped storage that is made from it."""
@@ -54,8 +52,6 @@ class Action:
     use_at: int
     """Hook of the use for which it is back: its first one, or a later one."""
     kind: ActionKind = ActionKind.SWAP
-    codec: str = ""
-    """Name of the codec of an ENCODE."""
     again: bool = False
     """Whether an earlier action of the plan moves it too. The host has its bytes since then: nothing is copied out, and at
     `reclaim_at` its HBM is dropped without a wait."""
@@ -143,4 +139,3 @@ class SwapPlan:
 
 
 _NO_COPIES = (ActionKind.RECOMPUTE, ActionKind.HOLD)
-"""Kinds of actions that copy nothing."""

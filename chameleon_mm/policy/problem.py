@@ -49,8 +49,7 @@ class Problem:
     may_exceed_more: Bools = field(init=False)
     """(K,) whether more may be missing from hook k on than before it: the level rises, or a candidate is used."""
     may_exceed_more_backwards: Bools = field(init=False)
-    """(K,) whether more may be missing, walking back: the level is higher than at hook k + 1, or a candidate may be away from k
-    + 1 on."""
+    """(K,) whether more may be missing, walking back: the level is above hook k + 1's, or one may be away from k + 1 on."""
     peak_bytes: int = field(init=False)
     """Peak of the step, nothing swapped."""
     least_bytes: int = field(init=False)

@@ -50,8 +50,7 @@ class Rebuilds:
     held: tuple[int, ...]
     """The held ones, by number: those that a rebuild reads."""
     first: Mapping[int, int]
-    """Hook from which each dropped storage is away: when nobody but its handle holds it, and nobody but the session what is
-    held for it."""
+    """Hook from which each dropped storage is away: nobody but its handle holds it, nor but the session what is held for it."""
 
     def bytes_beside(self, trace: Trace) -> int:
         """Bytes that they take beside storages of the step: copies of the small things that they read, were there before it and

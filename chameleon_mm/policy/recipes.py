@@ -66,8 +66,7 @@ class Recipes:
     is_kept: Bools
     """(m,) whether backward reads it though no hook saved it: autograd keeps it where it is, as it does with what is small."""
     alone_hook: Int64s
-    """(m,) first hook at which what is made from it may be dropped: the model does not hold it any more, or autograd keeps
-    it."""
+    """(m,) first hook at which what is made from it may be dropped: the model lets go of it, or autograd keeps it."""
     compare_us: Float64s
     """(m,) time in which it is compared with the original, if it is dropped: each of two checksums reads every byte."""
 

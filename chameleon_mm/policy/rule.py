@@ -8,7 +8,7 @@ order.upcoming(index)                 -> saved storages in the order in which th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from math import ceil
@@ -64,29 +64,6 @@ class DefaultRule:
         if facts.covered_bytes is None or views >= self.max_gathered:
             return False
         return view_bytes + facts.covered_bytes <= facts.nbytes * self.gather_share
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodecRule:
-    """Chooses the lossless codec that is asked to shorten what crosses the link. None, unless somebody asks."""
-
-    names: tuple[str, ...] = ()
-    """Names in the order in which they are tried; of those that take a dtype the first that was not given up for it."""
-
-    give_up_after: int = 4
-    """Refusals by a codec's own status, more than storages it encoded, after which it is not tried for that dtype again: each
-    costs a kernel and a copy for nothing."""
-
-    def __post_init__(self) -> None:
-        if self.give_up_after < 1:
-            raise ValueError(f"give_up_after: expected 1 refusal or more, got {self.give_up_after}")
-
-    def choose(self, candidates: Collection[str], *, encoded: Mapping[str, int], refused: Mapping[str, int]) -> str | None:
-        """Choose one of `candidates`, which take the dtype at hand; both counts are by codec, for that dtype."""
-        for name in self.names:
-            if name in candidates and refused.get(name, 0) - encoded.get(name, 0) < self.give_up_after:
-                return name
-        return None
 
 
 DEFAULT_BUDGET_SHARE = 0.9

@@ -35,13 +35,11 @@ _CLIMBS = 3
 _STRICTNESS = 30.0
 """One over the share by which, on average, a change of the local search may be worse."""
 _MOST_VARIED = 16
-"""Number of candidates up to which there is a local search. Among more of them a single one hardly matters, and ranks find what
-a search would."""
+"""Candidates up to which there is a local search: of more a single one hardly matters, and ranks find as much."""
 _NO_WORSE_US = 1e-6
 """Difference of times below which they are the same: what is left is rounding."""
 _CLOSE_TO_ESTIMATE = 1.02
-"""Factor of the time that an ideal link would make of the step, within which a step is good where candidates are too many for
-all ranks."""
+"""Factor of an ideal link's step time within which a step is good, where candidates are too many for all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

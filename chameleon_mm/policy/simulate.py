@@ -60,8 +60,7 @@ class Timeline:
     head_copy_us: float
     """Time that compute copies what stays of storages that move in part, out of them and back into them."""
     out_stalls_us: Mapping[int, float]
-    """Time that compute waits at `reclaim_at` for each copy out, by tensor. A tensor that never makes compute wait is left
-    out."""
+    """Time that compute waits at `reclaim_at` for each copy out, by tensor; those that never make it wait are left out."""
     in_stalls_us: Mapping[int, float]
     """Time that compute waits at `use_at` for each copy back, by tensor."""
     out_spans: tuple[EngineSpan, ...]
@@ -163,7 +162,7 @@ class Simulator:
         for action in actions:
             who = f"plan, tensor {action.tensor}"
             if action.kind is not ActionKind.SWAP:
-                raise ValueError(f"{who}: expected a swap, got {action.kind.value}; only swaps can be simulated")
+                raise ValueError(f"{who}: expected a swap, got {action.kind.value}; put what is recomputed or held last")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
                 raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
         moves = ActionColumns.of(actions, self.trace)

@@ -28,7 +28,6 @@ from chameleon_mm.trace.trace import Bools, Float64s, Int64s
 _EACH_DEPTH = 8
 """Depth up to which every depth is tried; above it powers of two are."""
 _ROUNDS = 3
-"""Rounds in which the lower bound is tightened."""
 
 
 def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None, again: Bools | None = None) -> ActionColumns:

@@ -111,9 +111,7 @@ class Walk(NamedTuple):
     """Delays of a step, and the copies behind them."""
 
     stall_us: float
-    """Compute waits for copies."""
     head_copy_us: float
-    """Compute copies what stays of storages that move in part, out of them and back into them."""
     out_waits_us: list[float]
     """(n,) of the moves: waits at reclaims."""
     in_waits_us: list[float]

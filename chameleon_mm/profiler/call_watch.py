@@ -228,7 +228,6 @@ class CallWatch(StepMode):
         return value, storage
 
     def _hold_planned(self, call: Call, made: Sequence[tuple[Value, torch.UntypedStorage]]) -> None:
-        """Take note of those that `call` made and that are to be held."""
         name = call.operation.func.name()
         for position, (value, storage) in enumerate(made):
             tensor = self._places.get(BirthPlace(self._hooks, name, self._ran[name], position))

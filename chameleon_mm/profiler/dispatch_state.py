@@ -60,12 +60,10 @@ class DispatchState:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked child of the process that made it."""
         return os.getpid() != self._pid
 
     @property
     def capturing(self) -> bool:
-        """Whether a graph is captured now."""
         return self._device.capturing()
 
     @property

@@ -79,8 +79,7 @@ class LightProfiler:
         self.num_hooks = 0
         """Number of hooks so far in this step, which is the number of the next one. Others only read it."""
         self._features: list[Feature | None] = [None]
-        """Features of this step's hooks, then of those that are expected; None after the last: whatever comes there is not
-        known."""
+        """Features of this step's hooks, then of the expected ones; None after the last: what comes there is not known."""
         self._followed: StepRecord | None = None
         """The step that this one has been so far, hook for hook."""
         self._save_of: list[int] = []

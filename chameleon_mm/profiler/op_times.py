@@ -20,8 +20,7 @@ from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.units import MIB
 
 OPS_PER_EVENT = 16
-"""Operators per timed event on a GPU: 5 us of host time for each event are then 3 % of what the dispatch mode itself takes of
-it."""
+"""Operators per timed event on a GPU: 5 us of host time for each are then 3 % of what the dispatch mode takes."""
 
 FLOPS_PER_BYTE = 200
 """Operations that take as long as one byte of device memory: 197 on an A100 and 295 on an H100, in half precision."""

@@ -21,8 +21,7 @@ from chameleon_mm.profiler.step_log import content_of, describe_tensor
 from chameleon_mm.profiler.storages import TracedStorage
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
-"""Returns the number of the thread's next differentiable operator: it moves once the operator that saved is over. Note
-[Swap-out]."""
+"""Number of the thread's next differentiable operator: it moves once the one that saved is over. Note [Swap-out]."""
 
 
 class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):

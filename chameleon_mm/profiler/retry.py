@@ -69,7 +69,6 @@ class OomRetry:
 
     def __init__(self, device: Device, reclaim_some: ReclaimSome) -> None:
         self.retries = 0
-        """Number of operators that were run again."""
         self._device = device
         self._reclaim_some = reclaim_some
 
@@ -110,7 +109,6 @@ class OomRetry:
 
 
 def _is_alone() -> bool:
-    """Whether this process trains with no other."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 

@@ -49,8 +49,7 @@ class SaveParts(NamedTuple):
     operators: int
     """Number of operators since the last save."""
     since: int
-    """Number of hooks since the storage's last save, or as `LightProfiler.saved` has it: a new storage, or one that never
-    moves."""
+    """Hooks since the storage's last save, or `NEW_STORAGE`, `FIXED_STORAGE` of `LightProfiler`."""
 
 
 def save_parts(feature: Feature) -> SaveParts:
@@ -135,11 +134,6 @@ class StepRecord:
     @property
     def num_hooks(self) -> int:
         return len(self.features)
-
-    @property
-    def saves_come_first(self) -> bool:
-        """Whether no save comes behind a use: one forward, one backward, and nothing that saves in it."""
-        return all(save == NOT_A_USE for save in self.save_of[: self.num_saves])
 
     @property
     def num_saves(self) -> int:

@@ -84,7 +84,6 @@ class TracedStorage:
 
     def __init__(self, number: int, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool, owner: object) -> None:
         self.number = number
-        """Number in the trace."""
         self.nbytes = nbytes
         self.born = born
         self.kind = kind
@@ -106,7 +105,6 @@ class TracedStorage:
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes that the allocator counts for it."""
         return allocated_size(self.nbytes) if self.counted else 0
 
 
@@ -146,8 +144,7 @@ class StorageTable:
         self._held: list[_Ref] = []
         """Storages that were saved, not used yet, and held by somebody beside their handle when last polled."""
         self._held_after_use: dict[int, tuple[_Ref, int]] = {}
-        """Storages that autograd was given at a use and that somebody held when last polled, with the hook of the use, by the
-        storage's number."""
+        """Storages that autograd was given at a use and somebody held when last polled, with the use's hook, by number."""
         self._expected: dict[int, _Expected] = {}
         self._num_expected = 0
         self._gone: list[_Expected] = []

@@ -22,7 +22,6 @@ class MeasuredStep:
     kind: str
     step_us: float
     end_us: float
-    """End of the last of it all."""
     compute: tuple[Bar, ...]
     """Bars of the times in which compute waited, or made something again."""
     out: tuple[Bar, ...]

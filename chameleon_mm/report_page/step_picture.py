@@ -44,7 +44,6 @@ class PlannedStepData:
     trace: Trace
     plan: SwapPlan
     link: LinkCost
-    """Link that the plan was made for."""
     modules: Mapping[int, str]
     """Path of the module in which each hook of the step was called, by the hook's number; others are left out."""
     predicted: bool
@@ -91,7 +90,6 @@ class TensorRow:
     tensor: int
     name: str
     made_by: str
-    """Operator that made it."""
     phase: str
     nbytes: int
     does: str
@@ -134,7 +132,6 @@ class StepPicture:
     recompute_us: float
     unswapped_us: float
     hbm_budget_bytes: int
-    """Budget that the plan was made for."""
     planned: Memory
     unswapped: Memory
     compute: tuple[Bar, ...]
@@ -284,7 +281,6 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
 
 
 def _kind(trace: Trace, tensor: int, does: Mapping[int, _Done]) -> str:
-    """What the plan does with a tensor."""
     if tensor not in does:
         return KEPT
     kind, action = does[tensor]

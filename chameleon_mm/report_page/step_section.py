@@ -63,7 +63,6 @@ _BARS = {
 
 
 def _legend(picture: StepPicture) -> str:
-    """Legend of what is in the chart."""
     drawn = {bar.kind for bar in (*picture.compute, *picture.out, *picture.back)}
     lines = (("planned", "", "by the plan"), ("unswapped", "", "without swapping"), ("budget", " dash", "budget"))
     rules = [f'<li><i class="rule{dash}" style="--c:var(--{colour})"></i>{text}</li>' for colour, dash, text in lines]

@@ -20,7 +20,6 @@ _STEP_CLASS = {
     StepKind.RECORDED: "recorded-step",
     StepKind.PARTLY_PLANNED: "partly-step",
     StepKind.BY_RULE: "rule-step",
-    StepKind.UNHOOKED: "unhooked-step",
     StepKind.FAILED: "failed-step",
 }
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from chameleon_mm.saved.classify import ProtectedStorages
-from chameleon_mm.saved.encoded_form import codecs_by_name
 from chameleon_mm.saved.handles import KeptTensor, SwappedView
 from chameleon_mm.saved.metrics import Totals
 from chameleon_mm.saved.timed_spans import CopySpan
 
-__all__ = ["CopySpan", "KeptTensor", "ProtectedStorages", "SwappedView", "Totals", "codecs_by_name"]
+__all__ = ["CopySpan", "KeptTensor", "ProtectedStorages", "SwappedView", "Totals"]

@@ -30,8 +30,7 @@ from torch.autograd.profiler import record_function
 from chameleon_mm.device import Device, Event, Stream
 
 sequence_nr = torch._C._autograd._get_sequence_nr
-"""Returns the number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note
-[Swap-out]."""
+"""Number of the thread's next differentiable op: it moves between one op's saves and the next op's. Note [Swap-out]."""
 
 _PACKAGE = Path(__file__).parents[1]
 _OF_HOOKS = (str(_PACKAGE / "executor"), str(_PACKAGE / "saved"), str(Path(torch.__file__).parent / "_dynamo"))

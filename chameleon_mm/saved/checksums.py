@@ -27,7 +27,6 @@ from chameleon_mm.units import CHECKSUM_BYTES
 PAGE_SLOTS = CHECKSUMS_IN_PAGE
 
 PAGE_BYTES = PAGE_SLOTS * CHECKSUM_BYTES
-"""Device memory of a page."""
 
 
 class _Page:
@@ -49,7 +48,6 @@ class _Page:
 
     @property
     def is_held(self) -> bool:
-        """True if a slot is held."""
         return self.zeroed is not None and len(self.clean) + len(self.freed) < PAGE_SLOTS
 
     @property
@@ -69,8 +67,7 @@ class Checksums:
         self._prepared = 0
         """Number of pages that stay: the first ones."""
         self._order: Stream | None = None
-        """Comes after every checksum, and copies pages: so a read waits for the latest one, and not for what compute was given
-        since."""
+        """Comes after every checksum, and copies pages: a read waits for the latest one, not for compute's later work."""
 
     @property
     def nbytes(self) -> int:

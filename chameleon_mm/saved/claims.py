@@ -76,7 +76,6 @@ class Found(NamedTuple):
 
 
 NOT_FOUND = Found(None, None)
-"""Nothing is claimed of the storage, and all of it is to be."""
 
 
 class Claims:
@@ -86,8 +85,7 @@ class Claims:
         self.by_storage: dict[Hashable, weakref.ref[Claim]] = {}
         """By the storage's id; those on parts by id and part. Others only read it."""
         self._parts: dict[int, list[Part]] = {}
-        """Parts of each storage that are claimed on their own, by the storage's id. An id that recurs costs a gather, nothing
-        else."""
+        """Parts of each storage claimed on their own, by the storage's id: one that recurs costs a gather, nothing else."""
         self._last_saves: dict[int, LastSave] = {}
 
     def find(self, t: Tensor, saved: SavedBytes, facts: SaveFacts, rule: DefaultRule, compute: Stream, *, whole: bool) -> Found:
@@ -169,7 +167,6 @@ def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Foun
 
 
 def _key(storage_id: int, part: Part | None) -> Hashable:
-    """Key of the claim on all of a storage, or on a part of it."""
     return storage_id if part is None else (storage_id, part)
 
 

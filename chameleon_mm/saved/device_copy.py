@@ -11,7 +11,6 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from chameleon_mm.device.allocator_hook import AllocatorHook, HeldStorage
 from chameleon_mm.pinned import PinnedBlock
@@ -37,8 +36,7 @@ class DeviceCopy(SaveRecord):
     _lent: HeldStorage | None
     _out: Move | None
     _block: PinnedBlock | None
-    """The host copy. None: there is none yet; a packed group has the bytes; or the last handle is gone and the copy out is
-    not over."""
+    """The host copy. None: not yet; a packed group has the bytes; or the last handle is gone before the copy out is over."""
     _device: torch.UntypedStorage | None
     _context: SwapContext
 
@@ -61,12 +59,10 @@ class DeviceCopy(SaveRecord):
             return held_alone(storage)
         return self.first() is None and self.latest() is None
 
-    def _reads_uncovered(self, source: Tensor) -> bool:
-        """Whether a copy of `source` reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered or
-        encoded, we alone write."""
-        if self.gathered or source.untyped_storage() is not self._device:
-            return False
-        return not cover_all(self._saved_bytes, self.nbytes)
+    def _reads_uncovered(self) -> bool:
+        """Whether a copy reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered, we alone
+        write."""
+        return not self.gathered and not cover_all(self._saved_bytes, self.nbytes)
 
     @property
     def copy_is_handed_over(self) -> bool:

@@ -1,13 +1,11 @@
 """The form in which a saved storage's bytes are kept off the device. The base class keeps them as they are: one copy each way.
 
-    form.source(storage, alloc_stream)      # what the copy out reads; a form that takes a kernel queues it here
-    form.stands_for_it(host)                # the copy out is complete: may the device copy go ?
-    form.keep(storage, alloc_stream)        # right before it goes: what of it stays on the device
-    form.destination(whole, compute)        # what the copy back writes
-    form.put_back(whole, compute)           # the copy back is queued: what stayed on the device
-    form.arrive(storage, compute)           # compute comes after the copy back: make the storage's bytes of what arrived
+    form.device_bytes                       # the first bytes that stay on the device; copies are of the rest
+    form.keep(storage, alloc_stream)        # right before the storage goes: they are copied to a buffer
+    form.put_back(whole, compute)           # the copy back is queued: they are copied back
+    form.drop()                             # nobody needs the bytes any more, or the storage stays
 
-A new form is a new subclass in a file of its own: `PartialForm`, `EncodedForm`, `PackedForm`. They say nothing about when
+A new form is a new subclass in a file of its own: `PartialForm`, `PackedForm`, `RecomputedForm`. They say nothing about when
 anything moves. A `SavedPart` is none of them: it holds less on the device to begin with, and takes any of these forms.
 """
 
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
-from chameleon_mm.saved.handles import flat_bytes
 
 if TYPE_CHECKING:
     from chameleon_mm.saved.packed_group import PackedGroup
@@ -41,46 +38,16 @@ class Form:
     original: Original | None = None
     """What is known of the bytes that a recipe stands for; None: they are kept."""
     device_bytes = 0
-    """Device memory that it takes while the storage is off the device."""
-    host_decides = False
-    """Whether only the host can tell, from what was copied, that the copy stands for the storage."""
-
-    def host_bytes(self, nbytes: int) -> int:
-        """Bytes that cross the link, and lie on the host, for a storage of `nbytes`."""
-        return nbytes
-
-    def restore_bytes(self, nbytes: int) -> int:
-        """Device memory that coming back takes, for a storage of `nbytes`."""
-        return nbytes
-
-    def source(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> Tensor:
-        """What the copy out reads, once it comes after `alloc_stream`'s work so far. May raise `torch.OutOfMemoryError`."""
-        return flat_bytes(storage)
-
-    def stands_for_it(self, host: Tensor) -> bool:
-        """Whether the bytes on the host stand for the storage. Their copy must be complete where `host_decides`."""
-        return True
+    """Bytes of the storage, its first ones, that stay on the device, in memory of their own; the others cross the link."""
 
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
         """Keep on the device what stays of the storage, which is dropped next. May raise `torch.OutOfMemoryError`."""
 
-    def destination(self, whole: Tensor, compute: Stream) -> Tensor:
-        """What the copy back writes, for a storage whose bytes are to be in `whole`. May raise `torch.OutOfMemoryError`."""
-        return whole
-
     def put_back(self, whole: Tensor, compute: Stream) -> None:
         """Put what stayed on the device where it was, on `compute`."""
 
-    def arrive(self, storage: torch.UntypedStorage, compute: Stream) -> None:
-        """Make the storage's bytes of what arrived, on `compute`, which comes after the copy back."""
-
-    def drop_buffer(self) -> None:
-        """Drop the device memory that only copies under way need."""
-
     def drop(self) -> None:
         """Drop all device memory of its own: nobody needs the bytes any more, or the storage stays."""
-        self.drop_buffer()
 
 
 WHOLE = Form()
-"""The form of a storage that moves as it is."""

@@ -139,8 +139,7 @@ class Counters:
     """Bytes of storages that nobody saved and that were held, for others to be made again from them."""
     rebuilds: int = 0
     proofs: int = 0
-    """Recipes that ran beside what they are to make, and were compared with it: before the first step that relies on them, and
-    one a step afterwards."""
+    """Recipes compared with the original that they ran beside: before the first step that relies on them, then one a step."""
     packed_groups: int = 0
     """Packed groups of small storages: each crossed the link in one copy."""
     pageable_swap_outs: int = 0
@@ -173,10 +172,6 @@ class Totals(Counters):
     kept_by_reason: Counter[str] = field(default_factory=Counter)
     not_recomputed_by_reason: Counter[str] = field(default_factory=Counter)
     """Storages that a plan would have had made again and that were swapped or kept, by reason."""
-    encoded: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Storages that crossed in a codec's form, by codec and dtype; `refused_by_codec`: those that it could not encode
-    exactly."""
-    refused_by_codec: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def counters(self) -> dict[str, int]:
         """The counters alone, by name."""
@@ -294,10 +289,6 @@ class Metrics:
     def on_time(self) -> None:
         """Count a prefetch that had arrived at its use, even by the host's clock, which is ahead of the device's."""
         self.totals.prefetches_timed += self.timed
-
-    def encoded(self, codec: str, dtype: str, *, exact: bool) -> None:
-        """Count a codec's status, which came back with its bytes."""
-        (self.totals.encoded if exact else self.totals.refused_by_codec)[codec, dtype] += 1
 
     def moved(self, move: Move, direction: str, nbytes: int) -> None:
         if direction == "out":

@@ -25,20 +25,11 @@ class PartialForm(Form):
         self._buffer: Tensor | None = None
         self._alloc_stream: Stream | None = None
 
-    def host_bytes(self, nbytes: int) -> int:
-        return nbytes - self.device_bytes
-
-    def source(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> Tensor:
-        return flat_bytes(storage)[self.device_bytes :]
-
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
         """Copy the first bytes out of `storage`, on `alloc_stream`, whose work on it is queued."""
         if self._buffer is None:
             self._buffer, self._alloc_stream = alloc_stream.alloc(self.device_bytes), alloc_stream
             alloc_stream.copy(self._buffer, flat_bytes(storage)[: self.device_bytes])
-
-    def destination(self, whole: Tensor, compute: Stream) -> Tensor:
-        return whole[self.device_bytes :]
 
     def put_back(self, whole: Tensor, compute: Stream) -> None:
         """Copy the first bytes back to where they were, on `compute`, and free their buffer."""

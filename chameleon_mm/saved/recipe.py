@@ -263,7 +263,6 @@ def _step(call: Call, places: dict[int, int], makes: list[tuple[Result, int]]) -
 
 
 def _note_last_reads(steps: Sequence[Step], result: int) -> None:
-    """Have each place but the result's die in the last step that names it."""
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
         named = [place for _, place in step.makes]

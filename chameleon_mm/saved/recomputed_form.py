@@ -43,9 +43,6 @@ class RecomputedForm(Form):
         self.recipe: Recipe | None = recipe
         self.original: Original | None = original
 
-    def host_bytes(self, nbytes: int) -> int:
-        return 0
-
     def drop(self) -> None:
         """Let go of what the recipe needs."""
         self.recipe = self.original = None

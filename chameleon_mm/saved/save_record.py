@@ -36,10 +36,8 @@ class LastSave:
     epoch: int
     hook: int
     num_claims: int
-    """Number of live claims on the storage."""
     lent: weakref.ref[DeviceCopy] | None
-    """Its record that has lent it to the allocator. Only while that is the only record: others find the storage by weak
-    references, which the allocator does not know of."""
+    """Its record that lent it to the allocator, while the only one: the allocator knows of no other's weak references."""
 
 
 class SaveRecord:

@@ -65,7 +65,6 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the part covers."""
         words = 1
         for size in self.sizes:
             words *= size

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
+from chameleon_mm.errors import TransferFailed
 from chameleon_mm.saved.calling_thread import annotation, call_site, current_operator, sequence_nr, this_thread
 from chameleon_mm.saved.device_copy import DeviceCopy
 from chameleon_mm.saved.form import WHOLE, Form
@@ -76,28 +75,18 @@ class SavedStorage(DeviceCopy):
     @property
     def transfer_bytes(self) -> int:
         """Bytes that cross the link."""
-        return self.form.host_bytes(self.nbytes)
-
-    @property
-    def swap_in_bytes(self) -> int:
-        """Device memory that a swap-in takes."""
-        return self.form.restore_bytes(self.nbytes)
+        return self.nbytes - self.form.device_bytes
 
     def swap_out(self, form: Form = WHOLE, *, pageable: bool = False) -> None:
         """Queue the copy out, in that form. `pageable`: to ordinary memory, beyond the pool's limit.
 
-        Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed; where the form takes device memory,
-        `torch.OutOfMemoryError` too.
+        Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
         """
         assert self.state is State.ON_DEVICE and self._device is not None
         context = self._context
-        host_bytes = self.nbytes if form is WHOLE else form.host_bytes(self.nbytes)  # as a rule it is: two calls less
+        first_bytes, host_bytes = form.device_bytes, self.nbytes - form.device_bytes
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(host_bytes)
-        try:
-            source = flat_bytes(self._device) if form is WHOLE else form.source(self._device, self.alloc_stream)
-        except BaseException:
-            block.release()
-            raise
+        source = flat_bytes(self._device)[first_bytes:] if first_bytes else flat_bytes(self._device)
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         after = [self.alloc_stream.record(), *block.pending_events]
         first = self._saved_bytes[0]
@@ -105,7 +94,7 @@ class SavedStorage(DeviceCopy):
         for saved in self._saved_bytes:
             versions.append((saved.probe.alias, saved.probe.expected))  # noqa: PERF401 - a comprehension is one more call
         is_all = first.is_dense and first.begin == 0 and first.end >= self.nbytes  # as a rule
-        at_once = not is_all and self._reads_uncovered(source)
+        at_once = not is_all and self._reads_uncovered()
         if at_once:
             self._checksum = None  # of the other bytes anything may arrive
         if self._checksum is not None:
@@ -167,24 +156,10 @@ class SavedStorage(DeviceCopy):
             if self.state is not State.SWAPPING_OUT:
                 return True
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
-        if self.form.host_decides and not self._host_stands_for_it():
-            return False
         if self.form.device_bytes and not self._copy_stationary_part():
             return False
         self._drop_device()
         return True
-
-    def _host_stands_for_it(self) -> bool:
-        """Whether what is on the host now stands for the storage; if not, its bytes go out as they are, if they still can."""
-        block = self._block
-        if block is None or self.form.stands_for_it(block.buffer):  # no block: nobody wants it
-            return True
-        self._context.metrics.totals.bytes_swapped_out += self.transfer_bytes  # `_undo_swap_out` takes off what did cross
-        self._undo_swap_out()
-        if self.is_copyable:
-            with suppress(HostMemoryExhausted, TransferFailed):
-                self.swap_out()
-        return False
 
     def reclaim(self, *, in_plan_order: bool = False) -> None:
         """Order compute after the copy out and drop the device copy. `in_plan_order`: copies cross the link in the order of the
@@ -197,18 +172,10 @@ class SavedStorage(DeviceCopy):
         issue = self._context.transfer.issue_out_in_order if in_plan_order else self._context.transfer.issue_out
         try:
             done = issue(self._out)
-        except SimError:
-            raise
         except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device
             _log.warning("chameleon_mm: %d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
             self._undo_swap_out()
             return
-        if self.form.host_decides:
-            done.synchronize()
-            if not self._host_stands_for_it():
-                if self.state is State.SWAPPING_OUT:
-                    self.reclaim()  # as it is, this time
-                return
         can_drop = not self.form.device_bytes or self._copy_stationary_part()
         with annotation("chameleon::reclaim"):
             # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out
@@ -250,7 +217,6 @@ class SavedStorage(DeviceCopy):
     def _drop_device(self) -> None:
         assert self._device is not None
         self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
-        self.form.drop_buffer()
         self.alloc_stream.free(flat_bytes(self._device))
         self._device = None
         self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes
@@ -265,14 +231,13 @@ class SavedStorage(DeviceCopy):
         done_out = self._out.done
         assert done_out is not None, "device memory was reclaimed before its copy out was issued"
         whole = compute.alloc(self.nbytes)
-        destination = self.form.destination(whole, compute)
+        destination = whole[self.form.device_bytes :] if self.form.device_bytes else whole
         # Note [Swap-in]: an earlier owner of the device memory may still be running on compute; and the copy out must be
         # complete before the host copy is read.
         after = [compute.record(), done_out]
         with annotation("chameleon::swap_in"):
             back = self._context.transfer.swap_in(destination, self._block.buffer, after, timed=self._context.metrics.timed)
         if back.failed:
-            self.form.drop_buffer()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
         self.form.put_back(whole, compute)
         self._in = back
@@ -301,7 +266,6 @@ class SavedStorage(DeviceCopy):
             elif prefetched:
                 self._context.metrics.on_time()
             self._arrived_on = compute
-        self.form.arrive(self._device, compute)
         if self._checksum is not None and self.state is State.SWAPPING_IN:
             self._checksum.check(flat_bytes(self._device))
         self._to(State.RESTORED)
@@ -318,7 +282,6 @@ class SavedStorage(DeviceCopy):
         assert self._device is not None
         if self.state is State.SWAPPING_IN:
             self._settle_arrival()
-        self.form.drop_buffer()
         self.alloc_stream.free(flat_bytes(self._device))
         self._device = None
         self._to(State.ON_HOST)

@@ -23,8 +23,6 @@ class StepKind(enum.Enum):
     """Followed a plan for a part of it: it diverged, took more memory, or was recognised late."""
     BY_RULE = "by rule"
     """Followed no plan: the default rule moved its tensors."""
-    UNHOOKED = "without hooks"
-    """Ran without the session's hooks, as nothing was to be moved."""
     FAILED = "failed"
     """Ended by an exception."""
 

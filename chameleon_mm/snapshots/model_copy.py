@@ -8,7 +8,6 @@ copied.restore(copier, model, note_gradient)
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from chameleon_mm.snapshots.tensor_copy import (
     TensorCopy,
     form_of,
     is_copyable,
-    value_for_file,
+    value_for_checkpoint,
     value_from_host,
     value_to_host,
 )
@@ -64,7 +63,7 @@ class ModelCopy:
         """Parameters and buffers, by each name that they have."""
         self._gradients: dict[str, Any] = {}
         """Gradients by the first name of their parameters: a copy, or what `value_to_host` made of another kind."""
-        self._layout: OrderedDict[str, Any] = OrderedDict()
+        self._layout: dict[str, Any] = {}
         """What `state_dict` gave: a copy, or what `value_to_host` made of anything else."""
 
     def take(self, copier: Copier, model: nn.Module) -> None:
@@ -84,8 +83,6 @@ class ModelCopy:
         with torch.no_grad():  # what hooks made may be views of what is away: whoever watches brings it back
             for name, value in layout.items():
                 self._layout[name] = seen[id(value)] if id(value) in seen else value_to_host(value)
-        if (metadata := getattr(layout, "_metadata", None)) is not None:
-            self._layout._metadata = metadata  # type: ignore[attr-defined]  # as torch has it: versions of the modules
 
     def _copy(self, copier: Copier, t: Tensor | HostedTensor) -> TensorCopy:
         copy = copier.copy(t)
@@ -136,19 +133,17 @@ class ModelCopy:
             p.grad = None  # what was made of it makes room
             p.grad = copier.made_from(copied)
 
-    def for_file(self) -> dict[str, Any]:
-        """Entries of the file: plain tensors that hold the blocks."""
+    def for_checkpoint(self) -> dict[str, Any]:
+        """Entries of a checkpoint: plain tensors that hold the blocks."""
         tensors = {id(copy): copy.host_tensor() for copy in self.copies}
-        model = OrderedDict((name, _for_file(value, tensors)) for name, value in self._layout.items())
-        if (metadata := getattr(self._layout, "_metadata", None)) is not None:
-            model._metadata = metadata  # type: ignore[attr-defined]  # as above
+        model = {name: _for_checkpoint(value, tensors) for name, value in self._layout.items()}
         rest = {name: tensors[id(copy)] for name, copy in self._tensors.items() if name not in model}
-        gradients = {name: _for_file(value, tensors) for name, value in self._gradients.items()}
+        gradients = {name: _for_checkpoint(value, tensors) for name, value in self._gradients.items()}
         return {"model": model, "not_in_state_dict": rest, "gradients": gradients}
 
 
-def _for_file(value: Any, tensors: dict[int, Tensor]) -> Any:
-    return tensors[id(value)] if isinstance(value, TensorCopy) else value_for_file(value)
+def _for_checkpoint(value: Any, tensors: dict[int, Tensor]) -> Any:
+    return tensors[id(value)] if isinstance(value, TensorCopy) else value_for_checkpoint(value)
 
 
 def _text(form: Form | None, device: torch.device) -> str:

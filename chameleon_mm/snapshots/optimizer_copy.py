@@ -22,7 +22,7 @@ from chameleon_mm.snapshots.tensor_copy import (
     TensorCopy,
     form_of,
     is_copyable,
-    value_for_file,
+    value_for_checkpoint,
     value_from_host,
     value_to_host,
 )
@@ -107,19 +107,26 @@ class OptimizerCopy:
                 made = True
         return made
 
-    def for_file(self) -> dict[str, Any]:
-        """The entry of the file, as `state_dict` of an optimizer has it: plain tensors that hold the blocks."""
+    def for_checkpoint(self) -> dict[str, Any]:
+        """The entry of a checkpoint: plain tensors that hold the blocks.
+
+        It is a `state_dict` with names in place of the numbers of parameters, as torch's `get_optimizer_state_dict` makes: a
+        checkpoint turns keys into text, and `load_state_dict` would find no state of a parameter "0".
+        """
+        names = [name for params in self._params for name in params]
+        names = [f"parameter {number}" if name is None else name for number, name in enumerate(names)]
+        numbered = dict(enumerate(names))
         state = {
-            key: {
-                name: value.host_tensor() if isinstance(value, TensorCopy) else value_for_file(value)
+            numbered.get(key, key): {
+                name: value.host_tensor() if isinstance(value, TensorCopy) else value_for_checkpoint(value)
                 for name, value in entry.items()
             }
             for key, entry in self._state.items()
         }
         groups, start = [], 0
         for group, params in zip(self._groups, self._params, strict=True):
-            plain = {name: value_for_file(value) for name, value in group.items()}
-            groups.append({**plain, "params": list(range(start, start + len(params)))})
+            plain = {name: value_for_checkpoint(value) for name, value in group.items()}
+            groups.append({**plain, "params": names[start : start + len(params)]})
             start += len(params)
         return {"state": state, "param_groups": groups}
 

@@ -1,7 +1,7 @@
 """Snapshot of what a step begins with, and how long its host memory lives.
 
 snapshot = session.snapshot()
-write = snapshot.write("run/latest.pt")      # on a thread of its own
+write = snapshot.write("run/latest")         # on a thread of its own
 session.restore(snapshot)
 snapshot.release()                           # or dropped; after the write, where one is going on
 """
@@ -18,9 +18,10 @@ from typing import Any
 from chameleon_mm.arguments import describe
 from chameleon_mm.device import Device, Event
 from chameleon_mm.profiler.retry import RandomState
-from chameleon_mm.snapshots.background_write import SnapshotWrite, check_file
+from chameleon_mm.snapshots.checkpoint_folder import check_target
 from chameleon_mm.snapshots.model_copy import ModelCopy
 from chameleon_mm.snapshots.optimizer_copy import OptimizerCopy
+from chameleon_mm.snapshots.snapshot_write import SnapshotWrite
 from chameleon_mm.snapshots.tensor_copy import TensorCopy
 from chameleon_mm.units import format_size
 
@@ -65,26 +66,27 @@ class Snapshot:
                 self._free()
 
     def write(self, path: str | os.PathLike[str]) -> SnapshotWrite:
-        """Write it to the file `path` by `torch.save`, on a thread of its own, while training goes on. Returns a handle to wait
-        for it; a session's writes follow one another.
+        """Write it to the folder `path`, a checkpoint of `torch.distributed.checkpoint`, on a thread of its own, while training
+        goes on. Returns a handle to wait for it; a session's writes follow one another.
 
-        The file changes in one step, once everything is on the disk: whoever is killed meanwhile leaves the file that was there
-        before (and `.NAME.part`, which the next write uses up). `torch.load(path, weights_only=True)` gives a dict of plain
-        tensors in host memory: "model" for `model.load_state_dict`, "optimizer" for `optimizer.load_state_dict` (None where
-        the session has none), "gradients" by the parameters' names, "not_in_state_dict" (buffers that are not persistent), and
-        "random": "host" for `torch.set_rng_state`, "device" for `torch.cuda.set_rng_state`. Nothing of this package is needed
-        to go on from it. Raises `TypeError` for what is no path, and `ValueError` for a file that cannot be written and for a
-        snapshot that was released; what goes wrong later is raised by the handle's `wait`.
+        An earlier checkpoint at `path` is replaced in one step, once everything is on the disk: Note [Checkpoint folder] says
+        what a process that is killed leaves. `dcp.load` and `dcp_to_torch_save` read it: "model" for `model.load_state_dict`,
+        "optimizer" for `optimizer.load_state_dict`, by the parameters' names (None where the session has none), "gradients" by
+        the parameters' names, "not_in_state_dict" (buffers that are not persistent), and "random": "host" for
+        `torch.set_rng_state`, "device" for `torch.cuda.set_rng_state`. Nothing of this package is needed to go on from it.
+
+        Raises `TypeError` for what is no path, `ValueError` for a path that is neither a checkpoint nor free and for a snapshot
+        that was released, and `OSError` where nothing can be written. What goes wrong later is raised by the handle's `wait`.
         """
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"snapshot.write(): expected the path of a file, got {describe(path)}; pass a str or a Path")
-        file = Path(path).absolute()
-        check_file(file, "snapshot.write()")
+            raise TypeError(f"snapshot.write(): expected the path of a folder, got {describe(path)}; pass a str or a Path")
+        folder = Path(path).absolute()
+        check_target(Path(os.path.realpath(folder)), "snapshot.write()")
         with self._lock:
             self.check_live("snapshot.write()")
             self._writes += 1
         try:
-            return SnapshotWrite(file, self.for_file, turn=self._turn, on_end=self._write_ended)
+            return SnapshotWrite(folder, self.for_checkpoint, turn=self._turn, on_end=self._write_ended)
         except BaseException:  # no thread was to be had
             self._write_ended()
             raise
@@ -105,11 +107,11 @@ class Snapshot:
         """Note that the device reads its memory until `last`, which is behind all earlier work on it."""
         self._last = last
 
-    def for_file(self) -> dict[str, Any]:
-        """What is written to a file, once the device is done with the copies. The tensors hold the memory."""
+    def for_checkpoint(self) -> dict[str, Any]:
+        """What is written to a checkpoint, once the device is done with the copies. The tensors hold the memory."""
         self._last.synchronize()  # the copies that fill the blocks -> the host reads them
-        optimizer = None if self.optimizer is None else self.optimizer.for_file()
-        return {**self.model.for_file(), "optimizer": optimizer, "random": self.random.tensors(), "format": 1}
+        optimizer = None if self.optimizer is None else self.optimizer.for_checkpoint()
+        return {**self.model.for_checkpoint(), "optimizer": optimizer, "random": self.random.tensors()}
 
     def _write_ended(self) -> None:
         with self._lock:

@@ -3,7 +3,7 @@
     copy = copier.copy(t)              # queued on compute, or done by the host
     copier.put_back(copy, t)           # in place
     t = copier.made_from(copy)         # a new one
-    copy.host_tensor()                 # for a file
+    copy.host_tensor()                 # for a checkpoint
 
 Note [Snapshot]: copies between the device and a snapshot run on the compute stream, in order after what wrote the tensor and
 before what writes it next. Anybody may write a parameter between two steps, and nothing would tell: so compute does not go on
@@ -78,7 +78,7 @@ class TensorCopy:
 
     def host_tensor(self) -> Tensor:
         """The copy as a tensor with a storage of its own over the block's memory. Whatever fills the block must be done, and
-        whoever releases it waits for whoever reads this: `torch.save` leaves cycles, so its end tells nothing."""
+        whoever releases it waits for whoever reads this: saving leaves cycles, so its end tells nothing."""
         if not self.nbytes:
             return torch.empty_strided(self.form.shape, self.stride, dtype=self.form.dtype)
         view = BlockView(self.block, self.block.buffer.data_ptr(), self.nbytes)
@@ -113,8 +113,8 @@ def value_to_host(value: Any) -> Any:
     return tree_map(copied, value)
 
 
-def value_for_file(value: Any) -> Any:
-    """A value of `value_to_host` as it is written to a file."""
+def value_for_checkpoint(value: Any) -> Any:
+    """A value of `value_to_host` as it is written to a checkpoint."""
     return _map_odd(lambda odd: odd.copy, value)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from chameleon_mm.trace.builder import TraceBuilder
-from chameleon_mm.trace.diff import diff_traces
 from chameleon_mm.trace.files import load_trace, save_trace
 from chameleon_mm.trace.trace import NEVER, HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord, Trace
 
 __all__ = [
-    "NEVER", "HookRecord", "OpRecord", "StepPhase", "TensorKind", "TensorRecord", "Trace", "TraceBuilder", "diff_traces",
-    "load_trace", "save_trace",
+    "NEVER", "HookRecord", "OpRecord", "StepPhase", "TensorKind", "TensorRecord", "Trace", "TraceBuilder", "load_trace",
+    "save_trace",
 ]  # fmt: skip

@@ -36,12 +36,6 @@ _KINDS = {kind.name.lower(): kind for kind in TensorKind}
 _MOST_DIGITS = 40
 """Digits of whole numbers at most, with their sign: more than any that is 64 bits wide has."""
 
-_BEFORE_RELEASES = "chameleon_mm.trace/2"
-"""The schema of files whose uses do not say until when somebody held what they used."""
-
-_BEFORE_INNER_BYTES = "chameleon_mm.trace/1"
-"""The schema of files whose operators do not say either what they hold inside themselves."""
-
 _CUT = "was the file cut short? Save the trace again"
 
 
@@ -57,15 +51,13 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Load the trace that `save_trace` wrote to `path`, equal in every column. Files of the schemas before tell less:
-    "chameleon_mm.trace/2" not how long what was used was held, so that nothing can be away between two uses, and
-    "chameleon_mm.trace/1" not what operators hold inside themselves either: they come back with 0 bytes.
+    """Load the trace that `save_trace` wrote to `path`, equal in every column.
 
     Raises `ValueError` that names the line for a file that is cut short, of another schema or no such file at all, and
     `OSError` as opening and reading do.
     """
     path = Path(path)
-    reader = TraceReader(str(path), SCHEMA)
+    reader = TraceReader(str(path))
     try:
         with _open(path, "r") as file:
             for text in file:
@@ -173,15 +165,10 @@ def _ragged(offsets: list[int], values: list[int]) -> Iterator[list[int]]:
 class TraceReader:
     """A trace of which some lines were read. Every method raises `ValueError` for what does not fit."""
 
-    def __init__(self, name: str, schema: str) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._schema = schema
         self._number = 0
         self._header: dict[str, Any] = {}
-        self._num_inner = 1
-        """Values of an operator's line that say what it holds inside itself: none in `_BEFORE_INNER_BYTES`."""
-        self._num_releases = 1
-        """Values of a use's line that say until when what it used was held: none in the schemas before."""
         self._names: dict[str, int] = {}
         self._ended = False
         self._fingerprint = 0
@@ -205,15 +192,13 @@ class TraceReader:
         match line:
             case ["tensor", str() as kind, nbytes, born, released, sendable, dies]:
                 self._tensor(kind, nbytes, born, released, sendable, dies)
-            case ["op", str() as name, str() as content, str() as phase, list() as reads, list() as writes, *inner] if (
-                len(inner) == self._num_inner
-            ):
+            case ["op", str() as name, str() as content, str() as phase, list() as reads, list() as writes, inner_bytes]:
                 self._op(name, content, phase, reads, writes)
-                self._columns["op_inner_bytes"].append(self._int(inner[0]) if inner else 0)
+                self._columns["op_inner_bytes"].append(self._int(inner_bytes))
             case ["save", tensor]:
                 self._hook(tensor, None, use=False)
-            case ["use", tensor, *released] if len(released) == self._num_releases:
-                self._hook(tensor, released[0] if released else None, use=True)
+            case ["use", tensor, released]:
+                self._hook(tensor, released, use=True)
             case ["us", first, list() as times]:
                 self._times(first, times)
             case ["features", int() as fingerprint, list() as features]:
@@ -267,10 +252,8 @@ class TraceReader:
 
     def _read_header(self, header: Any) -> None:
         schema = header.get("schema") if isinstance(header, dict) else None
-        self._num_inner = 0 if schema == _BEFORE_INNER_BYTES else 1
-        self._num_releases = 0 if schema in (_BEFORE_INNER_BYTES, _BEFORE_RELEASES) else 1
-        if schema not in (self._schema, _BEFORE_INNER_BYTES, _BEFORE_RELEASES):
-            self.fail(f"a header with the schema {self._schema}", f"{shown(schema)}; load it with the version that saved it")
+        if schema != SCHEMA:
+            self.fail(f"schema {SCHEMA}", f"{shown(schema)}: record the trace again with `save_trace`")
         for key, kind in (
             ("device", str), ("simulated", bool), ("start_bytes", int), ("ops", int), ("tensors", int), ("hooks", int),
             ("op_names", list),

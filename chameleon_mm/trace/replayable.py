@@ -30,8 +30,7 @@ VIEWS = _aten(
     view_as_real _conj _neg_view unsafe_split unsafe_split_with_sizes unsafe_chunk set_data detach_ _nested_view_from_buffer
     """
 )
-"""Operators whose result lies in a storage that is there already. A trace has that storage among what they return; they do not
-change its bytes."""
+"""Operators whose result lies in a storage that is there already: a trace has it among what they return; its bytes stay."""
 
 ELEMENTWISE = (
     _aten(
@@ -85,7 +84,6 @@ BATCH_NORMS = _aten("cudnn_batch_norm miopen_batch_norm native_batch_norm")
 """Those of `NORMS` that may not run again where they are given running statistics."""
 
 EMBEDDING = _aten("embedding")
-"""Lookups."""
 
 PRODUCTS = _aten(
     """

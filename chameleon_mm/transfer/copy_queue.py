@@ -24,7 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from chameleon_mm.device import Device, Event, Stream
-from chameleon_mm.errors import SimError, TransferFailed
+from chameleon_mm.errors import TransferFailed
 from chameleon_mm.transfer.route import Thresholds
 from chameleon_mm.units import MIB
 
@@ -73,8 +73,7 @@ class Move:
         self.pieces: deque[Piece] = deque()
         """Pieces of a timed move that were handed over, until the metrics take them."""
         self.done: Event | None = None
-        """Event after the last piece, set once no more will be handed over. Until it is complete the caller keeps source and
-        destination."""
+        """Event after the last piece, set once no more comes. Until it is complete the caller keeps source and destination."""
         self.cancelled = False
         self.failed = False
         """Whether the device refused it. What was handed over before is complete, and nothing more will come."""
@@ -199,8 +198,6 @@ class CopyQueue:
                 self._hand_over_together(together)
             else:
                 self._hand_over_piece(self.queued[0])
-        except SimError:
-            raise
         except RuntimeError as error:  # whoever owns the move finds it failed, and the tensor stays where it is
             # The text alone: a log record that kept the error would keep its frames, and the buffers that they hold.
             _log.warning("chameleon_mm: a copy on %s was refused: %s", self.stream.name, str(error))

@@ -24,10 +24,8 @@ _log = logging.getLogger(__name__)
 
 SCHEMA = "chameleon_mm.replays/1"
 _KIND = "replays"
-"""First word of the name of the file."""
 
 _REPEATS = 3
-"""Number of times that each product runs again."""
 
 _SIZES = ((64, 4096, 64), (256, 512, 384), (33, 77, 129), (1, 2048, 512))
 """Rows, summed length and columns of the products: long sums that a kernel may split, whole tiles, odd sizes, and a vector."""

@@ -1,4 +1,6 @@
-"""What the stand-in cannot do, by name: tests that it does not run, and operators of torch that it lacks, each with its reason.
+"""What the stand-in cannot do, by name: tests that it does not run, or not in each mode, and operators of torch that it lacks.
+
+Each has its reason.
 
 `conftest` skips the tests with their reasons where the stand-in is loaded. A GPU runs them all.
 """
@@ -9,9 +11,6 @@ _NVRTC = "compiles CUDA C++ at run time (NVRTC); the stand-in runs no machine co
 _INDUCTOR = "inductor compiles Triton kernels for the GPU's machine code; the stand-in runs Triton in its interpreter alone"
 
 TESTS: dict[str, str] = {
-    "tests/test_bench_codec.py::test_a_gpus_kernels_have_rates": (
-        "measures kernels on megabytes; Triton's interpreter needs minutes for them, and their rates would say nothing"
-    ),
     "tests/test_gpu_small_memory.py::test_a_quarter_of_the_peak_is_enough_for_the_caching_allocator[large]": (
         "needs 32 GiB of device memory, which are the host's here"
     ),
@@ -22,16 +21,20 @@ TESTS: dict[str, str] = {
         for way in ("around", "inside", "with a checkpoint in it")
     },
     **{
-        f"tests/test_op_db.py::test_every_operator[cuda-jiterator_{name}]": _NVRTC
-        for name in ("unary", "binary", "binary_return_by_ref", "2inputs_2outputs", "4inputs_with_extra_args")
+        f"tests/test_op_db.py::{test}[cuda-{name}]": reason
+        for test in ("test_every_other_operator", "test_every_operator_in_its_other_dtypes")
+        for name, reason in {
+            **{
+                f"jiterator_{name}": _NVRTC
+                for name in ("unary", "binary", "binary_return_by_ref", "2inputs_2outputs", "4inputs_with_extra_args")
+            },
+            **{
+                f"torch_ops_aten__{name}_attention_forward": "called by itself with other keys than queries: see OPERATORS"
+                for name in ("flash", "efficient")
+            },
+            "sparse_mm_reduce": "torch has the operator on the CPU alone",
+        }.items()
     },
-    **{
-        f"tests/test_op_db.py::test_every_operator[cuda-torch_ops_aten__{name}_attention_forward]": (
-            "called by itself with other keys than queries: see OPERATORS"
-        )
-        for name in ("flash", "efficient")
-    },
-    "tests/test_op_db.py::test_every_operator[cuda-sparse_mm_reduce]": "torch has the operator on the CPU alone",
 }
 """Reason by test."""
 
@@ -51,7 +54,7 @@ LATE_ALONE: dict[str, str] = {
         )
         for name in ("test_without_one_order_it_goes_red", "test_without_the_versions_check_a_write_goes_unnoticed")
     },
-    "tests/test_op_db.py::test_every_operator": (
+    "tests/test_op_db.py::test_every_other_operator": (
         "run in mode late alone: copies are late there, and nothing else about an operator depends on the mode"
     ),
     "tests/test_compile.py::test_compiled_training_is_bit_identical_in_a_session": (
@@ -61,11 +64,31 @@ LATE_ALONE: dict[str, str] = {
         f"tests/test_plain_models.py::{name}": "run in mode late alone, where copies are late; smaller models run in both"
         for name in ("test_a_session_trains_as_plain_pytorch_does", "test_save_on_cpu_trains_as_plain_pytorch_does")
     },
-    "tests/test_stand_in_compute.py::test_operators_give_the_cpus_bits": (
-        "compared in mode late alone: which kernel of the CPU an operator runs has nothing to do with the mode"
-    ),
+    "tests/test_stand_in_compute.py": "run in mode late alone: operators run the same kernels in each mode",
+    **{
+        f"tests/test_stand_in_runtime.py::{name}": "run in mode late alone: it starts a process in each mode by itself"
+        for name in (
+            "test_a_wrong_program_is_named_with_both_sides_and_the_right_one_is_not",
+            "test_the_same_seed_has_the_same_outcome_20_of_20",
+        )
+    },
+    **{
+        f"tests/test_{name}.py": "run in mode late alone: what steps there are, and what is said of them, is one"
+        for name in ("attach", "compile_building", "composite", "odd_uses", "progress", "true_report")
+    },
+    **{
+        f"tests/test_{name}.py": "run in mode late alone, where memory comes back latest: a budget that holds there holds"
+        for name in ("gpu_small_memory", "inner_memory", "memory_against_allocator", "random_lengths")
+    },
+    **{
+        f"tests/test_{name}.py": "run in mode late alone: other programs on the path that random ones go in both modes"
+        for name in ("plain_recurrent", "relied_on", "tensor_kinds")
+    },
 }
-"""Reason by test that runs in one mode, which is enough."""
+"""Reason by test or file that runs in one mode, which is enough.
+
+What breaks an order on purpose runs in both, and so does what is about order: streams, threads, transfers, events of pinned
+memory, random programs and mixes."""
 
 OPERATORS: dict[str, str] = {
     "_cudnn_*, cudnn_*, miopen_*": "another library's kernels; `torch.backends.cudnn.enabled` is off",

@@ -34,14 +34,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def limit_of(nodeid: str) -> str | None:
-    """Why the test cannot run here: the entry for itself, or for all of its function's parameters; None: it can."""
+    """Why the test cannot run here: the first entry for one of its `names_of`; None: it can."""
     entries = TESTS if control.mode() == "late" else TESTS | LATE_ALONE
-    return entries.get(nodeid) or entries.get(nodeid.partition("[")[0])
+    return next((entries[name] for name in names_of(nodeid) if name in entries), None)
+
+
+def names_of(nodeid: str) -> tuple[str, str, str]:
+    """By which a test may be listed: itself, its function with all parameters, its file."""
+    return nodeid, nodeid.partition("[")[0], nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    names = {name for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
+    names = {name for item in items for name in names_of(item.nodeid)}
     if config.args == config.getini("testpaths") and (unknown := sorted((TESTS | LATE_ALONE).keys() - names)):
         raise pytest.UsageError(f"tests/cuda_stand_in/limits.py: expected names of tests, got {', '.join(unknown)}")
     for item in items:

@@ -21,9 +21,9 @@ from tests.cuda_stand_in import control
 WITH_THREADS = (
     "tests/test_cuda_device.py",
     "tests/test_compute_streams.py",
-    "tests/test_exact_training.py",
     "tests/test_pinned_events.py",
     "tests/test_pinned_pool.py",
+    "tests/test_recompute_exact.py",
     "tests/test_threads.py",
     "tests/test_transfer.py",
 )

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from chameleon_mm.device.cuda.device import CudaDevice, CupyPinning
 from chameleon_mm.device.cuda.gpus import VisibleGpu, cuda_is_available, visible_gpus
-from chameleon_mm.device.cuda.stream import CODEC_PROGRAMS, BatchCopies, CudaEvent, CudaStream
+from chameleon_mm.device.cuda.stream import BatchCopies, CudaEvent, CudaStream
 
 __all__ = [
-    "CODEC_PROGRAMS", "BatchCopies", "CudaDevice", "CudaEvent", "CudaStream", "CupyPinning", "VisibleGpu",
+    "BatchCopies", "CudaDevice", "CudaEvent", "CudaStream", "CupyPinning", "VisibleGpu",
     "cuda_is_available", "visible_gpus",
 ]  # fmt: skip

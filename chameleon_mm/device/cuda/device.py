@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chameleon_mm import native
 from chameleon_mm.device.checksum import Checksummer
 from chameleon_mm.device.cuda.all_work import events_after_all_work
 from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook, helper
@@ -30,7 +28,7 @@ from chameleon_mm.device.cuda.stream import CudaEvent, CudaStream, batch_copies
 from chameleon_mm.device.numa import PreferredNode, near_node
 from chameleon_mm.device.packing import PACK_PROGRAMS, Packer
 from chameleon_mm.device.pinning import PageLocker, pageable_memory
-from chameleon_mm.device.protocols import Device, Event, HookSwitch, MemoryReading
+from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.errors import DeviceUnavailable
 from chameleon_mm.units import MIB
 
@@ -174,11 +172,6 @@ class CudaDevice:
         with torch.cuda.device(self.index):
             torch.cuda.empty_cache()
 
-    def hook_switch(self, save: Callable[[Tensor], Any]) -> HookSwitch | None:
-        module = None if torch.version.cuda is None else native.load("switch")
-        switch: HookSwitch | None = None if module is None else module.HookSwitch(self.index, save)
-        return switch
-
     def allocator_hook(self) -> CudaAllocatorHook | None:
         module = helper()
         return None if module is None else CudaAllocatorHook(module, self.index)
@@ -210,7 +203,6 @@ class CudaDevice:
 
 
 _ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
-_BLOCKING_HANDLES = (0, 1, 2)  # the null stream, which is cudaStreamLegacy by default, and cudaStreamPerThread
 
 
 class CupyPinning:
@@ -235,15 +227,3 @@ class CupyPinning:
         """The error at which CuPy, with a warning, copies from ordinary memory: no more can be pinned."""
         error: Exception = self._cuda.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION)
         return error
-
-    def events(self, device: Device) -> tuple[Event, ...]:
-        """Events behind what CuPy's users have queued so far on `device`'s blocking streams, and on this thread's current
-        stream."""
-        if not isinstance(device, CudaDevice):
-            return (device.current_stream().record(),)
-        null = CudaStream(device, torch.cuda.default_stream(device.index), "null")
-        handle = int(self._cuda.get_current_stream(device.index).ptr)
-        if handle in _BLOCKING_HANDLES:
-            return (null.record(),)
-        current = CudaStream(device, torch.cuda.ExternalStream(handle, device=device.index), "cupy")
-        return (null.record(), current.record())

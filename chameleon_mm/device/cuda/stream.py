@@ -24,14 +24,9 @@ from chameleon_mm.device.protocols import Event
 
 if TYPE_CHECKING:
     from chameleon_mm.device.cuda.device import CudaDevice
-    from chameleon_mm.kernels.codec import Codec
 
 
 _log = logging.getLogger(__name__)
-
-CODEC_PROGRAMS = 132
-"""Number of programs of a codec's kernel, as many as an H200 has SMs, for the kernel stands in compute's own way. Not
-measured."""
 
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
 _LEGACY_HANDLES = (0, 1)  # the null stream: which of the two it is, is settled when the runtime is loaded; and cudaStreamLegacy
@@ -184,14 +179,6 @@ class CudaStream:
         check_sum(out, src, self._device.torch_device)
         with self._as_current():
             self._device.checksummer.add(out, src)
-
-    def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
-        with self._as_current():
-            codec.encode(src, dst, status, num_programs=CODEC_PROGRAMS)
-
-    def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
-        with self._as_current():
-            codec.decode(src, dst, num_programs=CODEC_PROGRAMS)
 
     def _copy(self, dst: Tensor, src: Tensor) -> None:
         runtime = self._device.cupy_runtime

@@ -1,6 +1,6 @@
 """The model's own CPU ops as the simulated GPU's compute: a dispatch mode that orders, counts and prices each of them.
 
-reads   -> each input's bytes, checked against the copies that touch them        (before the operator runs)
+reads   -> each input's bytes                                                    (before the operator runs)
 run     -> the real CPU operator: the numbers are real
 writes  -> results and mutated inputs; new storages are charged for, and may not fit; so is what it takes for itself meanwhile
 time    -> host: launch cost; stream: max(its time, host's) + price of the kernel
@@ -26,7 +26,7 @@ class SimCompute(TorchDispatchMode):
     """While active, this thread's CPU ops run on a simulated device's current stream.
 
     Wrapper subclasses take themselves apart first, composite operators are taken apart (in inference mode they arrive whole):
-    what is priced is what a GPU would launch. Raises what an access, an allocation or a late copy raises; an operator whose
+    what is priced is what a GPU would launch. Raises what an allocation or an observer raises; an operator whose
     results do not fit has run, as one that fails half-way on a GPU has: what it mutated is mutated, its generator has moved.
     """
 
@@ -55,8 +55,8 @@ class SimCompute(TorchDispatchMode):
         with machine.lock:
             machine.ledger.settle()
             stream = machine.current_stream()
-            machine.begin(stream)
-            hosts = [machine.ledger.adopt(t.untyped_storage(), stream.actor).host for t in call.inputs.values()]
+            machine.observer.launch(stream)
+            hosts = [machine.ledger.adopt(t.untyped_storage()).host for t in call.inputs.values()]
             if facts.kernel and hosts and all(hosts) and (facts.in_place or facts.host_reads):
                 return self._run_on_host(call)
             label = f"{facts.name} on {stream.name}"
@@ -68,7 +68,7 @@ class SimCompute(TorchDispatchMode):
             with machine.lock:
                 machine.ledger.settle()  # what died while the operator ran makes room for its results
                 for t in call.written.values():  # all of them first: whether they fit comes before whether they race
-                    machine.ledger.adopt(t.untyped_storage(), stream.actor)
+                    machine.ledger.adopt(t.untyped_storage())
                 if facts.kernel:
                     machine.ledger.lend(inner_bytes(call))
                     written_bytes = machine.access(stream, call.written.values(), write=True, label=label)
@@ -77,7 +77,7 @@ class SimCompute(TorchDispatchMode):
                     machine.host_us += machine.cost.view_us
                     if facts.uninitialised:
                         for t in call.written.values():
-                            machine.hand_out(stream, t)
+                            machine.observer.allocated(stream, t.untyped_storage())
         return out
 
     def _run_on_host(self, call: OpCall) -> Any:
@@ -92,7 +92,7 @@ class SimCompute(TorchDispatchMode):
         machine, facts = self.machine, call.facts
         machine.host_us += machine.cost.launch_us
         if facts.copies and reads_host:
-            ends = [machine.ledger.adopt(t.untyped_storage(), stream.actor).host for t in call.written.values()]
+            ends = [machine.ledger.adopt(t.untyped_storage()).host for t in call.written.values()]
             machine.transfer(stream, written_bytes, to_host=all(ends), from_host=not all(ends))
             if not call.non_blocking:
                 machine.host_waits_for(stream)

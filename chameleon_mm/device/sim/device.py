@@ -1,4 +1,4 @@
-"""A GPU that is not there, strict on purpose: what would be a race once in a thousand runs on a GPU is an error here.
+"""A GPU that is not there: the same calls, with virtual clocks, counted memory and a capacity.
 
 device = SimDevice("h200", hbm_bytes="2GiB")
 with device.compute():                     # CPU ops are its compute: counted, priced, ordered
@@ -8,9 +8,8 @@ d2h = device.new_stream("d2h"); d2h.wait(ready); d2h.copy(host, hbm)      # see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +21,22 @@ from chameleon_mm.device.sim.allocator_hook import SimAllocatorHook
 from chameleon_mm.device.sim.compute import SimCompute
 from chameleon_mm.device.sim.cost import CostModel, Span
 from chameleon_mm.device.sim.machine import Machine
+from chameleon_mm.device.sim.observer import SimObserver
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.units import parse_size
 
-_POISON_HOST_BELOW = 256 << 20
-"""Size below which host allocations are filled with poison: larger ones stay untouched, so that a simulated 64 GiB pool costs
-only what is used of it."""
-
 
 class SimDevice:
-    """A simulated GPU: virtual clocks, two copy engines, a capacity, and a race detector.
+    """A simulated GPU: virtual clocks, two copy engines and a capacity.
 
-    `spec` names a GPU (`chameleon_mm.device.SPECS`) or is a `GpuSpec`; `hbm_bytes` overrides its capacity. `check_races`
-    off leaves only poison and late copies to show a missing wait (as wrong numbers): for tests of the simulator itself.
+    `spec` names a GPU (`chameleon_mm.device.SPECS`) or is a `GpuSpec`; `hbm_bytes` overrides its capacity.
     `allocator_hook`: its allocator reclaims what sessions lend to it, as a GPU's does where the C++ helper for it is built.
     `moves_bytes` off: memory is counted and copies take their time, but none of it is written, so that it takes no physical
     memory; for steps whose operators compute nothing either.
     Thread-safe; all threads count as one host. What runs outside `compute()` is not seen: its tensors count from their first
-    copy on, its accesses never. Raises `ValueError` for an unknown spec or size.
+    copy on, its accesses never. Work that lacks a wait, or uses freed memory, gets no error unless an observer raises one.
+    Raises `ValueError` for an unknown spec or size.
     """
 
     def __init__(
@@ -49,14 +45,13 @@ class SimDevice:
         hbm_bytes: int | str | None = None,
         *,
         cost: CostModel | None = None,
-        check_races: bool = True,
         allocator_hook: bool = False,
         moves_bytes: bool = True,
     ) -> None:
         self.spec = spec_by_name(spec) if isinstance(spec, str) else spec
         self.capacity = self.spec.hbm_bytes if hbm_bytes is None else parse_size(hbm_bytes, what="hbm_bytes")
         self.cost = cost or CostModel(spec=self.spec)
-        self._machine = Machine(self.capacity, self.cost, check_races=check_races, moves_bytes=moves_bytes)
+        self._machine = Machine(self.capacity, self.cost, moves_bytes=moves_bytes)
         self._has_allocator_hook = allocator_hook
 
     @property
@@ -84,13 +79,16 @@ class SimDevice:
         """The host's virtual clock, in microseconds: what launching has cost so far, and what it waited for."""
         return self._machine.host_us
 
+    def attach_observer(self, observer: SimObserver) -> None:
+        """Tell `observer` of all work from now on, and no other. Call it before the device's first work."""
+        self._machine.observe(observer)
+
     def __repr__(self) -> str:
         return f"<SimDevice {self.spec.name}, {self.capacity} bytes>"
 
     # --- memory
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
-        """Allocate as `Device.alloc_pinned` does; below 256 MiB filled with poison."""
         return self._host_memory(nbytes)
 
     def alloc_pageable(self, nbytes: int) -> Tensor:
@@ -100,13 +98,10 @@ class SimDevice:
     def _host_memory(self, nbytes: int) -> Tensor:
         memory = pageable_memory(nbytes)
         self._machine.host_memory(memory)
-        if nbytes < _POISON_HOST_BELOW:
-            self._machine.poison(memory.untyped_storage())
         return memory
 
     def free_pinned(self, memory: Tensor) -> None:
-        """Free as `Device.free_pinned` does. Raises `ValueError` for all but a whole, live allocation, and `SimRaceError` while
-        the host has not seen the device's work on it complete."""
+        """Free as `Device.free_pinned` does. Raises `ValueError` for all but a whole, live allocation."""
         self._machine.forget_host_memory(memory)
 
     def is_host_memory(self, tensor: Tensor) -> bool:
@@ -118,8 +113,7 @@ class SimDevice:
         return tensor.is_cpu and tensor.layout is torch.strided and not self.is_host_memory(tensor)
 
     def allocated_bytes(self) -> int:
-        """Count as `Device.allocated_bytes` does, each storage rounded up to 512. Raises `SimRaceError` for one freed under an
-        access."""
+        """Count as `Device.allocated_bytes` does, each storage rounded up to 512."""
         with self._machine.lock:
             self._machine.ledger.settle()
             return self._machine.ledger.allocated_bytes
@@ -143,9 +137,6 @@ class SimDevice:
             ledger.settle()
             return MemoryReading(ledger.allocated_bytes, ledger.cumulative_bytes, ledger.peak_bytes)
 
-    def hook_switch(self, save: Callable[[Tensor], Any]) -> None:
-        return None
-
     def allocator_hook(self) -> SimAllocatorHook | None:
         return SimAllocatorHook(self._machine) if self._has_allocator_hook else None
 
@@ -155,15 +146,15 @@ class SimDevice:
         return self._machine.current_stream()
 
     def new_stream(self, name: str) -> SimStream:
-        return self._machine.make_stream(name, late=True)
+        return self._machine.make_stream(name, for_copies=True)
 
     def capturing(self) -> bool:
         """False: there are no graphs here."""
         return False
 
     def new_compute_stream(self, name: str = "compute") -> SimStream:
-        """Another stream for `stream(...)`: what is copied on it is there at once, in program order."""
-        return self._machine.make_stream(name, late=False)
+        """Another stream for `stream(...)`."""
+        return self._machine.make_stream(name, for_copies=False)
 
     @contextmanager
     def stream(self, stream: SimStream) -> Iterator[SimStream]:
@@ -182,7 +173,7 @@ class SimDevice:
         self._machine.synchronize()
 
     def record_all(self) -> tuple[SimEvent, ...]:
-        return (self._machine.record_all(),)
+        return (self._machine.record(),)
 
     def copy_spans(self, direction: str) -> tuple[Span, ...]:
         """The copies of "d2h" or "h2d" that lie latest on their engine: those that a copy issued now may run beside."""
@@ -214,4 +205,4 @@ class _Compute:
         if mode is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as above
         if error[0] is None:
-            self._device.allocated_bytes()  # a race seen when a block was freed surfaces here at the latest
+            self._device.allocated_bytes()  # what an observer found when a block was freed is raised here at the latest

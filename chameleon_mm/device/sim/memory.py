@@ -1,11 +1,8 @@
-"""Every storage that the simulated device has seen, by weak reference, with the accesses to it.
+"""Every storage that the simulated device has seen, by weak reference.
 
-    buffer = ledger.adopt(storage, owner)      # counted as allocated until the storage dies
-    ... storage dies -> its weak reference's callback queues the death, with the clocks of that moment
-    ledger.settle() -> bytes subtracted, and handing the block back checked as a write by its owner
-
-A caching allocator gives a freed block to the next allocation of the stream that owns it, with no wait. So a storage's death
-is a write by its owner at that point of its program: any access elsewhere that is not ordered before it is a race.
+buffer = ledger.adopt(storage)             # counted as allocated until the storage dies
+... storage dies -> its weak reference's callback queues the death
+ledger.settle() -> bytes subtracted
 """
 
 from __future__ import annotations
@@ -15,12 +12,12 @@ import weakref
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.sim.shadow import Access, Clock, Extent, Shadow, join
-from chameleon_mm.errors import SimRaceError
+from chameleon_mm.device.sim.observer import SimObserver
 from chameleon_mm.units import allocated_size, format_size
 
 
@@ -49,30 +46,19 @@ def _holders(buffer: Tensor) -> tuple[int, int]:
 class Buffer:
     """One storage: device memory (`host` False) or pinned host memory."""
 
-    __slots__ = ("address", "charged_bytes", "gone", "host", "nbytes", "owner", "ref", "shadow")
+    __slots__ = ("address", "charged_bytes", "freed", "host", "nbytes", "note", "ref")
 
-    def __init__(
-        self, ref: weakref.ref[torch.UntypedStorage], owner: int, nbytes: int, *, host: bool, name: str, address: int
-    ) -> None:
+    def __init__(self, ref: weakref.ref[torch.UntypedStorage], nbytes: int, *, host: bool, address: int) -> None:
         self.ref = ref
         self.address = address
         """Address of pinned host memory, 0 for device memory."""
-        self.owner = owner
         self.nbytes = nbytes
         self.host = host
         self.charged_bytes = 0
-        self.shadow = Shadow(name)
-        self.gone = ""
-        """Who gave the memory back although the storage is still there: nobody may touch it any more."""
-
-    @property
-    def name(self) -> str:
-        return self.shadow.name
-
-    def place(self, storage: torch.UntypedStorage, extent: Extent) -> Extent:
-        """The bytes of this buffer that `extent` of `storage`, which is this buffer's or lies within it, covers."""
-        shift = storage.data_ptr() - self.address if self.host and self.ref() is not storage else 0
-        return extent._replace(start=extent.start + shift, end=extent.end + shift) if shift else extent
+        self.freed = False
+        """True of pinned memory that was given back although the storage is still there."""
+        self.note: Any = None
+        """For the observer."""
 
 
 def _address(buffer: Buffer) -> int:
@@ -80,25 +66,22 @@ def _address(buffer: Buffer) -> int:
 
 
 class Ledger:
-    """Every storage seen, what is allocated now and at most, and the deaths that are still to be checked.
+    """Every storage seen, what is allocated now and at most, and the deaths that are still to be counted.
 
-    `clocks_of(actor)` copies the clock of that actor and of the host: what is ordered before its next piece of work.
     `reclaim(nbytes)` reclaims what was lent to the allocator, where so many more bytes do not fit.
     """
 
-    def __init__(
-        self, capacity: int, clocks_of: Callable[[int], tuple[Clock, Clock]], reclaim: Callable[[int], None] = lambda _: None
-    ) -> None:
+    observer: SimObserver
+
+    def __init__(self, capacity: int, reclaim: Callable[[int], None]) -> None:
         self.capacity = capacity
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.cumulative_bytes = 0
-        self._clocks_of = clocks_of
         self._reclaim = reclaim
         self._buffers: dict[int, Buffer] = {}
         self._host: list[Buffer] = []  # by address
-        self._deaths: deque[tuple[int, Buffer, tuple[Clock, Clock] | None]] = deque()
-        self._serial = 0
+        self._deaths: deque[tuple[int, Buffer]] = deque()
 
     def find(self, storage: torch.UntypedStorage) -> Buffer | None:
         """Find the storage's buffer if it was seen before. Keyed by the object, compared by a weak reference: ids are
@@ -118,7 +101,7 @@ class Ledger:
         buffer = self._host[at]
         return buffer if address < buffer.address + buffer.nbytes and buffer.ref() is not None else None
 
-    def adopt(self, storage: torch.UntypedStorage, owner: int, *, host: bool = False) -> Buffer:
+    def adopt(self, storage: torch.UntypedStorage, *, host: bool = False) -> Buffer:
         """The storage's buffer, charged for on first sight and when it has grown since the last.
 
         Raises `torch.OutOfMemoryError` when it does not fit, with nothing changed.
@@ -132,26 +115,24 @@ class Ledger:
         charge = 0 if host else allocated_size(nbytes)
         self.make_room(charge)
         key = id(storage)
-        self._serial += 1
-        name = f"{'pinned memory' if host else 'buffer'} #{self._serial}"
         address = storage.data_ptr() if host else 0
-        buffer = Buffer(weakref.ref(storage, self._on_death(key)), owner, nbytes, host=host, name=name, address=address)
+        buffer = Buffer(weakref.ref(storage, self._on_death(key)), nbytes, host=host, address=address)
         self._buffers[key] = buffer
         if host:
             self._host = [known for known in self._host if known.ref() is not None]  # a dead one may lie where this one does
             insort(self._host, buffer, key=_address)
         self._charge(buffer, charge)
+        self.observer.seen(buffer)
         return buffer
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int, owner: int) -> None:
-        """Give the storage's block back to its owner, or give it one, which is `owner`'s then. Raises as `adopt` does."""
-        buffer = self.adopt(storage, owner)
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give the storage's block back, or give it one. Raises as `adopt` does."""
+        self.adopt(storage)
         if nbytes:
             self.make_room(allocated_size(nbytes))
-            buffer.owner = owner
         with torch._C._DisableTorchDispatch():
             storage.resize_(nbytes)
-        self.adopt(storage, owner)
+        self.adopt(storage)
 
     def make_room(self, nbytes: int) -> None:
         """Raise `torch.OutOfMemoryError` as the caching allocator does when `nbytes` more do not fit."""
@@ -172,53 +153,38 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes + nbytes)
 
     def settle(self) -> None:
-        """Record the deaths so far. Raises `SimRaceError` for a block handed back under an access that was not ordered."""
-        error: SimRaceError | None = None
+        """Count the deaths so far."""
+        if not self._deaths:
+            return
         while self._deaths:
-            key, buffer, clocks = self._deaths.popleft()
+            key, buffer = self._deaths.popleft()
             if self._buffers.get(key) is buffer:
                 del self._buffers[key]
             if buffer in self._host:
                 self._host.remove(buffer)
             self.allocated_bytes -= buffer.charged_bytes
-            if clocks is None:
-                continue
-            try:
-                self._check_reuse(buffer, clocks)
-            except SimRaceError as race:
-                error = error or race
-        if error is not None:
-            raise error
+        self.observer.settled()
 
     def _on_death(self, key: int) -> Callable[[object], None]:
         def died(_: object) -> None:
-            # Runs in the middle of any line of any thread, so it only notes the clocks of this moment: settle() does the rest.
+            # Runs in the middle of any line of any thread, so it only notes the death: settle() does the rest.
             dead = self._buffers.get(key)
             if dead is None or dead.ref() is not None:
                 return  # that id belongs to another storage by now
-            # Host memory is no stream's; a copy that loses it says so itself.
-            foreign = not dead.host and dead.shadow.foreign_to(dead.owner)
-            self._deaths.append((key, dead, self._clocks_of(dead.owner) if foreign else None))
+            self.observer.released(dead)
+            self._deaths.append((key, dead))
 
         return died
-
-    def _check_reuse(self, buffer: Buffer, clocks: tuple[Clock, Clock]) -> None:
-        clock, host = clocks
-        join(clock, host)  # what the host had seen complete is ordered before all that it launches from then on
-        end = max(access.extent.end for access in buffer.shadow.accesses)
-        label = "its owner, as it was freed (the block is reused)"
-        buffer.shadow.check(Access(Extent(0, end), True, buffer.owner, 0, label, reuse=True), clock)
 
     def _resized(self, buffer: Buffer, nbytes: int) -> None:
         """Note that a storage has another size than when it was last seen: its old block went back to its owner, it has a new
         one."""
         charge = 0 if buffer.host else allocated_size(nbytes)
         self.make_room(max(0, charge - buffer.charged_bytes))
-        if not buffer.host and buffer.shadow.foreign_to(buffer.owner):
-            self._check_reuse(buffer, self._clocks_of(buffer.owner))
+        self.observer.released(buffer)
         buffer.nbytes = nbytes
-        buffer.shadow.accesses = []
         self._charge(buffer, charge)
+        self.observer.settled()
 
     def _charge(self, buffer: Buffer, nbytes: int) -> None:
         grown = nbytes - buffer.charged_bytes

@@ -1,0 +1,157 @@
+"""Folder of a checkpoint, filled besides its name and then put in its place.
+
+with new_folder(target) as part:         # .NAME.part; raises `BlockingIOError` where another write is at it
+    ...                                  # files in it, each on the disk
+
+.NAME.lock held: .NAME.part <- files; fsync; exchanged with NAME in one step; fsync of the parent; the earlier one removed
+
+Note [Checkpoint folder]: a process that is killed at any moment leaves a whole checkpoint under NAME, the earlier or the new
+one. What it leaves of `.NAME.part` and `.NAME.lock`, the next write of NAME uses up. On a file system that cannot exchange two
+folders (`renameat2`; NFS cannot), NAME is renamed to `.NAME.earlier`, then `.NAME.part` to NAME. A process that is killed
+between the two leaves no NAME: the earlier checkpoint is whole under `.NAME.earlier`, and the next write renames it back first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_METADATA, _DATA = ".metadata", ".distcp"
+"""The file that a checkpoint of `torch.distributed.checkpoint` has, and how the names of its others end."""
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
+"""What a call fails with that the file system has not."""
+
+
+def check_target(target: Path, what: str) -> None:
+    """Raise `ValueError` for a path that is no checkpoint's, nor free for one, and `OSError` where nothing can be written."""
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{what}: expected the folder of a checkpoint, or a free name, got {target}, a file; choose another")
+    if target.is_dir() and (others := _other_files(target)):
+        raise ValueError(
+            f"{what}: expected the folder of a checkpoint, which is replaced, or a free name, got {target} with {others[0]} in "
+            f"it; choose another"
+        )
+    if not target.parent.is_dir():
+        raise ValueError(f"{what}: expected a name in an existing folder, got {target}; make {target.parent} first")
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{what}: expected a folder that may be written, got {target.parent} ({error.strerror}); choose another, or change "
+            f"its rights",
+        ) from error
+
+
+def _other_files(folder: Path) -> list[str]:
+    names = sorted(file.name for file in folder.iterdir())
+    others = [name for name in names if name != _METADATA and not name.endswith(_DATA)]
+    return others if _METADATA in names else names
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Context that gives an empty folder, and puts it in `target`'s place as it ends well. Note [Checkpoint folder]."""
+    lock, part, earlier = (target.with_name(f".{target.name}.{what}") for what in ("lock", "part", "earlier"))
+    held = _lock(lock, target)
+    try:
+        _put_back(earlier, target)
+        if part.exists():
+            shutil.rmtree(part)  # of a write that was killed
+        try:
+            part.mkdir()
+            yield part
+            _sync(part)
+            check_target(target, "snapshot.write()")  # others may have written in it meanwhile
+            _put_in_place(part, target, earlier)
+            _sync(target.parent)
+        except BaseException:
+            _put_back(earlier, target)
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        shutil.rmtree(part, ignore_errors=True)  # the earlier one by now; what cannot be removed, the next write tries
+        shutil.rmtree(earlier, ignore_errors=True)
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(held)
+
+
+def _put_in_place(part: Path, target: Path, earlier: Path) -> None:
+    if not target.exists():
+        part.rename(target)
+    elif not exchange(part, target):
+        target.rename(earlier)
+        part.rename(target)
+
+
+def _put_back(earlier: Path, target: Path) -> None:
+    if earlier.exists() and not target.exists():
+        earlier.rename(target)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange what two paths name, in one step. Returns False, with nothing done, where the system has no such call. Raises
+    `OSError`."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def _lock(lock: Path, target: Path) -> int:
+    """Lock `target` by the file `lock`; returns its descriptor. Closing it unlocks, and so does the end of the process, however
+    it ends."""
+    while True:
+        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            with _where_supported():
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(held), lock.stat()):  # else its holder has just removed it
+                    return held
+        except BlockingIOError as error:
+            os.close(held)
+            raise BlockingIOError(
+                error.errno,
+                f"{target}: expected a checkpoint that nobody else writes, got one that another write is at; choose another",
+            ) from None
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in `folder` on the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with _where_supported():
+            os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def _where_supported() -> Iterator[None]:
+    """Context that passes over what a file system has not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise

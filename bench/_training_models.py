@@ -104,9 +104,7 @@ def gpt2(sizes: Sizes) -> Workload:
     """A GPT-2 over bytes."""
 
     def make(device: torch.device, checkpointed: bool) -> tuple[nn.Module, Loss]:
-        config = GPTConfig(
-            layers=sizes.layers, width=sizes.width, heads=sizes.heads, context=sizes.seq, dropout=DROPOUT, tied=True
-        )
+        config = GPTConfig(layers=sizes.layers, width=sizes.width, heads=sizes.heads, context=sizes.seq, dropout=DROPOUT)
         model = GPT(config, device=device).to(DTYPES[sizes.dtype])
         model.blocks = _blocks(model.blocks, checkpointed)
         return model, model.loss

@@ -116,7 +116,7 @@ def peers(device: Device) -> tuple[Peer, ...]:
         Peer(
             key="chameleon_save_on_cpu",
             name="our save_on_cpu",
-            note="chameleon_mm.save_on_cpu: no budget, everything worth moving is moved",
+            note="chameleon_mm.save_on_cpu: everything worth moving is moved",
             over_run=_ours_on_cpu,
             ours=True,
         ),

@@ -51,7 +51,7 @@ _DEMO_EPILOG = """\
 examples:
   chameleon-mm demo --hbm-budget 120MiB          a budget of your own (default: half of the unswapped peak)
   chameleon-mm demo --device cuda --steps 50     on the first GPU, with larger default sizes
-  chameleon-mm demo --json demo.json --trace trace.json
+  chameleon-mm demo --json demo.json             every figure as data
 
 Exits with 1 if one bit differs or the swapped peak passes the budget.
 """

@@ -4,8 +4,7 @@
         loss = model(x)
     loss.backward()                           # the first time last saved first, afterwards in the order seen before
 
-There is no step here and no budget: two fixed limits bound what is held on the device for copies each way, and what is free
-bounds all that torch's own hooks would not hold.
+There is no step here, and the budget is that of a session that was given none. Two constants bound what copies hold each way.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.pinned import PinnedPool, pool_for
-from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.policy import DEFAULT_BUDGET_SHARE, DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages
-from chameleon_mm.transfer import Thresholds, thresholds_for
+from chameleon_mm.transfer import Thresholds
 from chameleon_mm.uncompiled import uncompiled
 from chameleon_mm.units import MIB, parse_size
 
@@ -30,9 +29,6 @@ LEAVING_BYTES = 256 * MIB
 
 AHEAD_BYTES = 256 * MIB
 """HBM that prefetches may hold before their first use."""
-
-FREE_SHARE = 1 / 16
-"""Share of the HBM that all else leaves free which swapping may hold, until steps have shown how far allocation climbs."""
 
 
 class _Entered(threading.local):
@@ -46,19 +42,19 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
 
     `pin_memory` and `device_type` are torch's arguments, accepted and without effect: memory is always pinned, and the device
     decides. `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA where there is one, else the simulator). `min_bytes`:
-    smaller storages stay on the device while there is room (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one.
-    `thresholds`: by which way a size travels (None: as `chameleon-mm doctor` measured and kept it for this device, else packed
-    together below 128 KiB and each alone from there on).
+    smaller storages stay on the device (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one.
+    `thresholds`: by which way a size travels (None: packed together below 128 KiB and each alone from there on).
 
-    Device memory is what torch's own hooks take, which copy at each save and back at each use, and beside it (1) the storages
-    of the tensors that one operator saves, until the next hook: an operator may write what it saved until its end; (2) for the
-    tensors that one node of backward uses, the rest of their storages where views of them were saved, whose strides and
-    offsets come back as they were, and once more the bytes of a view that left its storage behind; (3) a sixteenth
-    (`FREE_SHARE`) of what all else leaves free, or 1/256 of the device where that is more, for copies on their way out and
-    back, small storages that stay, and what waits for uses of its other views. Where that is used up compute waits for copies,
-    on the device, and small storages leave too. More than (3) is held only within nine tenths of the device, and only where
-    earlier passes, whose saves were no smaller, have shown how far allocation climbs between two hooks. So it runs where
-    torch's hooks do and (1) to (3) are left.
+    Device memory is kept within nine tenths of the device, as by a session that was given no budget: where that is used up, and
+    in a first pass, of which nothing is known, compute waits for copies, on the device. Besides what torch's own hooks take,
+    which copy at each save and back at each use, it takes
+
+    1. the storages of the tensors that one operator saves, until the next hook: an operator may write what it saved;
+    2. for the tensors that one node of backward uses, the rest of their storages where views of them were saved, and once more
+       the bytes of a view that left its storage behind;
+    3. storages smaller than `min_bytes`;
+    4. once a pass has shown how far allocation climbs between two hooks, `LEAVING_BYTES` for copies on their way out and
+       `AHEAD_BYTES` for those that come back before their use, within the nine tenths.
 
     May be entered again, nested (the innermost acts) and on several threads, and keeps its pool and what it learned between
     entries. Hooks act on the thread that entered, which is the one to leave (`RuntimeError` on another). What dynamo compiles
@@ -87,9 +83,13 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             self.device,
             self.pool,
             rule=rule,
-            limits=Limits(leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES, free_share=FREE_SHARE),
+            limits=Limits(
+                hbm_budget_bytes=int(self.device.capacity * DEFAULT_BUDGET_SHARE),
+                leaving_bytes=LEAVING_BYTES,
+                ahead_bytes=AHEAD_BYTES,
+            ),
             protected=ProtectedStorages(),
-            thresholds=thresholds or thresholds_for(self.device),
+            thresholds=thresholds or Thresholds(),
         )
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*autograd_hooks(self._executor))
         self._entered = _Entered()

@@ -32,7 +32,7 @@ from chameleon_mm.executor.hook_counts import misuse
 from chameleon_mm.model_swap import ModelSwap, tensors_of
 from chameleon_mm.phase import Lifecycle, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
-from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.policy import DEFAULT_BUDGET_SHARE, DefaultRule, Limits
 from chameleon_mm.progress import Progress
 from chameleon_mm.ranks import Ranks
 from chameleon_mm.report import SwapReport
@@ -41,15 +41,12 @@ from chameleon_mm.saved import ProtectedStorages
 from chameleon_mm.snapshots import Snapshot
 from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.step_history import StepHistory
-from chameleon_mm.transfer import Thresholds, thresholds_for
+from chameleon_mm.transfer import Thresholds
 from chameleon_mm.transfer.replay_probe import replayable_on
 from chameleon_mm.uncompiled import uncompiled
 from chameleon_mm.units import MIB, parse_size
 
 _log = logging.getLogger(__name__)
-
-DEFAULT_BUDGET_SHARE = 0.9
-"""Share of the device's capacity that is the budget by default: the rest is for fragmentation and outside the allocator."""
 
 _R = TypeVar("_R")
 
@@ -60,13 +57,13 @@ class SwapSession:
     `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity, and
     half of the host memory available, divided among the local ranks. `device` is a `Device`, "cuda", "cuda:1", "sim",
     "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more may move
-    (None: 1 MiB), by the way that `thresholds` says for their size (None: as `chameleon-mm doctor` measured and kept it for
-    this device, else packed together below 128 KiB and each alone from there on). `pool` is one to share with others; None
-    makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose bytes the
-    budget is checked against first. `optimizer`, one of the model's: its state is in host memory between its steps, and comes
-    back for them part by part; whoever reads it gets it on the device. `parameters`: "keep", or "swap", by which the model's
-    parameters and gradients share a part of the budget, and each comes back before it is used (on one device; plans do not
-    recompute then). The first step, and one like none before it, is recorded; steps like it then follow a plan. `plans` off
+    (None: 1 MiB), by the way that `thresholds` says for their size (None: packed together below 128 KiB and each alone from
+    there on). `pool` is one to share with others; None makes one of `host_budget`. `model`, where given, names the parameters
+    and buffers that never move, and whose bytes the budget is checked against first. `optimizer`, one of the model's: its state
+    is in host memory between its steps, and comes back for them part by part; whoever reads it gets it on the device.
+    `parameters`: "keep", or "swap", by which the model's parameters and gradients share a part of the budget, and each comes
+    back before it is used (on one device; plans do not recompute then). The first step, and one like none before it, is
+    recorded; steps like it then follow a plan. `plans` off
     leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper to make again
     than to move, each storage only after it was made again bit for bit beside the original; off, they only swap. `verify`
     checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes
@@ -121,7 +118,7 @@ class SwapSession:
             rule=self._rule,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(tensors_of(model)),
-            thresholds=thresholds or thresholds_for(self.device),
+            thresholds=thresholds or Thresholds(),
             verify=verify,
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)

@@ -10,7 +10,6 @@ Tests marked `gpu` are skipped, with that reason, where torch finds no CUDA GPU.
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -114,14 +113,6 @@ def device(request: pytest.FixtureRequest) -> Device:
     from chameleon_mm.device.cuda import CudaDevice
 
     return CudaDevice()
-
-
-@pytest.fixture
-def calibrates_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton's interpreter packs, 4 MiB a second, a calibration that leaves the large sizes out."""
-    if control.is_loaded():
-        module = importlib.import_module("chameleon_mm.transfer.calibrate")
-        monkeypatch.setattr(module, "SIZES_BYTES", module.SIZES_BYTES[:4])
 
 
 @pytest.fixture

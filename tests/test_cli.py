@@ -55,7 +55,7 @@ def raising(error: BaseException) -> Run:
     ("arguments", "words"),
     [
         (["--help"], ["demo", "doctor", "plan", "bench", "examples:", "Exit codes"]),
-        (["demo", "--help"], ["--hbm-budget", "half of what it uses unswapped", "default 0.1", "examples:"]),
+        (["demo", "--help"], ["--hbm-budget", "half of what it uses unswapped", "default 4 simulated", "examples:"]),
         (["doctor", "--help"], ["--json"]),
         (
             ["plan", "--help"],

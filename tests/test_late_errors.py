@@ -15,6 +15,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.transfer import Thresholds
 from tests._fakes import Unwatched
 from tests._programs import deep
 from tests.observed import SimLifetimeError, SimRaceError
@@ -136,8 +137,11 @@ def lose_a_source(x: Tensor) -> None:
 
 
 def test_the_drop_in_raises_it_at_its_end_or_at_a_hook(unraisable: list[BaseException | None]) -> None:
-    hooks = cm.save_on_cpu(device=Unwatched(SLOW_LINK), min_bytes=0)
+    hooks = cm.save_on_cpu(device=Unwatched(SLOW_LINK), min_bytes=0, thresholds=Thresholds.direct())
     x = torch.randn(64, 64, requires_grad=True)
+    with hooks:
+        deep(x).sum().backward()  # what a pass takes is known from here on: before, none of its copies is pending for long
+    hooks.device.synchronize()  # the link is free: the next copy is handed over
     with pytest.raises(SimLifetimeError, match="source was resized"), hooks:
         lose_a_source(x)
     with hooks:

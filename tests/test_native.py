@@ -413,7 +413,7 @@ def test_a_session_that_is_over_goes(plain_device: Device, stays: ModuleType) ->
 
 
 def test_parts_that_it_does_not_know_are_refused(stays: ModuleType) -> None:
-    with pytest.raises(TypeError, match="native hooks: expected 30 parts, got 1"):
+    with pytest.raises(TypeError, match="native hooks: expected 25 parts, got 1"):
         stays.hooks(1)
     with pytest.raises(TypeError, match="expected a class of handles"):
-        stays.hooks(*range(30))
+        stays.hooks(*range(25))

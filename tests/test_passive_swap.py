@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.demo.command import SIZES
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.program import Program, TrainConfig, draw_batches, read_text
-from chameleon_mm.demo.train import first_difference, train
+from chameleon_mm.demo.training import draw_rows, first_difference, read_text, train
 from chameleon_mm.device.sim.memory import Ledger
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
@@ -289,23 +288,16 @@ def test_unswapped_it_does_not_fit(unswapped: tuple[int, list[Tensor]]) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_at_its_own_sizes_the_demos_model_trains_on_a_quarter_of_its_peak() -> None:
-    """The demo's default sizes, its sequence of steps shortened: whole rows, an evaluation, half rows, whole ones again."""
     size = SIZES["simulated"]
-    model = GPTConfig(layers=size["layers"], width=size["width"], heads=size["heads"], context=size["context"])
-    config = TrainConfig(model=model, steps=6, batch=size["batch"])
-    rows = draw_batches(read_text(), steps=config.steps, batch=config.batch, context=size["context"], seed=0)
+    config = GPTConfig(layers=size["layers"], width=size["width"], heads=size["heads"], context=size["context"])
+    rows = draw_rows(read_text(), steps=3, batch=size["batch"], context=size["context"])
     unswapped = train(config, rows, cm.SimDevice())
     device = cm.SimDevice(hbm_bytes=unswapped.peak_bytes // 4)
-    sessions: list[cm.SwapSession] = []
-
-    def session_of(program: Program) -> cm.SwapSession:
-        sessions.append(cm.SwapSession(device=device, model=program.model))
-        return sessions[0]
-
-    swapped = train(config, rows, device, session_of)
-    assert first_difference(unswapped, swapped) is None
-    assert swapped.peak_bytes <= sessions[0].hbm_budget_bytes < device.capacity
-    assert sessions[0].report().oom_retries == 0
+    swapped = train(config, rows, device, {})
+    assert first_difference(unswapped.values, swapped.values) is None
+    assert swapped.report is not None
+    assert swapped.peak_bytes <= swapped.report.hbm_budget_bytes < device.capacity
+    assert swapped.report.oom_retries == 0
 
 
 # --- what goes first

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chameleon_mm
-from chameleon_mm.policy import DefaultRule, Headroom, LargestGrowth, Limits, SaveFacts, UseOrder
+from chameleon_mm.policy import DefaultRule, Headroom, Limits, SaveFacts, UseOrder
 from chameleon_mm.units import MIB
 
 
@@ -286,41 +286,3 @@ def test_a_step_that_did_not_end_leaves_no_uses_behind() -> None:
     order.used(1)
     order.end_step()
     assert list(order.upcoming(1, 8)) == []
-
-
-# --- the largest climb
-
-
-def test_the_largest_climb_is_known_after_a_step_and_not_for_larger_saves() -> None:
-    climb = LargestGrowth()
-    climb.saved(10)
-    climb.record(100)
-    assert [climb.nbytes] == [None]  # nothing ended yet
-    climb.end_step(completed=False)
-    assert [climb.nbytes] == [None]
-    climb.saved(10)
-    climb.saved(20)
-    climb.record(100)
-    climb.record(30)
-    climb.end_step(completed=True)
-    assert [climb.nbytes] == [100]
-    climb.saved(5)
-    climb.record(120)
-    assert [climb.nbytes] == [120]
-    climb.saved(21)  # a longer batch than any before: it may climb further
-    assert [climb.nbytes] == [None]
-    climb.end_step(completed=True)
-    assert [climb.nbytes] == [120]
-    for nbytes in (10, 21):
-        climb.saved(nbytes)
-    assert [climb.nbytes] == [120]
-    climb.saved(1)  # one more than any step before
-    assert [climb.nbytes] == [None]
-
-
-def test_a_share_of_what_is_free_is_no_budgets_company() -> None:
-    with pytest.raises(ValueError, match="free_share: expected none beside hbm_budget_bytes"):
-        Limits(hbm_budget_bytes=1, free_share=0.1)
-    for share in (-0.1, 1.0):
-        with pytest.raises(ValueError, match="free_share: expected a share from 0 to below 1"):
-            Limits(free_share=share)

@@ -93,9 +93,8 @@ class Reentered:
             pool,
             rule=DefaultRule(min_bytes=setting.min_bytes),
             limits=Limits(
-                hbm_budget_bytes=budget if session else None,
+                hbm_budget_bytes=budget if session or setting.short else None,
                 leaving_bytes=setting.leaving_bytes,
-                free_share=0.0 if setting.short and not session else None,
             ),
             protected=ProtectedStorages(),
             thresholds=Thresholds() if setting.packs else Thresholds.direct(),

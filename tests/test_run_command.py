@@ -99,7 +99,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, E
         for name in (*SWAPPED, *others)
     }
     cases["too_small"] = ["--hbm-budget", "400KiB", "--report", "too_small.json", "ways.py", "swapped", "plain"]
-    by_rule = ("--no-plans", "--no-recompute", "--verify", "--quiet", "--report=by_rule.json")
+    by_rule = ("--no-plans", "--no-recompute", "--verify", "--report=by_rule.json")
     cases["by_rule"] = [*BUDGET, *by_rule, "ways.py", "by_rule", "plain"]
     ended = runs(cases, folder, folder / "notes")
     reports = {name: json.loads((folder / f"{name}.json").read_text()) for name in cases if (folder / f"{name}.json").exists()}
@@ -155,9 +155,7 @@ def test_an_interrupt_inside_of_a_step_ends_the_script_as_python_would_and_is_re
 
 
 @pytest.mark.slow
-def test_options_reach_the_session_and_a_quiet_run_prints_nothing(
-    trained: tuple[Path, dict[str, Ended], dict[str, Any]],
-) -> None:
+def test_options_reach_the_session(trained: tuple[Path, dict[str, Ended], dict[str, Any]]) -> None:
     folder, ended, reports = trained
     assert (ended["by_rule"].code, ended["by_rule"].own_err) == (0, "")
     assert reports["by_rule"]["steps_by_phase"] == {"by rule": 5}

@@ -9,6 +9,7 @@ no access is without an order: the simulator would raise `SimRaceError`, CUDA's 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import re
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.policy import Limits
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.version import SavedBytes, cover_all
 from tests.cuda_stand_in import control
@@ -183,6 +185,12 @@ def step(model: nn.Module, device: Device, hooks: Callable[[], AbstractContextMa
     return found
 
 
+def steps(model: nn.Module, device: Device, pool: cm.PinnedPool | None = None, *, num: int = 2) -> list[list[Tensor]]:
+    """What `num` steps under `save_on_cpu` give: in the first nothing is known, and no copy waits in its queue."""
+    hooks = cm.save_on_cpu(device=device, min_bytes=0, pool=pool)
+    return [step(model, device, lambda: hooks) for _ in range(num)]
+
+
 def plain(device: Device, name: str) -> list[Tensor]:
     return [t.cpu() for t in step(model_on(device, name), device)]
 
@@ -199,10 +207,10 @@ def test_save_on_cpu_has_eagers_bits(name: str, device: Device) -> None:
     for slow in slow_devices(device):
         with cm.PinnedPool("256MiB", device=slow) as pool:
             with slow.compute():
-                model = model_on(slow, name)
-                got = step(model, slow, lambda: cm.save_on_cpu(device=slow, min_bytes=0, pool=pool))  # noqa: B023 - used here
+                both = steps(model_on(slow, name), slow, pool)
                 slow.synchronize()
-            assert_same_bits(got, expected)
+            for got in both:
+                assert_same_bits(got, expected)
             assert pool.stats().num_live == 0
 
 
@@ -296,7 +304,7 @@ def test_where_such_copies_wait_in_the_queue_the_simulator_names_the_race(monkey
             pool = cm.PinnedPool("256MiB", device=sim)
             with sim.compute():
                 try:
-                    step(model_on(sim, name), sim, lambda: cm.save_on_cpu(device=sim, min_bytes=0, pool=pool))  # noqa: B023 - as above
+                    steps(model_on(sim, name), sim, pool, num=3)
                 except SimRaceError:
                     red.add(name)
                 sim.synchronize()
@@ -304,18 +312,26 @@ def test_where_such_copies_wait_in_the_queue_the_simulator_names_the_race(monkey
 
 
 def saved_and_written(device: Device, write: Callable[[Tensor], object], num_between: int) -> Tensor:
-    """Twelve tensors that are saved whole, every other one written four saves later, when its copy may wait in the queue."""
-    with device.compute(), cm.save_on_cpu(device=device, min_bytes=0):
-        y = torch.randn(1 << 20, device=device.torch_device).requires_grad_() * 1
-        saved = []
-        for layer in range(12):
-            y = y.exp()
-            saved.append(y)
-            for _ in range(num_between):
-                torch.ones(10, device=device.torch_device).sin()
-            if layer >= 4 and layer % 2 == 0:
-                write(saved[layer - 4])
-        device.synchronize()
+    """Twelve tensors that are saved whole, every other one written four saves later, when its copy may wait in the queue.
+
+    In the second of two passes: in the first nothing is known, and copies are waited for."""
+    hooks = cm.save_on_cpu(device=device, min_bytes=0)
+    with device.compute():
+        for writes in (False, True):
+            with hooks:
+                y = torch.randn(1 << 20, device=device.torch_device).requires_grad_() * 1
+                saved = []
+                for layer in range(12):
+                    y = y.exp()
+                    saved.append(y)
+                    for _ in range(num_between):
+                        torch.ones(10, device=device.torch_device).sin()
+                    if writes and layer >= 4 and layer % 2 == 0:
+                        write(saved[layer - 4])
+                device.synchronize()
+            if not writes:
+                y.sum().backward()
+                del y, saved
     return y
 
 
@@ -344,11 +360,16 @@ def test_a_saved_tensor_that_is_written_while_its_copy_waits_is_no_race() -> Non
 
 
 def _far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have events look incomplete most of the time: the device is behind, and copies wait in their queue."""
+    """Have events look incomplete most of the time: the device is behind, and copies wait in their queue.
+
+    There is no budget, so that every copy is handed over at once, and runs beside what is written.
+    """
     from chameleon_mm.device.cuda.stream import CudaEvent
 
     # In mode early an event is complete as soon as it is asked.
     asked, every = itertools.count(1), 12 if control.mode() == "early" else 4
+    module = importlib.import_module("chameleon_mm.save_on_cpu")
+    monkeypatch.setattr(module, "Limits", lambda hbm_budget_bytes, **others: Limits(**others))
     monkeypatch.setattr(CudaEvent, "query", lambda self: next(asked) % every == 0 and bool(self.raw.query()))
 
 
@@ -379,7 +400,7 @@ def test_where_such_copies_wait_in_the_queue_the_stand_in_names_it(monkeypatch: 
     device = CudaDevice()
     red = set()
     for name in MODELS:
-        step(model_on(device, name), device, lambda: cm.save_on_cpu(device=device, min_bytes=0))
+        steps(model_on(device, name), device)
         device.synchronize()
         if any("no event orders" in said for said in control.violations()):
             red.add(name)

@@ -17,15 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.forecasts import PREFETCH_HORIZON, Forecast, HighestForecast, LearnedForecast
-from chameleon_mm.executor.memory_limit import PendingSwapOuts, SwapMemoryLimit, swap_out_now
-from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
 from chameleon_mm.reclaim import Lending, Reclaimable, ReclaimQueue
 from chameleon_mm.saved.metrics import Metrics
@@ -42,13 +40,30 @@ _Made = TypeVar("_Made")
 _NO_BOUND = 1 << 62
 
 
+class PendingSwapOuts(Protocol):
+    """Interface of what swaps saved storages out."""
+
+    def pack_small(self) -> None:
+        """Swaps out the small storages that wait for more of their kind."""
+
+
+def swap_out_now(saved: SavedStorage) -> None:
+    """Swap a storage out to pinned memory, else to ordinary, and reclaim its device memory at once. Raises `TransferFailed`,
+    and `HostMemoryExhausted` where the host has neither."""
+    with suppress(HostMemoryExhausted):
+        saved.swap_out()
+    if saved.state is State.ON_DEVICE:
+        saved.swap_out(pageable=True)
+    saved.reclaim()
+
+
 class Budget:
     """Keeps one device's memory within its budget: checks it, reclaims, and says how much prefetches may take."""
 
     __slots__ = (
         "_allocated", "_cumulative", "_cumulative_at_begin", "_device", "_limits", "_metrics", "_order", "_storages",
         "_swap_outs", "_taken", "_unused", "forecast", "has_room_ahead", "headroom", "highest_forecast", "learned_forecast",
-        "lending", "memory_limit", "peak_at_begin_bytes", "peak_seen_bytes", "planned", "reclaim",
+        "lending", "peak_at_begin_bytes", "peak_seen_bytes", "planned", "reclaim",
     )  # fmt: skip
 
     def __init__(
@@ -60,10 +75,8 @@ class Budget:
         *,
         storages: Callable[[], Iterable[SavedStorage]],
         swap_outs: Callable[[], PendingSwapOuts | None],
-        small: SmallTensors | None = None,
     ) -> None:
-        """`swap_outs` returns what swaps storages out, or None once that is gone. `small`: small tensors that are kept on the
-        device, and swapped out where memory is short all the same."""
+        """`swap_outs` returns what swaps storages out, or None once that is gone."""
         self.reclaim = ReclaimQueue()
         """Swap-outs by the default rule: reclaimed once their copies are complete."""
         self.planned = ReclaimQueue()
@@ -86,12 +99,6 @@ class Budget:
         self._metrics = metrics
         self._storages = storages
         self._swap_outs = swap_outs
-        self.memory_limit: SwapMemoryLimit | None = None
-        """Limit by what the device has free, where there is no budget."""
-        if limits.free_share is not None and small is not None:
-            self.memory_limit = SwapMemoryLimit(
-                device, limits.free_share, reclaim=self.reclaim, order=order, small=small, swap_outs=swap_outs
-            )
         self._cumulative: int | None = None
         """Cumulative bytes at the last check of this step."""
         self._cumulative_at_begin: int | None = None
@@ -118,8 +125,6 @@ class Budget:
         allowed = self._limits.leaving_bytes
         if allowed is not None:
             self.reclaim.reclaim_until(lambda: self.reclaim.pending_bytes <= allowed)
-        if self.memory_limit is not None:
-            self.memory_limit.check_memory()
         if (budget := self._limits.hbm_budget_bytes) is None:
             if self.lending is not None:
                 self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: taken to be short
@@ -154,8 +159,6 @@ class Budget:
     def spare_bytes(self) -> int:
         """Bytes that may be allocated for a moment, beside what the model will allocate. Reads memory where there is a budget:
         operators may have allocated since it was checked."""
-        if self.memory_limit is not None:
-            return self.memory_limit.spare_bytes()
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return _NO_BOUND
@@ -163,8 +166,6 @@ class Budget:
 
     def spare_until_used_bytes(self) -> int:
         """Bytes that may be allocated now and held for a while, as far as the model's growth meanwhile is known."""
-        if self.memory_limit is not None:
-            return self.memory_limit.spare_bytes()
         budget, growth_bytes = self._limits.hbm_budget_bytes, self.forecast.growth(PREFETCH_HORIZON)
         if budget is None:
             return _NO_BOUND
@@ -175,8 +176,6 @@ class Budget:
         rounded = allocated_size(nbytes)
         self._taken += rounded
         self._allocated += rounded
-        if self.memory_limit is not None:
-            self.memory_limit.note_allocated(rounded)
 
     def allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
         """Allocate `nbytes` for a use by `allocate`, as `retry` does."""
@@ -215,8 +214,6 @@ class Budget:
 
         Raises `HostMemoryExhausted` where the budget is passed because the host takes no more, pinned or not.
         """
-        if self.memory_limit is not None:
-            self.memory_limit.make_room(nbytes, exclude)
         ahead = self.forecast.growth() if is_planned else self.forecast.until_next_check()
         self._make_room(nbytes, ahead, exclude)
         if not is_planned:
@@ -224,8 +221,6 @@ class Budget:
 
     def room_was_made(self, nbytes: int, *, exclude: Collection[SavedStorage]) -> bool:
         """Reclaim as `make_room` does, for something that need not be done. Returns whether `nbytes` fit now."""
-        if self.memory_limit is not None:
-            self.memory_limit.make_room(nbytes, exclude)
         self._reclaim_for(nbytes, self.forecast.growth(), exclude)
         return self._allocated + nbytes <= self.hbm_budget_bytes
 
@@ -262,11 +257,6 @@ class Budget:
         enough()  # the last that was reclaimed counts as well
         return refused
 
-    def note_on_device(self, saved: SavedStorage) -> None:
-        """Note that `saved`, which could be on the host, stays on the device."""
-        if self.memory_limit is not None:
-            self.memory_limit.note_on_device(saved)
-
     @property
     def growth_is_unknown(self) -> bool:
         """Whether there is a budget, and no forecast of the growth until the next check."""
@@ -279,8 +269,6 @@ class Budget:
 
     def reclaim_all(self, exclude: Collection[SavedStorage]) -> None:
         """Reclaim everything that can be reclaimed, after a failed allocation."""
-        if self.memory_limit is not None:
-            self.memory_limit.reclaim_all(exclude)
         self._reclaim_until(lambda: False, exclude)
 
     def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
@@ -327,8 +315,6 @@ class Budget:
         growth = self._note_growth() if self._cumulative is not None else 0
         self._cumulative = self._cumulative_at_begin = None
         self.headroom.end_step(completed=completed)
-        if self.memory_limit is not None:
-            self.memory_limit.end_step(completed=completed)
         return growth
 
     def _note_growth(self) -> int:

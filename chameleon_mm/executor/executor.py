@@ -77,7 +77,7 @@ class Executor:
         self._comparisons = parts.rebuilds.comparisons
         self._streams, self._order = parts.context.streams, parts.order
         self._registry, self._claims = parts.registry, parts.claims
-        self._small, self._outs, self._ins = parts.small, parts.outs, parts.ins
+        self._outs, self._ins = parts.outs, parts.ins
         self.director = Director()
         self.hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
         self._pid = self.hook_lock.pid
@@ -138,8 +138,6 @@ class Executor:
             handle = SwappedView(claim, t, saved_bytes.probe)
         elif handle is None:
             handle = self._keep(t, reason or facts.kind)
-            if self._small is not None and facts.nbytes:
-                self._small.add(handle, facts.nbytes)
         handle.saved_at = (self._registry.epoch, hook)
         if not self.recording.is_over:
             self.recomputing.note_saved(t, handle)
@@ -154,11 +152,7 @@ class Executor:
         if is_hook and not (isinstance(handle, WrapperHandle) and handle.claim is not None):
             self._use_unmoved(handle)
         if isinstance(handle, KeptTensor):
-            t = handle.tensor
-            if t is not None:
-                return t
-            assert handle.moved is not None  # memory was short
-            return self._use_view(handle.moved, is_hook=False)
+            return handle.tensor
         return handle.rebuild(lambda part, at_hook: self._use(part, is_hook=is_hook and at_hook))
 
     def _use_view(self, handle: SwappedView, *, is_hook: bool) -> Tensor:
@@ -332,8 +326,7 @@ class Executor:
         for saved in self.recomputing.drop_all(due.drops) if due.drops or self.recomputing.waiting else ():
             self._outs.swap_out(saved, alone=True)  # the plan has no room for packing
         self._outs.carry_out(due)
-        limit = self.budget.memory_limit
-        if check_memory or due.check_memory or (limit is not None and limit.wants_check):
+        if check_memory or due.check_memory:
             self.director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
         return due.prefetches
 
@@ -361,8 +354,6 @@ class Executor:
             saved.supersedes(found.before.saved)
         self._registry.add(saved)
         self._saved_any = True
-        if self.budget.memory_limit is not None:
-            self.budget.memory_limit.note_saved(saved.nbytes)
         self._outs.add(saved)
         claim = Claim(saved, self.on_claim_end)
         self._claims.add(claim)

@@ -30,11 +30,6 @@ from chameleon_mm.saved.version import Origin
 from chameleon_mm.trace import StepPhase
 from chameleon_mm.uncompiled import uncompiled
 
-# Bound once, as a lookup through `torch._C` costs as much as the call.
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_STRIDED = torch.strided
-
-
 _Save = Callable[[Tensor], Handle]
 _Use = Callable[[Handle], Tensor]
 
@@ -52,24 +47,17 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
 
 
 def _save_hook(executor: Executor) -> _Save:
-    parts, director, device, hook_lock = executor.parts, executor.director, executor.device, executor.hook_lock
+    parts, director, hook_lock = executor.parts, executor.director, executor.hook_lock
     counts, recording, registry, totals = executor.hook_counts, executor.recording, parts.registry, executor.metrics.totals
-    pid, lock, capturing, owns = ThisProcess.pid, hook_lock.lock, device.capturing, device.owns
-    protected, min_bytes, small, limit = executor.protected, executor.rule.min_bytes, parts.small, parts.budget.memory_limit
+    pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.rule.min_bytes
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
     queued_out, queued_in = parts.context.transfer.queued
     saves_at_rest, executor_save = director.saves_at_rest, executor.save
-
-    def is_plain(t: Tensor) -> bool:
-        """Whether `t` may be moved later, as other small ones."""
-        special = t.layout is not _STRIDED or t.is_nested or t.is_quantized or t._is_zerotensor() or _is_wrapped(t)
-        return not special and owns(t) and not capturing()
 
     def save(t: Tensor) -> Handle:
         counts.saves += 1
         if not recording.is_over or (num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
             return executor_save(t)
-        nbytes = 0
         if (kind := type(t)) is Parameter:
             reason = "parameter"
         elif kind is not Tensor:
@@ -92,20 +80,12 @@ def _save_hook(executor: Executor) -> _Save:
                 reason = "small" if nbytes else "empty"
             else:
                 return executor_save(t)
-            if small is not None and nbytes and not is_plain(t):
-                return executor_save(t)
         with lock:
-            if not (
-                outs.fresh or leaving or outs.waiting_bytes or queued_out or queued_in or ended or errors
-                or (limit is not None and limit.wants_check)
-            ):  # fmt: skip
+            if not (outs.fresh or leaving or outs.waiting_bytes or queued_out or queued_in or ended or errors):
                 hook = saves_at_rest(t)
                 if hook != ON_SAVE:
                     totals.kept_by_reason[reason] += 1
-                    handle = KeptTensor(t, (registry.epoch, hook), by_reference=reason == "parameter")
-                    if nbytes and small is not None:
-                        small.add(handle, nbytes)
-                    return handle
+                    return KeptTensor(t, (registry.epoch, hook), by_reference=reason == "parameter")
         return executor_save(t)
 
     return save
@@ -122,7 +102,7 @@ def _use_hook(executor: Executor) -> _Use:
         counts.uses += 1
         if type(handle) is KeptTensor and recording.is_over:
             t = handle.tensor
-            if t is not None and t._version == handle.expected:
+            if t._version == handle.expected:
                 if not plans:
                     return t
                 if not (num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
@@ -138,17 +118,17 @@ def _use_hook(executor: Executor) -> _Use:
 
 def _native_hooks(stays: ModuleType, save: _Save, use: _Use, executor: Executor) -> tuple[_Save, _Use]:
     """The hooks by the C++ helper for what stays, which calls `save` and `use` for all else."""
-    parts, director, device, hook_lock = executor.parts, executor.director, executor.device, executor.hook_lock
-    protected, small, light, budget = executor.protected, parts.small, director.light, parts.budget
+    parts, director, hook_lock = executor.parts, executor.director, executor.hook_lock
+    protected, light = executor.protected, director.light
     # Functions that C++ calls have no marked frame above them: each is marked itself.
-    is_protected, add_small = uncompiled(protected.__contains__), None if small is None else uncompiled(small.add)
+    is_protected = uncompiled(protected.__contains__)
     at_rest, enter_backward = uncompiled(director.saves_at_rest), None if light is None else uncompiled(light.enter_backward)
     hooks: tuple[_Save, _Use] = stays.hooks(
         save, use, executor.hook_counts, executor.recording, hook_lock.lock.acquire, hook_lock.lock.release, parts.outs,
-        budget.reclaim.entries, *parts.context.transfer.queued, hook_lock.ended, hook_lock.errors, budget.memory_limit,
+        parts.budget.reclaim.entries, *parts.context.transfer.queued, hook_lock.ended, hook_lock.errors,
         executor.metrics.totals, is_protected, protected.refs, parts.registry, director, light, at_rest, enter_backward,
-        StepPhase.BACKWARD, small, add_small, uncompiled(device.capturing), KeptTensor, Origin,
-        torch._C._current_autograd_node, device.torch_device, min(executor.rule.min_bytes, sys.maxsize),
+        StepPhase.BACKWARD, KeptTensor, Origin, torch._C._current_autograd_node,
+        min(executor.rule.min_bytes, sys.maxsize),
     )  # fmt: skip
     return hooks
 

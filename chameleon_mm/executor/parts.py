@@ -13,10 +13,9 @@ from chameleon_mm.executor.rebuilds import Rebuilds
 from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.executor.rescue import Rescue
-from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
-from chameleon_mm.executor.weak_calls import weak_claim, weak_reliance_ended
+from chameleon_mm.executor.weak_calls import weak_reliance_ended
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, UseOrder
 from chameleon_mm.reclaim import Lending
@@ -39,7 +38,6 @@ class Parts(NamedTuple):
     order: UseOrder
     registry: StorageRegistry
     claims: Claims
-    small: SmallTensors | None
     budget: Budget
     outs: SwapOuts
     ins: SwapIns
@@ -67,7 +65,6 @@ def assemble(
     metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
     order, registry, claims = UseOrder(), StorageRegistry(), Claims()
     context = SwapContext(pool, transfer, metrics, streams, checksums if verify else None)
-    small = None if limits.free_share is None else SmallTensors(context, registry, claims, partial(weak_claim, executor))
     # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
     weak_outs: weakref.ref[SwapOuts]
     budget = Budget(
@@ -77,7 +74,6 @@ def assemble(
         metrics,
         storages=registry.all,
         swap_outs=lambda: weak_outs(),  # noqa: PLW0108 - it is there only later
-        small=small,
     )
     if (hook := device.allocator_hook()) is not None:
         # A recorder counts who holds a storage, and what operators allocate: what the allocator does would be theirs.
@@ -88,6 +84,4 @@ def assemble(
     rebuilds = Rebuilds(device, context, budget, Comparisons(checksums, metrics.totals))
     ins = SwapIns(context, registry, budget, staging, order, rebuilds)
     recomputing = Recomputing(device, streams, metrics, rebuilds, partial(weak_reliance_ended, executor))
-    return Parts(
-        context, order, registry, claims, small, budget, outs, ins, rebuilds, recomputing, Rescue(ins, budget, streams)
-    )
+    return Parts(context, order, registry, claims, budget, outs, ins, rebuilds, recomputing, Rescue(ins, budget, streams))

@@ -178,7 +178,6 @@ class Rebuilds:
         saved.restored_in(storage, compute)
         if self._context.streams.is_only(compute):
             saved.stay_on_device()  # so that what it was made from may go; elsewhere a use may be on another stream
-        self._budget.note_on_device(saved)
 
     def _count_uses(self, recipe: Recipe) -> None:
         """Count a use of each source, and drop those that no handle waits for and no recipe needs any more."""

@@ -326,7 +326,7 @@ class Recomputing:
         holder = None if value.claim is None else value.claim()
         if isinstance(holder, KeptTensor):
             t = holder.tensor
-            return None if t is None or not holder.is_as_saved else self._held_itself(value, t, is_saved=True)
+            return self._held_itself(value, t, is_saved=True) if holder.is_as_saved else None
         if not isinstance(holder, Claim):
             return None
         saved = holder.saved

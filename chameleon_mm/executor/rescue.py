@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import ChameleonError, HostMemoryExhausted, TransferFailed
-from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.memory_limit import swap_out_now
+from chameleon_mm.executor.budget import Budget, swap_out_now
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.profiler.calls import Relied
 from chameleon_mm.profiler.dispatch_state import tracer_is_on
@@ -70,7 +69,6 @@ class Rescue:
             saved.restored_in(storage, compute)  # somebody else holds it
         if saved.state is State.RESTORED:
             saved.stay_on_device()
-        self._budget.note_on_device(saved)
         if home is not compute:  # another stream's memory now, while its users are ordered after its home alone
             with suppress(HostMemoryExhausted, TransferFailed):
                 swap_out_now(saved)

@@ -101,8 +101,6 @@ class SwapIns:
         """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
         coming.swap_in(compute)
         self._budget.note_allocated(coming.nbytes)
-        if self._budget.memory_limit is not None:
-            self._budget.memory_limit.note_prefetched(coming)
         self._context.metrics.totals.prefetches += 1
 
     def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
@@ -115,8 +113,8 @@ class SwapIns:
             self._unpack(group, saved, compute)
         if saved.form.recipe is not None and saved.state is State.ON_HOST:
             self._rebuilds.rebuild(saved, compute, self._restore_held)
-        if saved.state is State.SWAPPING_OUT and saved.cancel_swap_out():
-            self._budget.note_on_device(saved)
+        if saved.state is State.SWAPPING_OUT:
+            saved.cancel_swap_out()
         if saved.state is State.ON_HOST:
             elsewhere = saved.usable_elsewhere(compute)
             if elsewhere is not None:
@@ -125,7 +123,6 @@ class SwapIns:
             # What the plan has on the device by now comes back beside all that it allocates until the next check.
             is_planned = saved.planned is not None and self._budget.forecast.has(saved.planned.tensor)
             self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
-            self._budget.note_on_device(saved)  # until its other views were used
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
         totals.uses_on_device += 1
@@ -156,7 +153,5 @@ class SwapIns:
                 members.append((member, place))
                 nbytes += 0 if member is wanted else member.nbytes
         self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group,))
-        for member, _ in members:
-            self._budget.note_on_device(member)
         if group.state is State.RESTORED and len(members) == len(waiting):
             group.drop_used()

@@ -79,13 +79,9 @@ class SwapOuts:
         self.fresh.append((saved, (this_thread.number, sequence_nr())))  # as `current_operator` has it
 
     @property
-    def fresh_bytes(self) -> int:
-        return sum(saved.nbytes for saved in {saved for saved, _ in self.fresh})
-
-    @property
     def have_work(self) -> bool:
-        """Whether anything that was saved is on its way out or back, or waits to be, or memory is to be checked."""
-        budget, lending, limit = self._budget, self._budget.lending, self._budget.memory_limit
+        """Whether anything that was saved is on its way out or back, or waits to be."""
+        budget, lending = self._budget, self._budget.lending
         return bool(
             self.fresh
             or self._small
@@ -94,7 +90,6 @@ class SwapOuts:
             or budget.reclaim.entries
             or budget.planned.entries
             or (lending is not None and lending.has_any)
-            or (limit is not None and limit.wants_check)
         )
 
     def finished(self) -> list[SavedStorage]:
@@ -158,10 +153,8 @@ class SwapOuts:
         if isinstance(saved, SavedPart):
             self._gather(saved)
         elif saved.copies > MOST_COPIES:
-            self._budget.note_on_device(saved)
             return
         if saved.nbytes < self._rule.min_bytes:
-            self._budget.note_on_device(saved)
             return
         if alone or self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
             self.swap_out_alone(saved)
@@ -217,7 +210,6 @@ class SwapOuts:
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if not self._went_to_pageable(saved, refusal):
                 self._note_refusal(refusal)
-                self._budget.note_on_device(saved)
                 return
         self._budget.reclaim.add(saved)
         if self._budget.lending is not None:

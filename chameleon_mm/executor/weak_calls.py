@@ -1,6 +1,5 @@
 """Calls of an executor by what must not keep it alive: what it holds itself, and what watches a step.
 
-claim_of = partial(weak_claim, weakref.ref(executor))
 ended = partial(weak_reliance_ended, weakref.ref(executor))
 at_end = partial(weak_settle, weakref.ref(executor))
 before_write = partial(weak_before_write, weakref.ref(executor))
@@ -12,8 +11,6 @@ import weakref
 from typing import TYPE_CHECKING
 
 from chameleon_mm.profiler.calls import Value
-from chameleon_mm.saved.claims import Claim
-from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.source import Reliance
 
 if TYPE_CHECKING:
@@ -39,10 +36,3 @@ def weak_settle(executor: weakref.ref[Executor], task: int) -> None:
     it = executor()
     if it is not None:
         it.settle(task)
-
-
-def weak_claim(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:
-    """A first claim on `saved`. It keeps the executor, whose lock is held, alive, as each claim does."""
-    it = executor()
-    assert it is not None, "its lock is held"
-    return Claim(saved, it.on_claim_end)

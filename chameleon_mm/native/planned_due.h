@@ -44,7 +44,7 @@ struct Step {
     if (field(d, Follower._diverged) == Py_True) return false;
     if (field_number(d, Follower._epoch) != field_number(p.registry, Registry.epoch)) return false;
     if (field(d, Follower._due) != nothing_due || get_truth(p.metrics, n_timed)) return false;
-    if (field(p.budget, Budget.forecast) != p.plan_forecast || field(p.budget, Budget.memory_limit) != Py_None) return false;
+    if (field(p.budget, Budget.forecast) != p.plan_forecast) return false;
     schedule.it = Py_NewRef(field(d, Follower._schedule));
     planned.it = Py_NewRef(field(d, Follower._planned));
     cursor.it = Py_NewRef(field(d, Follower._cursor));

@@ -177,7 +177,7 @@ SLOTTED(FollowerClass, "adaptive.plan_follower", "PlanFollower", FOLLOWER_FIELDS
 
 #define BUDGET_FIELDS(X)                                                                                                     \
   X(_allocated) X(_cumulative) X(_cumulative_at_begin) X(_limits) X(_taken) X(_unused) X(forecast) X(headroom)                \
-  X(highest_forecast) X(memory_limit) X(peak_seen_bytes) X(reclaim)
+  X(highest_forecast) X(peak_seen_bytes) X(reclaim)
 SLOTTED(BudgetClass, "executor.budget", "Budget", BUDGET_FIELDS)
 
 #define FORECAST_FIELDS(X) X(growth_bytes)

@@ -37,21 +37,7 @@ inline bool to_number(PyObject* number, long long& value) {
 }
 
 // An attribute as a number. False: it is none.
-inline bool read_number(PyObject* of, PyObject* name, long long& value) {
-  Ref at(PyObject_GetAttr(of, name));
-  if (at && to_number(at.it, value)) return true;
-  forget_error();
-  return false;
-}
-
-// Whether an attribute is something that waits: an error counts as that, and leaves the hook to Python.
-inline bool some_in(PyObject* of, PyObject* name) {
-  Ref at(PyObject_GetAttr(of, name));
-  int truth = at ? PyObject_IsTrue(at.it) : -1;
-  if (truth < 0) forget_error();
-  return truth != 0;
-}
-
+// Whether a container has something that waits: an error counts as that, and leaves the hook to Python.
 inline bool some_in(PyObject* container) {
   int truth = PyObject_IsTrue(container);
   if (truth < 0) forget_error();

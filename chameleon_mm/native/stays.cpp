@@ -42,22 +42,22 @@ constexpr long NO_HOOK = -1, FIXED_STORAGE = -1, EARLIER_STEP = -2;  // as in Py
 unsigned forks = 0;  // between the process that imported this and the one that runs: a parent's device is no child's
 
 // Names of attributes, and reasons to stay, interned once.
-#define NAMES(X) X(_tight) X(_small_limit) X(nbytes) X(parameter) X(leaf) X(persistent) X(empty) X(small)
+#define NAMES(X) X(parameter) X(leaf) X(persistent) X(empty) X(small)
 #define DECLARE(name) PyObject* n_##name = nullptr;
 NAMES(DECLARE)
 
 // Objects that the hooks read, in the order in which hooks.py gives them.
 enum Part {
-  FALLBACK_SAVE, FALLBACK_USE, COUNTS, RECORDING, ACQUIRE, RELEASE, OUTS, LEAVING, QUEUED_OUT, QUEUED_IN, ENDED, ERRORS, LIMIT,
-  TOTALS, IS_PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SAVES_AT_REST, ENTER_BACKWARD, BACKWARD, SMALL, ADD_SMALL,
-  CAPTURING, KEPT_TENSOR, ORIGIN, CURRENT_NODE, DEVICE, MIN_BYTES,
+  FALLBACK_SAVE, FALLBACK_USE, COUNTS, RECORDING, ACQUIRE, RELEASE, OUTS, LEAVING, QUEUED_OUT, QUEUED_IN, ENDED, ERRORS,
+  TOTALS, IS_PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SAVES_AT_REST, ENTER_BACKWARD, BACKWARD,
+  KEPT_TENSOR, ORIGIN, CURRENT_NODE, MIN_BYTES,
   PARTS
 };
 
 // Slots that the hooks read: the part of whose class each is (of KEPT_TENSOR and ORIGIN, which is the class), and its name.
 #define SLOTS(X)                                                                                                       \
   X(COUNTS, saves) X(COUNTS, uses) X(RECORDING, is_over) X(OUTS, fresh) X(OUTS, waiting_bytes) X(TOTALS, kept_by_reason) \
-  X(REGISTRY, epoch) X(KEPT_TENSOR, tensor) X(KEPT_TENSOR, expected) X(KEPT_TENSOR, moved) X(KEPT_TENSOR, saved_at)     \
+  X(REGISTRY, epoch) X(KEPT_TENSOR, tensor) X(KEPT_TENSOR, expected) X(KEPT_TENSOR, saved_at)                           \
   X(KEPT_TENSOR, _origin) X(KEPT_TENSOR, relied) X(ORIGIN, _name) X(ORIGIN, _node_number) X(ORIGIN, _output_nr) X(ORIGIN, _ref)
 #define SLOTS_OF_PLANS(X)                                                                                              \
   X(LIGHT, num_hooks) X(LIGHT, _number) X(LIGHT, _last_used) X(LIGHT, _features) X(LIGHT, _phase) X(LIGHT, _thread)     \
@@ -67,7 +67,6 @@ struct Hooks {
   PyObject_HEAD
   PyObject* parts[PARTS];
   size_t min_bytes;
-  c10::Device device;
   bool plans;
   unsigned forks;  // when they were made
 #define OFFSET(part, name) Py_ssize_t part##name;
@@ -124,28 +123,7 @@ bool nothing_waits(Hooks* h) {
            some_in(FIELD(h, OUTS, fresh)) || some_in(FIELD(h, OUTS, waiting_bytes)));
 }
 
-bool wants_check(Hooks* h) {  // SwapMemoryLimit.wants_check
-  PyObject* limit = h->parts[LIMIT];
-  if (limit == Py_None) return false;
-  long long nbytes = 0, most = 0;
-  return some_in(limit, n__tight) || !read_number(h->parts[SMALL], n_nbytes, nbytes) ||
-         !read_number(limit, n__small_limit, most) || nbytes > most;
-}
-
 bool is_here(Hooks* h) { return forks == h->forks && c10::impl::TorchDispatchModeTLS::stack_len() == 0; }
-
-// Whether a small tensor may be moved later: `is_plain` in hooks.py, for a CUDA device alone. False with an error set: it asked
-// Python.
-bool is_plain(Hooks* h, const at::Tensor& t) {
-  static const c10::DispatchKeySet wrapped{
-      c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
-      c10::DispatchKey::Batched};
-  if (!h->device.is_cuda() || t.device() != h->device) return false;
-  if (t.layout() != c10::kStrided || t.is_nested() || t.is_quantized() || t._is_zerotensor()) return false;
-  if (t.key_set().has_any(wrapped)) return false;
-  Ref capturing(PyObject_Vectorcall(h->parts[CAPTURING], nullptr, 0, nullptr));
-  return capturing.it == Py_False;
-}
 
 bool is_function_in_python(torch::autograd::Node* node) {
   return std::strcmp(typeid(*node).name(), "N5torch8autograd6PyNodeE") == 0;
@@ -202,7 +180,6 @@ Ref kept(Hooks* h, PyObject* argument, const at::Tensor& t, bool by_reference, P
   if (!handle) return handle;
   slot(handle.it, h->KEPT_TENSORsaved_at) = Py_NewRef(saved_at);
   slot(handle.it, h->KEPT_TENSORexpected) = version.taken();
-  slot(handle.it, h->KEPT_TENSORmoved) = Py_NewRef(Py_None);
   slot(handle.it, h->KEPT_TENSORrelied) = Py_NewRef(Py_None);
   slot(handle.it, h->KEPT_TENSOR_origin) = origin.taken();
   slot(handle.it, h->KEPT_TENSORtensor) = tensor.taken();
@@ -250,11 +227,10 @@ PyObject* saved(Hooks* h, PyObject* argument) {
       reason = nbytes ? n_small : n_empty;
     }
   }
-  bool by_reference = reason == n_parameter, moves_later = nbytes && p[SMALL] != Py_None;
-  if (moves_later && !is_plain(h, t)) return nullptr;
+  bool by_reference = reason == n_parameter;
 
   Locked lock(h);
-  if (!lock.taken() || !nothing_waits(h) || wants_check(h)) return nullptr;
+  if (!lock.taken() || !nothing_waits(h)) return nullptr;
   long long hook = NO_HOOK, number = 0, until = 0, saves = 0;
   bool is_first = false;  // of the step or of a forward: the director notes it by itself
   if (h->plans) {
@@ -281,12 +257,6 @@ PyObject* saved(Hooks* h, PyObject* argument) {
   }
   Ref more(PyLong_FromLongLong(before + 1));
   if (!more || PyDict_SetItem(kept_by_reason, reason, more.it) != 0) return nullptr;
-  if (moves_later) {
-    Ref size(PyLong_FromSize_t(nbytes));
-    PyObject* arguments[] = {handle.it, size.it};
-    Ref done(size ? PyObject_Vectorcall(p[ADD_SMALL], arguments, 2, nullptr) : nullptr);
-    if (!done) return nullptr;
-  }
   if (h->plans && !is_first && (!WRITE(h, LIGHT, _number, number) || !WRITE(h, LIGHT, num_hooks, hook + 1))) return nullptr;
   if (!WRITE(h, COUNTS, saves, saves + 1)) return nullptr;
   return handle.taken();
@@ -377,13 +347,12 @@ PyObject* make_hooks(PyObject*, PyObject* arguments) {
   if (!made) return nullptr;
   Hooks* h = (Hooks*)made.it;
   for (int i = 0; i < PARTS; i++) h->parts[i] = Py_NewRef(PyTuple_GET_ITEM(arguments, i));
-  if (!PyType_Check(h->parts[KEPT_TENSOR]) || !PyType_Check(h->parts[ORIGIN]) || !PyDict_CheckExact(h->parts[PROTECTED_REFS]) || !THPDevice_Check(h->parts[DEVICE])) {
-    PyErr_SetString(PyExc_TypeError, "native hooks: expected a class of handles, a dict of protected storages and a device");
+  if (!PyType_Check(h->parts[KEPT_TENSOR]) || !PyType_Check(h->parts[ORIGIN]) || !PyDict_CheckExact(h->parts[PROTECTED_REFS])) {
+    PyErr_SetString(PyExc_TypeError, "native hooks: expected a class of handles and a dict of protected storages");
     return nullptr;
   }
   h->min_bytes = PyLong_AsSize_t(h->parts[MIN_BYTES]);
   if (PyErr_Occurred()) return nullptr;
-  h->device = ((THPDevice*)h->parts[DEVICE])->device;
   h->plans = h->parts[LIGHT] != Py_None;
   h->forks = forks;
   auto class_of = [h](Part part) { return PyType_Check(h->parts[part]) ? h->parts[part] : (PyObject*)Py_TYPE(h->parts[part]); };

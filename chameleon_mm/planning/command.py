@@ -35,8 +35,7 @@ from chameleon_mm.planning.session_prediction import predict_session, record, sh
 from chameleon_mm.planning.session_run import RunRequest, Swapped
 from chameleon_mm.planning.show import save_plot, show
 from chameleon_mm.planning.workload import Build, ModelUnusable
-from chameleon_mm.policy import DefaultRule
-from chameleon_mm.session import DEFAULT_BUDGET_SHARE
+from chameleon_mm.policy import DEFAULT_BUDGET_SHARE, DefaultRule
 from chameleon_mm.units import parse_size
 
 Environment = Callable[[str, Device], Mapping[str, Any]]

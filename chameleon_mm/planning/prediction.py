@@ -29,6 +29,7 @@ from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.planning.classes import MemoryClass, classes_of
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.policy import (
+    DEFAULT_BUDGET_SHARE,
     LinkCost,
     Peak,
     Simulator,
@@ -45,7 +46,6 @@ from chameleon_mm.policy import (
     swap_all,
 )
 from chameleon_mm.policy.memory import sum_over_time
-from chameleon_mm.session import DEFAULT_BUDGET_SHARE
 from chameleon_mm.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import allocated_size, format_size_up, parse_size

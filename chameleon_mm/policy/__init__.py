@@ -8,13 +8,13 @@ from chameleon_mm.policy.memory import Candidates, Peak, least_memory, memory_cu
 from chameleon_mm.policy.plan import Action, ActionKind, StorageAction, SwapPlan
 from chameleon_mm.policy.planner import candidate_plans, generate_plan
 from chameleon_mm.policy.recomputation import Recomputation, full_recomputation
-from chameleon_mm.policy.rule import DefaultRule, Headroom, LargestGrowth, Limits, SaveFacts, UseOrder
+from chameleon_mm.policy.rule import DEFAULT_BUDGET_SHARE, DefaultRule, Headroom, Limits, SaveFacts, UseOrder
 from chameleon_mm.policy.simulate import Simulator, Timeline, simulate
 from chameleon_mm.policy.swap_all import swap_all
 from chameleon_mm.policy.timing import EngineSpan
 
 __all__ = [
-    "Action", "ActionKind", "Candidates", "DefaultRule", "EngineSpan", "Headroom", "Ideal", "LargestGrowth",
+    "DEFAULT_BUDGET_SHARE", "Action", "ActionKind", "Candidates", "DefaultRule", "EngineSpan", "Headroom", "Ideal",
     "Limits", "LinkCost", "Peak", "Recomputation", "SaveFacts", "Simulator", "StorageAction", "SwapPlan", "Timeline",
     "UseOrder", "candidate_plans", "full_recomputation", "generate_plan", "hidden_budget_bound", "hides_copies", "ideal",
     "least_memory", "memory_curve", "peak_memory", "simulate", "smallest_budget", "smallest_hidden_budget", "swap_all",

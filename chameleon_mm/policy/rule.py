@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import islice, zip_longest
+from itertools import islice
 from math import ceil
 
 from chameleon_mm.units import MIB
@@ -66,6 +66,11 @@ class DefaultRule:
         return view_bytes + facts.covered_bytes <= facts.nbytes * self.gather_share
 
 
+DEFAULT_BUDGET_SHARE = 0.9
+"""Share of the device's capacity that is the budget when none is given: the rest is for fragmentation and what lies outside the
+allocator."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits on the device memory that swapping may use."""
@@ -76,19 +81,8 @@ class Limits:
     """HBM held by copies on their way out before compute waits for the oldest; None: the budget alone decides."""
     ahead_bytes: int | None = None
     """HBM that prefetches may hold before their first use; None: the budget alone decides."""
-    free_share: float | None = None
-    """Share of the HBM left free by all else that swapping may hold where it is not known how far allocation climbs. None: no
-    such limit. Not beside a budget."""
 
     def __post_init__(self) -> None:
-        if self.free_share is not None and not 0 <= self.free_share < 1:
-            raise ValueError(
-                f"free_share: expected a share from 0 to below 1, or None for no such limit, got {self.free_share}"
-            )
-        if self.free_share is not None and self.hbm_budget_bytes is not None:
-            raise ValueError(
-                "free_share: expected none beside hbm_budget_bytes, which bounds all that is allocated; leave one out"
-            )
         for knob in fields(self):
             nbytes = getattr(self, knob.name)
             if nbytes is not None and nbytes < 0:
@@ -147,48 +141,6 @@ class Headroom:
     def end_step(self, *, completed: bool = True) -> None:
         """End the step: the next one is expected to be like it; like none, where it did not end as it began (an exception)."""
         self._known, self._growing, self._scale = (self._growing if completed else []), [], 1.0
-
-
-class LargestGrowth:
-    """The most that allocation grew between two checks of memory in any step so far: what to leave free, where it is known.
-
-    Unlike `Headroom` it is for all checks, not for one: it holds for steps that do the same in another order. It says nothing
-    of a step that saves more than was ever saved (a longer batch), from the first save on that is larger than any of that
-    number before; and nothing before a first step has ended.
-    """
-
-    def __init__(self) -> None:
-        self._sizes: list[int] = []
-        """Largest save in all steps that ended, by its number in the step."""
-        self._most: int | None = None
-        self._forget_step()
-
-    def _forget_step(self) -> None:
-        self._saved: list[int] = []
-        self._most_now = 0
-        self._larger = False
-
-    def saved(self, nbytes: int) -> None:
-        """Note that the next save of this step is of so many bytes."""
-        number = len(self._saved)
-        self._larger |= number >= len(self._sizes) or nbytes > self._sizes[number]
-        self._saved.append(nbytes)
-
-    def record(self, growth_bytes: int) -> None:
-        """Record that allocation grew so much between two checks."""
-        self._most_now = max(self._most_now, growth_bytes)
-
-    @property
-    def nbytes(self) -> int | None:
-        """The most growth; None: not known."""
-        return None if self._larger or self._most is None else max(self._most, self._most_now)
-
-    def end_step(self, *, completed: bool) -> None:
-        """End the step; learn from it if it `completed`."""
-        if completed:
-            self._most = max(self._most or 0, self._most_now)
-            self._sizes = [max(pair) for pair in zip_longest(self._sizes, self._saved, fillvalue=0)]
-        self._forget_step()
 
 
 @dataclass(slots=True)

@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the copies to FILE, for chrome://tracing and Perfetto"
     )
-    parser.add_argument("--quiet", action="store_true", help="print no report; files are written all the same")
 
 
 def count_own(arguments: Sequence[str]) -> int:
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     ranks = LaunchedRank.started_by_launcher()
     check_outputs({option: path if path is None else ranks.own(path) for option, path in files.items()})
     watch = TrainingWatch(_session_maker(args, told=ranks.rank == 0))
-    end = End(watch, files, Console(stderr=True), ranks, quiet=args.quiet)
+    end = End(watch, files, Console(stderr=True), ranks)
     end.begin()
     watch.begin()
     warnings.filterwarnings("ignore", _COMPILED_UNDER_GLOBAL_HOOKS, UserWarning)

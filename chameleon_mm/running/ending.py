@@ -1,6 +1,6 @@
 """The end of a run: the session is left, and its report is written and told, once, for all ranks of a host by the last of them.
 
-end = End(watch, files, console, quiet=False); end.begin()
+end = End(watch, files, console, ranks); end.begin()
 end.ending = program.run()
 end.tell()                              # or as the interpreter exits, where another thread trained
 """
@@ -34,15 +34,12 @@ _SHOWN = frozenset(
 class End:
     """Leaves the session of a run, and tells what it did."""
 
-    def __init__(
-        self, watch: TrainingWatch, files: Mapping[str, Path | None], console: Console, ranks: LaunchedRank, *, quiet: bool
-    ) -> None:
+    def __init__(self, watch: TrainingWatch, files: Mapping[str, Path | None], console: Console, ranks: LaunchedRank) -> None:
         self._watch = watch
         self._files = {option: ranks.own(path) for option, path in files.items() if path is not None}
         self._written: list[str] = []
         """Files that the report was written to."""
         self._console = console
-        self._quiet = quiet
         self._ranks = ranks
         self._gathering = Gathering(ranks) if ranks.count > 1 else None
         self._told = False
@@ -71,9 +68,9 @@ class End:
         if report is not None:
             self._write(report)
         alone = self._gathering is None or (self.ending.error is not None and not self._follows)
-        if why is not None and (alone or self._watch.failure is not None) and not self._quiet:
+        if why is not None and (alone or self._watch.failure is not None):
             self._say(why)
-        if report is not None and alone and not self._quiet:
+        if report is not None and alone:
             self._show(report)
         self._gather(report, why)
 
@@ -131,7 +128,7 @@ class End:
         told_of = {"rank": self._ranks.rank, "world_size": self._ranks.count, "why_nothing": why, "files": self._written}
         self._gathering.leave({**figures, **told_of, "exit_code": self.ending.exit_code})
         told = self._gathering.told_by_last()
-        if told is not None and not self._quiet:
+        if told is not None:
             self._say(f"report of {len(told.figures)} ranks")
             for line in merged_lines(told):
                 print_line(self._console, f"  {line}")

@@ -170,14 +170,10 @@ def _key(storage_id: int, part: Part | None) -> Hashable:
     return storage_id if part is None else (storage_id, part)
 
 
-NO_STEP = -1
-"""Epoch of storages that belong to no step."""
-
-
 class StorageRegistry:
     """The saved storages that are claimed, by step and number. Not thread-safe: the executor holds its lock."""
 
-    __slots__ = ("_num_outside", "_storages", "epoch", "next_index", "of_epoch", "packed_groups")
+    __slots__ = ("_storages", "epoch", "next_index", "of_epoch", "packed_groups")
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -188,7 +184,6 @@ class StorageRegistry:
         """Number of claimed storages that this step saved."""
         self.packed_groups: set[PackedGroup] = set()
         self._storages: dict[tuple[int, int], SavedStorage] = {}
-        self._num_outside = 0
 
     def __len__(self) -> int:
         return len(self._storages)
@@ -198,13 +193,6 @@ class StorageRegistry:
         self._storages[saved.epoch, saved.index] = saved
         self.next_index += 1
         self.of_epoch += 1
-
-    def add_outside_steps(self, make: Callable[[int, int], SavedStorage]) -> SavedStorage:
-        """Add a storage that `make` makes with an epoch and an index outside of steps: for a save that had none at first."""
-        self._num_outside += 1
-        saved = make(NO_STEP, self._num_outside)
-        self._storages[saved.epoch, saved.index] = saved
-        return saved
 
     def get(self, index: int) -> SavedStorage | None:
         """The storage of that number in this step; None if it is gone."""

@@ -37,18 +37,16 @@ class KeptTensor:
     """A saved tensor that stays on the device. It is held by reference, as eager holds it, unless it may be a result of the
     node that saves it, or a view of one. That one is detached: a node must not keep itself."""
 
-    __slots__ = ("__weakref__", "_origin", "expected", "moved", "relied", "saved_at", "tensor")
+    __slots__ = ("__weakref__", "_origin", "expected", "relied", "saved_at", "tensor")
 
     def __init__(self, t: Tensor, saved_at: tuple[int, int] = _NOWHERE, *, by_reference: bool = False) -> None:
         self.saved_at = saved_at
         """The step, and the number of the hook in it."""
         self.relied: Relied | None = None
         """What rests on its bytes, in a step that recomputes."""
-        self.moved: SwappedView | None = None
-        """Handle that replaced it when memory was short; `tensor` is then None."""
         self.expected = t._version
         """The tensor's version when it was saved."""
-        self.tensor: Tensor | None = t
+        self.tensor = t
         self._origin: Origin | None = None  # the tensor tells of itself
         if by_reference:
             return
@@ -61,20 +59,12 @@ class KeptTensor:
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether it is still on the device, and nobody wrote to it since it was saved."""
-        return self.tensor is not None and self.tensor._version == self.expected
-
-    def move(self, to: SwappedView) -> None:
-        """Let `to` replace it from now on. In this order: another thread may be using it."""
-        to.saved_at = self.saved_at
-        self.moved, self.tensor = to, None
+        """Whether nobody wrote to it since it was saved."""
+        return self.tensor._version == self.expected
 
     def check_version(self) -> None:
         t = self.tensor
-        if t is None:
-            assert self.moved is not None
-            self.moved.probe.check(self._origin)
-        elif t._version != self.expected:
+        if t._version != self.expected:
             raise RuntimeError(inplace_message((t.type(), t.shape), self._origin or Origin(t), t._version, self.expected))
 
 

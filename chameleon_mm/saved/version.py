@@ -123,11 +123,10 @@ class VersionProbe:
         shared.data = view
         return shared
 
-    def check(self, origin: Origin | None = None) -> None:
-        """Raise what eager raises when a saved tensor was written to since it was saved. `origin`: of the tensor, where this
-        was made of an alias of it."""
+    def check(self) -> None:
+        """Raise what eager raises when a saved tensor was written to since it was saved."""
         if self.moved:
-            raise RuntimeError(inplace_message(self._what, origin or self._origin, self.alias._version, self.expected))
+            raise RuntimeError(inplace_message(self._what, self._origin, self.alias._version, self.expected))
 
 
 class SavedBytes:

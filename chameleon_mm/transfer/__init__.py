@@ -1,17 +1,16 @@
 """Moves bytes between device and host: which copy is handed to the device when.
 
-Read route (which way by size), calibrate (from which sizes on), then copy_queue (one direction, piece by piece; and both
+Read route (which way by size), calibrate (rates of the link), then copy_queue (one direction, piece by piece; and both
 together, for any thread).
 """
 
 from __future__ import annotations
 
-from chameleon_mm.transfer.calibrate import Calibration, CurvePoint, calibrate, thresholds_of
-from chameleon_mm.transfer.calibration_cache import CalibrationCache, thresholds_for
+from chameleon_mm.transfer.calibrate import calibrate
+from chameleon_mm.transfer.calibration_cache import keep, kept
 from chameleon_mm.transfer.copy_queue import OUTSTANDING, PIECE_BYTES, CopyQueue, Move, Piece, Transfer
 from chameleon_mm.transfer.route import Path, Thresholds
 
 __all__ = [
-    "OUTSTANDING", "PIECE_BYTES", "Calibration", "CalibrationCache", "CopyQueue", "CurvePoint", "Move", "Path", "Piece",
-    "Thresholds", "Transfer", "calibrate", "thresholds_for", "thresholds_of",
+    "OUTSTANDING", "PIECE_BYTES", "CopyQueue", "Move", "Path", "Piece", "Thresholds", "Transfer", "calibrate", "keep", "kept",
 ]  # fmt: skip

@@ -36,11 +36,11 @@ class Thresholds:
 
     pack_below_bytes: int = 128 * KIB
     """Size from which a copy takes the link about as long as it takes the host to ask for it: 2.4 us at the 55 GB/s published
-    for an H200, against 2.3-7 us for cudaMemcpyAsync. `calibrate` measures it."""
+    for an H200, against 2.3-7 us for cudaMemcpyAsync."""
 
     batch_below_bytes: int = MIB
-    """Size from which a copy alone reaches most of the link's rate: 86 % with a fixed cost of 3.1 us, as published for an H200.
-    `calibrate` measures it."""
+    """Size from which a copy alone reaches most of the link's rate: 86 % with a fixed cost of 3.1 us, as published for an
+    H200."""
 
     staging_bytes: int = 64 * MIB
     """Device memory that packed groups may take, on their way out and back together: sixteen groups of 4 MiB. Where it is used

@@ -5,7 +5,7 @@ for gpu in visible_gpus(): gpu.name, gpu.total_bytes, gpu.pci_id
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +13,14 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleGpu:
-    """One GPU as torch sees it, or as nvidia-smi told."""
+    """One GPU as torch sees it."""
 
-    index: int = -1
-    """Number by which torch knows it; -1 where another told of it."""
+    index: int
     name: str
-    total_bytes: int | None
+    total_bytes: int
     capability: str
     pci_id: str | None
     """PCI address as sysfs names it, "0000:06:00.0"; None where torch does not tell."""
-    link: dict[str, int] = field(default_factory=dict)
-    """What is known of its PCIe link: generation and width, now and at most. torch tells nothing of it."""
 
 
 def cuda_is_available() -> bool:

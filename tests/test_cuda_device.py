@@ -343,7 +343,7 @@ def test_packing_is_exact(cuda: CudaDevice, by: str, where: str) -> None:
     stream = compute if where == "current stream" else cuda.new_stream("side")
     sizes = [1, 15, 16, 17, 4096, 100_001]
     offsets, total = packed_offsets(sizes)
-    for _ in range(2):  # the second time with the first one's tables
+    for _ in range(2):
         sources = [torch.randint(256, (nbytes,), dtype=torch.uint8, device=cuda.torch_device) for nbytes in sizes]
         staging, back = compute.alloc(total), [compute.alloc(nbytes) for nbytes in sizes]
         staging.fill_(0)
@@ -356,7 +356,7 @@ def test_packing_is_exact(cuda: CudaDevice, by: str, where: str) -> None:
         for source, offset in zip(sources, offsets, strict=True):
             want[offset : offset + source.numel()] = source.cpu()
         assert torch.equal(staging.cpu(), want)
-        stream.unpack(back[1::2], staging, offsets[1::2])  # not what was packed: by copies, or run by run
+        stream.unpack(back[1::2], staging, offsets[1::2])  # a part of what was packed
         compute.wait(stream.record())
         assert all(torch.equal(*pair) for pair in zip(sources[1::2], back[1::2], strict=True))
 
@@ -585,11 +585,11 @@ class FakePacker:
         self.does = does
         self.asked: list[str] = []
 
-    def pack(self, plans: Any, staging: Tensor, sources: Any, offsets: Any) -> bool:
+    def pack(self, staging: Tensor, sources: Any, offsets: Any) -> bool:
         self.asked.append("pack")
         return self.does
 
-    def unpack(self, plans: Any, destinations: Any, staging: Tensor, offsets: Any) -> bool:
+    def unpack(self, staging: Tensor, destinations: Any, offsets: Any) -> bool:
         self.asked.append("unpack")
         return self.does
 

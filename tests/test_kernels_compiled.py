@@ -31,13 +31,13 @@ import json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from chameleon_mm.kernels import checksum, pack, pack_table
+from chameleon_mm.kernels import checksum, pack
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 
-packed = {"table": "*i64", "staging": "*u8", "work": "i64", "row_words": "i64", "items": "i64", "nbytes": "i64"}
+packed = {"table": "*i64", "staging": "*u8", "rows": "i64", "items": "i64", "nbytes": "i64"}
 kernels = {
-    "pack": (pack.pack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
-    "unpack": (pack.unpack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
+    "pack": (pack.pack_kernel, packed, {"BLOCK": pack.BLOCK_BYTES}),
+    "unpack": (pack.unpack_kernel, packed, {"BLOCK": pack.BLOCK_BYTES}),
     "checksum": (
         checksum.checksum_kernel,
         {"src": "*u8", "out": "*i64", "nbytes": "i64"},

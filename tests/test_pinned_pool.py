@@ -528,8 +528,6 @@ def test_while_live_blocks_hold_more_than_a_lowered_limit_new_ones_are_refused(p
     for nbytes in (PAGE, 16 * KIB):
         with pytest.raises(HostMemoryExhausted, match=r"lowered to 32768 bytes and 49152 are still reserved"):
             pool.allocate(nbytes)
-    with pytest.raises(HostMemoryExhausted, match="reserve at most 0"):
-        pool.reserve(PAGE)
     assert (pool.allocate(0).nbytes, holds(first, 7)) == (0, True)
     event = ManualEvent()
     third.release(after=event)
@@ -716,19 +714,6 @@ class PoolMachine(RuleBasedStateMachine):
         syncs = [event.syncs for event in self.events]
         self.pool.take_back()
         assert [event.syncs for event in self.events] == syncs
-
-    @rule(nbytes=st.integers(0, 12 * PAGE))
-    def reserve(self, nbytes: int) -> None:
-        before, need = sum(self.device.chunks.values()), -(-nbytes // PAGE) * PAGE
-        try:
-            reservation = self.pool.reserve(nbytes)
-        except HostMemoryExhausted:
-            assert before + need > self.limit
-            assert sum(self.device.chunks.values()) == before
-            return
-        assert (reservation.done, reservation.reserved_bytes) == (True, need)
-        assert sum(self.device.chunks.values()) == before + need
-        assert before + need <= self.limit or not need
 
     @invariant()
     def stats_agree(self) -> None:

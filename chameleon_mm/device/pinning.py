@@ -28,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -303,12 +302,11 @@ def _libc_madvise() -> Madvise:
 
 
 def _available_text() -> str:
-    """Text of the bytes that the kernel says are available; "unknown" where it does not say: an error message must not raise
-    its own error."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return format_size(int(line.split()[1]) * 1024)
+    """Text of the bytes that are available; "unknown" where nothing says: an error message must not raise its own error."""
+    import psutil  # here: not every import of the library pays for it
+
+    with suppress(psutil.Error, OSError, RuntimeError):
+        return format_size(int(psutil.virtual_memory().available))
     return "unknown"
 
 

@@ -83,10 +83,8 @@ class Stream(Protocol):
         """Enqueue a kernel that copies each of `sources` to `dst` from its offset on; the other bytes of `dst` stay.
 
         All are flat uint8 buffers in device memory and share no bytes, but sources may with one another. Offsets are bytes:
-        those of `packed_offsets`, as they are or with some buffers left out, are what the kernel takes; others cost a copy for
-        each buffer. A batch of sizes that this stream packed before is recognised, and costs the host least. In this stream's
-        order, as an operator's work: the caller keeps the buffers as for `copy`. Raises `ValueError`, naming the buffer by its
-        index, before anything is enqueued.
+        those of `packed_offsets` make accesses wide. In this stream's order, as an operator's work: the caller keeps the
+        buffers as for `copy`. Raises `ValueError`, naming the buffer by its index, before anything is enqueued.
         """
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:

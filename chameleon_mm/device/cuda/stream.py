@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.checksum import check_sum
-from chameleon_mm.device.packing import PackPlans, check_ends
+from chameleon_mm.device.packing import check_ends, check_packed
 from chameleon_mm.device.protocols import Event
 
 if TYPE_CHECKING:
@@ -102,13 +102,12 @@ class CudaEvent:
 class CudaStream:
     """A `torch.cuda.Stream` of one device. It is never made current for longer than one allocation or copy."""
 
-    __slots__ = ("_device", "_handle", "_plans", "name", "raw")
+    __slots__ = ("_device", "_handle", "name", "raw")
 
     def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
         self._device = device
         self.name = name
         self._handle = int(raw.cuda_stream)
-        self._plans = PackPlans(device.torch_device)
         self.raw = raw
 
     def __repr__(self) -> str:
@@ -159,18 +158,19 @@ class CudaStream:
             self._copy(dst, src)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        """Pack as `Stream.pack` does. Whether places share bytes, or sources the staging buffer's, is checked where a kernel
-        runs."""
+        """Pack as `Stream.pack` does. Whether ends share bytes only the simulator checks."""
+        check_packed("pack", sources, dst, offsets, self._device.torch_device)
         with self._as_current():
-            if self._device.packer.pack(self._plans, dst, sources, offsets):
+            if self._device.packer.pack(dst, sources, offsets):
                 return
         for source, offset in zip(sources, offsets, strict=True):
             self.copy(dst[offset : offset + source.numel()], source)
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         """Unpack as `Stream.unpack` does, checked as `pack` is."""
+        check_packed("unpack", destinations, src, offsets, self._device.torch_device)
         with self._as_current():
-            if self._device.packer.unpack(self._plans, destinations, src, offsets):
+            if self._device.packer.unpack(src, destinations, offsets):
                 return
         for destination, offset in zip(destinations, offsets, strict=True):
             self.copy(destination, src[offset : offset + destination.numel()])

@@ -338,7 +338,7 @@ def test_without_a_calibration_every_row_says_why(tmp_path: Path, chosen: list[D
 
 
 def _calibration(thresholds: Thresholds) -> Calibration:
-    costs = {Way.PACK: (48.25, 0.52), Way.BATCH: (9.0, 9.96), Way.DIRECT: (1.26, 12.5)}
+    costs = {Way.PACK: (48.25, 9.96), Way.DIRECT: (1.26, 12.5)}
     curve = tuple(
         CurvePoint(path=path, nbytes=128 * KIB, count=8, gbps=gbps, host_us=host_us) for path, (gbps, host_us) in costs.items()
     )
@@ -350,9 +350,9 @@ def _calibration(thresholds: Thresholds) -> Calibration:
 
 def test_paths_are_told_by_the_sizes_that_they_serve() -> None:
     assert paths_text(_calibration(Thresholds())) == (
-        "stays below 4.00 KiB, packed below 128.0 KiB, batched below 1.00 MiB, a copy of its own from 1.00 MiB on"
+        "stays below 4.00 KiB, packed below 128.0 KiB, a copy of its own from 128.0 KiB on"
     )
-    only_direct = Thresholds(stay_below_bytes=0, pack_below_bytes=0, batch_below_bytes=0)
+    only_direct = Thresholds(stay_below_bytes=0, pack_below_bytes=0)
     assert paths_text(_calibration(only_direct)) == "a copy of its own from 0 B on"
 
 
@@ -360,8 +360,8 @@ def test_the_curve_fits_an_ordinary_terminal() -> None:
     text = curve_text(_calibration(Thresholds()))
     assert text.splitlines() == [
         "GB/s (host us per copy)",
-        "size      pack       batch      direct",
-        "128.0 KiB 48.2 (0.5) 9.0 (10)   1.3 (12)",
+        "size      pack       direct",
+        "128.0 KiB 48.2 (10)  1.3 (12)",
     ]
     finding = Finding(section="transfer", name="memory that may be pinned", text=text, value=None, available=True)
     shown = io.StringIO()

@@ -42,7 +42,7 @@ VIEWS: dict[str, Callable[[PinnedBlock], Any]] = {
     "a tensor's array": lambda block: block.tensor((25,), torch.float32).numpy(),
     "numpy": lambda block: block.numpy((block.nbytes,), np.uint8),
     "a slice": lambda block: block.numpy((50,), np.int16)[3:].view(np.uint8),
-    "memoryview": lambda block: memoryview(np.asarray(block)),
+    "memoryview": lambda block: np.asarray(block).data,
     "asarray": np.asarray,
     "numpy's dlpack": np.from_dlpack,
     "torch's dlpack": from_dlpack,
@@ -104,7 +104,7 @@ def test_a_released_block_gives_no_view(pool: PinnedPool) -> None:
 
 def test_all_views_are_the_same_bytes(pool: PinnedPool) -> None:
     block = pool.allocate(8)
-    memoryview(np.asarray(block))[:] = bytes(range(8))
+    np.asarray(block).data[:] = bytes(range(8))
     expected = torch.arange(8, dtype=torch.uint8)
     array: Any = block
     for view in (block.buffer, block.tensor((8,), torch.uint8), from_dlpack(array)):
@@ -114,13 +114,13 @@ def test_all_views_are_the_same_bytes(pool: PinnedPool) -> None:
         block.numpy((8,), np.uint8),
         np.asarray(array),
         np.from_dlpack(array),
-        np.frombuffer(memoryview(np.asarray(block)), "u1"),
+        np.frombuffer(np.asarray(block).data, "u1"),
     ):
         assert np.array_equal(other, expected.numpy())
         assert other.ctypes.data == block.buffer.data_ptr()
     from_dlpack(array)[3] = 77
-    assert memoryview(np.asarray(block))[3] == 77
-    assert (np.asarray(array).flags.writeable, memoryview(np.asarray(block)).readonly) == (True, False)
+    assert np.asarray(block).data[3] == 77
+    assert (np.asarray(array).flags.writeable, np.asarray(block).data.readonly) == (True, False)
     assert array.__dlpack_device__() == (1, 0)
 
 
@@ -128,7 +128,7 @@ def test_zero_bytes_have_every_view(pool: PinnedPool) -> None:
     block: Any = pool.allocate(0)
     assert block.tensor((0, 3), torch.bfloat16).shape == (0, 3)
     assert block.numpy((0,), np.complex128).size == 0
-    assert (np.asarray(block).size, from_dlpack(block).numel(), memoryview(np.asarray(block)).nbytes) == (0, 0, 0)
+    assert (np.asarray(block).size, from_dlpack(block).numel(), np.asarray(block).data.nbytes) == (0, 0, 0)
     assert pool.empty((3, 0), torch.float8_e5m2).shape == (3, 0)
 
 
@@ -214,7 +214,7 @@ def test_a_view_waits_for_earlier_owners_and_the_release_passes_no_event_on(pool
     block.release(after=h2d.record())
     again = pool.allocate(64 * 1024)
     assert len(list(again.pending_events)) == 1
-    memoryview(np.asarray(again))[:] = b"\0" * (64 * 1024)
+    np.asarray(again).data[:] = b"\0" * (64 * 1024)
     assert list(again.pending_events) == []
     assert bool((target == 7).all()), "the host waited for the copy before it wrote"
 

@@ -31,7 +31,7 @@ from chameleon_mm.transfer.calibrate import SIZES_BYTES, busy_gbps
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import CountingDevice, UnsimulatedDevice, refusing
 
-MOVING = (Path.PACK, Path.BATCH, Path.DIRECT)
+MOVING = (Path.PACK, Path.DIRECT)
 
 
 def _point(path: Path, nbytes: int, *, cost_us: float) -> CurvePoint:
@@ -48,11 +48,11 @@ def _curve(cost_us: Callable[[Path, int], float]) -> list[CurvePoint]:
 
 def test_a_path_ends_where_a_plainer_one_costs_a_tenth_more_at_most() -> None:
     def cost_us(path: Path, nbytes: int) -> float:
-        # Per copy 1, 3 and 9 us, and a us for each 10_000 bytes: PACK ends once 2 us are a tenth of it, BATCH once 6 are.
-        return {Path.PACK: 1.0, Path.BATCH: 3.0, Path.DIRECT: 9.0}[path] + nbytes / 10_000
+        # Per copy 1 and 3 us, and a us for each 10_000 bytes: PACK ends once 2 us are a tenth of it.
+        return {Path.PACK: 1.0, Path.DIRECT: 3.0}[path] + nbytes / 10_000
 
-    # BATCH: 3 + x <= 1.1 (1 + x) from x = 19, 190_000 bytes; DIRECT: 9 + x <= 1.1 (3 + x) from x = 57, 570_000 bytes.
-    assert thresholds_of(_curve(cost_us)) == Thresholds(pack_below_bytes=256 * KIB, batch_below_bytes=MIB)
+    # 3 + x <= 1.1 (1 + x) from x = 19, 190_000 bytes.
+    assert thresholds_of(_curve(cost_us)) == Thresholds(pack_below_bytes=256 * KIB)
 
 
 def test_a_crossing_that_does_not_last_is_none() -> None:
@@ -63,23 +63,12 @@ def test_a_crossing_that_does_not_last_is_none() -> None:
 
 
 def test_a_path_that_is_never_better_serves_nothing() -> None:
-    plainest = {Path.PACK: 5.0, Path.BATCH: 5.0, Path.DIRECT: 5.0}
-    assert thresholds_of(_curve(lambda path, nbytes: plainest[path])) == Thresholds(
-        stay_below_bytes=4 * KIB, pack_below_bytes=4 * KIB, batch_below_bytes=4 * KIB
-    )
+    assert thresholds_of(_curve(lambda path, nbytes: 5.0)) == Thresholds(stay_below_bytes=4 * KIB, pack_below_bytes=4 * KIB)
 
 
-def test_where_a_copy_alone_beats_packing_a_batch_need_not() -> None:
-    """PACK ends by the better of the two others; BATCH, worse than DIRECT everywhere, gets nothing."""
-    costs = {Path.PACK: 5.0, Path.BATCH: 20.0, Path.DIRECT: 5.0}
-    thresholds = thresholds_of(_curve(lambda path, nbytes: costs[path] + (nbytes < MIB) * (path is not Path.PACK)))
-    assert (thresholds.pack_below_bytes, thresholds.batch_below_bytes) == (MIB, MIB)
-
-
-def test_beyond_the_largest_size_nothing_is_packed_or_batched() -> None:
-    costs = {Path.PACK: 1.0, Path.BATCH: 10.0, Path.DIRECT: 100.0}
-    thresholds = thresholds_of(_curve(lambda path, nbytes: costs[path]))
-    assert (thresholds.pack_below_bytes, thresholds.batch_below_bytes) == (SIZES_BYTES[-1], SIZES_BYTES[-1])
+def test_beyond_the_largest_size_nothing_is_packed() -> None:
+    costs = {Path.PACK: 1.0, Path.DIRECT: 100.0}
+    assert thresholds_of(_curve(lambda path, nbytes: costs[path])).pack_below_bytes == SIZES_BYTES[-1]
 
 
 def test_host_time_counts_as_much_as_the_link_s() -> None:
@@ -109,7 +98,7 @@ ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=20.0, duplex_
 
 @pytest.fixture(scope="module")
 def round_figures() -> Calibration:
-    cost = CostModel(spec=ROUND, copy_us=3.0, batched_copy_us=0.5, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
+    cost = CostModel(spec=ROUND, copy_us=3.0, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
     return calibrate(SimDevice(ROUND, cost=cost), rounds=1)
 
 
@@ -120,7 +109,6 @@ def test_the_simulator_s_curve_is_what_its_prices_make(round_figures: Calibratio
         count = points[Path.DIRECT, nbytes].count
         assert count == min(64, 8 * MIB // nbytes)
         assert points[Path.DIRECT, nbytes].host_us == pytest.approx(3.0)
-        assert points[Path.BATCH, nbytes].host_us == pytest.approx(3.0 / count + 0.5)
         # A launch, an event, a wait and a copy for all of them.
         assert points[Path.PACK, nbytes].host_us == pytest.approx((10.0 + 0.5 + 0.5 + 3.0) / count + 0.3)
     # 4 MiB: 209.7 us at 20 GB/s and 3.1 us fixed, twice; the host's wait and first call come before.
@@ -144,8 +132,7 @@ def test_on_the_simulator_it_is_the_same_every_time_and_leaves_nothing(no_gc: No
     assert (first.simulated, first.device, first.driver) == (True, "simulated H200", "simulated")
     assert first.versions["torch"] == torch.__version__
     assert sim.allocated_bytes() == 0
-    order = (first.thresholds.stay_below_bytes, first.thresholds.pack_below_bytes, first.thresholds.batch_below_bytes)
-    assert order == tuple(sorted(order))
+    assert first.thresholds.stay_below_bytes <= first.thresholds.pack_below_bytes
 
 
 class _Short(CountingDevice):
@@ -313,7 +300,7 @@ def test_sessions_take_what_was_kept_for_their_device(
     device = _real()
     assert thresholds_for(device) == Thresholds()  # nothing was measured, and nothing is
     assert not list(tmp_path.rglob("*.json"))
-    mine = dataclasses.replace(measured, thresholds=Thresholds(pack_below_bytes=8 * KIB, batch_below_bytes=64 * KIB))
+    mine = dataclasses.replace(measured, thresholds=Thresholds(pack_below_bytes=8 * KIB))
     CalibrationCache().store(mine)
     assert thresholds_for(device) == mine.thresholds
     assert SwapSession("1GiB", device=device)._executor.thresholds == mine.thresholds

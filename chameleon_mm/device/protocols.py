@@ -2,7 +2,7 @@
 
     ready = compute.record()              # an event: everything enqueued on `compute` so far
     d2h.wait(ready)                       # orders d2h after it, on the device; the host does not wait
-    d2h.copy(host, hbm)                                 # or many small ones: d2h.copy_batch([(host, hbm), ...])
+    d2h.copy(host, hbm)
     done = d2h.record()
     compute.wait(done); compute.free(hbm); del hbm      # the block is compute's again, in stream order
 
@@ -70,14 +70,6 @@ class Stream(Protocol):
         live. The caller keeps both alive until an event after the copy is complete or waited on. `speculative`: an operator
         may write `src` meanwhile; what arrives is then undefined, and the caller knows not to use it. Raises `ValueError`
         for unequal sizes or other dtypes or layouts."""
-
-    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        """Enqueue many copies `(dst, src)`, each as `copy` takes it, as one call where the driver has one.
-
-        All go one way (device to host, host to device, or within the device). They are ordered after what this stream was
-        given before, and not among each other: no destination may share bytes with another end. Lifetimes and `speculative`
-        are as in `copy`. Raises `ValueError`, naming the pair by its index, before anything is enqueued.
-        """
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies each of `sources` to `dst` from its offset on; the other bytes of `dst` stay.

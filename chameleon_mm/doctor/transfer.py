@@ -16,7 +16,7 @@ from chameleon_mm.doctor.report import Finding, Unavailable, run_probe
 from chameleon_mm.transfer import Calibration, CalibrationCache, Path, calibrate
 from chameleon_mm.units import format_size
 
-_MOVING = (Path.PACK, Path.BATCH, Path.DIRECT)
+_MOVING = (Path.PACK, Path.DIRECT)
 
 
 def transfer(chosen: Sequence[Device], cache: CalibrationCache) -> Iterator[Finding]:
@@ -55,7 +55,6 @@ def paths_text(calibration: Calibration) -> str:
     served = [
         (ends.stay_below_bytes, "stays"),
         (ends.pack_below_bytes, "packed"),
-        (ends.batch_below_bytes, "batched"),
     ]
     begin, parts = 0, []
     for end, what in served:

@@ -33,14 +33,14 @@ SIZES_BYTES = tuple(4 * KIB << i for i in range(11))
 """Sizes that are measured, 4 KiB to 4 MiB: from where nothing moves to where every path is at the link's rate."""
 
 TOLERANCE = 0.1
-"""Share by which a plainer path may cost more than the path before it: packing takes staging memory and SMs, a batch cannot be
-overtaken, and neither is in the figures."""
+"""Share by which a plainer path may cost more than the path before it: packing takes staging memory and SMs, which are not in
+the figures."""
 
 _MOST_COPIES = 64  # about as many small tensors as a layer saves
 _RUN_BYTES = 8 * MIB
 _PIECE_BYTES = 32 * MIB
 _PIECES = 4
-_MOVING = (Path.PACK, Path.BATCH, Path.DIRECT)
+_MOVING = (Path.PACK, Path.DIRECT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,17 +141,14 @@ def thresholds_of(curve: Sequence[CurvePoint]) -> Thresholds:
     """Sizes at which each path ends, among those that were measured.
 
     A copy's cost is its time on the link plus its time on the host: which of the two a training step lacks is not known here.
-    PACK ends at the first size from which on BATCH or DIRECT costs at most `TOLERANCE` more than it, BATCH where DIRECT does;
-    at the largest size both end, for beyond it nothing was measured. What stays on the device is no question of speed.
+    PACK ends at the first size from which on DIRECT costs at most `TOLERANCE` more than it, and at the largest, for beyond it
+    nothing was measured. What stays on the device is no question of speed.
     """
     cost = {(point.path, point.nbytes): point.link_us + point.host_us for point in curve}
     sizes = sorted({point.nbytes for point in curve})
-    unpacked = {nbytes: min(cost[Path.BATCH, nbytes], cost[Path.DIRECT, nbytes]) for nbytes in sizes}
-    pack_ends = _takes_over(sizes, lambda nbytes: unpacked[nbytes], lambda nbytes: cost[Path.PACK, nbytes])
-    batch_ends = _takes_over(sizes, lambda nbytes: cost[Path.DIRECT, nbytes], lambda nbytes: cost[Path.BATCH, nbytes])
+    pack_ends = _takes_over(sizes, lambda nbytes: cost[Path.DIRECT, nbytes], lambda nbytes: cost[Path.PACK, nbytes])
     stay = Thresholds().stay_below_bytes
-    pack_ends = max(stay, pack_ends)
-    return Thresholds(stay_below_bytes=stay, pack_below_bytes=pack_ends, batch_below_bytes=max(pack_ends, batch_ends))
+    return Thresholds(stay_below_bytes=stay, pack_below_bytes=max(stay, pack_ends))
 
 
 def _takes_over(sizes: Sequence[int], plainer: Callable[[int], float], other: Callable[[int], float]) -> int:
@@ -211,8 +208,6 @@ class _Bench:
             self._compute.pack(packed[1], sources, offsets)
             self._d2h.wait(self._compute.record())  # orders the copy after the kernel
             self._d2h.copy(*packed)
-        elif path is Path.BATCH:
-            self._d2h.copy_batch(pairs)
         else:
             for dst, src in pairs:
                 self._d2h.copy(dst, src)

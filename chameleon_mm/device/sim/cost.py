@@ -48,9 +48,7 @@ class CostModel:
     event_us: float = 0.5
     """Host time of an untimed event, a wait or a query."""
     copy_us: float = 3.0
-    """Host time of one asynchronous copy, or of the one call of a batch of them."""
-    batched_copy_us: float = 0.5
-    """Host time of each copy in a batch, beside the call. Assumed: a sixth of a call, for want of a published figure."""
+    """Host time of one asynchronous copy."""
     triton_launch_us: float = 10.0
     """Host time of one launch of a Triton kernel: published as 9-11 us."""
     packed_tensor_us: float = 0.3

@@ -24,8 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chameleon_mm.kernels.arguments import check_aligned, check_current, check_flat, check_grid
-
 BLOCK_BYTES = 16384
 """Bytes of an item: four 16-byte accesses in flight for each of 256 threads."""
 
@@ -117,29 +115,25 @@ def pack(
 ) -> None:
     """Enqueue the gathering of `buffers` into `staging`, each from its offset on. Other bytes of `staging` are not written.
 
-    Buffers are (n,) uint8 and contiguous, on the device of `staging`, within which each has its place: `check_packed` of the
-    device layer looks at that. They may overlap each other, and do not overlap `staging`, which is 16-byte aligned. Runs on
-    torch's current stream of the current device, which must be theirs; the caller keeps all alive until the stream has passed.
-    `num_programs` is the size of the grid: how many SMs it may take at a time. Raises `ValueError` before anything is enqueued,
-    and `torch.OutOfMemoryError` where the table has no memory.
+    All are (n,) uint8 and contiguous, on one device, and each has its place within `staging`, which is 16-byte aligned: the
+    device layer looks at that. Buffers may overlap each other, and do not overlap `staging`. Runs on torch's current stream of
+    the current device, which must be theirs; the caller keeps all alive until the stream has passed. `num_programs` is the size
+    of the grid: how many SMs it may take at a time. Raises `torch.OutOfMemoryError` where the table has no memory, before
+    anything is enqueued.
     """
-    _launch(pack_kernel, "pack", staging, buffers, offsets, num_programs, block_bytes)
+    _launch(pack_kernel, staging, buffers, offsets, num_programs, block_bytes)
 
 
 def unpack(
     staging: Tensor, buffers: Sequence[Tensor], offsets: Sequence[int], *, num_programs: int, block_bytes: int = BLOCK_BYTES
 ) -> None:
     """Enqueue the scattering of `staging` into `buffers`, which share no bytes; otherwise as `pack`, whose inverse it is."""
-    _launch(unpack_kernel, "unpack", staging, buffers, offsets, num_programs, block_bytes)
+    _launch(unpack_kernel, staging, buffers, offsets, num_programs, block_bytes)
 
 
 def _launch(
-    kernel: Any, what: str, staging: Tensor, buffers: Sequence[Tensor], offsets: Sequence[int], num_programs: int, block: int
+    kernel: Any, staging: Tensor, buffers: Sequence[Tensor], offsets: Sequence[int], num_programs: int, block: int
 ) -> None:
-    check_grid(what, num_programs)
-    check_flat(what, "the staging buffer", staging)
-    check_aligned(what, "the staging buffer", staging)
-    check_current(what, staging.device)
     nbytes = [t.numel() for t in buffers]
     rows = np.array([[t.data_ptr() for t in buffers], offsets, nbytes, nbytes], dtype=np.int64).T
     ends = np.cumsum(-(-rows[:, 2] // block))

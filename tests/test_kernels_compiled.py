@@ -32,7 +32,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from chameleon_mm.kernels import checksum, pack
-from chameleon_mm.kernels.arguments import UNIT_BYTES
 
 packed = {"table": "*i64", "staging": "*u8", "rows": "i64", "items": "i64", "nbytes": "i64"}
 kernels = {
@@ -48,7 +47,7 @@ kernels = {
 report = {}
 for name, (kernel, types, constants) in kernels.items():
     sizes = [p for p in kernel.params if not p.is_constexpr and not types[p.name].startswith("*")]
-    aligned = {(i,): [["tt.divisibility", UNIT_BYTES]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
     source = ASTSource(kernel, {**types, **dict.fromkeys(constants, "constexpr")}, constants, aligned)
     options = {"num_warps": 8, "enable_fp_fusion": False}
     binary = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)

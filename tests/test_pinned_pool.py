@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def test_nothing_is_reserved_before_the_first_block_and_chunks_come_as_needed(po
         block.release()
     stats = pool.stats()
     assert (stats.requested_bytes, stats.live_bytes, stats.num_live, stats.peak_live_bytes) == (0, 0, 0, 7 * PAGE)
-    assert stats.to_dict() == {
+    assert dataclasses.asdict(stats) == {
         "limit_bytes": 64 * KIB,
         "reserved_bytes": 32 * KIB,
         "live_bytes": 0,

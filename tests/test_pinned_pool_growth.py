@@ -256,7 +256,7 @@ def test_a_copy_may_read_a_pageable_block_after_it_was_released(sim: SimDevice) 
     with PinnedPool("1MiB", sim) as pool:
         h2d, target = sim.new_stream("h2d"), sim.current_stream().alloc(100)
         h2d.wait(sim.current_stream().record())
-        block = pool.allocate_pageable(100, stream=h2d)
+        block = pool.allocate_pageable(100)
         block.numpy((100,), np.uint8)[:] = 3
         h2d.copy(target, block.buffer)
         block.release(after=h2d.record())

@@ -141,12 +141,12 @@ class PinnedPool:
                 block.wait_on(stream)
         return block
 
-    def allocate_pageable(self, nbytes: int | str, stream: Stream | None = None) -> PageableBlock:
+    def allocate_pageable(self, nbytes: int | str) -> PageableBlock:
         """A block of `nbytes` of ordinary memory, for where no more can be pinned: outside of `max_bytes`, bounded by what the
         machine and the process's control groups leave.
 
-        `stream` is there for the likeness to `allocate`: the memory has no earlier user to wait for. It is kept until the event
-        that the block is released with is complete. Raises `HostMemoryExhausted`.
+        It has no earlier user to wait for. It is kept until the event that the block is released with is complete. Raises
+        `HostMemoryExhausted`.
         """
         nbytes = parse_size(nbytes, what="allocate")
         memory = self._pageable_source.allocate(nbytes)

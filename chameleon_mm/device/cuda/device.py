@@ -187,11 +187,6 @@ class CudaDevice:
     def compute(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def as_current(self) -> AbstractContextManager[Any]:
-        """Context that makes this the calling thread's current device, for calls that act on that one. Does nothing where it
-        is."""
-        return nullcontext() if self.is_current() else torch.cuda.device(self.index)
-
     def is_current(self) -> bool:
         """Whether this is the calling thread's current device."""
         return torch.cuda.current_device() == self.index

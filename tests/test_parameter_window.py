@@ -142,6 +142,7 @@ def test_memory_beside_a_window_counts_it_at_its_full_size(sim: cm.SimDevice) ->
         beside.note_taken(2 * MIB)
         after = seen.read_memory()
         assert after.allocated_bytes - before.allocated_bytes == 7 * MIB == seen.allocated_bytes() - sim.allocated_bytes()
+        assert after.unused_bytes == 7 * MIB
         assert before.cumulative_bytes - after.cumulative_bytes == 2 * MIB
         assert seen.capacity == sim.capacity
         del held

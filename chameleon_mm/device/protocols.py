@@ -110,6 +110,8 @@ class MemoryReading(NamedTuple):
     """Bytes ever allocated, never decreasing: their growth between two readings bounds the peak between them."""
     peak_bytes: int
     """Peak as `Device.peak_allocated_bytes` tells it."""
+    unused_bytes: int = 0
+    """Bytes of `allocated_bytes` that are set aside for a window of parameters, and not allocated."""
 
 
 @runtime_checkable

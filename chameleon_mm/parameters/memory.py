@@ -38,9 +38,8 @@ class DeviceBesideWindow:
 
     def read_memory(self) -> MemoryReading:
         """Read memory as `Device.read_memory` does, with the window at its full size, and without what it allocates."""
-        now = self._device.read_memory()
-        allocated, cumulative = now.allocated_bytes + self._beside(), now.cumulative_bytes - self._taken_bytes
-        return MemoryReading(allocated, cumulative, now.peak_bytes)
+        now, unused = self._device.read_memory(), self._beside()
+        return MemoryReading(now.allocated_bytes + unused, now.cumulative_bytes - self._taken_bytes, now.peak_bytes, unused)
 
     def _beside(self) -> int:
         window = self._window()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from chameleon_mm.device.allocator_hook import AllocatorHook
 from chameleon_mm.device.pinning import pageable_memory
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim.compute import SimCompute
@@ -133,8 +134,9 @@ class SimDevice:
             ledger.settle()
             return MemoryReading(ledger.allocated_bytes, ledger.cumulative_bytes, ledger.peak_bytes)
 
-    def allocator_hook(self) -> None:
+    def allocator_hook(self) -> AllocatorHook | None:
         """None: its allocator reclaims nothing by itself."""
+        return None
 
     # --- streams
 

@@ -15,13 +15,12 @@ from chameleon_mm.bench._measure import free_unused
 from chameleon_mm.device import Device
 from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook
-from chameleon_mm.device.sim.allocator_hook import SimHeldStorage
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.executor import Executor
 from chameleon_mm.saved import SwappedView
 from chameleon_mm.saved.state import State
 from chameleon_mm.units import MIB
-from tests._fakes import GreedyDevice
+from tests._lending_device import GreedyDevice, LendingDevice, SimHeldStorage
 from tests._memory_limit import fraction_of_memory
 from tests._native import BUILDS, helper
 from tests._ordering import SLOW_LINK, OnCuda, OnSim, executor, randn, saved
@@ -89,7 +88,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, *, hook: bool) -> Iterator[CudaDevice]
 
 @contextmanager
 def simulated(monkeypatch: pytest.MonkeyPatch, *, hook: bool) -> Iterator[cm.SimDevice]:
-    yield cm.SimDevice(SLOW_LINK, CAPACITY["sim"], allocator_hook=hook)
+    yield (LendingDevice if hook else cm.SimDevice)(SLOW_LINK, CAPACITY["sim"])
 
 
 def run(device: Device, *, budget_bytes: int, surprise: bool = True, plans: bool = False) -> tuple[Training, cm.SwapReport]:
@@ -175,7 +174,7 @@ def test_without_the_wait_the_simulator_names_both_accesses(monkeypatch: pytest.
     with pytest.raises(
         SimRaceError, match=r"\(the block is reused\) is not ordered after read .* by d2h copy of 1048576 bytes"
     ):
-        run(cm.SimDevice(SLOW_LINK, CAPACITY["sim"], allocator_hook=True), budget_bytes=CAPACITY["sim"])
+        run(LendingDevice(SLOW_LINK, CAPACITY["sim"]), budget_bytes=CAPACITY["sim"])
 
 
 def lent(machine: OnSim | OnCuda, swapper: Executor) -> SwappedView:
@@ -192,7 +191,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         helper("reclaim", monkeypatch)
         return OnCuda()
     machine = OnSim()
-    machine.device = machine._sim = cm.SimDevice(SLOW_LINK, allocator_hook=True)
+    machine.device = machine._sim = LendingDevice(SLOW_LINK)
     return machine
 
 

@@ -9,7 +9,7 @@ import ctypes
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.cuda import (
-    BatchCopies,
     CudaDevice,
     CudaEvent,
     CudaStream,
@@ -26,7 +25,6 @@ from chameleon_mm.device.cuda import (
     visible_gpus,
 )
 from chameleon_mm.device.cuda.pinning_calls import pinning_calls
-from chameleon_mm.device.cuda.stream import batch_copies
 from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
 from chameleon_mm.device.pinning import PageLocker, PinningCalls
 from chameleon_mm.device.protocols import Device, Stream
@@ -294,41 +292,6 @@ def test_a_simulated_event_is_refused(cuda: CudaDevice) -> None:
         cuda.current_stream().wait(SimDevice().current_stream().record())
 
 
-@pytest.fixture(params=["bindings", "one by one"])
-def batching(request: pytest.FixtureRequest, cuda: CudaDevice) -> CudaDevice:
-    """A CUDA device that batches copies by CUDA's bindings (skipped where there are none), then one that does not."""
-    if request.param == "one by one":
-        cuda.batch_copies = None
-    elif cuda.batch_copies is None:
-        pytest.skip("CUDA's bindings are not installed")
-    return cuda
-
-
-@pytest.mark.gpu
-def test_batches_are_exact_both_ways(batching: CudaDevice) -> None:
-    sizes = [1, 0, 15, 4096, 128 * 1024 + 1, MIB]
-    offsets, total = packed_offsets(sizes)
-    want = _random_bytes(total)
-    up, down = batching.alloc_pinned(total), batching.alloc_pinned(total)
-    up.copy_(want)
-    down.fill_(0)
-    side, compute = batching.new_stream("side"), batching.current_stream()
-    hbm = [compute.alloc(nbytes) for nbytes in sizes]
-    side.wait(compute.record())
-    places = [(offset, offset + nbytes) for offset, nbytes in zip(offsets, sizes, strict=True)]
-    side.copy_batch([(buffer, up[begin:end]) for buffer, (begin, end) in zip(hbm, places, strict=True)])
-    side.copy_batch([(down[begin:end], buffer) for buffer, (begin, end) in zip(hbm, places, strict=True)])
-    with pytest.raises(ValueError, match="pair 1 does not go as pair 0 does"):
-        side.copy_batch([(hbm[0], up[:1]), (down[:1], hbm[0])])
-    batching.synchronize()
-    expected = torch.zeros_like(want)
-    for begin, end in places:
-        expected[begin:end] = want[begin:end]
-    assert torch.equal(down, expected)
-    for memory in (up, down):
-        batching.free_pinned(memory)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("by", ["kernels", "copies"])
 @pytest.mark.parametrize("where", ["current stream", "side stream"])
@@ -343,7 +306,7 @@ def test_packing_is_exact(cuda: CudaDevice, by: str, where: str) -> None:
     stream = compute if where == "current stream" else cuda.new_stream("side")
     sizes = [1, 15, 16, 17, 4096, 100_001]
     offsets, total = packed_offsets(sizes)
-    for _ in range(2):  # the second time with the first one's tables
+    for _ in range(2):
         sources = [torch.randint(256, (nbytes,), dtype=torch.uint8, device=cuda.torch_device) for nbytes in sizes]
         staging, back = compute.alloc(total), [compute.alloc(nbytes) for nbytes in sizes]
         staging.fill_(0)
@@ -356,7 +319,7 @@ def test_packing_is_exact(cuda: CudaDevice, by: str, where: str) -> None:
         for source, offset in zip(sources, offsets, strict=True):
             want[offset : offset + source.numel()] = source.cpu()
         assert torch.equal(staging.cpu(), want)
-        stream.unpack(back[1::2], staging, offsets[1::2])  # not what was packed: by copies, or run by run
+        stream.unpack(back[1::2], staging, offsets[1::2])  # a part of what was packed
         compute.wait(stream.record())
         assert all(torch.equal(*pair) for pair in zip(sources[1::2], back[1::2], strict=True))
 
@@ -436,132 +399,8 @@ def test_a_copy_refuses_what_is_not_two_equal_flat_buffers(dst: Tensor, src: Ten
     assert runtime.calls == []
 
 
-class FakeBindings:
-    """CUDA's bindings' runtime as far as it is used, over plain memory. `status` is what a batch answers."""
-
-    def __init__(self, *, status: int = 0, gives_index: bool = False) -> None:
-        self.cudaError_t = SimpleNamespace(
-            cudaSuccess=0, cudaErrorInsufficientDriver=35, cudaErrorCallRequiresNewerDriver=36, cudaErrorNotSupported=801
-        )
-        self.cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)
-        self.cudaMemcpyFlags = SimpleNamespace(cudaMemcpyFlagPreferOverlapWithCompute=1)
-        self.cudaMemcpyAttributes = SimpleNamespace
-        self.status = status
-        self.gives_index = gives_index
-        self.calls: list[tuple[Any, ...]] = []
-
-    def cudaMemcpyBatchAsync(  # noqa: N802  # the name is the bindings'
-        self,
-        dsts: list[int],
-        srcs: list[int],
-        sizes: list[int],
-        count: int,
-        attrs: list[Any],
-        attrs_idxs: list[int],
-        num_attrs: int,
-        stream: int,
-    ) -> tuple[Any, ...]:
-        assert attrs == [SimpleNamespace(srcAccessOrder=1, flags=1)]
-        assert (count, attrs_idxs, num_attrs) == (len(sizes), [0], 1)
-        self.calls.append(("cudaMemcpyBatchAsync", sizes, stream))
-        if self.status == 0:
-            for dst, src, nbytes in zip(dsts, srcs, sizes, strict=True):
-                ctypes.memmove(dst, src, nbytes)
-        return (self.status, None) if self.gives_index else (self.status,)  # version 12.9, version 13
-
-    def cudaGetLastError(self) -> tuple[Any, ...]:  # noqa: N802  # the name is the bindings'
-        self.calls.append(("cudaGetLastError",))
-        return (self.status,)
-
-
-def _batching_stream(bindings: FakeBindings, runtime: FakeRuntime, handle: int = 0x70) -> Stream:
-    device: Any = SimpleNamespace(
-        cupy_runtime=runtime, torch_device=CPU, batch_copies=BatchCopies(bindings), as_current=nullcontext
-    )  # fmt: skip
-    raw: Any = SimpleNamespace(cuda_stream=handle, stream_id=7)
-    return CudaStream(device, raw, "d2h")
-
-
 def _pairs(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.zeros(nbytes, dtype=torch.uint8), _random_bytes(nbytes)) for nbytes in sizes]
-
-
-@pytest.mark.parametrize("gives_index", [True, False], ids=["12.9", "13"])
-def test_a_batch_is_one_call(gives_index: bool) -> None:
-    bindings, runtime = FakeBindings(gives_index=gives_index), FakeRuntime()
-    pairs = _pairs(1, 0, 4096)
-    _batching_stream(bindings, runtime).copy_batch(pairs)
-    assert all(torch.equal(dst, src) for dst, src in pairs)
-    assert bindings.calls == [("cudaMemcpyBatchAsync", [1, 4096], 0x70)]
-    assert runtime.calls == []
-
-
-@pytest.mark.parametrize("sizes", [(), (0,), (64,), (0, 64)])
-def test_a_batch_of_one_copy_is_a_copy(sizes: tuple[int, ...]) -> None:
-    bindings, runtime = FakeBindings(), FakeRuntime()
-    pairs = _pairs(*sizes)
-    _batching_stream(bindings, runtime).copy_batch(pairs)
-    assert all(torch.equal(dst, src) for dst, src in pairs)
-    assert bindings.calls == []
-    assert len(runtime.calls) == (64 in sizes)
-
-
-@pytest.mark.parametrize("handle", [0, 1])
-def test_the_null_stream_takes_no_batches(handle: int) -> None:
-    bindings, runtime = FakeBindings(), FakeRuntime()
-    _batching_stream(bindings, runtime, handle).copy_batch(_pairs(1, 2))
-    assert bindings.calls == []
-    assert [call[1] for call in runtime.calls] == [1, 2]
-
-
-@pytest.mark.parametrize(("status", "asked"), [(1, 2), (35, 1), (36, 1), (801, 1)])
-def test_a_refused_batch_goes_copy_by_copy_and_is_asked_for_again_only_if_it_may_work(status: int, asked: int) -> None:
-    bindings, runtime = FakeBindings(status=status), FakeRuntime()
-    stream = _batching_stream(bindings, runtime)
-    for _ in range(2):
-        pairs = _pairs(3, 4)
-        stream.copy_batch(pairs)
-        assert all(torch.equal(dst, src) for dst, src in pairs)
-    # The error is cleared each time.
-    assert bindings.calls == [("cudaMemcpyBatchAsync", [3, 4], 0x70), ("cudaGetLastError",)] * asked
-
-
-@pytest.mark.parametrize(
-    ("runtime", "what"),
-    [(ImportError("no cuda"), "no cuda"), (SimpleNamespace(), "cudaMemcpyAttributes")],
-    ids=["not installed", "too old"],
-)
-def test_without_bindings_there_are_no_batches(
-    runtime: Any, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def find(name: str) -> Any:
-        assert name == "cuda.bindings.runtime"
-        if isinstance(runtime, ImportError):
-            raise runtime
-        return runtime
-
-    monkeypatch.setattr("importlib.import_module", find)
-    with caplog.at_level("INFO", logger="chameleon_mm"):
-        assert batch_copies() is None
-    assert what in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("pairs", "match"),
-    [
-        (
-            [*_pairs(4), (torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8))],
-            "pair 1: expected equal sizes, got 5 bytes into 4",
-        ),
-        ([(torch.zeros(4), torch.zeros(4, dtype=torch.uint8)), *_pairs(4)], "pair 0: expected dst as a flat"),
-    ],
-    ids=["sizes", "dtype"],
-)
-def test_a_batch_with_one_bad_pair_enqueues_nothing(pairs: list[tuple[Tensor, Tensor]], match: str) -> None:
-    bindings, runtime = FakeBindings(), FakeRuntime()
-    with pytest.raises(ValueError, match=match):
-        _batching_stream(bindings, runtime).copy_batch(pairs)
-    assert bindings.calls == runtime.calls == []
 
 
 def _packing_stream(runtime: FakeRuntime, packer: Any, *, current: int = 7) -> Stream:
@@ -585,11 +424,11 @@ class FakePacker:
         self.does = does
         self.asked: list[str] = []
 
-    def pack(self, plans: Any, staging: Tensor, sources: Any, offsets: Any) -> bool:
+    def pack(self, staging: Tensor, sources: Any, offsets: Any) -> bool:
         self.asked.append("pack")
         return self.does
 
-    def unpack(self, plans: Any, destinations: Any, staging: Tensor, offsets: Any) -> bool:
+    def unpack(self, staging: Tensor, destinations: Any, offsets: Any) -> bool:
         self.asked.append("unpack")
         return self.does
 

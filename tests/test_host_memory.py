@@ -337,12 +337,14 @@ def test_a_full_pool_does_not_read_the_machine_for_every_pageable_block(monkeypa
 
     monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", available)
     monkeypatch.setattr("chameleon_mm.pinned.host_memory.time", clock)
-    with PinnedPool("auto", SimDevice(), on_full="pageable") as pool:
+    with PinnedPool("auto", SimDevice()) as pool:
         blocks = [pool.allocate(pool.limit_bytes)]
         left[0] -= blocks[0].nbytes
         clock.now += 2 * FRESH_S
         readings.clear()
-        blocks += [pool.allocate(1 << 10) for _ in range(50)]
-        assert [block.pageable for block in blocks] == [False] + [True] * 50
+        for _ in range(50):
+            with pytest.raises(HostMemoryExhausted):
+                pool.allocate(1 << 10)
+            blocks.append(pool.allocate_pageable(1 << 10))
         assert len(readings) == 2, "once for the limit, once for pageable memory"
         blocks.clear()

@@ -20,7 +20,7 @@ from chameleon_mm.device.sim import SimStream
 from chameleon_mm.hosted import HostedTensor, Where
 from chameleon_mm.optimizer_state.swapped_state import SwappedState
 from chameleon_mm.process import ThisProcess
-from chameleon_mm.units import KIB, MIB, format_size
+from chameleon_mm.units import KIB, MIB
 from tests.observed import SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -372,26 +372,6 @@ def test_an_optimizer_of_somebodys_own_steps_whole(device: Device) -> None:
                 assert hosted(training.optimizer)
         assert training.optimizer.param_groups[0]["steps"] == 4
         assert equal(training.outcome(), expected)
-
-
-class Hoarding(Counting):
-    """An optimizer that keeps its sums in an attribute of its own."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__(params)
-        self.sums = {id(p): [torch.zeros_like(p)] for group in self.param_groups for p in group["params"]}
-
-
-def test_state_that_an_optimizer_keeps_elsewhere_is_told(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    with device.compute():
-        training, session = trained(device, make=Hoarding)
-        with session.pool, session:
-            for number in range(2):
-                with session.step():
-                    training.step(number)
-    said = [record.getMessage() for record in caplog.records if "beside optimizer.state" in record.getMessage()]
-    assert len(said) == 1
-    assert f"Hoarding keeps tensors beside optimizer.state (sums: {format_size(4 * LAYERS * WIDTH * WIDTH)})" in said[0]
 
 
 def test_leaving_the_session_leaves_a_plain_optimizer(device: Device) -> None:

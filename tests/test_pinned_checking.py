@@ -59,13 +59,6 @@ def test_a_checked_block_is_a_block(pool: PinnedPool) -> None:
         assert pool.stats().num_live == 0
 
 
-def test_a_checked_block_says_that_it_is_pageable(sim: SimDevice) -> None:
-    with PinnedPool("4KiB", sim, on_full="pageable") as pool, CheckingAllocator(pool) as checked:
-        block = checked.allocate(100)
-        assert block.pageable
-        block.release()
-
-
 @pytest.mark.usefixtures("no_gc")
 def test_a_dropped_block_returns_and_holds_its_allocator(pool: PinnedPool) -> None:
     checked = CheckingAllocator(pool)

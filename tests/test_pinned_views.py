@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,7 +42,7 @@ VIEWS: dict[str, Callable[[PinnedBlock], Any]] = {
     "a tensor's array": lambda block: block.tensor((25,), torch.float32).numpy(),
     "numpy": lambda block: block.numpy((block.nbytes,), np.uint8),
     "a slice": lambda block: block.numpy((50,), np.int16)[3:].view(np.uint8),
-    "memoryview": lambda block: block.as_memoryview(),
+    "memoryview": lambda block: np.asarray(block).data,
     "asarray": np.asarray,
     "numpy's dlpack": np.from_dlpack,
     "torch's dlpack": from_dlpack,
@@ -105,7 +104,7 @@ def test_a_released_block_gives_no_view(pool: PinnedPool) -> None:
 
 def test_all_views_are_the_same_bytes(pool: PinnedPool) -> None:
     block = pool.allocate(8)
-    block.as_memoryview()[:] = bytes(range(8))
+    np.asarray(block).data[:] = bytes(range(8))
     expected = torch.arange(8, dtype=torch.uint8)
     array: Any = block
     for view in (block.buffer, block.tensor((8,), torch.uint8), from_dlpack(array)):
@@ -115,33 +114,21 @@ def test_all_views_are_the_same_bytes(pool: PinnedPool) -> None:
         block.numpy((8,), np.uint8),
         np.asarray(array),
         np.from_dlpack(array),
-        np.frombuffer(block.as_memoryview(), "u1"),
+        np.frombuffer(np.asarray(block).data, "u1"),
     ):
         assert np.array_equal(other, expected.numpy())
         assert other.ctypes.data == block.buffer.data_ptr()
     from_dlpack(array)[3] = 77
-    assert block.as_memoryview()[3] == 77
-    assert (np.asarray(array).flags.writeable, block.as_memoryview().readonly) == (True, False)
+    assert np.asarray(block).data[3] == 77
+    assert (np.asarray(array).flags.writeable, np.asarray(block).data.readonly) == (True, False)
     assert array.__dlpack_device__() == (1, 0)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="a class defines the buffer protocol from Python 3.12 on")
-def test_from_python_312_on_a_block_is_a_buffer(pool: PinnedPool) -> None:
-    block: Any = pool.allocate(8)
-    view = memoryview(block)
-    view[:] = bytes(range(8))
-    assert bytes(block.buffer.tolist()) == bytes(range(8))
-    with pytest.raises(BlockInUseError):
-        block.release()
-    del view
-    block.release()
 
 
 def test_zero_bytes_have_every_view(pool: PinnedPool) -> None:
     block: Any = pool.allocate(0)
     assert block.tensor((0, 3), torch.bfloat16).shape == (0, 3)
     assert block.numpy((0,), np.complex128).size == 0
-    assert (np.asarray(block).size, from_dlpack(block).numel(), block.as_memoryview().nbytes) == (0, 0, 0)
+    assert (np.asarray(block).size, from_dlpack(block).numel(), np.asarray(block).data.nbytes) == (0, 0, 0)
     assert pool.empty((3, 0), torch.float8_e5m2).shape == (3, 0)
 
 
@@ -227,7 +214,7 @@ def test_a_view_waits_for_earlier_owners_and_the_release_passes_no_event_on(pool
     block.release(after=h2d.record())
     again = pool.allocate(64 * 1024)
     assert len(list(again.pending_events)) == 1
-    again.as_memoryview()[:] = b"\0" * (64 * 1024)
+    np.asarray(again).data[:] = b"\0" * (64 * 1024)
     assert list(again.pending_events) == []
     assert bool((target == 7).all()), "the host waited for the copy before it wrote"
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.packing import PACK_ALIGN_BYTES, packed_offsets
 from chameleon_mm.device.sim import CostModel, SimDevice, SimStream
-from chameleon_mm.device.sim.cost import COPY_LATENCY_US
-from chameleon_mm.kernels.pack_table import packed_layout
 from tests.observed import POISON_BYTE, SimLifetimeError, SimRaceError
 
 ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=10.0, duplex_gbps=15.0, hbm_gbps=1000.0)
@@ -53,112 +51,6 @@ def test_packed_buffers_lie_apart_aligned_and_where_the_kernels_put_them(sizes: 
     assert all(offset % PACK_ALIGN_BYTES == 0 for offset in offsets)
     assert all(end <= later for end, later in zip(ends, offsets[1:], strict=False))
     assert total == (ends[-1] if ends else 0)
-    layout = packed_layout([torch.zeros(nbytes, dtype=torch.uint8) for nbytes in sizes])
-    assert (layout.offsets, layout.total_bytes) == (offsets, total)
-
-
-# --------------------------------------------------------------------------------------------------------------------- batch
-
-
-def test_a_batch_is_exact_and_arrives_as_late_as_its_event(sim: SimDevice) -> None:
-    hbm, host = _filled(sim, SIZES), _host(sim, SIZES)
-    d2h = sim.new_stream("d2h")
-    d2h.copy_batch(list(zip(host, hbm, strict=True)))
-    done = d2h.record()
-    assert all(_poisoned(end) for end in host)
-    done.synchronize()
-    assert all(torch.equal(end, source) for end, source in zip(host, hbm, strict=True))
-
-
-def test_a_batch_of_nothing_costs_nothing(sim: SimDevice) -> None:
-    before = sim.host_us
-    sim.new_stream("d2h").copy_batch([])
-    assert sim.host_us == before
-
-
-def test_each_copy_of_a_batch_takes_its_time_on_the_engine_and_the_host_makes_one_call() -> None:
-    sim = SimDevice(ROUND, cost=CostModel(spec=ROUND, copy_us=3.0, batched_copy_us=0.5, event_us=0.0))
-    hbm, host = _filled(sim, [10_000] * 4), _host(sim, [10_000] * 4)
-    d2h = sim.new_stream("d2h")
-    called = sim.host_us
-    start = d2h.record(timed=True)
-    d2h.copy_batch(list(zip(host, hbm, strict=True)))
-    assert sim.host_us - called == pytest.approx(3.0 + 4 * 0.5)
-    end = d2h.record(timed=True)
-    end.synchronize()
-    # The host's call first; then 1 us of bytes and the fixed cost for each.
-    assert end.elapsed_us(start) == pytest.approx(5.0 + 4 * (COPY_LATENCY_US + 1.0))
-
-
-@pytest.mark.parametrize("late", [True, False], ids=["copy stream", "compute stream"])
-def test_a_missing_wait_before_a_batch_is_a_race_in_each_of_its_copies(sim: SimDevice, late: bool) -> None:
-    stream = sim.new_stream("d2h") if late else sim.new_compute_stream("d2h")
-    host = _host(sim, [64, 64])
-    ready = _filled(sim, [64])[0]
-    unready = sim.current_stream().alloc(64)
-    with pytest.raises(SimRaceError, match=r"d2h copy of 64 bytes on d2h is not ordered after .* compute, which allocated it"):
-        stream.copy_batch([(host[0], ready), (host[1], unready)])
-
-
-def test_a_source_that_is_dropped_under_a_batch_is_an_error(sim: SimDevice, no_gc: None) -> None:
-    hbm, host = _filled(sim, [64, 64]), _host(sim, [64, 64])
-    d2h = sim.new_stream("d2h")
-    d2h.copy_batch(list(zip(host, hbm, strict=True)))
-    done = d2h.record()
-    sim.current_stream().wait(done)
-    assert torch.equal(host[0], hbm[0])  # a compute stream sees them at once
-    d2h.copy_batch(list(zip(host, hbm, strict=True)))
-    del hbm[1]
-    with pytest.raises(SimRaceError, match="as it was freed"):
-        sim.allocated_bytes()
-    with pytest.raises(SimLifetimeError, match="its source was dropped"):
-        sim.synchronize()
-
-
-def test_a_speculative_batch_delivers_poison_for_what_was_written_meanwhile(sim: SimDevice) -> None:
-    host, d2h = _host(sim, [64, 64]), sim.new_stream("d2h")
-    with sim.compute():
-        kept, written = torch.ones(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)
-        d2h.wait(sim.current_stream().record())
-        d2h.copy_batch([(host[0], kept), (host[1], written)], speculative=True)
-        written.add_(1)
-    d2h.record().synchronize()
-    assert host[0].eq(1).all()
-    assert _poisoned(host[1])
-
-
-def _cases() -> list[tuple[str, Callable[[list[Tensor], list[Tensor]], list[tuple[Tensor, Tensor]]], str]]:
-    return [
-        (
-            "sizes",
-            lambda host, hbm: [(host[0], hbm[0]), (host[1][:8], hbm[1])],
-            "pair 1: expected equal sizes, got 64 bytes into 8",
-        ),
-        ("dtype", lambda host, hbm: [(host[0].view(torch.int32), hbm[0])], "pair 0: expected dst as a flat.* got torch.int32"),
-        ("direction", lambda host, hbm: [(host[0], hbm[0]), (hbm[1], host[1])], "pair 1 does not go as pair 0 does"),
-        (
-            "host",
-            lambda host, hbm: [(host[0], hbm[0]), (host[1], host[2])],
-            "pair 1: expected at least one end in device memory",
-        ),
-        (
-            "same dst",
-            lambda host, hbm: [(host[0], hbm[0]), (host[0][8:], hbm[1][8:])],
-            "dst of pair 0 and dst of pair 1 share 56",
-        ),
-        ("chain", lambda host, hbm: [(hbm[0], host[0]), (host[0], hbm[1])], "share 64"),
-    ]
-
-
-@pytest.mark.parametrize(("pairs", "match"), [case[1:] for case in _cases()], ids=[case[0] for case in _cases()])
-def test_a_batch_that_cannot_be_carried_out_is_refused_whole(
-    sim: SimDevice, pairs: Callable[[list[Tensor], list[Tensor]], list[tuple[Tensor, Tensor]]], match: str
-) -> None:
-    hbm, host = _filled(sim, [64] * 3), _host(sim, [64] * 3)
-    d2h, before = sim.new_stream("d2h"), sim.host_us
-    with pytest.raises(ValueError, match=match):
-        d2h.copy_batch(pairs(host, hbm))
-    assert (sim.host_us, sim.copy_spans("d2h"), d2h.ready_us) == (before, (), 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- pack

@@ -318,6 +318,6 @@ def test_the_language_is_tritons_own_again_after_a_kernel_was_interpreted() -> N
 
     before = own()
     x, out = torch.arange(64, device="cuda"), torch.empty(512, dtype=torch.uint8, device="cuda")
-    pack([x], out, num_programs=1)
+    pack(out, [x.view(torch.uint8)], [0], num_programs=1)
     assert torch.equal(out.view(torch.int64), x)
     assert own() == before

@@ -22,7 +22,6 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.transfer import OUTSTANDING, PIECE_BYTES, Move, Transfer
 from chameleon_mm.units import MIB
-from tests._fakes import refusing
 
 PIECE = 1000
 """A piece in these tests: small, and no power of two."""
@@ -75,12 +74,6 @@ class HeldStream:
         self.log.append(("copy", src.numel()))
         self.speculative.add(speculative)
         dst.copy_(src)
-
-    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        self.log.append(("copy", tuple(src.numel() for _, src in pairs)))
-        self.speculative.add(speculative)
-        for dst, src in pairs:
-            dst.copy_(src)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         raise AssertionError("a transfer packs nothing")
@@ -195,67 +188,7 @@ def test_moves_go_in_the_order_they_came() -> None:
         assert done == sorted(done, reverse=True)  # none before an earlier one
         lane.out.ended = ended
         lane.transfer.hand_over()
-    assert lane.out.log_of("copy") == [PIECE, 1, (2, 3)]
-
-
-def test_small_moves_in_a_row_go_in_one_call_of_at_most_a_piece() -> None:
-    lane = held()
-    before = lane.back.record()
-    lane.submit(2 * PIECE)  # both places are taken
-    sent = [lane.submit(nbytes, before) for nbytes in (400, 300, 300, 1, 999, 2 * PIECE, 5, 6)]
-    lane.transfer.issue_out(sent[-2][0])  # urgent: alone, and no longer in the row
-    for lane.out.ended in range(2, 12):
-        lane.transfer.hand_over()
-    expected: list[object] = [PIECE, PIECE, 5, (400, 300, 300), (1, 999), PIECE, PIECE, 6]
-    assert lane.out.log_of("copy") == expected
-    assert lane.out.log_of("wait").count(before) == 5  # once for each call
-    assert all(is_done(move) and torch.equal(dst, src) for move, dst, src in sent)
-    assert sent[0][0].done is sent[2][0].done is not sent[3][0].done  # one event for each call
-
-
-@pytest.mark.parametrize(("batch_below_bytes", "calls"), [(0, [10, 10, 9]), (10, [10, 10, 9]), (11, [(10, 10, 9)])])
-def test_what_is_small_is_said_by_the_thresholds(batch_below_bytes: int, calls: list[object]) -> None:
-    streams = {name: HeldStream(name) for name in ("d2h", "h2d")}
-    device = cast(Device, Lanes(streams.__getitem__))
-    transfer = Transfer(device, piece_bytes=PIECE, batch_below_bytes=batch_below_bytes)
-    lane = Held(transfer, streams["d2h"], streams["h2d"])
-    lane.submit(2 * PIECE)  # both places are taken
-    for nbytes in (10, 10, 9):
-        lane.submit(nbytes)
-    for lane.out.ended in range(2, 6):
-        lane.transfer.hand_over()
-    assert lane.out.log_of("copy") == [PIECE, PIECE, *calls]
-
-
-def test_a_call_for_many_counts_as_one_piece_and_is_timed_as_one() -> None:
-    lane = held()
-    lane.submit(2 * PIECE)
-    moves = [lane.submit(10, timed=timed)[0] for timed in (False, True, True, False, True)]
-    lane.out.ended = 1
-    lane.transfer.hand_over()
-    assert [len(move.pieces) for move in moves] == [0, 1, 0, 0, 0]  # with one that is timed: nobody adds up the others' pieces
-    assert moves[1].pieces[0].nbytes == 50
-    lane.submit(7)
-    assert len(lane.out.log_of("copy")) == 3  # two outstanding again
-
-
-def test_a_call_for_many_that_is_refused_fails_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = dataclasses.replace(SPECS["h200"], d2h_gbps=0.001, h2d_gbps=0.001, duplex_gbps=0.0015)  # the first is under way
-    sim = cm.SimDevice(slow)
-    ends = Ends(sim)
-    transfer = Transfer(sim, piece_bytes=PIECE)
-    first = submit(ends, transfer, 2 * PIECE, True)
-    small = [submit(ends, transfer, 10, True) for _ in range(3)]
-    monkeypatch.setattr(type(sim.current_stream()), "copy_batch", refusing(RuntimeError, "no"))
-    sim.synchronize()
-    transfer.hand_over()
-    assert [tracked.move.failed for tracked in (first, *small)] == [False, True, True, True]
-    assert not any(tracked.dst.any() for tracked in small)
-    monkeypatch.undo()
-    again = submit(ends, transfer, 10, True)
-    sim.synchronize()
-    assert is_done(again.move) and torch.equal(again.dst, again.content)
-    ends.close()
+    assert lane.out.log_of("copy") == [PIECE, 1, 2, 3]
 
 
 def test_issue_hands_over_one_whole_move_ahead_of_others_and_no_other() -> None:
@@ -610,13 +543,6 @@ class CountingStream:
         self.inner.copy(dst, src, speculative=speculative)
         self._copied = True
 
-    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        assert sum(not event.seen for event in self._after_copy) < self._limit
-        assert len(pairs) > 1
-        assert sum(src.numel() for _, src in pairs) <= PIECE, "together more than a piece"
-        self.inner.copy_batch(pairs, speculative=speculative)
-        self._copied = True
-
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         raise AssertionError("a transfer packs nothing")
 
@@ -739,7 +665,7 @@ class PausingStream:
         self.name = inner.name
         self.alloc, self.free, self.resize = inner.alloc, inner.free, inner.resize
         self.record, self.wait = inner.record, inner.wait
-        self.copy_batch, self.pack, self.unpack = inner.copy_batch, inner.pack, inner.unpack
+        self.pack, self.unpack = inner.pack, inner.unpack
         self.add_checksum = inner.add_checksum
         self._inner = inner
 

@@ -34,7 +34,7 @@ ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=20.0, duplex_
 
 @pytest.fixture(scope="module")
 def round_figures() -> dict[str, float]:
-    cost = CostModel(spec=ROUND, copy_us=3.0, batched_copy_us=0.5, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
+    cost = CostModel(spec=ROUND, copy_us=3.0, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
     return calibrate(SimDevice(ROUND, cost=cost))
 
 

@@ -58,8 +58,7 @@ inline bool hand_over_piece(const Queue& q, PyObject* move) {
 // CopyQueue._hand_over_front
 inline void hand_over_front(const Queue& q) {
   Ref front(front_of(q.queued));
-  const bool alone = size_of(q.queued) == 1 || field_number(front.it, Move.nbytes) >= q.batched_below;
-  if (!alone || !hand_over_piece(q, front.it)) call_method(q.it, n__hand_over_front);
+  if (!hand_over_piece(q, front.it)) call_method(q.it, n__hand_over_front);
 }
 
 // CopyQueue.hand_over

@@ -23,7 +23,7 @@ inline void need(int status) {
 
 // Names of attributes and methods, interned once.
 #define SWAP_NAMES(X)                                                                                                        \
-  X(_OF_HOOKS) X(__contains__) X(_advance) X(_bases) X(_batch_below_bytes) X(_chunks) X(_count_use) X(_counted)              \
+  X(_OF_HOOKS) X(__contains__) X(_advance) X(_bases) X(_chunks) X(_count_use) X(_counted)              \
   X(_cuda_getMemoryFraction) X(_cuda_isHistoryEnabled) X(_current) X(_current_autograd_node) X(_dequeue) X(_fail)            \
   X(_growing) X(_hand_over_front) X(_hand_over_piece) X(_hook) X(_in) X(_known) X(_last_saves) X(_least_bytes) X(_ledger)    \
   X(_limit) X(_lock) X(_make_room) X(_note_refusal) X(_out) X(_pack_waiting) X(_piece_bytes) X(_plan_forecast)               \
@@ -291,12 +291,12 @@ inline void add_number(PyObject* of, Py_ssize_t at, long long more) { set_number
 // A copy queue, and what of it stays the same.
 struct Queue {
   PyObject *it = nullptr, *queued = nullptr, *running = nullptr, *stream = nullptr;
-  long long limit = 0, piece_bytes = 0, batched_below = 0;
+  long long limit = 0, piece_bytes = 0;
 
   void load(PyObject* queue) {
     it = Py_NewRef(queue), queued = get(queue, n_queued).taken(), running = get(queue, n__running).taken();
     stream = get(queue, n_stream).taken(), limit = get_number(queue, n__limit);
-    piece_bytes = get_number(queue, n__piece_bytes), batched_below = get_number(queue, n__batch_below_bytes);
+    piece_bytes = get_number(queue, n__piece_bytes);
   }
 };
 

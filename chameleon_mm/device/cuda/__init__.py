@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from chameleon_mm.device.cuda.device import CudaDevice, CupyPinning
 from chameleon_mm.device.cuda.gpus import VisibleGpu, cuda_is_available, visible_gpus
-from chameleon_mm.device.cuda.stream import BatchCopies, CudaEvent, CudaStream
+from chameleon_mm.device.cuda.stream import CudaEvent, CudaStream
 
 __all__ = [
-    "BatchCopies", "CudaDevice", "CudaEvent", "CudaStream", "CupyPinning", "VisibleGpu",
+    "CudaDevice", "CudaEvent", "CudaStream", "CupyPinning", "VisibleGpu",
     "cuda_is_available", "visible_gpus",
 ]  # fmt: skip

@@ -166,8 +166,8 @@ class PlanFollower(Director):
         self._locate(hook, expected=expected)
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
-            follows = self._schedule is not None and not self._diverged
-            action = self._schedule.storage_actions.get(hook) if self._schedule is not None and follows else None
+            schedule = None if self._diverged else self._schedule
+            action = None if schedule is None else schedule.storage_actions.get(hook)
             saved.assign(action)
             if action is not None:
                 self._storages[action.tensor] = saved

@@ -41,7 +41,8 @@ MOST_PLANS = 6
 """Plans for one step, in all: after that the best of them stays. Trying them all takes a dozen steps."""
 
 WORTH_A_PLAN = 0.01
-"""Share of the step that it must have stalled beyond the prediction before another plan is made."""
+"""Share of the step that it must have stalled beyond the prediction before another plan is made: half of that by which plans on
+trial may differ as simulated."""
 
 
 LINK_OFF = 0.1

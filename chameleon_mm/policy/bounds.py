@@ -21,6 +21,7 @@ from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import Candidates, below_least, least_memory, memory_curve, smallest_budget
 from chameleon_mm.policy.mixed_bound import RebuildTime
 from chameleon_mm.policy.plan import SwapPlan
+from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
@@ -68,6 +69,21 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Col
     bound_us = relaxed_us(step.before_us, step.after_us, out_us, back_us)
     t = int(bound_us.argmax())
     return Ideal(step_us=float(bound_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
+
+
+def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
+    """The step on a link of the same mean rates that is never idle.
+
+    Unlike `ideal` it prices a copy's pieces and counts padding: no bound, but nearer to what a plan can reach.
+    """
+    nbytes = problem.candidates.nbytes
+    fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
+    out_us, back_us = (fixed_us + 1 / (rate * 1e3) for rate in (cost.d2h_gbps, cost.h2d_gbps))
+    last = max(problem.use)
+    clock = np.asarray(problem.time_us)
+    over = np.maximum(problem.level[:last] - budget, 0)
+    bound_us = relaxed_us(clock[1 : last + 1], clock[last] - clock[:last], over * out_us, over * back_us)
+    return float(bound_us.max()) + problem.total_us - float(clock[last])
 
 
 def relaxed_us(before_us: Float64s | float, after_us: Float64s | float, out_us: Float64s, back_us: Float64s) -> Float64s:

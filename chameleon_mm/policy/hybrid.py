@@ -10,31 +10,46 @@ plans = hybrid_plans(trace, problem, limits, names, refused)        # simulated,
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
 from chameleon_mm.policy.bounds import relaxed_us
 from chameleon_mm.policy.choice import Choice, ChoicePath
+from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import sum_over_time
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.planned_rewrite import choice_actions
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.policy.rewrite import RewrittenTrace
-from chameleon_mm.policy.scheduling import Scheduled
-from chameleon_mm.policy.search import Found, PlanLimits, Search
+from chameleon_mm.policy.scheduling import PerTensor, Scheduled
+from chameleon_mm.policy.search import Found, Search
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
 
 _PLANNED = 2
-"""Number of choices for which the rest is planned because they look best. With one, plans of the built-in models take up to
-0.5 % longer; with those beside the best as well, none is more than 0.02 % shorter."""
+"""Number of choices for which the rest is planned because they look best."""
+_BESIDE = 4
+"""Number of choices at most for which it is because they are beside the best one so far."""
+_WAITS = 1e-4
+"""Share of the step from which on compute is said to wait."""
 _REPAIRS = 8
 """Number of times that what cannot be rebuilt for want of room is no longer dropped."""
 _FINER = 8
 """Number of mixes between two prices. Without mixes plans of the built-in models take 0.6 % longer, and up to 6.5 %."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLimits:
+    """Budgets and the link, as `generate_plan` takes them."""
+
+    budget: int
+    host_budget: int | None
+    cost: LinkCost
+    lead_us: PerTensor
+    lag_us: PerTensor
 
 
 def hybrid_plans(
@@ -62,9 +77,10 @@ class HybridSearch:
         self.plans: list[SwapPlan] = []
         self._path = ChoicePath.of(recipes, problem.level, limits.budget)
         self._last = self._path.last * _FINER
+        self._best_part = 0
 
     def run(self) -> None:
-        """Plan the choices that look best, at prices and between them."""
+        """Plan the choices that look best, at prices and between them, and then those beside the best plan."""
         parts = {part: self._estimate_us(self._choice(part)) for part in range(0, self._last + 1, _FINER)}
         best = min(parts, key=lambda part: (parts[part], part))
         for part in range(max(0, best - _FINER), min(self._last, best + _FINER) + 1):
@@ -77,17 +93,30 @@ class HybridSearch:
             self._try(part, tried)
         if not self.plans:
             self._try(self._last, tried)
+        for _ in range(_BESIDE):
+            # Where copies make compute wait more has to be made again, else less may do.
+            step = 1 if not self.plans or self.plans[0].stall_us > _WAITS * self.plans[0].step_us else -1
+            part = self._best_part + step
+            while 0 <= part <= self._last and not self._try(part, tried):
+                part += step
+            if not (0 <= part <= self._last) or self._best_part != part:
+                break
 
     def _choice(self, part: int) -> Choice:
         return self._path.choice(part / _FINER)
 
-    def _try(self, part: int, tried: set[tuple[int, ...]]) -> None:
+    def _try(self, part: int, tried: set[tuple[int, ...]]) -> bool:
         choice = self._choice(part)
         key = (*choice.dropped.tolist(), -1, *choice.held.tolist())
-        if key not in tried:
-            tried.add(key)
-            self._plan(choice)
-            self.plans.sort(key=lambda plan: plan.step_us)
+        if key in tried:
+            return False
+        tried.add(key)
+        best_us = self.plans[0].step_us if self.plans else inf
+        self._plan(choice)
+        self.plans.sort(key=lambda plan: plan.step_us)
+        if self.plans and self.plans[0].step_us < best_us:
+            self._best_part = part
+        return True
 
     def _estimate_us(self, choice: Choice) -> float:
         """The step on a link that is never idle, if rebuilds took no memory; infinite where that is not within the budgets."""
@@ -133,7 +162,7 @@ class HybridSearch:
             dropped -= spared
         else:
             return
-        search = Search(problem, replace(limits, budget=budget))
+        search = Search(problem, budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
         if problem.peak_bytes <= budget:
             found = Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
         else:

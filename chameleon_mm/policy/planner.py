@@ -19,18 +19,20 @@ from math import isfinite
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.hybrid import hybrid_plans
+from chameleon_mm.policy.hybrid import PlanLimits, hybrid_plans
 from chameleon_mm.policy.memory import peak_memory
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import PerTensor, Scheduled
-from chameleon_mm.policy.search import NO_WORSE_US, Found, PlanLimits, Search
+from chameleon_mm.policy.search import Found, Search
 from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.replayable import DEFAULT
 from chameleon_mm.units import MIB, format_size, whole_bytes
 
 _WORTH_TRYING = 0.25
 """Share by which the step of a plan that only swaps may be longer, as simulated, and is still worth measuring."""
+_FASTER_US = 1e-3
+"""Time that a plan which recomputes has to gain over one that only swaps: less is rounding."""
 
 
 def generate_plan(
@@ -109,8 +111,14 @@ def candidate_plans(
         problem, recompute = Problem.of(trace, between_uses=True), ()
         if problem.least_bytes > hbm_budget:
             raise _infeasible(trace, problem, hbm_budget)
-    limits = PlanLimits(budget=hbm_budget, host_budget=host_budget, cost=cost_model, lead_us=lead_us, lag_us=lag_us)
-    search = Search(problem, limits)
+    limits = PlanLimits(
+        budget=hbm_budget,
+        host_budget=host_budget,
+        cost=cost_model,
+        lead_us=lead_us,
+        lag_us=lag_us,
+    )
+    search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
     search.try_ranks()
     search.try_swap_all()
     search.improve(drafts)
@@ -122,7 +130,7 @@ def candidate_plans(
     if at_most > 1 and search.found:
         search.try_others(at_most)
     swaps = _swap_only(trace, problem, limits, search, at_most, within)
-    if not swaps or (hybrids and hybrids[0].step_us < swaps[0].step_us - NO_WORSE_US):
+    if not swaps or (hybrids and hybrids[0].step_us < swaps[0].step_us - _FASTER_US):
         return _mixed(hybrids, swaps, at_most, within)
     return swaps
 
@@ -209,7 +217,7 @@ def _host_too_small(
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):
         middle = (low + high) // 2
-        search = Search(problem, replace(limits, budget=middle, lead_us=0.0, lag_us=0.0))
+        search = Search(problem, middle, host_budget, limits.cost)
         search.try_ranks()
         low, high = (low, middle) if search.found else (middle, high)
     low = budget

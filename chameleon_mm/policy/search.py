@@ -1,12 +1,12 @@
 """Searches for the plan within both budgets that takes the least time: by several ranks, and locally for few candidates.
 
-search = Search(problem, limits)
+search = Search(problem, budget, host_budget, cost, lead_us, lag_us)
 search.try_ranks()          selections by a few ranks; enough where nothing stalls
 search.try_swap_all()       what swapping all that may move comes to, at several depths: never worse than that
 search.improve(drafts)       random small changes to the best ones, kept when they are hardly worse (neighbourhood.py)
 search.found                tentative plans, best first
 
-A step of any size gets a draft of each rank; the local search is for a dozen candidates, and tries thousands.
+How many it tries falls with their size: a step of a million operators gets one or two, a dozen candidates thousands.
 """
 
 from __future__ import annotations
@@ -19,33 +19,28 @@ from random import Random
 import numpy as np
 
 from chameleon_mm.policy.action_columns import in_order, pinned_peak
+from chameleon_mm.policy.bounds import estimate_us
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.neighbourhood import SearchPoint, neighbour, start_of
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import PerTensor, Scheduled, by_candidate, copied_by, latest_back, schedule
-from chameleon_mm.policy.selection import RANKS, Rank, deprioritising, select
+from chameleon_mm.policy.selection import RANKS, Rank, deprioritising, select, spread_evenly, used_latest
 from chameleon_mm.policy.swap_all import SwapAll
 from chameleon_mm.policy.timing import walk
 
+_CANDIDATES_BY_RANK = 2_000
+"""Number of candidates times ranks that is tried, the first rank apart."""
 _CLIMBS = 3
 """Number of selections from which the local search starts."""
 _STRICTNESS = 30.0
 """One over the share by which, on average, a change of the local search may be worse."""
 _MOST_VARIED = 16
-"""Candidates up to which there is a local search: of more a single one hardly matters, and ranks find as much."""
-NO_WORSE_US = 1e-6
+"""Candidates up to which there is a local search: of more a single one hardly matters, and ranks find as much. Without it three
+of 40 small steps take 1 % longer or more, one 13.8 %."""
+_NO_WORSE_US = 1e-6
 """Difference of times below which they are the same: what is left is rounding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanLimits:
-    """Budgets and the link, as `generate_plan` takes them."""
-
-    budget: int
-    host_budget: int | None
-    cost: LinkCost
-    lead_us: PerTensor
-    lag_us: PerTensor
+_CLOSE_TO_ESTIMATE = 1.02
+"""Factor of an ideal link's step time within which a step is good, where candidates are too many for all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,23 +61,33 @@ class Found:
     @property
     def order(self) -> tuple[int, int]:
         """Key by which plans are ordered, lower is better: less time, then fewer bytes."""
-        return round(self.delay_us / NO_WORSE_US), self.moved_bytes
+        return round(self.delay_us / _NO_WORSE_US), self.moved_bytes
 
 
 class Search:
-    """Searches among the tentative plans for one problem."""
+    """Searches among the tentative plans for one problem. `host_budget`: None for no limit. `lead_us`, `lag_us`: as
+    `generate_plan` takes them."""
 
-    def __init__(self, problem: Problem, limits: PlanLimits) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        budget: int,
+        host_budget: int | None,
+        cost: LinkCost,
+        *,
+        lead_us: PerTensor = 0.0,
+        lag_us: PerTensor = 0.0,
+    ) -> None:
         self.found: list[Found] = []
         self.best: Found | None = None
         self.least_host_bytes: int | None = None
         """The least pinned memory of the tentative plans so far, within `host_budget` or not."""
         self._problem = problem
-        self._budget = limits.budget
-        self._host_budget = limits.host_budget
-        self._cost = limits.cost
-        self._lead_us = limits.lead_us
-        lag = by_candidate(problem, range(len(problem.size)), limits.lag_us)
+        self._budget = budget
+        self._host_budget = host_budget
+        self._cost = cost
+        self._lead_us = lead_us
+        lag = by_candidate(problem, range(len(problem.size)), lag_us)
         self._lag_us: list[float] = lag.tolist() if lag.any() else []
         self._lagging = frozenset(np.flatnonzero(lag > lag.min(initial=0.0)).tolist())
         self._drafts = 0
@@ -90,20 +95,40 @@ class Search:
     @property
     def hides_all(self) -> bool:
         """Whether some plan costs no time, so that none can be better."""
-        return self.best is not None and self.best.delay_us < NO_WORSE_US
+        return self.best is not None and self.best.delay_us < _NO_WORSE_US
 
     def _to_beat_us(self) -> float:
         return self.best.delay_us if self.best else inf
 
+    @property
+    def _close_to_estimate(self) -> bool:
+        """Whether the best is close to what a link of the same mean rates, that is never idle, would make of the step."""
+        if self.best is None:
+            return False
+        step_us = self._problem.total_us + self.best.delay_us
+        return step_us <= _CLOSE_TO_ESTIMATE * estimate_us(self._problem, self._budget, self._cost)
+
     def try_ranks(self) -> None:
-        """Try selections by each rank, copies back as late as they are in time."""
-        for number, rank in enumerate([*RANKS, *(deprioritising(rank, self._lagging) for rank in RANKS if self._lagging)]):
-            if self.hides_all:
-                return
-            self._try_rank(rank, eager=False)
-            if number == 0 and self.best is not None and self.best.delay_us - self.best.head_copy_us < NO_WORSE_US:
-                # All that it costs are copies of what stays of storages that move in part: they may move whole.
-                self._schedule({i: self._problem.size[i] for i in self.best.scheduled.who}, eager=False)
+        """Try selections by each rank, copies back as late as they are in time, then as early as there is room."""
+        self._try_rank(used_latest, eager=False)
+        if self.best is not None and self.best.delay_us - self.best.head_copy_us < _NO_WORSE_US:
+            # All that it costs are copies of what stays of storages that move in part: they may move whole.
+            self._schedule({i: self._problem.size[i] for i in self.best.scheduled.who}, eager=False)
+        ranks = [*RANKS, *(deprioritising(rank, self._lagging) for rank in RANKS if self._lagging)]
+        left = _CANDIDATES_BY_RANK // max(len(self._problem.size), 1)
+        if not left:
+            few = [deprioritising(used_latest, self._lagging)] if self._lagging else []
+            for rank in few if self._close_to_estimate else [*few, spread_evenly]:
+                if not self.hides_all:
+                    self._try_rank(rank, eager=False)
+            return
+        for eager in (False, True):
+            for rank in ranks:
+                if left <= 0 or self.hides_all:
+                    return
+                if eager or rank is not used_latest:
+                    self._try_rank(rank, eager=eager)
+                    left -= 1
 
     def try_others(self, at_least: int) -> None:
         """Try more plans, even where one hides all: by each rank, until there are `at_least` different ones."""
@@ -120,7 +145,8 @@ class Search:
             return
         for scheduled, peak_bytes in SwapAll(self._problem).drafts(self._budget, self._cost, self._to_beat_us):
             self._evaluate_time(scheduled, peak_bytes, at_most=self._to_beat_us())
-        self._schedule(dict(enumerate(self._problem.size)), eager=True)
+        if len(self._problem.size) <= _CANDIDATES_BY_RANK:
+            self._schedule(dict(enumerate(self._problem.size)), eager=True)
 
     def improve(self, drafts: int) -> None:
         """Run a local search from the best selections over that many tries. The same one every time."""

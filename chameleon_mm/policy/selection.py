@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from math import sqrt
 
 from chameleon_mm.policy.problem import Problem
@@ -39,10 +40,29 @@ def spread_evenly(problem: Problem) -> Sequence[float]:
     return [place * GOLDEN % 1 for place in range(1, len(problem.size) + 1)]
 
 
+def spread_evenly_by_bytes(problem: Problem) -> Sequence[float]:
+    """Rank as `spread_evenly` over the bytes that are copied out, which where sizes differ is another order."""
+    mean = sum(problem.size) / max(1, len(problem.size))
+    before = accumulate(problem.size, initial=0)
+    return [(there + size / 2) / mean * GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]
+
+
+def saved_first(problem: Problem) -> Sequence[float]:
+    return problem.sendable
+
+
 def idle_longest(problem: Problem) -> Sequence[float]:
     """Rank by the time in which both copies of a candidate may run."""
     time_us = problem.time_us
     return [time_us[sendable] - time_us[use] for sendable, use in zip(problem.sendable, problem.use, strict=True)]
+
+
+def largest(problem: Problem) -> Sequence[float]:
+    return [-size for size in problem.size]
+
+
+def smallest(problem: Problem) -> Sequence[float]:
+    return problem.size
 
 
 def deprioritising(rank: Rank, spared: Collection[int]) -> Rank:
@@ -56,8 +76,8 @@ def deprioritising(rank: Rank, spared: Collection[int]) -> Rank:
     return deprioritised
 
 
-RANKS: Sequence[Rank] = (used_latest, spread_evenly, idle_longest)
-"""Ranks that are tried: the one that moves the fewest bytes, the one that keeps both engines busy, the one with most time."""
+RANKS: Sequence[Rank] = (used_latest, spread_evenly, spread_evenly_by_bytes, idle_longest, saved_first, largest, smallest)
+"""Ranks that are tried. The one that moves the fewest bytes is the first, the one that keeps both engines busy the second."""
 
 
 def select(

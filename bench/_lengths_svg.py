@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _COLOURS = {"recorded": "#c23b22", "partly planned": "#e0a100", "planned": "#2b6cb0", "by rule": "#6b7280"}
 _LABELS = {
     "recorded": "recorded",
-    "partly planned": "matched in part, the rest by the default rule",
+    "partly planned": "planned in part, the rest by the default rule",
     "planned": "followed a plan",
     "by rule": "by the default rule",
 }

@@ -106,8 +106,3 @@ def test_what_is_written_says_what_lies_beneath(device: Device, tmp_path: Path, 
 def test_bad_usage_is_refused(option: str, value: str) -> None:
     with pytest.raises(ValueError, match=rf"{option}: expected .* or more, got {value}"):
         run("--device", "sim", option, value)
-
-
-def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="marmot"):
-        run("--device", "marmot")

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from chameleon_mm.bench import THEMES
 from chameleon_mm.bench._buffers import Buffers
-from chameleon_mm.bench._environment import checkout_root, commit, environment, result_name, versions
+from chameleon_mm.bench._environment import commit, environment, result_name, versions
 from chameleon_mm.bench._measure import Column, Figure, Results, Waived, add_output_arguments, interleave, timed_us
 from chameleon_mm.device import Device, SimDevice
 
@@ -163,10 +162,6 @@ def test_result_names() -> None:
     assert result_name("copy", "(?)", "2026-01-31") == "copy_unknown_2026-01-31.json"
 
 
-def test_code_runs_from_this_checkout() -> None:
-    assert checkout_root() == Path(__file__).resolve().parents[1]
-
-
 def test_commit_and_dirt_are_read_from_the_checkout(tmp_path: Path) -> None:
     assert commit(tmp_path) == {"commit": "unknown", "dirty": None}
     if shutil.which("git") is None:
@@ -194,19 +189,3 @@ def test_buffers_are_random_and_given_back(device: Device, no_gc: None) -> None:
         assert all(len(set(buffer[:4096].tolist())) > 200 for buffer in made)
         del made
     assert device.allocated_bytes() == before
-
-
-def test_every_theme_names_a_module_of_the_package() -> None:
-    themes = {
-        "copy",
-        "hooks",
-        "lengths",
-        "overlap",
-        "pack",
-        "pinned",
-        "profiler",
-        "timeline",
-        "training",
-    }
-    assert set(THEMES) == themes
-    assert all(path.removesuffix(".command") == f"chameleon_mm.bench.{theme}" for theme, path in THEMES.items())

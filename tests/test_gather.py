@@ -82,12 +82,6 @@ def test_overlapping_and_empty_views_are_no_part(t: Tensor) -> None:
     assert Part.of(t) is None
 
 
-def test_views_of_the_same_bytes_are_one_part() -> None:
-    base = torch.randn(6, 8)
-    assert Part.of(base[2:4]) == Part.of(base[2:4].t()) == Part.of(base[None, 2:4].expand(3, -1, -1))
-    assert Part.of(base[2:4]) != Part.of(base[3:5])
-
-
 # --- in the executor
 
 
@@ -166,15 +160,6 @@ def test_a_saved_storage_that_lives_on_is_used_itself(device: Device, pool: cm.P
         next_op(swapper)
         assert swapper.use(handle).untyped_storage() is big.untyped_storage()
     assert swapper.metrics.totals.bytes_swapped_in == 0
-
-
-def test_once_a_storage_is_saved_whole_its_views_share_that(device: Device, pool: cm.PinnedPool) -> None:
-    swapper = swapper_on(device, pool)
-    with device.compute():
-        big = torch.randn(ROWS, ROW, device=device.torch_device)
-        alone, whole, with_it = saved(swapper, big[0]), saved(swapper, big), saved(swapper, big[1])
-    assert alone.claim is not whole.claim
-    assert with_it.claim is whole.claim
 
 
 @pytest.mark.parametrize(

@@ -172,17 +172,6 @@ def test_tensors_beyond_what_is_counted_in_32_bits_are_packed_in_parts(place: st
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_sources_may_overlap_and_repeat(place: str) -> None:
-    base = torch.arange(100, dtype=torch.float32).to(place)
-    tensors = [base[:60], base[40:], base[:60], base.unfold(0, 4, 1)]
-    _, out = staging_for(tensors, place)
-    expected = out.clone()
-    pack_reference(tensors, expected)
-    pack(tensors, out, num_programs=2)
-    assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_interleaved_destinations_are_no_overlap(place: str) -> None:
     halves = torch.arange(60, dtype=torch.int16).to(place).view(6, 10)
     target = torch.zeros_like(halves)
@@ -191,21 +180,6 @@ def test_interleaved_destinations_are_no_overlap(place: str) -> None:
     pack(sources, out, num_programs=1)
     unpack(out, parts, num_programs=1)
     assert torch.equal(target, halves)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_table_serves_other_tensors_of_the_same_layouts(place: str) -> None:
-    shapes = [contiguous(torch.bfloat16, 40), (torch.float32, (6, 4), (8, 1), 0), contiguous(torch.int64, 0)]
-    table, seen = None, []
-    for _ in range(3):
-        tensors = [filled(layout, place)[1] for layout in shapes]
-        seen.append(tensors)  # alive, so that addresses differ
-        table = PackTable(tensors) if table is None else table
-        _, out = staging_for(tensors, place)
-        expected = out.clone()
-        pack_reference(tensors, expected)
-        pack(tensors, out, num_programs=2, table=table)
-        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -85,11 +85,6 @@ def test_a_size_that_does_not_fit_is_waived(
     assert sim.allocated_bytes() == before
 
 
-@pytest.mark.parametrize(("size", "copies"), [(64 * KIB, 64), (1 * MIB, 64), (64 * MIB, 4), (1024 * MIB, 1)])
-def test_copies_per_sample_on_a_gpu(size: int, copies: int) -> None:
-    assert copy.copies_per_sample(size, on_cpu=False) == copies
-
-
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

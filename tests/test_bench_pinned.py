@@ -19,7 +19,6 @@ from chameleon_mm.bench._environment import processor_name
 from chameleon_mm.bench._measure import Cell, Figure, Results, Waived
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.units import GIB, KIB, MIB
 
 NAMES = ("llama", "moe", "resnet", "varlen")
@@ -70,13 +69,6 @@ def test_torchs_cache_goes_by_that_rule() -> None:
             gone = draw.choice(list(live))
             trace.append((gone, -live.pop(gone).numel()))
     assert reserved() - before == pinned.reserved_by_torch(trace)
-
-
-def test_addresses_take_no_memory() -> None:
-    with PinnedPool("1TiB", pinned.AddressesOnly()) as pool:
-        block = pool.allocate(200 * GIB)
-        assert (block.buffer.device.type, block.nbytes) == ("meta", 200 * GIB)
-        block.release()
 
 
 # --- the command

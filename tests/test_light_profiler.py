@@ -270,18 +270,18 @@ def test_a_step_that_is_the_followed_one_is_its_record() -> None:
     assert (other.features, other.save_of, other.boundaries) == (known.features, known.save_of, known.boundaries)
 
 
-@pytest.mark.parametrize("sizes", [(6, 4), (4, 7), (24,)])
-def test_a_step_that_leaves_the_followed_one_is_what_it_is(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("changed", [leaf(6, 4), leaf(24), leaf(4, 7), leaf(dtype=torch.float64)])
+def test_a_step_that_leaves_the_followed_one_is_what_it_is(changed: Tensor) -> None:
     watch = Watch()
 
     def run(x: Tensor) -> None:
         (leaf().tanh().exp().sum() + x.sin().sum()).backward()
 
     known = watch.step(lambda: run(leaf()))
-    found = watch.step(lambda: run(leaf(*sizes)), known)
+    found = watch.step(lambda: run(changed), known)
     assert watch.expected[:3] == [True, True, False]
     assert not any(watch.expected[3:])
-    alone = watch.step(lambda: run(leaf(*sizes)))
+    alone = watch.step(lambda: run(changed))
     assert found.fingerprint == alone.fingerprint != known.fingerprint
     assert (found.features, found.save_of, found.boundaries) == (alone.features, alone.save_of, alone.boundaries)
 

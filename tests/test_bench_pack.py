@@ -134,12 +134,6 @@ def test_the_command_writes_what_was_asked_for(tmp_path: Path, monkeypatch: pyte
     assert {"ours", "pack", "loop", "batch", "GB/s", "size of one tensor", "4 KiB", "64 KiB"} <= words
 
 
-@pytest.mark.parametrize("arguments", [["--sizes", "4000"], ["--sizes", "0"], ["--repeats", "0"], ["--device", "tpu"]])
-def test_bad_usage_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        run("--device", "sim", *arguments)
-
-
 # --- what reports and pictures are made of
 
 

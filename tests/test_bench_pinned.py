@@ -109,13 +109,6 @@ def test_a_processor_is_called_what_the_kernel_calls_it(tmp_path: Path) -> None:
     assert processor_name(info) == "A B-1 @ 2 GHz"
 
 
-@pytest.mark.parametrize("arguments", [["--repeats", "0"], ["--device", "abacus"]])
-def test_bad_usage_raises_before_anything_is_written(arguments: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        run(tmp_path, *arguments)
-    assert not (tmp_path / "new").exists()
-
-
 # --- the verdicts
 
 

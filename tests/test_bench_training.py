@@ -404,22 +404,6 @@ def test_without_the_first_peer_there_is_nothing_to_compare(
     assert "the others are ratios to it" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--steps", "0"], "--steps"),
-        (["--heads", "5"], "multiple of"),
-        (["--device", "marmot"], "marmot"),
-    ],
-)
-def test_bad_usage_is_told_before_anything_is_trained(
-    given: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with_result(monkeypatch, "no_swap", AssertionError("trained in spite of bad usage"))
-    assert main(["bench", "training", *SMALL, *given]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 def test_torchs_own_peer_is_the_real_one_on_a_gpu() -> None:
     from chameleon_mm.device.cuda import CudaDevice

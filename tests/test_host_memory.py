@@ -134,9 +134,7 @@ CASES: dict[str, tuple[str | None, dict[str, str], int]] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_least_of_the_machine_and_its_control_groups(
-    tmp_path: Path, case: tuple[str | None, dict[str, str], int]
-) -> None:
+def test_the_least_of_the_machine_and_its_control_groups(tmp_path: Path, case: tuple[str | None, dict[str, str], int]) -> None:
     groups, files, expected = case
     own = {} if groups is None else {"proc/self/cgroup": groups}
     assert available_host_bytes(file_tree(tmp_path, {"proc/meminfo": MEMINFO, **own, **files})) == expected

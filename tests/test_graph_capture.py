@@ -207,20 +207,6 @@ def test_a_write_to_what_was_saved_in_a_capture_raises_as_in_eager(captures: Cap
 # --- on a GPU
 
 
-@pytest.mark.gpu
-def test_capturing_is_torchs_answer() -> None:
-    device = cm.CudaDevice()
-    assert isinstance(device, Device)
-    assert device.capturing() is False
-    graph = torch.cuda.CUDAGraph()
-    seen = []
-    with torch.cuda.graph(graph):
-        torch.zeros(8, device=device.torch_device).add_(1)
-        seen.append(device.capturing())
-    assert seen == [True]
-    assert device.capturing() is False
-
-
 def trained_by_replays(
     device: Device, swapping: Callable[[], cm.SwapSession | None]
 ) -> tuple[list[Tensor], cm.SwapSession | None]:

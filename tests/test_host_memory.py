@@ -180,17 +180,6 @@ def test_auto_reads_the_environment_and_the_machine_when_it_is_called(monkeypatc
         auto_limit_bytes()
 
 
-def test_auto_divides_what_a_control_group_leaves(tmp_path: Path) -> None:
-    group = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/job\n",
-        "sys/fs/cgroup/job/memory.max": f"{20 * GIB}\n",
-        "sys/fs/cgroup/job/memory.current": f"{4 * GIB}\n",
-    }
-    left = available_host_bytes(file_tree(tmp_path, group))
-    assert auto_limit_bytes({"LOCAL_WORLD_SIZE": "2"}, available_bytes=left) == 4 * GIB
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_auto_asked_again_is_a_part_of_the_whole_and_grows_with_the_machine(ranks: int) -> None:
     environ = {"LOCAL_WORLD_SIZE": str(ranks)}

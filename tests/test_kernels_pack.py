@@ -384,19 +384,6 @@ def test_guards_that_tell_nothing_apart_are_not_believed(guards: type) -> None:
     assert not pack_table._tells_apart(guards)
 
 
-def test_without_guards_every_tensor_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_table, "_tensor_guards", lambda: None)
-    tensors, others = ([torch.zeros(4), torch.zeros(5, 7)[:, :3]] for _ in range(2))
-    assert not LayoutGuard(tensors).passes(tensors)
-    table = PackTable(tensors)
-    for _ in range(2):
-        assert table.refresh(others)
-        assert not table.refresh(others)
-        assert table.refresh(tensors)
-    with pytest.raises(ValueError, match="tensor 1 as it was"):
-        table.refresh([others[0], torch.zeros(5, 7)[:, :4]])
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -65,11 +65,6 @@ class FakeDriver:
     def clear_error(self) -> None:
         self.pending_error = False
 
-    def launch(self) -> None:
-        """A kernel of somebody who pinned nothing: it raises what a refused call left behind."""
-        if self.pending_error:
-            raise RuntimeError("launch: out of memory (2)")
-
     def calls(self, *, can_register: bool = True) -> PinningCalls:
         return PinningCalls(
             register=self.register if can_register else None,

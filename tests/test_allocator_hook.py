@@ -18,7 +18,6 @@ from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.executor import Executor
 from chameleon_mm.saved import SwappedView
-from chameleon_mm.saved.state import State
 from chameleon_mm.units import MIB
 from tests._lending_device import GreedyDevice, LendingDevice, SimHeldStorage
 from tests._memory_limit import fraction_of_memory
@@ -281,18 +280,3 @@ def test_nothing_is_lent_while_a_step_is_recorded(machine: OnSim | OnCuda) -> No
         assert session.report().bytes_swapped_out
         assert was_lent
         assert not any(was_lent)
-
-
-def test_a_lent_storage_that_nobody_wants_is_retired(machine: OnSim | OnCuda) -> None:
-    with machine.device.compute():
-        pool = cm.PinnedPool("1MiB", device=machine.device)
-        swapper = executor(machine, pool, leaving_bytes=None)
-        handle = lent(machine, swapper)
-        storage = handle.claim.saved
-        del handle
-        assert not storage.is_lent
-        assert storage.state in (State.SWAPPING_OUT, State.RETIRED)
-        machine.device.synchronize()
-        swapper.save(randn(machine, 8, requires_grad=True))
-        assert storage.state is State.RETIRED
-        assert pool.stats().live_bytes == 0

@@ -251,17 +251,3 @@ def test_gradients_are_plain_pytorchs_within_a_tight_budget(program: Program, ke
     assert max(peaks) <= budget < max(unswapped)
     assert report.plan_cache_hits == 4
     assert report.budget_misses == 0
-
-
-def test_a_session_says_what_is_short_where_there_is_no_plan(caplog: pytest.LogCaptureFixture) -> None:
-    device = cm.SimDevice()
-    with device.compute(), cm.SwapSession("500KiB", "64MiB", device, 1024, recompute=False) as session:
-        train_on(two_losses, False, lambda step: _in(session, step), steps=2)
-    (said, *_) = [record.getMessage() for record in caplog.records if "no plan for a step" in record.getMessage()]
-    assert "not in activations at all" not in said
-    assert "could be swapped. Raise the budget" in said
-
-
-def _in(session: cm.SwapSession, step: Callable[[], None]) -> None:
-    with session.step():
-        step()

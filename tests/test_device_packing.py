@@ -6,9 +6,6 @@ The kernels are played by their references. Under Triton's interpreter, in a pro
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +18,6 @@ from chameleon_mm.device.packing import PACK_PROGRAMS, Packer, PackKernels, pack
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = (1, 16, 17, 4096)
-
-INTERPRETED = """
-from test_device_packing import pack_and_unpack
-from chameleon_mm.device.packing import Packer
-assert pack_and_unpack(Packer(num_programs=2))
-print("exact")
-"""
 
 
 class PlayedKernels:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,8 @@ from torch import Tensor
 
 from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.cuda.pinning_calls import driver_attribute, pinning_calls
-from chameleon_mm.device.pinning import PageLocker, PinningCalls, populated_pages
-from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES, PageLocker, PinningCalls, populated_pages
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
-from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.units import MIB
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -66,11 +64,6 @@ class FakeDriver:
 
     def clear_error(self) -> None:
         self.pending_error = False
-
-    def launch(self) -> None:
-        """A kernel of somebody who pinned nothing: it raises what a refused call left behind."""
-        if self.pending_error:
-            raise RuntimeError("launch: out of memory (2)")
 
     def calls(self, *, can_register: bool = True) -> PinningCalls:
         return PinningCalls(
@@ -121,14 +114,6 @@ def test_unpinning_unregisters_and_a_view_outlives_it() -> None:
     assert view.eq(3).all()  # the mapping lives as long as any view: late readers see bytes, not a segfault
 
 
-def test_what_is_pinned_outlives_its_tensor() -> None:
-    driver = FakeDriver()
-    locker = PageLocker(driver.calls())
-    address = locker.pin(4096).data_ptr()
-    ctypes.memset(address, 1, 4096)  # a mapping that went with the tensor would fault here
-    assert driver.registered == {address: 4096}
-
-
 def test_only_what_was_pinned_is_unpinned_whole_and_once() -> None:
     driver = FakeDriver()
     locker = PageLocker(driver.calls())
@@ -156,37 +141,6 @@ def test_a_refused_registration_falls_back_and_leaves_no_error_behind() -> None:
     assert not driver.pending_error
     locker.unpin(memory)
     assert driver.log[2:] == ["host_free"]
-
-
-class Locking(SimDevice):
-    """A simulated GPU whose pinned memory goes through a driver."""
-
-    def __init__(self, driver: FakeDriver) -> None:
-        super().__init__()
-        self._locker = PageLocker(driver.calls())
-
-    def alloc_pinned(self, nbytes: int) -> Tensor:
-        return self._locker.pin(nbytes)
-
-    def free_pinned(self, memory: Tensor) -> None:
-        self._locker.unpin(memory)
-
-
-def test_after_a_pool_could_not_pin_the_next_kernel_launch_works() -> None:
-    driver = FakeDriver("register", "host_alloc")
-    with PinnedPool("1MiB", Locking(driver)) as pool:
-        with pytest.raises(HostMemoryExhausted, match=r"register: out of memory \(2\); then host_alloc: out of memory"):
-            pool.allocate(100)
-        driver.launch()
-        driver.refuses = ()
-        block = pool.allocate(100)
-        assert (block.pageable, len(driver.registered)) == (False, 1)
-        block.release()
-        with pytest.raises(RuntimeError, match="launch"):  # the driver of this test does tell
-            driver.refuses = ("register",)
-            with suppress(RuntimeError):
-                driver.register(0, 1)
-            driver.launch()
 
 
 def test_pages_stay_mapped_where_an_interrupt_came_right_after_the_driver_took_them(no_gc: None) -> None:
@@ -242,11 +196,6 @@ def test_refused_twice_says_what_both_said_and_what_there_is() -> None:
     assert "Ask for less" in said
     assert not driver.pending_error
     assert isinstance(caught.value, MemoryError)
-
-
-def test_more_than_any_machine_has_is_an_error_of_ours() -> None:
-    with pytest.raises(HostMemoryExhausted):
-        PageLocker(FakeDriver("host_alloc").calls()).pin(1 << 60)
 
 
 # --- Note [Mapped while registered]
@@ -352,11 +301,6 @@ def test_threads_populate_disjoint_slices_that_cover_all() -> None:
     assert all(start + size == following for (start, size), (following, _) in itertools.pairwise(seen))
     assert sum(size for _, size in seen) == nbytes
     assert len(workers) == 3
-
-
-def test_the_kernels_own_populate_makes_pages_resident() -> None:
-    memory = PageLocker(FakeDriver().calls()).pin(4 * MIB)
-    assert _resident_pages(memory.data_ptr(), 4 * MIB) == 4 * MIB // mmap.PAGESIZE
 
 
 def test_a_forked_child_does_not_copy_the_pages() -> None:

@@ -261,23 +261,6 @@ def test_layers_agree_with_the_cpus(kind: Any) -> None:
 # --------------------------------------------------------------------------------------------------------- nested and sparse
 
 
-def sequences(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Attention of a nested tensor over itself: what it gives, and the gradient of its values."""
-    values = heads((6, 2, 8), dtype, 0).to(device).requires_grad_()
-    offsets = torch.tensor([0, 2, 6], device=device)
-    x = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4).transpose(1, 2)
-    out = F.scaled_dot_product_attention(x, x, x).transpose(1, 2).values()
-    gradient = torch.autograd.grad(out, values, weights(out))[0]
-    return out.detach().cpu(), gradient.cpu()
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_attention_over_sequences_of_different_lengths(dtype: torch.dtype, tolerance: float) -> None:
-    exact = sequences("cpu", torch.float64 if dtype is torch.float32 else torch.float32)
-    for got, expected in zip(sequences("cuda", dtype), exact, strict=True):
-        torch.testing.assert_close(got.to(expected.dtype), expected, atol=tolerance, rtol=tolerance)
-
-
 def test_nested_tensors_are_padded() -> None:
     rows = [torch.ones(2, 3), torch.full((4, 3), 2.0)]
     nested = torch.nested.nested_tensor(rows, device="cuda")

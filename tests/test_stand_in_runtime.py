@@ -266,12 +266,3 @@ def test_cuda_malloc_async_is_refused_with_what_to_use_instead() -> None:
     assert done.returncode == 1
     assert "is not there: use PYTORCH_CUDA_ALLOC_CONF=backend:native" in done.stderr
     assert "operation not supported" in done.stderr
-
-
-def test_expandable_segments_grow_and_go() -> None:
-    done = in_a_process("with_expandable_segments()", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-    assert done.returncode == 0, done.stderr
-    *state, wrong = json.loads(done.stdout)
-    assert state == [True, [True], True, 0, []]
-    assert len(wrong) == 1
-    assert "freed while in use: cuMemUnmap" in wrong[0]

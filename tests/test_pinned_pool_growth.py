@@ -417,20 +417,6 @@ def test_pageable_memory_is_bounded_by_what_the_machine_has(scripted: Scripted, 
     blocks.clear()
 
 
-def test_pageable_blocks_of_no_bytes_and_bad_sizes(scripted: Scripted) -> None:
-    with PinnedPool("1MiB", scripted) as pool:
-        nothing = pool.allocate_pageable(0)
-        assert (nothing.nbytes, nothing.pageable, pool.stats().num_live) == (0, True, 1)
-        nothing.release()
-        wrong: Any = 4.5
-        with pytest.raises(TypeError):
-            pool.allocate_pageable(wrong)
-        with pytest.raises(ValueError, match="0 bytes or more"):
-            pool.allocate_pageable(-1)
-    with pytest.raises(PoolStateError, match="allocate_pageable"):
-        pool.allocate_pageable(1)
-
-
 def test_waiting_ends_when_another_thread_releases(scripted: Scripted) -> None:
     pool, blocks = full(scripted, on_full="wait", max_wait_s=20)
     event = ManualEvent()
@@ -459,14 +445,6 @@ def test_waiting_ends_when_room_for_another_chunk_comes_up(scripted: Scripted) -
     blocks.clear()
     got.clear()
     pool.close()
-
-
-def test_waiting_ends_after_the_bound_with_an_error_that_says_so(scripted: Scripted) -> None:
-    pool, blocks = full(scripted, on_full="wait", max_wait_s=0.02)
-    with pytest.raises(HostMemoryExhausted, match=r"limit is 65536 bytes.*waited 0\.0 s for other threads.*max_wait_s=0\.02"):
-        pool.allocate(1)
-    blocks.clear()
-    assert pool.allocate(1).nbytes == 1
 
 
 def test_a_wait_is_as_long_as_it_was_told_to_be_and_asks_for_another_chunk_ever_more_rarely(
@@ -630,15 +608,3 @@ def test_an_allocation_that_waited_for_a_chunk_that_failed_asks_for_its_own(scri
 
 
 # --- delegations
-
-
-def test_a_tensor_of_the_pool_returns_its_block_with_its_last_view(scripted: Scripted) -> None:
-    with PinnedPool("1MiB", scripted, CHUNK) as pool:
-        tensor = pool.empty((3, 4), torch.float32)
-        row = tensor[1]
-        assert (tensor.shape, tensor.dtype, pool.stats().num_live) == ((3, 4), torch.float32, 1)
-        del tensor
-        row.fill_(2)
-        assert (pool.stats().num_live, row.tolist()) == (1, [2.0] * 4)
-        del row
-        assert pool.stats().num_live == 0

@@ -34,6 +34,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 from chameleon_mm.units import MIB
+from tests._programs import deep
 from tests.observed import observe_all
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -68,12 +69,6 @@ def case(exit_code: int = 0, last_line: str = "") -> Callable[[Callable[[], None
 
 
 # --- what is alive
-
-
-def deep(x: Tensor, links: int = 4) -> Tensor:
-    for _ in range(links):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 def leaf() -> Tensor:
@@ -176,20 +171,6 @@ def a_thread_goes_on_when_main_has_ended() -> None:
             a_graph(session)
 
     threading.Thread(target=trains).start()
-
-
-@case()
-def a_thread_ends_without_leaving_hooks() -> None:
-    manager = cm.save_on_cpu(pool=cm.PinnedPool("8MiB", device=cm.SimDevice(SLOW_LINK)), min_bytes=0)
-
-    def enters() -> None:
-        manager.__enter__()
-        KEPT.append(deep(leaf()))
-
-    thread = threading.Thread(target=enters)
-    thread.start()
-    thread.join()
-    assert manager.pool.stats().num_live > 0
 
 
 @case(exit_code=5)
@@ -330,22 +311,6 @@ def a_data_loader_forks_workers_inside_a_session() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert session.report().bytes_swapped_in > 0
     assert session.pool.stats().num_live == 0
-
-
-@case()
-def a_child_trains_on_its_own_with_the_hooks_it_inherited() -> None:
-    forbid_the_device_in_children()
-    gc.disable()
-
-    def trains() -> None:
-        x = torch.linspace(-1, 1, 64, requires_grad=True)
-        deep(x).sum().backward()
-        assert x.grad is not None
-
-    with a_session() as session, session.step():
-        training = Training(session)
-        forked(trains)
-        training.finish()
 
 
 @case()

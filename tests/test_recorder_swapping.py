@@ -34,52 +34,8 @@ def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return torch.empty(0, dtype=torch.uint8).set_(storage).clone().untyped_storage()
 
 
-def view_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0).set_(storage, 0, (16, 16), (16, 1))
-
-
 def names_of(trace: Trace) -> list[str]:
     return [op.name.partition(".")[0].removeprefix("aten::") for op in trace.ops]
-
-
-def test_a_storage_that_comes_back_is_the_same_and_dies_with_its_last_use(sim: SimDevice) -> None:
-    with sim.compute():
-        recorder = Recorder(sim)
-        with recorder:
-            x = square()  # tick 0
-            storage = x.untyped_storage()
-            traced = recorder.add_claim(storage)
-            recorder.on_save([traced], 7)  # 1
-            y = x.exp()  # 2
-            del x
-            y = y.exp()  # 3: nobody but the handle holds x any more
-            recorder.sendable(traced)
-            recorder.on_save([], 8)  # 4
-            with recorder.paused():
-                host = copied(storage)
-            del storage  # swapped out: its memory is gone
-            y = y.exp()  # 5
-            with recorder.paused():
-                storage = copied(host)
-                recorder.restored(traced, storage)
-                back = view_of(storage)
-            del storage, host
-            recorder.on_use([traced], 9)  # 6
-            y = y * back  # 7
-            recorder.retired(traced)
-            y = y + back  # 8
-            del back
-            y.sum()  # 9
-        trace = recorder.finish()
-    x_record = trace.tensors[traced.number]
-    assert names_of(trace) == ["ones", "exp", "exp", "exp", "mul", "add", "sum"]
-    assert [int(t) for t in trace.op_tick] == [0, 2, 3, 5, 7, 8, 9]
-    assert (x_record.born, x_record.released, x_record.sendable, x_record.dies) == (0, 2, 1, 8)
-    assert trace.ops[4].reads[1] == trace.ops[5].reads[1] == traced.number
-    assert [(hook.tensor, hook.use, hook.feature) for hook in trace.hooks] == [
-        (traced.number, False, 7), (UNMOVABLE, False, 8), (traced.number, True, 9)]  # fmt: skip
-    # Nothing of what swapping made has a record, but the sum and the results of exp, mul and add.
-    assert len(trace.tensors) == 7
 
 
 def test_a_claim_that_ends_unused_ends_the_storage(sim: SimDevice) -> None:

@@ -13,6 +13,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.rerun.step_retry import LEAST_CUT, MAX_RETRIES, tighter
 from chameleon_mm.units import KIB
+from tests._mix_models import bits
 
 SHORT = "out of memory: injected. Tried to allocate 1.00 MiB."
 
@@ -31,10 +32,6 @@ class Fails:
         if self.runs <= self.times:
             raise torch.OutOfMemoryError(SHORT)
         return result
-
-
-def bits(t: Tensor) -> bytes:
-    return t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def session_for(model: nn.Module | None, device: Device | None = None, **settings: object) -> cm.SwapSession:

@@ -22,6 +22,7 @@ from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.transfer import Transfer
+from tests._programs import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -159,10 +160,10 @@ def test_forward_on_one_thread_backward_on_another(device: Device) -> None:
 
     def forward() -> None:
         with device.compute(), hooks:
-            made.append(chain(x).sum())
+            made.append(deep(x).sum())
 
     with device.compute():
-        (expected,) = torch.autograd.grad(chain(x).sum(), x)
+        (expected,) = torch.autograd.grad(deep(x).sum(), x)
     saver = threading.Thread(target=forward)
     saver.start()
     saver.join()
@@ -170,12 +171,6 @@ def test_forward_on_one_thread_backward_on_another(device: Device) -> None:
         (got,) = torch.autograd.grad(made.pop(), x)
     assert torch.equal(got, expected)
     assert pool.stats().num_live == 0
-
-
-def chain(x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 # --- one claim, two threads

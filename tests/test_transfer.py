@@ -154,17 +154,6 @@ def test_one_pump_fills_every_place_that_became_free() -> None:
     assert len(lane.out.log_of("copy")) == 4
 
 
-def test_moves_go_in_the_order_they_came() -> None:
-    lane = held()
-    moves = [lane.submit(n)[0] for n in (PIECE + 1, 2, 3)]
-    for ended in range(1, 5):
-        done = [is_done(m) for m in moves]
-        assert done == sorted(done, reverse=True)  # none before an earlier one
-        lane.out.ended = ended
-        lane.transfer.hand_over()
-    assert lane.out.log_of("copy") == [PIECE, 1, (2, 3)]
-
-
 def test_small_moves_in_a_row_go_in_one_call_of_at_most_a_piece() -> None:
     lane = held()
     before = lane.back.record()

@@ -99,24 +99,6 @@ def test_a_session_left_on_another_thread(device: Device) -> None:
     assert session.report().bytes_swapped_out > 0
 
 
-def test_a_thread_that_raises_inside_a_session(device: Device) -> None:
-    session = opened(device)
-    x = leaf(device)
-
-    def dies() -> None:
-        with session, session.step():
-            deep(x)
-            raise RuntimeError("the user's own")
-
-    with pytest.raises(RuntimeError, match="the user's own") as caught:
-        on_a_thread(dies)
-    del caught
-    with pytest.raises(cm.SessionClosedError, match="got one that is closed"), session.step():
-        raise AssertionError("the step began")
-    assert session.pool.stats().num_live == 0
-    assert session.report().steps == 0
-
-
 def test_a_thread_that_ends_without_leaving_a_session() -> None:
     device = Unwatched()
     session = opened(device)
@@ -239,20 +221,6 @@ def test_an_exception_in_a_recorded_step_leaves_torch_as_it_was(device: Device) 
             raise RuntimeError("the user's own")
     generator.close()
     assert is_in_torch_dispatch_mode() == before
-
-
-def test_a_step_that_is_entered_by_hand_and_dropped(device: Device) -> None:
-    session = opened(device)
-    x = leaf(device)
-    with session:
-        step = session.step()
-        step.__enter__()
-        deep(x).sum().backward()
-        del step
-        with session.step():
-            deep(x).sum().backward()
-    assert session.report().steps == 1
-    assert session.pool.stats().num_live == 0
 
 
 def test_two_generators_that_leave_in_the_order_they_entered(device: Device) -> None:

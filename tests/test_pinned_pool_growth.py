@@ -234,17 +234,6 @@ def test_threads_that_need_memory_at_once_stay_within_the_limit(scripted: Script
         gc.collect()  # a refusal's traceback holds the frame that holds the list
 
 
-def test_a_reservation_past_the_limit_pins_nothing(scripted: Scripted) -> None:
-    with PinnedPool(LIMIT, scripted, CHUNK) as pool:
-        pool.reserve(CHUNK)
-        for background in (False, True):
-            with pytest.raises(HostMemoryExhausted, match=f"{CHUNK} are reserved; reserve at most {3 * CHUNK}"):
-                pool.reserve(3 * CHUNK + 1, background=background)
-        assert scripted.pins == 1
-        with pytest.raises(ValueError, match="nbytes"):
-            pool.reserve(-1)
-
-
 def test_a_cancelled_reservation_ends_after_the_chunk_under_way(scripted: Scripted) -> None:
     with PinnedPool("1MiB", scripted, CHUNK) as pool:
         scripted.gate.clear()

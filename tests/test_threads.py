@@ -102,34 +102,21 @@ def assert_same(expected: list[Problem], got: list[Problem]) -> None:
             assert torch.equal(a, b), f"thread {number}"
 
 
-def test_eight_threads_share_a_device_and_a_pool(device: Device) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["one manager", "a manager each"])
+def test_eight_threads_share_a_device_and_a_pool(shared: bool, device: Device) -> None:
     expected = serial(device)
     problems = [Problem.number(seed, device) for seed in range(THREADS)]
     pool = cm.PinnedPool("8MiB", device=device, chunk_bytes="1MiB")
+    hooks = [cm.save_on_cpu(device=device, pool=pool, min_bytes=0) for _ in range(THREADS)]
 
     def work(number: int) -> None:
         with device.compute():
-            problems[number].train(None, cm.save_on_cpu(device=device, pool=pool, min_bytes=0))
+            problems[number].train(None, hooks[0 if shared else number])
 
     in_threads(work)
     assert_same(expected, problems)
     assert pool.stats().num_live == 0
     assert pool.stats().peak_live_bytes > 0
-
-
-def test_eight_threads_share_one_manager(device: Device) -> None:
-    expected = serial(device)
-    problems = [Problem.number(seed, device) for seed in range(THREADS)]
-    hooks = cm.save_on_cpu(device=device, pool=cm.PinnedPool("8MiB", device=device), min_bytes=0)
-
-    def work(number: int) -> None:
-        with device.compute():
-            problems[number].train(None, hooks)
-
-    in_threads(work)
-    assert_same(expected, problems)
-    assert hooks.pool.stats().num_live == 0
-    assert hooks.pool.stats().peak_live_bytes > 0
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one pool", "a pool each"])

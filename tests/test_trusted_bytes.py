@@ -27,7 +27,8 @@ from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import VersionProbe
 from chameleon_mm.transfer import Thresholds
 from tests._mixes import Mix, Proofs, mixed, totals_of
-from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, equal, hosted, session_of
+from tests._snapshots import equal
+from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, hosted, session_of
 from tests.test_recompute_exact import ALL, grads, leaf, outcome
 
 SIDE = 96

@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,36 +108,6 @@ def test_a_stream_that_cannot_wait_leaves_nothing_behind(pool: PinnedPool) -> No
         event.complete = True
         checked.allocate(4096).release()
     assert pool.stats().num_live == 0
-
-
-def test_threads_share_it(sim: SimDevice) -> None:
-    with PinnedPool("16MiB", sim) as pool, CheckingAllocator(pool) as checked:
-        wrong: list[str] = []
-        handed: list[tuple[PinnedBlock, int]] = []
-
-        def work(seed: int) -> None:
-            for n in range(60):
-                value = (seed * 60 + n) % 256
-                block = checked.allocate(1 + (seed * 7919 + n * 104_729) % 20_000)
-                block.numpy((block.nbytes,), np.uint8)[:] = value
-                handed.append((block, value))
-                try:
-                    other, expected = handed.pop(0)
-                except IndexError:  # the other threads were faster
-                    continue
-                if not bool((other.numpy((other.nbytes,), np.uint8) == expected).all()):
-                    wrong.append(f"a block of {other.nbytes} bytes lost its {expected}s")
-                other.release()
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        handed.clear()
-        assert wrong == []
-        checked.close()
-        assert pool.stats().num_live == 0
 
 
 def test_a_block_released_by_the_collector_at_any_line_does_not_deadlock(sim: SimDevice) -> None:

@@ -258,6 +258,19 @@ def test_nothing_is_waited_for_while_a_move_is_queued() -> None:
     assert lane.out.log[-2:] == [("wait", later), ("copy", 10)]
 
 
+def test_a_queued_move_is_taken_back_without_a_copy() -> None:
+    lane = held()
+    lane.submit(2 * PIECE)
+    move, dst, _ = lane.submit(10)
+    assert lane.transfer.cancel_out(move)
+    assert move.cancelled and move.done is None
+    lane.out.ended = 2
+    lane.transfer.hand_over()
+    assert lane.out.log_of("copy") == [PIECE, PIECE]
+    assert not dst.any()
+    assert not lane.transfer.cancel_out(move)  # there is nothing left to take back
+
+
 def test_curtailing_moves_the_prefix_and_no_more() -> None:
     lane = held()
     move, dst, src = lane.submit(4 * PIECE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -158,13 +157,6 @@ def test_it_raises_once_nothing_is_freed_any_more() -> None:
         # Once, once more at once, and once after each time that something was freed.
         assert len(short.failed) == 2 + frees
         assert len(free.asked) == 1 + frees
-
-
-def test_without_anybody_who_frees_it_raises_at_once() -> None:
-    short = Short(3, 1)
-    with pytest.raises(torch.OutOfMemoryError):
-        train(short, None)
-    assert len(short.failed) == 1
 
 
 def test_a_device_that_is_too_small_trains_once_something_goes(no_gc: None) -> None:
@@ -327,11 +319,3 @@ def test_what_was_asked_for_is_read_and_rounded_up(message: str, nbytes: int) ->
 
 def test_a_message_that_does_not_say_how_much_says_nothing() -> None:
     assert tried_bytes(torch.OutOfMemoryError("no memory")) == 0
-
-
-def test_recorders_and_retries_are_gone_when_dropped(sim: SimDevice, no_gc: None) -> None:
-    recorder = Recorder(sim, reclaim_some=Frees(0))
-    gone = weakref.ref(recorder)
-    del recorder
-    assert gone() is None
-    assert not gc.isenabled()

@@ -370,15 +370,3 @@ def test_the_nth_registration_ends_in_another_error_which_is_passed_on(
 
 
 # --- delegations
-
-
-def test_a_tensor_of_the_pool_returns_its_block_with_its_last_view(scripted: Scripted) -> None:
-    with PinnedPool("1MiB", scripted, CHUNK) as pool:
-        tensor = pool.empty((3, 4), torch.float32)
-        row = tensor[1]
-        assert (tensor.shape, tensor.dtype, pool.stats().num_live) == ((3, 4), torch.float32, 1)
-        del tensor
-        row.fill_(2)
-        assert (pool.stats().num_live, row.tolist()) == (1, [2.0] * 4)
-        del row
-        assert pool.stats().num_live == 0

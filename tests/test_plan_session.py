@@ -348,15 +348,6 @@ def test_the_largest_batch_fits_and_one_more_does_not(swaps: list[str], models: 
     assert ends[1] == 1 or told_more["session"]["plans"] == 0
 
 
-def test_more_is_swapped_more_fits(models: str, tmp_path: Path) -> None:
-    options = ["--batch", "64", "--dtype", "float32", "--hbm-budget", "16MiB", "--min-bytes", "64KiB"]
-    sizes = [
-        found(["plan", f"{models}:mlp", "--largest", "layers", *options, *swaps], tmp_path / "x.json")["size"]
-        for swaps in ([], ["--swap-optimizer"])
-    ]
-    assert 1 < sizes[0] < sizes[1]
-
-
 def test_the_host_may_be_what_binds(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--batch", "64", "--dtype", "float32", "--hbm-budget", "16MiB", "--host-budget", "12MiB", "--min-bytes", "64KiB"]
     swaps = ["--swap-optimizer", "--swap-parameters"]

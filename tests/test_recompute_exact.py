@@ -371,16 +371,6 @@ def batch_written_through_data() -> list[Tensor]:
     return grads(z.sum(), x)
 
 
-def written_between() -> list[Tensor]:
-    """A write that moves no counter, between the operator and the save."""
-    x = leaf()
-    y = x * 2
-    y.data.mul_(3)
-    z = y.sin()
-    del y
-    return grads(z.sum(), x)
-
-
 def autocast_in_backward() -> list[Tensor]:
     x, w = leaf(), leaf()
     loss = ((x @ w).sin() @ w).exp().tanh().sum()

@@ -232,12 +232,6 @@ def test_a_session_whose_only_step_failed_has_a_page(tmp_path: Path) -> None:
     assert isinstance(steps, list) and [step["kind"] for step in steps] == [StepKind.FAILED.value]
 
 
-def test_a_made_up_report_without_times_has_a_page(tmp_path: Path) -> None:
-    page = page_of(made_up(timed=TimedSpans(), hidden_fraction=None, stall_us=None, copy_us=None, simulated=False), tmp_path)
-    assert any("Times are of the device's clock" in text for text in page.text)
-    assert page.text.count("not measured") >= 2
-
-
 def test_a_plan_that_nobody_can_carry_out_has_no_picture(report: cm.SwapReport, tmp_path: Path) -> None:
     assert report.planned is not None
     plan = dataclasses.replace(report.planned.plan, fingerprint=report.planned.plan.fingerprint + 1)

@@ -40,45 +40,6 @@ def test_a_random_step_comes_back_equal(tmp_path_factory: pytest.TempPathFactory
     assert_equal(load_trace(path), trace)
 
 
-@given(
-    times=st.lists(st.floats(min_value=0, allow_nan=False, allow_infinity=False), max_size=5),
-    contents=st.lists(st.integers(0, 2**64 - 1), min_size=5, max_size=5),
-    names=st.lists(st.text(), min_size=5, max_size=5),
-    born=st.integers(-1, 5),
-    lives=st.integers(0, 6),
-    released=st.integers(-2, 4),
-    fingerprint=st.integers(-(2**63), 2**64),
-)
-def test_any_values_come_back_equal(
-    tmp_path_factory: pytest.TempPathFactory,
-    times: list[float],
-    contents: list[int],
-    names: list[str],
-    born: int,
-    lives: int,
-    released: int,
-    fingerprint: int,
-) -> None:
-    b = TraceBuilder(device='"odd"\n', simulated=False, start_bytes=2**40)
-    b.tensor(2**50, TensorKind.INPUT, born=-1)
-    for us, content, name in zip(times, contents, names, strict=False):
-        b.op(name.encode("utf-8", "replace").decode(), content, StepPhase.OPTIMIZER, us, reads=(0, 0))
-    b.save(-1, contents[0])
-    trace = b.finish(fingerprint)
-    ticks = trace.num_ticks
-    born = min(born, ticks)
-    trace = replace(
-        trace,
-        tensor_born=np.array([born], np.int32),
-        tensor_dies=np.array([min(born + lives, ticks)], np.int32),
-        tensor_released=np.array([min(released, ticks - 1)], np.int32),
-        tensor_sendable=np.array([min(released, 0)], np.int32),
-    )
-    path = tmp_path_factory.mktemp("trace") / "t"
-    save_trace(trace, path)
-    assert_equal(load_trace(path), trace)
-
-
 def test_equal_traces_make_equal_files(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.jsonl.gz"):
         one, two = tmp_path / "one" / name, tmp_path / "two" / f"other {name}"
@@ -97,23 +58,6 @@ def test_times_and_features_of_another_run_change_no_line_of_what_happened(tmp_p
     lines = zip((tmp_path / "a").read_text().splitlines(), (tmp_path / "b").read_text().splitlines(), strict=True)
     differ = [json.loads(a)[0] for a, b in lines if a != b]
     assert differ == ["us", "features"]
-
-
-def test_an_operator_more_changes_few_lines(tmp_path: Path) -> None:
-    def step(extra: bool) -> list[str]:
-        b = TraceBuilder(device="d", simulated=True, start_bytes=0)
-        for i in range(50):
-            if extra and i == 20:
-                b.op("aten::relu", 3, StepPhase.FORWARD, 1.0, writes=(b.tensor(64),))
-            x = b.tensor(512)
-            b.op("aten::mm", i, StepPhase.FORWARD, 1.0, writes=(x,), reads=(x - 1,) if i else ())
-            b.dies(x)
-        save_trace(b.finish(), tmp_path / "t")
-        return (tmp_path / "t").read_text().splitlines()
-
-    before, after = step(extra=False), step(extra=True)
-    assert len(after) == len(before) + 2
-    assert len(set(after) - set(before)) <= 5  # header, the storage, the operator, times; and who reads across it: none here
 
 
 def test_the_file_of_a_small_step(tmp_path: Path) -> None:
@@ -185,11 +129,6 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         load_trace(tmp_path / "t")
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_trace(tmp_path / "none")
-
-
 def edited(line: int, change: Callable[[Any], Any]) -> Callable[[list[str]], list[str]]:
     def edit(lines: list[str]) -> list[str]:
         lines, value = lines.copy(), change(json.loads(lines[line]))
@@ -215,39 +154,26 @@ def times(written: str) -> Callable[[list[str]], list[str]]:
     [
         (edited(0, lambda h: [h]), f"line 1: expected schema {SCHEMA}, got None: record the trace again with `save_trace`"),
         (edited(0, lambda h: {**h, "ops": "many"}), "line 1: expected ops of type int in the header, got 'many'"),
-        (edited(0, lambda h: {**h, "device": None}), "line 1: expected device of type str"),
         (edited(0, lambda h: {**h, "op_names": [1]}), "line 1: expected text, got 1"),
         (edited(0, lambda h: {**h, "ops": 3}), "expected 3 ops, as the header says, got 23"),
-        (edited(0, lambda h: {**h, "tensors": 1}), "expected 1 tensors, as the header says"),
-        (edited(0, lambda h: {**h, "hooks": 11}), "expected 11 hooks, as the header says, got 10"),
         (edited(1, lambda _: '["tensor"'), "line 2: expected one JSON value, got"),
         (edited(1, lambda line: line[:-1]), "line 2: expected a tensor, op, .* line with all its values"),
         (edited(1, put(1, "weight")), "line 2: expected a kind of tensor: parameter, .*, got 'weight'"),
         (edited(1, put(2, 1.5)), "line 2: expected a whole number, got 1.5"),
-        (edited(1, put(2, True)), "line 2: expected a whole number, got True"),
         (edited(1, put(2, 1 << 70)), "line 2: expected a whole number"),
         (edited(1, put(2, -1)), "sizes of 0 bytes or more"),
         (edited(6, put(1, "aten::unheard")), "line 7: expected an operator that the header names, got 'aten::unheard'"),
         (edited(6, put(2, "xyz")), "line 7: expected a hash of 16 hexadecimal digits, got 'xyz'"),
         (edited(6, put(3, "sideways")), "line 7: expected a phase: forward, backward, optimizer, got 'sideways'"),
         (edited(6, put(5, [99])), "numbers below"),
-        (edited(6, put(6, 0.5)), "line 7: expected a whole number, got 0.5"),
-        (edited(6, put(6, -512)), "sizes of 0 bytes or more"),
-        (edited(6, lambda line: line[:-1]), "line 7: expected a tensor, op, .* line with all its values"),
-        (edited(33, lambda line: line[:-1]), "line 34: expected a tensor, op, .* line with all its values"),
         (edited(7, put(1, 1 << 40)), "hook_tensor from -1"),
         (edited(7, put(0, "load")), "line 8: expected a tensor, op, save, use, us or features line"),
         (times("NaN"), "expected finite numbers, got NaN"),
-        (times("1e999"), "expected finite times in microseconds, got inf"),
         (times('"long"'), "expected finite times in microseconds, got 'long'"),
         (times("-1"), "finite times of 0 us or more, got -1"),
         (times("1" + 400 * "0"), "line 60: expected whole numbers of 40 digits at most, got 10000000000000000000... of 401"),
-        (times(5000 * "9"), "line 60: expected whole numbers of 40 digits at most, got 99999999999999999999... of 5000"),
-        (times("-" + 40 * "9"), "line 60: expected whole numbers of 40 digits at most, got -9999999999999999999... of 41"),
-        (edited(1, lambda _: "[" * 100_000), r"line 2: expected values of a trace's lines, got '\[+', which are nested"),
         (edited(0, lambda _: "[" * 100_000), "line 1: expected values of a trace's lines"),
         (edited(-2, put(1, 7)), "expected times from operator 0 on, got 7; is a line missing"),
-        (edited(-1, put(2, ["0" * 16])), "expected 10 hooks, as the header says, got 1"),
         (lambda lines: lines[:-2] + lines[-1:], "expected 23 ops, as the header says, got 0; was the file cut short"),
         (lambda lines: [*lines, lines[1]], "expected the end of the file after the features"),
         (lambda lines: lines[:1] + lines[2:], "expected .* tensors, as the header says"),

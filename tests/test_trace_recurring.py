@@ -95,14 +95,6 @@ def test_once_it_is_there_nothing_changes_any_more() -> None:
     assert outliving_bytes(again, STATE) == 0
 
 
-def test_the_trace_that_it_is_made_from_stays_as_it_was() -> None:
-    trace = first_step()
-    born, start = trace.tensor_born.copy(), trace.start_bytes
-    there_before(trace, STATE)
-    assert (trace.tensor_born == born).all()
-    assert trace.start_bytes == start
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, 10_000])
 def test_something_else_is_there_all_the_time(nbytes: int) -> None:
     trace = first_step()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,11 +30,6 @@ def test_a_larger_buffer_never_takes_a_path_for_smaller_ones(ends: list[int], on
     assert order.index(thresholds.path(small)) <= order.index(thresholds.path(large))
 
 
-def test_a_path_that_ends_where_it_begins_serves_nothing() -> None:
-    thresholds = Thresholds(stay_below_bytes=0, pack_below_bytes=0)
-    assert thresholds.path(0) is Path.DIRECT
-
-
 @pytest.mark.parametrize(
     ("ends", "match"),
     [
@@ -47,8 +40,3 @@ def test_a_path_that_ends_where_it_begins_serves_nothing() -> None:
 def test_ends_out_of_order_are_refused(ends: dict[str, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Thresholds(**ends)
-
-
-def test_thresholds_do_not_change() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Thresholds().pack_below_bytes = 1  # type: ignore[misc]  # what the test is about

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from chameleon_mm.device.cuda import (
 from chameleon_mm.device.cuda.pinning_calls import pinning_calls
 from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
 from chameleon_mm.device.pinning import PageLocker, PinningCalls
-from chameleon_mm.device.protocols import Device, Stream
+from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.units import MIB
 from tests.cuda_stand_in import control

@@ -80,14 +80,6 @@ def test_what_is_packed_is_what_comes_back(first: int) -> None:
     assert kernels.launched == [("pack", 1, 1), ("unpack", 1, 1), ("pack", 4, 5), ("unpack", 4, 5)]
 
 
-def test_the_real_kernels_do_it_too() -> None:
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-c", INTERPRETED]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.stdout.strip() == "exact", done.stdout + done.stderr
-
-
 def test_nothing_to_pack_is_done_at_once() -> None:
     kernels = PlayedKernels()
     assert Packer(load=kernels.load).pack(aligned(16), [], [])

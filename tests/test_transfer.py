@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -65,7 +65,6 @@ class HeldStream:
         self.log.append(("copy", src.numel()))
         self.speculative.add(speculative)
         dst.copy_(src)
-
 
     def record(self, *, timed: bool = False) -> HeldEvent:
         return HeldEvent(self, timed=timed)
@@ -146,8 +145,6 @@ def test_one_pump_fills_every_place_that_became_free() -> None:
     lane.out.ended = 2
     lane.transfer.hand_over()
     assert len(lane.out.log_of("copy")) == 4
-
-
 
 
 def test_issue_hands_over_one_whole_move_ahead_of_others_and_no_other() -> None:
@@ -424,7 +421,6 @@ class CountingStream:
         assert self.urgent or outstanding < self._limit, f"{outstanding} copies outstanding, and one more"
         self.inner.copy(dst, src, speculative=speculative)
         self._copied = True
-
 
     def record(self, *, timed: bool = False) -> SeenEvent:
         event = SeenEvent(self.inner.record(timed=timed))

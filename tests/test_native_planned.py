@@ -159,8 +159,9 @@ def state_of(session: cm.SwapSession, held: int) -> dict[str, object]:
         "growth": budget.headroom._growing[:],
         "follower": (
             follower._reached, follower.at_rest_until, follower._had_plan, sorted(follower._storages),
-            list(follower._first_saves), follower._checked_at, follower._growth_bytes, follower._diverged,
+            list(follower._first_saves), follower._checked_at, follower._growth_bytes,
         ),
+        "diverged": follower._diverged,
         "light": (follower.light.num_hooks, follower.light._last_used),
         "counts": (executor.hook_counts.saves, executor.hook_counts.uses, executor._saved_any, executor._used_any),
         "totals": executor.metrics.totals.counters(),
@@ -230,6 +231,8 @@ def test_each_hook_may_take_either_way(name: str, share: float, planned: ModuleT
     for way in (always_native, either):
         got, found, _ = trained(name, peak, share, way)
         for hook, (python, ours) in enumerate(zip(states, found, strict=True)):
+            if python["diverged"]:
+                break  # by the default rule what moves hangs on which copies are complete by now
             assert {key: value for key, value in ours.items() if value != python[key]} == {}, f"hook {hook}: {python}"
         assert same(expected, got)
     assert same(expected, by_python)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.adaptive.extra_memory import RECENT_STEPS
 from chameleon_mm.device import SPECS
-from chameleon_mm.device.sim import CostModel
+from chameleon_mm.device.sim import CostModel, compute
 from chameleon_mm.units import KIB
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -114,3 +114,19 @@ def test_memory_that_somebody_held_once_is_planned_without_again() -> None:
     # Not with so much beside it; nor right after it: it may be there again.
     assert planned == [0, 1, 1, 1, 1, *[0] * (RECENT_STEPS + 1), *[1] * (len(kinds) - 6 - RECENT_STEPS)]
     assert all(peak <= budget for number, peak in enumerate(got.peaks) if number != 5)
+
+
+def test_what_operators_take_inside_themselves_in_their_first_step_alone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["plain"] * (RECENT_STEPS + 6)
+    expected = run(kinds)
+    budget = int(max(expected.peaks) * 0.85)
+    tried = iter(range(LAYERS))
+    monkeypatch.setattr(
+        compute, "inner_bytes", lambda call: 2 * budget if call.facts.name == "tanh" and next(tried, None) is not None else 0
+    )
+    got = run(kinds, budget)
+    assert got.losses == expected.losses
+    planned = [after - before for before, after in zip([0, *got.hits], got.hits, strict=False)]
+    # No plan has room for that, and none is needed: the default rule has these steps until it is clear.
+    assert planned == [*[0] * (RECENT_STEPS + 1), *[1] * 5]
+    assert all(peak <= budget for peak in got.peaks[RECENT_STEPS + 1 :])

@@ -330,7 +330,7 @@ class Adaptation:
             extra = planned.extra | step.extra
         if extra is not None:
             planned.reset_for(extra)
-        if planned.has_new_refusals() or extra is not None:
+        if planned.learn_inner_memory(step.unused, spare_bytes) or planned.has_new_refusals() or extra is not None:
             self._add_plans(planned)
 
     def _learn_times(self) -> None:

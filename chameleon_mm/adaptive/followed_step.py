@@ -20,6 +20,8 @@ class FollowedStep(NamedTuple):
     """Number of hooks that a recorder saw, from the first one on."""
     extra: ExtraMemory
     """Memory that it took beyond its trace's, as far as it agreed with a cached step."""
+    unused: dict[tuple[int, int], int]
+    """Bytes that the recorded step allocated between two hooks and this one did not, by the two hooks."""
     exceeded_plan: bool
     """Whether it took so much more memory that its plan was no longer trusted."""
     had_plan: bool

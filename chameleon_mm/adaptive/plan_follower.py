@@ -95,6 +95,7 @@ class PlanFollower(Director):
             whole=self._recorder is not None,
             recorded_hooks=self._recorded_hooks if self._recorder is None else num_hooks,
             extra=ExtraMemory(extra_bytes=self._memory.extra_bytes, spikes=self._memory.spikes),
+            unused=self._memory.unused,
             exceeded_plan=self._memory.exceeded_plan,
             had_plan=self._had_plan,
             followed_plan=self._budget is not None and self._budget.forecast.follows_plan,

@@ -7,10 +7,12 @@ planned.add_time(trial, time)        # after a step that followed it, hook for h
 planned.slowdown                     # operators' measured time by the trace's: 1 where that is right, or not known
 planned.learn_stalls()               # the kept plan stalls more than predicted: how much earlier copies are to begin
 planned.reset_for(need)      # a step like it took more memory, or the latest took less
+planned.learn_inner_memory(unused, 1 << 20)    # the latest steps held less inside operators than the recorded one
 """
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -87,6 +89,9 @@ class PlannedStep:
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
         self.times_corrected = 0
         self._recent: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
+        self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
+        self._same_unused = 0
+        """Number of latest steps whose `unused` was that of the step before."""
         self.reset_for(ExtraMemory())
 
     def reset_for(self, extra: ExtraMemory) -> None:
@@ -99,6 +104,7 @@ class PlannedStep:
 
     def forget_plans(self) -> None:
         """Forget the plans, and what steps under them have taught: budgets are others from now on."""
+        self._same_unused = 0  # other budgets leave other bytes to spare
         self.trials: list[PlanTrial] = []
         self.lead_us: dict[int, float] = {}
         """How much earlier than predicted each storage's copy back is to be done, by storage."""
@@ -286,6 +292,32 @@ class PlannedStep:
             return None
         most = ExtraMemory.most_of(self._recent)
         return most if self.extra.exceeds(most, spare_bytes) else None
+
+    def learn_inner_memory(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
+        """Note how much less a step like this one allocated between two hooks than was recorded. An operator holds no more
+        inside itself than the most that the latest steps allocated there: more was the recorded step's alone, as when kernels
+        were tried out. Returns whether the difference exceeds `spare_bytes`; then the trace is corrected and its plans are
+        forgotten."""
+        self._same_unused = self._same_unused + 1 if self._unused and self._unused[-1] == unused else 0
+        self._unused.append(unused)
+        # Once more the same as the latest: what was found then holds.
+        if len(self._unused) < RECENT_STEPS or self._same_unused > RECENT_STEPS:
+            return False
+        recorded, until = self._recorded, self.allocated_until
+        inner_bytes = recorded.op_inner_bytes.copy()
+        for since, later in unused:
+            allocated = until[later] - (until[since] if since >= 0 else 0)
+            most_bytes = allocated - min(step.get((since, later), 0) for step in self._unused)
+            ticks = self.ticks_between(since, later)
+            ops = slice(*np.searchsorted(recorded.op_tick, (ticks.start, ticks.stop)).tolist())
+            inner_bytes[ops] = np.minimum(inner_bytes[ops], most_bytes)
+        if int((recorded.op_inner_bytes - inner_bytes).max(initial=0)) <= spare_bytes:
+            return False
+        self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes)
+        self.allocated_until = self._cumulative()
+        self._unused.clear()
+        self.reset_for(self.extra)
+        return True
 
     def _cumulative(self) -> list[int]:
         trace = self._recorded

@@ -11,13 +11,15 @@ from chameleon_mm.executor.budget import Budget
 
 
 class StepMemory:
-    """Bytes that a step allocates beyond its trace's."""
+    """Bytes that a step allocates beyond its trace's, and those of them that it does not."""
 
     def __init__(self) -> None:
         self.extra_bytes = 0
         """Bytes allocated at the first hook beyond the planned step's."""
         self.spikes: dict[int, int] = {}
         """Bytes allocated beyond the trace's, by tick of the trace, as far as plans know or should know of them."""
+        self.unused: dict[tuple[int, int], int] = {}
+        """Bytes not allocated, as in `FollowedStep`."""
         self.exceeded_plan = False
 
     def differs(
@@ -26,6 +28,7 @@ class StepMemory:
         """Note that so much more (less, if negative) was allocated between two hooks than `planned` has there. All that is more
         is taken to come at the interval's peak. Returns whether it exceeds what the plan, `schedule`, has room for."""
         if more_bytes < 0:
+            self.unused[since, hook] = -more_bytes
             return False
         planned.widen_margin(more_bytes)
         ticks = planned.ticks_between(since, hook)

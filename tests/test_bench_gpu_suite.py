@@ -157,6 +157,12 @@ def test_time_is_kept_for_later_parts() -> None:
     assert allotted_s(second, 29, []) == 0
 
 
+@pytest.mark.parametrize("times", [(0.0, 10.0), (20.0, 10.0)])
+def test_bad_times_of_a_part(times: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="0 < least_s <= cap_s"):
+        Part(theme="copy", command=[], least_s=times[0], cap_s=times[1])
+
+
 def junit(*cases: str) -> str:
     return f'<testsuites><testsuite name="pytest">{"".join(cases)}</testsuite></testsuites>'
 

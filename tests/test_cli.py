@@ -91,6 +91,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--marmot"], "--marmot"),
         (["bench", "training", "--dtype", "int3"], "int3"),
         (["bench", "training", "--device=sim", "--layers=2", "--heads=5"], "multiple of"),
+        (["bench", "training", "--device=sim", "--steps=0"], "--steps"),
         *([["bench", theme, "--device=sim", "--repeats=0"], "repeats"] for theme in REPEATING),
         *([["bench", theme, "--device=sim", "--saves=0"], "--saves: expected"] for theme in ("hooks", "profiler")),
         *([["bench", theme, "--device=sim", "--sizes=0"], "expected"] for theme in ("copy", "pack")),

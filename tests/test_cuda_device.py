@@ -308,6 +308,21 @@ def test_packing_is_exact(cuda: CudaDevice, by: str, where: str) -> None:
 
 
 @pytest.mark.gpu
+def test_a_kernel_is_launched_on_its_stream(cuda: CudaDevice) -> None:
+    seen: list[torch.cuda.Stream] = []
+
+    def pack(*_: Any) -> bool:
+        seen.append(torch.cuda.current_stream(cuda.index))
+        return True
+
+    cuda.packer = SimpleNamespace(pack=pack)  # type: ignore[assignment]  # notes where it is called
+    side, compute, buffer = cuda.new_stream("side"), cuda.current_stream(), torch.zeros(8, dtype=torch.uint8)
+    for stream in (side, compute):
+        stream.pack(buffer, [buffer], [0])
+    assert seen == [side.raw, compute.raw]
+
+
+@pytest.mark.gpu
 def test_the_driver_is_told_and_the_clock_runs(cuda: CudaDevice) -> None:
     assert re.fullmatch(r"CUDA driver \d+\.\d, runtime .+", cuda.driver)
     before = cuda.host_us

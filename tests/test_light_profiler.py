@@ -344,6 +344,33 @@ def test_shorter_and_longer_than_the_followed_one() -> None:
     assert [micro_batches(record) for record in (shorter, known, longer)] == [1, 2, 3]
 
 
+def test_another_may_be_followed_from_the_hook_that_told_them_apart() -> None:
+    watch = Watch()
+
+    def run(last: Callable[[Tensor], Tensor]) -> None:
+        last(leaf().tanh().exp()).sum().backward()
+
+    one, other = watch.step(lambda: run(torch.sin)), watch.step(lambda: run(lambda t: t[:2].cos().cos()))
+    light = watch.light
+    takes_over: list[int] = []
+
+    def save(t: Tensor) -> tuple[Tensor, int]:
+        handle = watch.save(t)
+        if not watch.expected[-1]:
+            takes_over.append(handle[1])
+            light.follow(other)
+        return handle
+
+    watch.expected.clear()
+    light.begin_step()
+    light.follow(one)
+    with saved_tensors_hooks(save, watch.use):
+        run(lambda t: t[:2].cos().cos())
+    assert takes_over == [2]
+    assert watch.expected == [True, True, False, *[True] * (other.num_hooks - 3)]
+    assert light.end_step() is other
+
+
 def test_threads_in_turn_are_followed_too() -> None:
     watch, x = Watch(), leaf()
 
@@ -403,6 +430,11 @@ def test_hashes_of_features_are_unsigned() -> None:
     assert all(0 <= value < 2**64 for value in hashes)
     assert len(set(hashes)) == len(set(features))
     assert len(set(features[:120])) == 120
+
+
+def test_no_feature_before_the_first_hook() -> None:
+    with pytest.raises(IndexError, match="expected a hook in this step"):
+        _ = LightProfiler().feature
 
 
 # --- phases

@@ -138,16 +138,13 @@ class PlayedStandIn(UnsimulatedDevice):
 
 
 class ManualClock:
-    """A clock in the place of the module `time`, on which time passes while somebody sleeps, and as the test says."""
+    """A clock in the place of the module `time`, on which time passes as the test says."""
 
     def __init__(self) -> None:
         self.now = 100.0
 
     def monotonic(self) -> float:
         return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def file_tree(root: Path, files: Mapping[str, str]) -> Path:

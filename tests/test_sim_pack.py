@@ -1,4 +1,4 @@
-"""Batched copies and packing on the simulated device: exact, as late and as strict as a single copy, at a price that adds up.
+"""Packing on the simulated device: exact, as strict as a copy, at a price that adds up.
 
 The round figures: 10 GB/s = 10_000 bytes per us each way, 1000 GB/s of device memory at 0.85.
 """

@@ -57,17 +57,6 @@ def test_records_are_what_the_builder_was_told() -> None:
     assert (trace.num_ticks, trace.duration_us, trace.fingerprint) == (5, 60.0, 0xF1)
 
 
-def test_records_are_a_sequence() -> None:
-    trace = small()
-    assert len(trace.ops) == 3
-    assert trace.ops[-1] == trace.ops[2] == list(trace.ops)[2]
-    assert trace.ops[1:] == [trace.ops[1], trace.ops[2]]
-    assert trace.ops[::-2] == [trace.ops[2], trace.ops[0]]
-    for beyond in (3, -4):
-        with pytest.raises(IndexError, match="within 3 records"):
-            trace.ops[beyond]
-
-
 def test_columns_are_read_only() -> None:
     trace = small()
     for column in fields(trace):

@@ -1,6 +1,6 @@
 """One step's operators, storages and hook calls, in columns: a million operators are a few arrays, not a million objects.
 
-    trace.ops[i], trace.tensors[j], trace.hooks[k]        records, made when asked for, one at a time
+    trace.ops[i], trace.tensors[j], trace.hooks[k]        records, made when asked for
     trace.op_us, trace.tensor_bytes, trace.hook_tick ...  the columns, for arithmetic
 
 tick   0        1        2        3        4 ...          every operator and every hook of the step is one tick
@@ -10,10 +10,7 @@ tick   0        1        2        3        4 ...          every operator and eve
 from __future__ import annotations
 
 import enum
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +25,6 @@ UInt64s = NDArray[np.uint64]
 UInt8s = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 
-_Record = TypeVar("_Record")
-
 COLUMNS: dict[str, type[np.generic]] = {
     "op_name": np.int32, "op_content": np.uint64, "op_phase": np.uint8, "op_us": np.float64, "op_tick": np.int32,
     "read_offsets": np.int64, "read_tensors": np.int32, "write_offsets": np.int64, "write_tensors": np.int32,
@@ -40,8 +35,6 @@ COLUMNS: dict[str, type[np.generic]] = {
     "hook_feature": np.uint64,
 }  # fmt: skip
 """Columns of a `Trace`, and what each holds."""
-
-_INT32 = np.iinfo(np.int32)
 
 
 class StepPhase(enum.IntEnum):
@@ -174,19 +167,17 @@ class Trace:
         for column in COLUMNS:
             getattr(self, column).flags.writeable = False
 
-    # Made when asked for: kept, they would hold the trace that holds them, until the collector runs.
+    @property
+    def ops(self) -> list[OpRecord]:
+        return [self._op(i) for i in range(len(self.op_us))]
 
     @property
-    def ops(self) -> Sequence[OpRecord]:
-        return _Records(len(self.op_us), self._op)
+    def tensors(self) -> list[TensorRecord]:
+        return [self._tensor(j) for j in range(len(self.tensor_bytes))]
 
     @property
-    def tensors(self) -> Sequence[TensorRecord]:
-        return _Records(len(self.tensor_bytes), self._tensor)
-
-    @property
-    def hooks(self) -> Sequence[HookRecord]:
-        return _Records(len(self.hook_tick), self._hook)
+    def hooks(self) -> list[HookRecord]:
+        return [self._hook(k) for k in range(len(self.hook_tick))]
 
     @property
     def num_ticks(self) -> int:
@@ -290,25 +281,6 @@ class Trace:
             raise ValueError(f"trace: expected hook_tensor from -1 to {m - 1}; {cut}")
 
 
-def growing_columns() -> dict[str, array[Any]]:
-    """The columns of a trace of nothing yet, to append to. Whole numbers may be larger there than a trace takes."""
-    codes = {np.float64: "d", np.uint64: "Q", np.bool_: "B", np.uint8: "B"}
-    columns = {name: array(codes.get(dtype, "q")) for name, dtype in COLUMNS.items()}
-    columns["read_offsets"].append(0)
-    columns["write_offsets"].append(0)
-    return columns
-
-
-def trace_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """`columns` as `Trace` takes them. Numbers of ticks, hooks and tensors that are too large become ones that it refuses."""
-    return {
-        name: np.clip(np.array(columns[name], np.int64), _INT32.min, _INT32.max).astype(dtype)
-        if dtype is np.int32
-        else np.array(columns[name], dtype)
-        for name, dtype in COLUMNS.items()
-    }
-
-
 def _are_the_ticks(count: int, *columns: Int32s) -> bool:
     """Whether every tick below `count` is in one of `columns`, once and in order."""
     seen = np.zeros(count, np.bool_)
@@ -327,32 +299,3 @@ def _rises(values: Int32s | Int64s) -> bool:
 def _within(values: Int32s | UInt8s, low: int, high: int) -> bool:
     """Whether all are from `low` to below `high`."""
     return len(values) == 0 or bool(values.min() >= low and values.max() < high)
-
-
-class _Records(Sequence[_Record]):
-    """Records of one kind, each made when it is asked for."""
-
-    __slots__ = ("_length", "_make")
-
-    def __init__(self, length: int, make: Callable[[int], _Record]) -> None:
-        self._length = length
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> _Record: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[_Record]: ...
-
-    def __getitem__(self, index: int | slice) -> _Record | list[_Record]:
-        if isinstance(index, slice):
-            return [self._make(i) for i in range(*index.indices(self._length))]
-        if not -self._length <= index < self._length:
-            raise IndexError(f"expected an index within {self._length} records, got {index}")
-        return self._make(index % self._length)
-
-    def __iter__(self) -> Iterator[_Record]:
-        return (self._make(i) for i in range(self._length))

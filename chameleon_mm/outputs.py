@@ -1,6 +1,6 @@
 """Output of commands: files, refused before anything started where they cannot be written, and tables of numbers.
 
-check_outputs({"--json": args.json, "--png": args.png})
+check_outputs({"--json": args.json, "--trace": args.trace})
 ...
 print_table(console, table)             # wider than the console rather than with a number in two parts
 tell_written(console, args.json)

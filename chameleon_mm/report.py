@@ -22,7 +22,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.pinned import PoolStats
 from chameleon_mm.ranks import Rank
-from chameleon_mm.report_page import PageData, PlannedStepData, latest_step, page_html, picture_of
+from chameleon_mm.report_page import PageData, PlannedStepData, page_html, picture_of
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.saved.metrics import Counters, Metrics
 from chameleon_mm.saved.timed_spans import StepKind, TimedSpans
@@ -291,9 +291,7 @@ class SwapReport(Counters):
 
     def save_html(self, path: str | Path) -> None:
         """Write a page of its own, for any browser and without a network: memory, compute and copies over the step that was
-        planned last, what its plan does with each tensor, the latest timed step as it ran, all steps, and the figures.
-
-        What is predicted and what was measured are told apart. docs/step_page.md says how to read it.
+        planned last, what its plan does with each tensor, all steps, and the figures. docs/step_page.md says how to read it.
         """
         picture = None
         if self.planned is not None:
@@ -306,7 +304,6 @@ class SwapReport(Counters):
                 rows=self.rows(),
                 figures=self.to_dict(),
                 picture=picture,
-                measured=latest_step(self.spans, self.timed),
                 steps=self.step_figures,
             )
         )

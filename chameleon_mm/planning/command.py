@@ -1,10 +1,10 @@
-"""`chameleon-mm plan`: arguments in, a step under fake tensors, tables, files and an exit code out.
+"""`chameleon-mm plan`: arguments in, a step under fake tensors, tables, a file and an exit code out.
 
 check everything that can be checked          # bad usage costs a moment
 step = record(request)                        # seconds, whatever the model's size
 prediction = predict(step, ...)               # a fraction of one; or, where a session swaps more than activations,
                                               # predict_session(request): its first steps; or largest(...): a search
-tables, JSON, PNG; 0: there is a plan, 1: there is none within the budgets
+tables, JSON; 0: there is a plan, 1: there is none within the budgets
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import difflib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from chameleon_mm.planning.prediction import REPLAYED, default_budget, predict
 from chameleon_mm.planning.record import AUTOCAST, DTYPES, OPTIMIZERS
 from chameleon_mm.planning.session_prediction import predict_session, record, show_session
 from chameleon_mm.planning.session_run import RunRequest, Swapped
-from chameleon_mm.planning.show import save_plot, show
+from chameleon_mm.planning.show import show
 from chameleon_mm.planning.workload import Build, ModelUnusable
 from chameleon_mm.policy import DefaultRule
 from chameleon_mm.session import DEFAULT_BUDGET_SHARE
@@ -65,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     out = parser.add_argument_group("what it writes")
     out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
-    out.add_argument("--png", type=Path, metavar="FILE.png", help="memory over the step as a plot (needs matplotlib)")
 
 
 def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
@@ -118,12 +116,6 @@ def _add_session_arguments(beside: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="parameters and gradients come in their turn, as with SwapSession(parameters='swap')",
     )
-    beside.add_argument(
-        "--ratio",
-        type=float,
-        metavar="N",
-        help="both of these, within the device memory that the step takes unswapped divided by N (instead of --hbm-budget)",
-    )
 
 
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
@@ -142,19 +134,16 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         return 0 if found.fits else 1
     if asked.swapped:
         with console.status("running a session's first steps on shapes alone"):
-            session = predict_session(asked.request(), ratio=args.ratio)
+            session = predict_session(asked.request())
         show_session(session, console)
-        _write(args.json, session.to_dict({}), asked.spec, console, environment)
+        _write(args.json, session.to_dict(), asked.spec, console, environment)
         return 0 if session.holds else 1
     with console.status("recording one step under fake tensors"):
         step = record(asked.request(), in_buckets=False)
     with console.status("planning"):
         prediction = predict(step, asked.spec, asked.hbm_budget_bytes, asked.host_budget_bytes, asked.recompute)
     show(prediction, console)
-    if args.png is not None:
-        save_plot(prediction, args.png)
-        tell_written(console, args.png)
-    _write(args.json, prediction.to_dict({}), asked.spec, console, environment)
+    _write(args.json, prediction.to_dict(), asked.spec, console, environment)
     return 0 if prediction.infeasible is None else 1
 
 
@@ -182,15 +171,13 @@ class _Asked:
     @classmethod
     def of(cls, args: argparse.Namespace) -> _Asked:
         """Raises `ValueError` for what makes no sense."""
-        check_outputs({"--json": args.json, "--png": args.png})
-        _check_png(args.png)
+        check_outputs({"--json": args.json})
         _check_swapped(args)
         spec = spec_by_name(args.gpu)
         hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
         if hbm_budget == 0:
             raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
         autocast = None if args.autocast is None else AUTOCAST[args.autocast]
-        both = args.ratio is not None
         return cls(
             args=args,
             spec=spec,
@@ -199,7 +186,7 @@ class _Asked:
             min_bytes=DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes"),
             dtype=DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")],
             autocast=autocast,
-            swapped=Swapped(optimizer=args.swap_optimizer or both, parameters=args.swap_parameters or both),
+            swapped=Swapped(optimizer=args.swap_optimizer, parameters=args.swap_parameters),
             recompute=() if args.no_recompute else REPLAYED,
         )
 
@@ -225,34 +212,14 @@ class _Asked:
 
 def _check_swapped(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options about swapping that contradict each other."""
-    ratio, which = args.ratio, "--ratio" if args.ratio is not None else "--swap-optimizer"
-    if ratio is not None and not 1 <= ratio < float("inf"):
-        raise ValueError(f"--ratio: expected 1 or more, by which the unswapped peak is divided, got {ratio:g}")
-    if ratio is not None and args.hbm_budget is not None:
-        raise ValueError(
-            "--ratio: expected without --hbm-budget, which is the unswapped peak divided by it; leave one of them out"
-        )
-    if args.optimizer == "none" and (ratio is not None or args.swap_optimizer):
-        raise ValueError(f"{which}: expected an optimizer, whose state is swapped, got --optimizer none; name one")
-    if args.png is not None and (ratio is not None or args.swap_optimizer or args.swap_parameters or args.largest):
-        raise ValueError("--png: expected a plan for activations alone, whose memory it draws; leave --png out")
+    if args.optimizer == "none" and args.swap_optimizer:
+        raise ValueError("--swap-optimizer: expected an optimizer, whose state is swapped, got --optimizer none; name one")
     if args.largest is None:
         return
-    if ratio is not None:
-        raise ValueError("--largest: expected a budget that is the same for all sizes, got --ratio; say --hbm-budget")
     if args.swap_parameters and not args.swap_optimizer:
         raise ValueError("--largest: expected --swap-optimizer beside --swap-parameters, for what state needs; say both")
     if args.largest != "layers" and getattr(args, args.largest) is not None:
         raise ValueError(f"--largest {args.largest}: expected no --{args.largest}, which is searched for; leave it out")
-
-
-def _check_png(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--png: expected a file name that ends in .png, got {path}")
-    if find_spec("matplotlib") is None:
-        raise ValueError("--png: expected matplotlib to be installed, found none; pip install 'chameleon-mm[plan]'")
 
 
 def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:

@@ -3,9 +3,9 @@
     answer = largest("batch", request_of)            # request_of(8): the request with a batch of 8
     answer.size, answer.next.bound                   # 37, Bound.DEVICE: 38 takes more than the device's budget
 
-Sizes grow until one does not fit, to where a straight line through what the last two needed says; then the gap is cut there and
-in the middle by turns. Memory decides, by arithmetic over a recorded step. A session that swaps more than activations then runs
-its first steps at the answer, which is made smaller where these do not keep within the budget.
+Sizes double until one does not fit; then the gap is halved. Memory decides, by arithmetic over a recorded step. A session that
+swaps more than activations then runs its first steps at the answer, which is made smaller where these do not keep within the
+budget.
 """
 
 from __future__ import annotations
@@ -157,42 +157,17 @@ class _Search:
 
     def find(self) -> tuple[Tried | None, Tried]:
         """The largest size that fits, None where none does, and the next one, which does not."""
-        by = self._by
-        low, high = self._try(by), None
-        if low.bound is not None:
-            return None, low
-        before = low
-        while high is None:
-            size = 2 * low.size if before is low else min(max(low.size + by, self._crossing(before, low) + by), 16 * low.size)
+        by, low = self._by, None
+        high = self._try(by)
+        while high.bound is None:
+            low, size = high, 2 * high.size
             if size > MOST * by:
                 return low, Tried(size=size, bound=Bound.NOTHING)
-            tried = self._try(size)
-            if tried.bound is None:
-                before, low = low, tried
-            else:
-                high = tried
-        was_cut = False
-        while high.size - low.size > by:
-            half = (low.size + high.size) // 2
-            by_line = high.device_bytes > 0 and not was_cut
-            size = self._crossing(low, high) if by_line else half
-            size = min(max(size // by * by, low.size + by), high.size - by)
-            was_cut = by_line and not was_cut
-            tried = self._try(size)
+            high = self._try(size)
+        while low is not None and high.size - low.size > by:
+            tried = self._try((low.size + high.size) // 2 // by * by)
             low, high = (tried, high) if tried.bound is None else (low, tried)
         return low, high
-
-    def _crossing(self, a: Tried, b: Tried) -> int:
-        """The size at which a straight line through what `a` and `b` need meets what there is: a guess."""
-        request = self._request_of(self._by)
-        sizes = []
-        for needs, has in (
-            ((a.device_bytes, b.device_bytes), b.device_left_bytes),
-            ((a.host_bytes, b.host_bytes), request.host_budget_bytes),
-        ):
-            if has is not None and needs[1] > needs[0]:
-                sizes.append(a.size + (has - needs[0]) * (b.size - a.size) // (needs[1] - needs[0]))
-        return max(0, min(sizes, default=16 * b.size)) // self._by * self._by
 
     def _try(self, size: int) -> Tried:
         try:

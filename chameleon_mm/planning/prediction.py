@@ -2,7 +2,6 @@
 
 prediction = predict(step, spec, hbm_budget, host_budget, recompute)
 prediction.ways             no swapping, the plan, swap only, swap everything, full recomputation: peak, stall, step time
-prediction.classes          bytes at the peak that the plan keeps, swaps, recomputes, and holds for that (classes.py)
 prediction.infeasible       why there is no plan within the budget, where there is none
 prediction.needs            device memory by class of storages: the most, and at the peak
 peak_phase(trace, peak)     forward, backward or optimizer
@@ -16,7 +15,7 @@ need not have a plan that is as good.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,7 +25,6 @@ import numpy as np
 from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.planning.classes import MemoryClass, classes_of
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.policy import (
     LinkCost,
@@ -196,8 +194,6 @@ class Prediction:
     """Lower bound T* of the step's time (docs/policy.md) within the budget; of plans that recompute, if they may."""
     swap_ideal_us: float | None
     """Lower bound of the step's time where storages may be swapped alone."""
-    classes: tuple[MemoryClass, ...]
-    """What becomes of the storages that are idle at the peak under `plan`; none without a plan."""
 
     @property
     def fits(self) -> bool:
@@ -216,22 +212,13 @@ class Prediction:
             return None
         return self.ideal_us / self.plan.step_us if self.plan.step_us else 1.0
 
-    def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Dictionary of everything as plain data; all of it is predicted, but for `planning_ms`. `environment` comes first:
-        device, simulated, commit, versions."""
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of everything as plain data; all of it is predicted, but for `planning_ms`."""
         trace, plan = self.step.trace, self.plan
         return {
-            **environment,
             "schema": SCHEMA,
             "predicted": True,
-            "model": self.step.about,
-            "notes": list(self.step.notes),
-            "num_parameters": self.step.num_parameters,
-            "dtype": self.step.dtype,
-            "parameters_by_dtype": dict(self.step.parameters_by_dtype),
-            "autocast": self.step.autocast,
-            "optimizer": self.step.optimizer,
-            "min_bytes": self.step.min_bytes,
+            **self.step.to_dict(),
             "num_operators": len(trace.op_us),
             "num_saves_and_uses": len(trace.hook_tick),
             "hbm_budget_bytes": self.hbm_budget_bytes,
@@ -261,7 +248,6 @@ class Prediction:
             "num_recomputed": len(plan.recomputed),
             "num_held": len(plan.held),
             "recompute_us": plan.recompute_us,
-            "classes": [asdict(group) for group in self.classes],
         }
 
 
@@ -317,7 +303,6 @@ def predict(
         timeline=None if plan is None else simulate(trace, plan, cost),
         ideal_us=ideal_us,
         swap_ideal_us=swap_ideal_us,
-        classes=() if plan is None else classes_of(trace, plan),
     )
 
 

@@ -1,6 +1,6 @@
 """A step in a session that swaps more than activations, predicted: what it needs, what its first steps come to, what would do.
 
-prediction = predict_session(request, asked)          # budget: asked.hbm_budget bytes, or the unswapped peak / asked.ratio
+prediction = predict_session(request)
 prediction.run                                        # the session's first steps, on shapes alone (session_run.py)
 prediction.smallest_budget_bytes                      # of which a session has a plan, by arithmetic (beside.py)
 show_session(prediction, console)
@@ -8,7 +8,7 @@ show_session(prediction, console)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -39,8 +39,6 @@ class SessionPrediction:
     """A step of a session on one GPU within one budget."""
 
     request: RunRequest
-    ratio: float | None
-    """Unswapped peak over the budget, where that was asked for."""
     step: RecordedStep
     needs: tuple[MemoryNeed, ...]
     peak: Peak
@@ -58,24 +56,15 @@ class SessionPrediction:
         """Whether every step keeps within the budget."""
         return self.run.holds
 
-    def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Dictionary of everything as plain data; all of it is predicted. `environment` comes first."""
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of everything as plain data; all of it is predicted."""
         step, request = self.step, self.request
         return {
-            **environment,
             "schema": SCHEMA,
             "predicted": True,
-            "model": step.about,
-            "notes": list(step.notes),
-            "num_parameters": step.num_parameters,
-            "dtype": step.dtype,
-            "parameters_by_dtype": dict(step.parameters_by_dtype),
-            "autocast": step.autocast,
-            "optimizer": step.optimizer,
-            "min_bytes": step.min_bytes,
+            **step.to_dict(),
             "hbm_budget_bytes": request.hbm_budget_bytes,
             "host_budget_bytes": request.host_budget_bytes,
-            "ratio": self.ratio,
             "needs": [asdict(need) for need in self.needs],
             "peak_bytes": self.peak.nbytes,
             "peak_phase": self.phase.name.lower(),
@@ -101,32 +90,19 @@ def record(request: RunRequest, *, in_buckets: bool) -> RecordedStep:
     )
 
 
-def predict_session(request: RunRequest, *, ratio: float | None = None) -> SessionPrediction:
-    """Predict the session of `request`. `ratio`: its budget is the unswapped peak divided by that.
-
-    Raises `ValueError` for a ratio whose budget has no plan.
-    """
+def predict_session(request: RunRequest) -> SessionPrediction:
+    """Predict the session of `request`."""
     unswapped = record(request, in_buckets=False)
     peak = peak_memory(unswapped.trace)
-    if ratio is not None:
-        request = replace(request, hbm_budget_bytes=int(peak.nbytes / ratio))
     step = record(request, in_buckets=True)
-    smallest = smallest_budget(request)
-    if ratio is not None and smallest is not None and request.hbm_budget_bytes < smallest:
-        raise ValueError(
-            f"--ratio: expected {peak.nbytes / smallest:.2f} at most, for the smallest budget of which there is a plan is "
-            f"{format_size_up(smallest)} of the {format_size(peak.nbytes)} that the step takes unswapped, got {ratio:g}; lower "
-            f"the ratio, or take a smaller batch"
-        )
     return SessionPrediction(
         request=request,
-        ratio=ratio,
         step=unswapped,
         needs=needs_of(unswapped.trace, peak),
         peak=peak,
         phase=peak_phase(unswapped.trace, peak),
         window_bytes=_window(step, request),
-        smallest_budget_bytes=smallest,
+        smallest_budget_bytes=smallest_budget(request),
         host_bytes_beside=host_bytes_beside(step, request.swapped, request.hbm_budget_bytes),
         run=run_session(request),
     )

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from chameleon_mm.report_page.measured_section import measured_columns, measured_section
-from chameleon_mm.report_page.measured_step import MeasuredStep
 from chameleon_mm.report_page.step_picture import StepPicture
 from chameleon_mm.report_page.step_section import step_columns, step_section
 from chameleon_mm.report_page.steps_section import MOST_STEPS, steps_section
@@ -40,8 +38,6 @@ class PageData:
     """The report's dict."""
     picture: StepPicture | None
     """The step planned last; None: there is none."""
-    measured: MeasuredStep | None
-    """The latest step that was timed in full."""
     steps: Sequence[StepFigures]
 
 
@@ -58,7 +54,6 @@ def page_html(data: PageData) -> str:
         "tiles": _tiles(data),
         "step": step_section(data.picture),
         "tensors": tensor_section(data.picture),
-        "measured": measured_section(data.measured, simulated=data.simulated),
         "steps": steps_section(data.steps),
         "figures": "".join(
             f'<tr><th scope="row">{html.escape(label)}</th><td>{html.escape(text)}</td></tr>' for label, text in data.rows
@@ -108,8 +103,6 @@ def _data(data: PageData) -> dict[str, Any]:
         found["step"] = step_columns(data.picture)
         if data.picture.tensors:
             found["tensors"] = tensor_columns(data.picture)
-    if data.measured is not None:
-        found["measured"] = measured_columns(data.measured)
     if data.steps:
         found["steps"] = [step.to_dict() for step in data.steps[-MOST_STEPS:]]
     return found

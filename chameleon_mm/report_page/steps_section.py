@@ -12,9 +12,6 @@ from chameleon_mm.units import format_size, format_us
 MOST_STEPS = 1_000
 """Steps on the page, the latest ones."""
 
-STATIC_ROWS = 100
-"""Rows of the table of steps, the latest ones."""
-
 _STEP_CLASS = {
     StepKind.PLANNED: "planned-step",
     StepKind.RECORDED: "recorded-step",
@@ -52,33 +49,8 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
         f"{drawing.strip('time', times, most_us, 'time of each step')}</div>"
         f'<div class="lane"><span>stall, to {format_us(most_stall)}</span>'
         f"{drawing.strip('stall', stalls, most_stall, 'stall of each step')}</div></div>"
-        f'<p class="readout needs-script" aria-live="polite">Point at a step, or tap it, to read it.</p>'
-        f"{_step_table(steps)}</section>"
+        f'<p class="readout needs-script" aria-live="polite">Point at a step, or tap it, to read it.</p></section>'
     )
-
-
-def _step_table(steps: Sequence[StepFigures]) -> str:
-    heads = ("step", "what it was", "peak", "budget", "host", "out", "back", "time", "stall", "hidden")
-    rows = []
-    for step in reversed(steps[-STATIC_ROWS:]):
-        hidden = step.hidden_fraction
-        texts = (
-            step.kind.value, format_size(step.peak_hbm_bytes), format_size(step.hbm_budget_bytes), format_size(step.host_bytes),
-            format_size(step.bytes_out), format_size(step.bytes_in), _or_dash(step.step_us), _or_dash(step.stall_us),
-            "&ndash;" if hidden is None else f"{100 * hidden:.1f} %",
-        )  # fmt: skip
-        cells = "".join(f'<td data-label="{head}">{text}</td>' for head, text in zip(heads[1:], texts, strict=True))
-        rows.append(f'<tr data-step="{step.index}"><td>step {step.index}</td>{cells}</tr>')
-    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
-    return (
-        f"<details><summary>The latest {len(rows)} as a table</summary>"
-        f'<div class="scroll"><table class="wide cards"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></details>"
-    )
-
-
-def _or_dash(us: float | None) -> str:
-    return "&ndash;" if us is None else format_us(us)
 
 
 def _count(count: int, what: str) -> str:

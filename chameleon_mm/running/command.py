@@ -74,7 +74,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     check_outputs({option: path if path is None else ranks.own(path) for option, path in files.items()})
     watch = TrainingWatch(_session_maker(args, told=ranks.rank == 0))
     end = End(watch, files, Console(stderr=True), ranks, quiet=args.quiet)
-    end.begin()
     watch.begin()
     warnings.filterwarnings("ignore", _COMPILED_UNDER_GLOBAL_HOOKS, UserWarning)
     atexit.register(end.tell)  # runs after the program's own

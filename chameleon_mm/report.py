@@ -309,12 +309,9 @@ class SwapReport(Counters):
         )
         Path(path).write_text(page, encoding="utf-8")
 
-    def save_trace(self, path: str | Path, *, merge: str | Path | None = None) -> None:
+    def save_trace(self, path: str | Path) -> None:
         """Write the latest of what was timed as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:
         a track each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
-
-        `merge`: a trace that torch.profiler wrote of the same process. Then `path` holds both, on its clock; a simulated clock
-        runs at a pace of its own, and only its beginning is put where it was. Raises `ValueError` for a file that is no trace.
         """
         told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
         about = {name: getattr(self, name) for name in told}
@@ -326,7 +323,7 @@ class SwapReport(Counters):
             hbm_budget_bytes=self.hbm_budget_bytes,
             about=about,
         )
-        write_trace(path, data, merge=merge)
+        write_trace(path, data)
 
 
 def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:

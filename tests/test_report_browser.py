@@ -305,14 +305,12 @@ def test_text_stands_out_in_both_schemes(driver: Any, path: Path, dark: bool) ->
         assert brightness(back) > 0.9 and brightness(text) < 0.2 and brightness(soft) < 0.5
 
 
-def test_without_a_script_the_figures_shapes_and_largest_tensors_are_there(
-    driver: Any, path: Path, picture: StepPicture
-) -> None:
+def test_without_a_script_the_figures_and_shapes_are_there(driver: Any, path: Path) -> None:
     driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         driver.get(path.as_uri())
         text = driver.find_element("css selector", "body").text
-        assert "peak device memory" in text and all(row.name in text for row in picture.tensors[:100])
+        assert "peak device memory" in text
         assert not driver.find_element("css selector", "#tensors input").is_displayed()
         assert driver.find_element("css selector", "#step path.line.planned").get_attribute("d").startswith("M")
     finally:

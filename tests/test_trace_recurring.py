@@ -116,7 +116,7 @@ def test_spikes_are_there_for_one_tick_each() -> None:
     spiked = with_spikes(trace, {4: 100, 1: 1000})
     assert memory_curve(spiked).tolist() == more.tolist()
     assert spiked.tensor_bytes[: len(trace.tensor_bytes)].tolist() == trace.tensor_bytes.tolist()
-    with pytest.raises(ValueError, match="trace: expected every storage to be born"):
+    with pytest.raises(ValueError, match="trace: expected tensor_born from -1 to"):
         with_spikes(trace, {trace.num_ticks + 5: 1})
 
 

@@ -14,16 +14,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.model_swap import bucket_bytes_within
-from chameleon_mm.outputs import print_line, print_table
+from chameleon_mm.outputs import print_table
 from chameleon_mm.planning.beside import host_bytes_beside, least_budget
 from chameleon_mm.planning.prediction import MemoryNeed, needs_of, peak_phase
 from chameleon_mm.planning.record import RecordedStep, record_step
 from chameleon_mm.planning.session_run import RunRequest, SessionRun, StepRun, run_session
-from chameleon_mm.planning.show import head, needs_table, rooflines
+from chameleon_mm.planning.show import conclude, head, needs_table, rooflines
 from chameleon_mm.policy import Peak, peak_memory
 from chameleon_mm.trace import StepPhase
 from chameleon_mm.units import format_size, format_size_up, format_us
@@ -135,13 +134,7 @@ def show_session(prediction: SessionPrediction, console: Console) -> None:
     print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
     if prediction.run.steps:
         print_table(console, _steps(prediction))
-    for text in session_verdicts(prediction):
-        print_line(console, text, style="bold" if prediction.holds else "bold red")
-    print_line(console, "assumptions:")
-    lines = Table.grid(padding=(0, 1))
-    for text in session_assumptions(prediction):
-        lines.add_row("-", Text(text))
-    console.print(lines)
+    conclude(session_verdicts(prediction), session_assumptions(prediction), console, holds=prediction.holds)
 
 
 def session_verdicts(prediction: SessionPrediction) -> list[str]:

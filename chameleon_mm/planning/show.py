@@ -33,11 +33,16 @@ def show(prediction: Prediction, console: Console) -> None:
     head(prediction.step, prediction.spec, console)
     print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
     print_table(console, _ways(prediction))
-    for text in verdicts(prediction):
-        print_line(console, text, style="bold" if prediction.infeasible is None else "bold red")
+    conclude(verdicts(prediction), assumptions(prediction), console, holds=prediction.infeasible is None)
+
+
+def conclude(verdicts: Sequence[str], assumptions: Sequence[str], console: Console, *, holds: bool) -> None:
+    """Print what the figures mean, and what they rest on."""
+    for text in verdicts:
+        print_line(console, text, style="bold" if holds else "bold red")
     print_line(console, "assumptions:")
     lines = Table.grid(padding=(0, 1))
-    for text in assumptions(prediction):
+    for text in assumptions:
         lines.add_row("-", Text(text))  # Text, not str: a model's name may look like markup
     console.print(lines)
 

@@ -129,7 +129,7 @@ if (data.tensors) {
   const matching = () => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = rows.filter((row) => (!kind || row[at.does] === kind)
-      && words.every((word) => (row[at.name] + " " + row[at.made_by]).toLowerCase().includes(word)));
+      && words.every((word) => row[at.name].toLowerCase().includes(word)));
     const sign = down ? -1 : 1, key = at[sort];
     return found.sort((a, b) => {
       const x = a[key], y = b[key];

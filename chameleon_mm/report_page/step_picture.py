@@ -89,8 +89,6 @@ class TensorRow:
 
     tensor: int
     name: str
-    made_by: str
-    phase: str
     nbytes: int
     does: str
     """One of `WHAT_PLANS_DO`."""
@@ -263,9 +261,7 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
         rows.append(
             TensorRow(
                 tensor=number,
-                name=names[number].name,
-                made_by=names[number].made_by,
-                phase=names[number].phase,
+                name=names[number],
                 nbytes=nbytes,
                 does=kind,
                 moved_bytes=0 if swap is None else swap.nbytes,

@@ -42,8 +42,8 @@ def tensor_section(picture: StepPicture | None) -> str:
         '<section id="tensors" class="needs-script"><h2>Its tensors <span class="badge">predicted</span></h2>'
         '<p class="note">What autograd saves and may move, and what is held for others to be made again from it. Pick a row '
         f"to see its copies in the chart above.{out}</p>"
-        '<div class="controls"><input type="search" placeholder="filter by name or operator" '
-        f'aria-label="Filter by name or operator">{buttons}</div>'
+        '<div class="controls"><input type="search" placeholder="filter by name" '
+        f'aria-label="Filter by name">{buttons}</div>'
         '<p class="note count"></p>'
         f'<div class="scroll"><table class="wide cards tensors"><thead><tr>{heads}</tr></thead>'
         "<tbody></tbody></table></div>"
@@ -53,7 +53,7 @@ def tensor_section(picture: StepPicture | None) -> str:
 
 def tensor_columns(picture: StepPicture) -> dict[str, Any]:
     """Rows of the table, for the script."""
-    names = ("tensor", "name", "made_by", *(key for key, _ in _COLUMNS[1:]))
+    names = ("tensor", *(key for key, _ in _COLUMNS))
     return {"columns": names, "rows": [_values(row, names) for row in picture.tensors[:MOST_TENSORS]]}
 
 

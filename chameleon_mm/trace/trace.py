@@ -234,7 +234,7 @@ class Trace:
 
     def _check(self) -> None:
         n, m, k = len(self.op_us), len(self.tensor_bytes), len(self.hook_tick)
-        cut = "was the trace cut short? Record the step again"
+        cut = "record the step again"
         lengths = {"op": n, "tensor": m, "hook": k}
         for column in COLUMNS:
             values, of = getattr(self, column), column.split("_")[0]
@@ -259,26 +259,22 @@ class Trace:
                 raise ValueError(
                     f"trace: expected {name}_offsets to divide {name}_tensors among {n} operators, numbers below {m}; {cut}"
                 )
-        if len(set(self.op_names)) < len(self.op_names) or not _within(self.op_name, 0, len(self.op_names)):
-            raise ValueError(f"trace: expected distinct op_names and op_name below {len(self.op_names)}; {cut}")
-        if not (_within(self.op_phase, 0, len(StepPhase)) and _within(self.tensor_kind, 0, len(TensorKind))):
-            raise ValueError("trace: expected op_phase to be of StepPhase and tensor_kind of TensorKind; record the step again")
+        if len(set(self.op_names)) < len(self.op_names):
+            raise ValueError(f"trace: expected distinct op_names; {cut}")
         if (self.tensor_bytes < 0).any() or (self.op_inner_bytes < 0).any() or self.start_bytes < 0:
             raise ValueError("trace: expected sizes of 0 bytes or more, got one below; record the step again")
-        lives = _within(self.tensor_born, -1, n + k + 1) and _within(self.tensor_dies, -1, n + k + 1)
-        if not lives or (self.tensor_dies < self.tensor_born).any():
-            raise ValueError(f"trace: expected every storage to be born, then to die, within {n + k} ticks; {cut}")
-        if not (_within(self.tensor_released, NEVER, n + k) and _within(self.tensor_sendable, NEVER, k)):
-            raise ValueError(
-                f"trace: expected tensor_released within {n + k} ticks and tensor_sendable within {k} hooks; {cut}"
-            )
+        for column, low, high in (
+            ("op_name", 0, len(self.op_names)), ("op_phase", 0, len(StepPhase)), ("tensor_kind", 0, len(TensorKind)),
+            ("tensor_born", -1, n + k + 1), ("tensor_dies", -1, n + k + 1), ("tensor_released", NEVER, n + k),
+            ("tensor_sendable", NEVER, k), ("hook_tensor", -1, m), ("hook_released", NEVER, n + k),
+        ):  # fmt: skip
+            if not _within(getattr(self, column), low, high):
+                raise ValueError(f"trace: expected {column} from {low} to {high - 1}; {cut}")
+        if (self.tensor_dies < self.tensor_born).any():
+            raise ValueError(f"trace: expected every storage to be born, then to die; {cut}")
         known = self.hook_released != NEVER
-        if not _within(self.hook_released, NEVER, n + k) or (known & (self.hook_released < self.hook_tick)).any():
-            raise ValueError(f"trace: expected hook_released from the tick of its hook on, within {n + k} ticks; {cut}")
-        if (known & ~self.hook_use).any():
-            raise ValueError("trace: expected hook_released of uses alone, got one of a save; record the step again")
-        if not _within(self.hook_tensor, -1, m):
-            raise ValueError(f"trace: expected hook_tensor from -1 to {m - 1}; {cut}")
+        if (known & (~self.hook_use | (self.hook_released < self.hook_tick))).any():
+            raise ValueError(f"trace: expected hook_released of uses alone, from the tick of its hook on; {cut}")
 
 
 def _are_the_ticks(count: int, *columns: Int32s) -> bool:

@@ -37,6 +37,7 @@ from chameleon_mm.policy import memory_curve, peak_memory, simulate
 from chameleon_mm.session import SwapSession
 from chameleon_mm.trace import StepPhase, TensorKind
 from chameleon_mm.units import GIB, MIB, format_size, format_us, parse_size
+from tests._trace_records import ops_of
 
 H200 = SPECS["h200"]
 LLAMA = LlamaShape(layers=2, width=64, heads=4, kv_heads=2, ffn=160, vocabulary=100, context=64)
@@ -245,7 +246,7 @@ def saved_dtypes(build: Build, **options: Any) -> dict[str, set[int]]:
     trace = recorded_with(build, **options).trace
     return {
         op.name: {int(trace.tensor_bytes[tensor]) // 64**2 for tensor in op.writes}
-        for op in trace.ops
+        for op in ops_of(trace)
         if op.phase is StepPhase.FORWARD
     }
 
@@ -771,6 +772,7 @@ def test_a_configuration_that_is_none_is_refused(tmp_path: Path, capsys: pytest.
 _MEASURED = """
 import json, resource, sys
 from chameleon_mm.cli import main
+from tests._trace_records import ops_of
 code = main(sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps({"code": code, "cpu_s": used.ru_utime + used.ru_stime, "peak_kib": used.ru_maxrss}))

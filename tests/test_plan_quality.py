@@ -11,6 +11,7 @@ from chameleon_mm.policy import LinkCost, generate_plan, ideal, memory_curve, sm
 from chameleon_mm.trace import Trace
 from tests._planner_traces import LayerShape, layer_chain, pipeline_chain, step_of
 from tests._swap_first import swap_first
+from tests._trace_records import hooks_of
 
 LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
 LAYERS, MICRO_BATCHES = 32, 8
@@ -59,7 +60,7 @@ def test_a_pipeline_has_all_forwards_first_and_uses_the_first_micro_batch_first(
     shape = LayerShape(tokens=128, hidden=64, ffn=160)
     trace, chain = pipeline_chain(shape, 3, 2), layer_chain(shape, 6)
     assert int(memory_curve(trace).max()) == int(memory_curve(chain).max())
-    saved, used = ([hook.tensor for hook in trace.hooks if hook.use is use] for use in (False, True))
+    saved, used = ([hook.tensor for hook in hooks_of(trace) if hook.use is use] for use in (False, True))
     assert saved == sorted(saved)
     assert [saved.index(tensor) for tensor in used] == [*range(23, -1, -1), *range(47, 23, -1), *range(71, 47, -1)]
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chameleon_mm.trace import NEVER, HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord, Trace, TraceBuilder
+from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from tests._trace_records import HookRecord, OpRecord, TensorRecord, hooks_of, ops_of, tensors_of
 from tests._traces import chain, random_step
 
 
@@ -34,7 +35,7 @@ def small() -> Trace:
 
 def test_records_are_what_the_builder_was_told() -> None:
     trace = small()
-    assert list(trace.ops) == [
+    assert ops_of(trace) == [
         OpRecord(
             tick=tick, name=name, content=content, phase=phase, duration_us=us, reads=reads, writes=writes, inner_bytes=inner
         )
@@ -44,12 +45,12 @@ def test_records_are_what_the_builder_was_told() -> None:
             (4, "aten::mm", 7, StepPhase.BACKWARD, 30.0, (1,), (), 0),
         )
     ]
-    assert list(trace.tensors) == [
+    assert tensors_of(trace) == [
         TensorRecord(nbytes=100, kind=TensorKind.PARAMETER, born=-1, released=NEVER, sendable=NEVER, dies=5),
         TensorRecord(nbytes=1000, kind=TensorKind.ACTIVATION, born=0, released=2, sendable=1, dies=4),
         TensorRecord(nbytes=2000, kind=TensorKind.TEMPORARY, born=2, released=NEVER, sendable=NEVER, dies=2),
     ]
-    assert list(trace.hooks) == [
+    assert hooks_of(trace) == [
         HookRecord(tick=1, use=False, tensor=1, feature=70),
         HookRecord(tick=3, use=True, tensor=1, feature=71),
     ]
@@ -68,7 +69,7 @@ def test_columns_are_read_only() -> None:
 
 def test_a_step_in_which_nothing_happens() -> None:
     trace = TraceBuilder(device="cpu", simulated=False, start_bytes=9).finish()
-    assert (trace.num_ticks, trace.duration_us, list(trace.ops), list(trace.hooks)) == (0, 0.0, [], [])
+    assert (trace.num_ticks, trace.duration_us, ops_of(trace), list(hooks_of(trace))) == (0, 0.0, [], [])
 
 
 @pytest.mark.parametrize(
@@ -110,12 +111,12 @@ def test_columns_that_contradict_each_other_are_refused(column: str, values: Any
 
 def test_made_up_steps_are_of_the_kinds_that_tests_need() -> None:
     trace = chain(layers=3, micro_batches=2)
-    phases = [op.phase for op in trace.ops]
+    phases = [op.phase for op in ops_of(trace)]
     changes = [phases[0]] + [b for a, b in pairwise(phases) if a != b]
     forward, backward = StepPhase.FORWARD, StepPhase.BACKWARD
     assert changes == [forward, backward, forward, backward, StepPhase.OPTIMIZER]
-    assert sum(hook.use for hook in trace.hooks) * 2 == len(trace.hooks) == 60
+    assert sum(hook.use for hook in hooks_of(trace)) * 2 == len(hooks_of(trace)) == 60
     steps = [random_step(Random(seed)) for seed in range(50)]
-    assert any(tensor.released == NEVER for step in steps for tensor in step.tensors)
-    assert any(hook.tensor < 0 for step in steps for hook in step.hooks)
-    assert any(tensor.nbytes % 512 for step in steps for tensor in step.tensors)
+    assert any(tensor.released == NEVER for step in steps for tensor in tensors_of(step))
+    assert any(hook.tensor < 0 for step in steps for hook in hooks_of(step))
+    assert any(tensor.nbytes % 512 for step in steps for tensor in tensors_of(step))

@@ -1,7 +1,6 @@
 """One step's operators, storages and hook calls, in columns: a million operators are a few arrays, not a million objects.
 
-    trace.ops[i], trace.tensors[j], trace.hooks[k]        records, made when asked for
-    trace.op_us, trace.tensor_bytes, trace.hook_tick ...  the columns, for arithmetic
+    trace.op_us, trace.tensor_bytes, trace.hook_tick ...  by the numbers of operators, storages, hooks
 
 tick   0        1        2        3        4 ...          every operator and every hook of the step is one tick
        op       save     op       save     op             numbered from 0: two things on one clock
@@ -65,59 +64,6 @@ class TensorKind(enum.IntEnum):
     """Made in the step, and neither saved nor kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpRecord:
-    """One operator that ran."""
-
-    tick: int
-    name: str
-    """Name as torch has it: "aten::mm"."""
-    content: int
-    """64-bit hash of its name, its tensors' shapes, strides and dtypes, and its plain arguments: the same in every process."""
-    phase: StepPhase
-    duration_us: float
-    """Time on the device until the next operator could begin; stalls on copies are not in it."""
-    reads: tuple[int, ...]
-    """Numbers of the storages of its tensor arguments."""
-    writes: tuple[int, ...]
-    """Numbers of the storages that it returned or changed."""
-    inner_bytes: int
-    """Device memory that it allocates and frees again before it ends: at most so much beside its inputs and results."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRecord:
-    """One storage. Its memory is there from tick `born` to tick `dies`, both included, where nothing is swapped."""
-
-    nbytes: int
-    kind: TensorKind
-    born: int
-    """Tick at which it is made; -1: before the step."""
-    released: int
-    """Last tick before its first use during which somebody beside a handle of ours held it, so that dropping it after that tick
-    frees its memory. NEVER: nobody saved it, or somebody held it until it was used."""
-    sendable: int
-    """Number of the first hook at which the operator that saved it is over, so that it may be copied; NEVER: not saved."""
-    dies: int
-    """Last tick of its life; the number of ticks: it outlives the step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HookRecord:
-    """One call of autograd's two hooks."""
-
-    tick: int
-    use: bool
-    """Whether it is a use; False: a save."""
-    tensor: int
-    """Number of the storage; -1: one that nobody may move (a parameter, a small one)."""
-    feature: int
-    """64-bit hash of what the light profiler knows of this call: shape, dtype and more. Comparable within a process alone."""
-    released: int = NEVER
-    """Last tick after a use, before the next use of the storage, during which somebody beside a handle of ours held it, so that
-    dropping it after that tick frees its memory until the next use. NEVER: a save, or somebody held it until it was used."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """One step. n operators, m storages, k hook calls, n + k ticks. Columns are read-only.
@@ -135,29 +81,41 @@ class Trace:
     """Distinct names; `op_name` points here."""
     op_name: Int32s
     op_content: UInt64s
+    """64-bit hash of its name, its tensors' shapes, strides and dtypes, and its plain arguments: the same in every process."""
     op_phase: UInt8s
     op_us: Float64s
+    """Time on the device until the next operator could begin; stalls on copies are not in it."""
     op_tick: Int32s
     read_offsets: Int64s
     """(n + 1,) offsets: operator i reads `read_tensors[read_offsets[i] : read_offsets[i + 1]]`."""
     read_tensors: Int32s
+    """Numbers of the storages of its tensor arguments."""
     write_offsets: Int64s
     write_tensors: Int32s
+    """Numbers of the storages that it returned or changed."""
     op_inner_bytes: Int64s
     """Device memory, as the allocator counts it, that each holds for itself while it runs, beside its inputs and results."""
 
     tensor_bytes: Int64s
     tensor_kind: UInt8s
     tensor_born: Int32s
+    """Tick at which it is made; -1: before the step."""
     tensor_released: Int32s
+    """Last tick before its first use during which somebody beside a handle of ours held it, so that dropping it after that tick
+    frees its memory. NEVER: nobody saved it, or somebody held it until it was used."""
     tensor_sendable: Int32s
+    """First hook at which the operator that saved it is over, so that it may be copied; NEVER: not saved."""
     tensor_dies: Int32s
+    """Last tick of its life; the number of ticks: it outlives the step."""
 
     hook_tick: Int32s
     hook_use: Bools
     hook_tensor: Int32s
+    """Number of the storage; -1: one that nobody may move (a parameter, a small one)."""
     hook_released: Int32s
+    """The same after a use, before the next use of the storage. NEVER: a save, or somebody held it until that."""
     hook_feature: UInt64s
+    """64-bit hash of what the light profiler knows of this call. Comparable within a process alone."""
 
     fingerprint: int = 0
     """Hash of the sequence of hook features, as the light profiler has it. Comparable within one process alone."""
@@ -166,18 +124,6 @@ class Trace:
         self._check()
         for column in COLUMNS:
             getattr(self, column).flags.writeable = False
-
-    @property
-    def ops(self) -> list[OpRecord]:
-        return [self._op(i) for i in range(len(self.op_us))]
-
-    @property
-    def tensors(self) -> list[TensorRecord]:
-        return [self._tensor(j) for j in range(len(self.tensor_bytes))]
-
-    @property
-    def hooks(self) -> list[HookRecord]:
-        return [self._hook(k) for k in range(len(self.hook_tick))]
 
     @property
     def num_ticks(self) -> int:
@@ -200,37 +146,6 @@ class Trace:
         clock = np.zeros(len(self.op_us) + 1)
         np.cumsum(self.op_us, out=clock[1:])
         return clock[operators_before]
-
-    def _op(self, i: int) -> OpRecord:
-        return OpRecord(
-            tick=int(self.op_tick[i]),
-            name=self.op_names[self.op_name[i]],
-            content=int(self.op_content[i]),
-            phase=StepPhase(int(self.op_phase[i])),
-            duration_us=float(self.op_us[i]),
-            reads=tuple(self.read_tensors[self.read_offsets[i] : self.read_offsets[i + 1]].tolist()),
-            writes=tuple(self.write_tensors[self.write_offsets[i] : self.write_offsets[i + 1]].tolist()),
-            inner_bytes=int(self.op_inner_bytes[i]),
-        )
-
-    def _tensor(self, j: int) -> TensorRecord:
-        return TensorRecord(
-            nbytes=int(self.tensor_bytes[j]),
-            kind=TensorKind(int(self.tensor_kind[j])),
-            born=int(self.tensor_born[j]),
-            released=int(self.tensor_released[j]),
-            sendable=int(self.tensor_sendable[j]),
-            dies=int(self.tensor_dies[j]),
-        )
-
-    def _hook(self, k: int) -> HookRecord:
-        return HookRecord(
-            tick=int(self.hook_tick[k]),
-            use=bool(self.hook_use[k]),
-            tensor=int(self.hook_tensor[k]),
-            released=int(self.hook_released[k]),
-            feature=int(self.hook_feature[k]),
-        )
 
     def _check(self) -> None:
         n, m, k = len(self.op_us), len(self.tensor_bytes), len(self.hook_tick)

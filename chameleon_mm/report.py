@@ -22,7 +22,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.pinned import PoolStats
 from chameleon_mm.ranks import Rank
-from chameleon_mm.report_page import PageData, PlannedStepData, page_html, picture_of
+from chameleon_mm.report_page import PlannedStepData, page_html, picture_of
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.saved.metrics import Counters, Metrics
 from chameleon_mm.saved.timed_spans import StepKind, TimedSpans
@@ -298,14 +298,12 @@ class SwapReport(Counters):
             with suppress(ValueError):  # what nobody can carry out is not foreseen either, as in `PlannedStep`
                 picture = picture_of(self.planned)
         page = page_html(
-            PageData(
-                device=self.device,
-                simulated=self.simulated,
-                rows=self.rows(),
-                figures=self.to_dict(),
-                picture=picture,
-                steps=self.step_figures,
-            )
+            device=self.device,
+            simulated=self.simulated,
+            rows=self.rows(),
+            figures=self.to_dict(),
+            picture=picture,
+            steps=self.step_figures,
         )
         Path(path).write_text(page, encoding="utf-8")
 

@@ -29,8 +29,8 @@ from chameleon_mm.planning.command import source_of
 from chameleon_mm.planning.gpu_operators import GpuOperators
 from chameleon_mm.planning.no_arithmetic import NoArithmetic
 from chameleon_mm.planning.record import TrainingStep
-from chameleon_mm.planning.session_prediction import record, smallest_budget
-from chameleon_mm.planning.session_run import RunRequest, SessionRun, Swapped, run_session
+from chameleon_mm.planning.session_prediction import record
+from chameleon_mm.planning.session_run import RunRequest, Swapped, run_session
 from chameleon_mm.planning.workload import Build, Workload
 from chameleon_mm.policy import least_memory, peak_memory
 from chameleon_mm.units import KIB, MIB
@@ -192,31 +192,12 @@ def test_what_lies_beside_the_window_is_what_a_session_records(
     assert peak_memory(predicted).idle_bytes == peak_memory(recorded).idle_bytes
 
 
-@pytest.mark.parametrize("build", [gpt, llama])
-def test_the_smallest_budget_has_a_plan_and_a_bit_less_has_none(build: Build) -> None:
-    request = request_for(build, BOTH)
-    smallest = smallest_budget(request)
-    assert smallest is not None
-
-    def run_within(budget: int) -> SessionRun:
-        return run_session(replace(request, hbm_budget_bytes=budget), steps=3, counted=False)
-
-    enough, short = run_within(smallest), run_within(smallest * 98 // 100)
-    assert enough.plans > 0
-    assert enough.holds
-    # A Llama's projections share their input, which is idle between their backwards: a session sees that, the command does not.
-    assert short.plans == 0 if build is gpt else short.holds
-
-
 def test_state_alone_is_smaller_than_all_on_the_device() -> None:
-    smallest = smallest_budget(request_for(gpt, STATE))
-    assert smallest is not None
-    run = run_session(request_for(gpt, STATE, smallest))
-    assert run.holds
-    everything = peak_memory(record(request_for(gpt, STATE), in_buckets=False).trace)
-    both = smallest_budget(request_for(gpt, BOTH))
-    assert both is not None
-    assert both < smallest < everything.nbytes
+    def least(swapped: Swapped) -> int:
+        request = request_for(gpt, swapped, 64 * MIB)
+        return least_memory(beside(record(request, in_buckets=True), swapped)).nbytes
+
+    assert least(BOTH) < least(STATE) < least(Swapped())
 
 
 def test_on_a_slow_link_the_stall_is_all_that_a_step_takes_longer() -> None:
@@ -260,23 +241,24 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, name, None)  # so that the entry is gone after the test
     monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     return name
 
 
 def test_a_session_that_swaps_both_tells_all(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    swaps = ["--swap-optimizer", "--swap-parameters", "--hbm-budget", "20MiB"]
+    swaps = ["--swap-optimizer", "--swap-parameters", "--hbm-budget", "24MiB"]
     command = ["plan", f"{models}:mlp", "--batch", "4096", *swaps, "--dtype", "float32", "--json", str(path)]
     assert main(command) == 0
     told: dict[str, Any] = json.loads(path.read_text())
     printed = capsys.readouterr().out
-    assert told["hbm_budget_bytes"] == 20 * MIB < told["peak_bytes"]
+    assert told["hbm_budget_bytes"] == 24 * MIB < told["peak_bytes"]
     assert told["session"]["swapped"] == {"optimizer": True, "parameters": True}
-    assert told["session"]["holds"]
+    assert told["session"]["holds"] and told["session"]["plans"] > 0
     assert told["predicted"] and told["simulated"]
     assert all(step["peak_bytes"] <= told["hbm_budget_bytes"] for step in told["session"]["steps"])
     assert "in every step, the first included" in printed
-    for word in ("later steps", "optimizer state", "smallest budget"):
+    for word in ("later steps", "optimizer state"):
         assert word in printed
 
 

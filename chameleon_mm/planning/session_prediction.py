@@ -2,35 +2,30 @@
 
 prediction = predict_session(request)
 prediction.run                                        # the session's first steps, on shapes alone (session_run.py)
-prediction.smallest_budget_bytes                      # of which a session has a plan, by arithmetic (beside.py)
 show_session(prediction, console)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.model_swap import bucket_bytes_within
 from chameleon_mm.outputs import print_table
-from chameleon_mm.planning.beside import host_bytes_beside, least_budget
+from chameleon_mm.planning.beside import host_bytes_beside, left_beside_window
 from chameleon_mm.planning.prediction import MemoryNeed, needs_of, peak_phase
 from chameleon_mm.planning.record import RecordedStep, record_step
 from chameleon_mm.planning.session_run import RunRequest, SessionRun, StepRun, run_session
 from chameleon_mm.planning.show import conclude, head, needs_table, rooflines
 from chameleon_mm.policy import Peak, peak_memory
 from chameleon_mm.trace import StepPhase
-from chameleon_mm.units import format_size, format_size_up, format_us
+from chameleon_mm.units import format_size, format_us
 
 SCHEMA = "chameleon_mm.plan_session/1"
-
-_MOST_ROUNDS = 4
-"""Times that the smallest budget is found again for the buckets of the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,8 +39,6 @@ class SessionPrediction:
     phase: StepPhase
     window_bytes: int
     """Bytes of the budget that are set aside for parameters and gradients; 0: for none."""
-    smallest_budget_bytes: int | None
-    """The smallest budget of which a session has a plan; None: not known, where parameters are swapped and state is not."""
     host_bytes_beside: int
     """Pinned memory of parameters, gradients and state."""
     run: SessionRun
@@ -69,7 +62,6 @@ class SessionPrediction:
             "peak_phase": self.phase.name.lower(),
             "unswapped_step_us": step.trace.duration_us,
             "window_bytes": self.window_bytes,
-            "smallest_budget_bytes": self.smallest_budget_bytes,
             "host_bytes_beside": self.host_bytes_beside,
             "session": self.run.to_dict(),
         }
@@ -94,38 +86,17 @@ def predict_session(request: RunRequest) -> SessionPrediction:
     unswapped = record(request, in_buckets=False)
     peak = peak_memory(unswapped.trace)
     step = record(request, in_buckets=True)
+    left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
     return SessionPrediction(
         request=request,
         step=unswapped,
         needs=needs_of(unswapped.trace, peak),
         peak=peak,
         phase=peak_phase(unswapped.trace, peak),
-        window_bytes=_window(step, request),
-        smallest_budget_bytes=smallest_budget(request),
+        window_bytes=request.hbm_budget_bytes - left if left >= 0 else 0,  # else the run says that there is no room
         host_bytes_beside=host_bytes_beside(step, request.swapped, request.hbm_budget_bytes),
         run=run_session(request),
     )
-
-
-def smallest_budget(request: RunRequest) -> int | None:
-    """The smallest budget of which a session has a plan; None: not known."""
-    if request.swapped.parameters and not request.swapped.optimizer:
-        return None
-    found = request.hbm_budget_bytes
-    for _ in range(_MOST_ROUNDS):  # buckets are the smaller the smaller the budget is
-        before, found = found, least_budget(record(replace(request, hbm_budget_bytes=found), in_buckets=True), request.swapped)
-        if bucket_bytes_within(found) == bucket_bytes_within(before) or not request.swapped.optimizer:
-            break
-    return found
-
-
-def _window(step: RecordedStep, request: RunRequest) -> int:
-    if not request.swapped.parameters:
-        return 0
-    try:
-        return step.window(request.hbm_budget_bytes)
-    except InfeasibleBudget:  # the run says so
-        return 0
 
 
 def show_session(prediction: SessionPrediction, console: Console) -> None:
@@ -151,8 +122,6 @@ def session_verdicts(prediction: SessionPrediction) -> list[str]:
     else:
         most = max(step.peak_bytes for step in run.steps[1:] or run.steps)
         lines = [f"does not keep within {budget}: it takes {format_size(most)}"]
-    if prediction.smallest_budget_bytes is not None:
-        lines.append(f"smallest budget: {format_size_up(prediction.smallest_budget_bytes)} with any plan")
     return lines
 
 

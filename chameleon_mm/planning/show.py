@@ -67,12 +67,9 @@ def verdicts(prediction: Prediction) -> list[str]:
         lines = [f"fits as it is: {format_size(peak.nbytes)} of {budget}; nothing needs to move"]
     else:
         lines = [f"does not fit as it is, {format_size(peak.nbytes)} of {budget}; with this plan it does"]
-    if prediction.ideal_us is not None and prediction.swap_ideal_us is not None:
-        ideal, swap = format_us(prediction.ideal_us), format_us(prediction.swap_ideal_us)
-        lines.append(
-            f"ideal bound T* within this budget: {ideal}, and {swap} for swapping alone; this plan reaches "
-            f"{prediction.ideal_share:.1%} of T*"
-        )
+    if prediction.ideal_us is not None:
+        ideal = format_us(prediction.ideal_us)
+        lines.append(f"ideal bound T* within this budget: {ideal}; this plan reaches {prediction.ideal_share:.1%} of it")
     if prediction.can_be_lowered:
         # Rounded up: each of these texts may be given back as --hbm-budget.
         smallest, hidden = (

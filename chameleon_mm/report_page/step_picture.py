@@ -256,7 +256,7 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
         goes = swap or (action if kind == RECOMPUTED else None)
         back_us = None if goes is None else float(hook_us[goes.in_at]) if swap is None else arrives_us.get(number)
         measured_us = None if latest is None else latest.out_stalls_us.get(number, 0.0) + latest.in_stalls_us.get(number, 0.0)
-        used_at = first_use[number] if number in first_use else _use_at(action)
+        used_at = first_use[number] if number in first_use or action is None else action.use_at
         born = int(trace.tensor_born[number])
         rows.append(
             TensorRow(
@@ -281,8 +281,3 @@ def _kind(trace: Trace, tensor: int, does: Mapping[int, _Done]) -> str:
         return KEPT
     kind, action = does[tensor]
     return IN_PART if kind == SWAPPED and action.nbytes < trace.tensor_bytes[tensor] else kind
-
-
-def _use_at(action: Action | None) -> int:
-    assert action is not None  # what is no candidate is here for its action
-    return action.use_at

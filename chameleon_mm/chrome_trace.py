@@ -77,10 +77,6 @@ def _events(data: TraceData) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_name", "pid": PID, "tid": tid, "ts": 0, "args": {"name": f"{name}{clock}"}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": PID, "tid": tid, "ts": 0, "args": {"sort_index": tid}}
     for step in data.timed.steps:
-        yield {
-            "ph": "i", "s": "p", "name": f"step {step.number}", "cat": "step", "pid": PID, "tid": STEPS,
-            "ts": step.start_us, "args": {"step": step.number},
-        }  # fmt: skip
         what = {"step": step.number, "kind": step.kind}
         yield _slice(STEPS, f"step {step.number} ({step.kind})", "step", step.start_us, step.end_us, what)
     for wait in data.timed.waits:

@@ -30,7 +30,7 @@ TIMED_EVERY = 16
 events of 5 us on the host."""
 
 MAX_FIGURES = 10_000
-"""Latest steps whose figures are kept."""
+"""Latest steps whose figures are kept: a few MB."""
 
 MAX_PENDING = 64
 """Steps that ended and whose figures are not complete, at most: the oldest one's are told without its times then."""

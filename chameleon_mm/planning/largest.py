@@ -31,16 +31,17 @@ SEQ_STEP = 64
 """Tokens by which rows grow: kernels take them in multiples of that."""
 
 MOST = 1 << 20
-"""Multiple of the step beyond which nobody looks."""
+"""Multiple of the step beyond which nobody looks: a model may need no more memory however large it is."""
 
 _STEPS = 2
 """Steps of a session that are run at an answer: the first, by the default rule, and one by a plan."""
 
 _SMALLER = (0.02, 0.05, 0.1)
-"""Shares by which a size is made smaller, one after the other, where a session's first steps do not keep within the budget."""
+"""Shares by which a size is made smaller, in turn, where a session's first steps pass the budget: the default rule takes a few
+percent more than arithmetic says."""
 
 
-class Bound(enum.Enum):
+class Bound(enum.StrEnum):
     """Limit that keeps a size from being larger."""
 
     DEVICE = "device memory"
@@ -77,8 +78,6 @@ class Largest:
     """None: not even the smallest fits."""
     next: Tried
     """The size that does not fit, and why."""
-    tried: tuple[int, ...]
-    """Sizes that were recorded, in order."""
     hbm_budget_bytes: int
     host_budget_bytes: int | None
     run: SessionRun | None = None
@@ -94,11 +93,10 @@ class Largest:
         return {
             "what": self.what,
             "size": self.size,
-            "bound": None if self.next.bound is None else self.next.bound.value,
+            "bound": self.next.bound,
             "hbm_budget_bytes": self.hbm_budget_bytes,
             "host_budget_bytes": self.host_budget_bytes,
-            "next": asdict(self.next) | {"bound": None if self.next.bound is None else self.next.bound.value},
-            "tried": list(self.tried),
+            "next": asdict(self.next),
             "session": None if self.run is None else self.run.to_dict(),
         }
 
@@ -110,8 +108,7 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
     Raises `ModelUnusable` where the model takes not even the smallest.
     """
     by = SEQ_STEP if what == "seq" else 1
-    search = _Search(request_of, by, recompute)
-    low, high = search.find()
+    low, high = _Search(request_of, by, recompute).find()
     if low is None and high.bound is Bound.MODEL:
         raise ModelUnusable(high.said)
     size, run = None if low is None else low.size, None
@@ -122,7 +119,6 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
         what=what,
         size=size,
         next=high,
-        tried=tuple(search.tried),
         hbm_budget_bytes=request.hbm_budget_bytes,
         host_budget_bytes=request.host_budget_bytes,
         run=run,
@@ -147,13 +143,12 @@ def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by:
 
 
 class _Search:
-    """Sizes that were tried, and which to try next."""
+    """Search for the largest size: doubled, then halved."""
 
     def __init__(self, request_of: Callable[[int], RunRequest], by: int, recompute: Collection[str]) -> None:
         self._request_of = request_of
         self._by = by
         self._recompute = recompute
-        self.tried: dict[int, Tried] = {}
 
     def find(self) -> tuple[Tried | None, Tried]:
         """The largest size that fits, None where none does, and the next one, which does not."""
@@ -178,14 +173,13 @@ class _Search:
         trace = beside(step, request.swapped)
         left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
         elsewhere = host_bytes_beside(step, request.swapped, request.hbm_budget_bytes)
-        found = self.tried[size] = Tried(
+        return Tried(
             size=size,
             bound=self._bound(request, trace, left, elsewhere),
             device_bytes=least_memory(trace).nbytes,
             device_left_bytes=left,
             host_bytes=elsewhere + max(0, peak_memory(trace).nbytes - left),
         )
-        return found
 
     def _bound(self, request: RunRequest, trace: Trace, left: int, elsewhere: int) -> Bound | None:
         if least_memory(trace).nbytes > left:

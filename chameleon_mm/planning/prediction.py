@@ -271,9 +271,8 @@ def predict(
         infeasible, smallest = str(error), error.smallest_bytes or smallest
     if host_budget is not None:
         smallest = smallest_within(trace, smallest, peak.nbytes, host_budget, cost, recompute)
-        smallest = (
-            smallest if plan is None else min(smallest, hbm_budget)
-        )  # `smallest_within` tries few budgets: this one has a plan
+        if plan is not None:  # `smallest_within` tries few budgets: this one has a plan
+            smallest = min(smallest, hbm_budget)
     return Prediction(
         step=step,
         spec=spec,

@@ -45,7 +45,7 @@ OPTIMIZERS = {
 """Name -> what it is."""
 
 _STATE_PER_PARAMETER = 2
-"""Tensors of a parameter's size that an optimizer is taken to make for it, before it has."""
+"""Tensors of a parameter's size that an optimizer is taken to make for it, before it has: Adam's two moments."""
 
 
 class _NoTensorMemo(FakeTensorConverter):

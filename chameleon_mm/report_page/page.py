@@ -66,9 +66,6 @@ def _json(data: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-# --- in short
-
-
 def _tiles(figures: Mapping[str, Any]) -> str:
     hidden, stall = figures["hidden_fraction"], figures["stall_us"]
     tiles = [
@@ -84,9 +81,6 @@ def _tiles(figures: Mapping[str, Any]) -> str:
         f'<div class="tile" data-figure="{name}"><span>{name}</span><b>{html.escape(text)}</b><span>{what}</span></div>'
         for name, text, what in tiles
     )
-
-
-# --- for the script
 
 
 def _data(figures: Mapping[str, Any], picture: StepPicture | None, steps: Sequence[StepFigures]) -> dict[str, Any]:

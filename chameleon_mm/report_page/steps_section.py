@@ -10,7 +10,7 @@ from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.units import format_size, format_us
 
 MOST_STEPS = 1_000
-"""Steps on the page, the latest ones."""
+"""Steps on the page, the latest ones: a bar for each is a pixel wide."""
 
 _STEP_CLASS = {
     StepKind.PLANNED: "planned-step",
@@ -39,7 +39,7 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
     before = len(all_steps) - len(steps)
     older = f" The {before} before them are left out." if before else ""
     return (
-        f'<section id="steps"><h2>Steps</h2><p class="note">{_count(len(steps), "step")}, from {steps[0].index} to '
+        f'<section id="steps"><h2>Steps</h2><p class="note">Steps {steps[0].index} to '
         f"{steps[-1].index}: peak of device memory against the budget, time, and stall. A step that was not timed has no time."
         f'{older}</p><ul class="legend">{legend}<li><i class="rule dash" style="--c:var(--budget)"></i>budget</li></ul>'
         f'<div class="chart" tabindex="0" aria-label="Steps; arrow keys move">'
@@ -51,7 +51,3 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
         f"{drawing.strip('stall', stalls, most_stall, 'stall of each step')}</div></div>"
         f'<p class="readout needs-script" aria-live="polite">Point at a step, or tap it, to read it.</p></section>'
     )
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

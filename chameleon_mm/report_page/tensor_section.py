@@ -12,7 +12,7 @@ from chameleon_mm.report_page.step_picture import WHAT_PLANS_DO, StepPicture, Te
 from chameleon_mm.units import format_size
 
 MOST_TENSORS = 8_000
-"""Tensors in the page's table, the largest ones."""
+"""Tensors in the page's table, the largest ones: 5000 make a page of 2 MiB."""
 
 _COLUMNS = (
     ("name", "tensor"), ("does", "plan"), ("bytes", "size"), ("moved_bytes", "crosses"), ("saved_us", "made"),

@@ -34,10 +34,10 @@ class End:
     """Leaves the session of a run, and tells what it did."""
 
     def __init__(
-        self, watch: TrainingWatch, files: Mapping[str, Path | None], console: Console, ranks: LaunchedRank, *, quiet: bool
+        self, watch: TrainingWatch, files: Mapping[str, Path], console: Console, ranks: LaunchedRank, *, quiet: bool
     ) -> None:
         self._watch = watch
-        self._files = {option: ranks.own(path) for option, path in files.items() if path is not None}
+        self._files = files
         self._written: list[Path] = []
         """Files that the report was written to."""
         self._console = console

@@ -1,4 +1,4 @@
-"""What a session tells of each step: figures that add up to the report, lines, calls and log records; and no bit changes."""
+"""What a session tells of each step: figures that add up to the report, lines and calls; and no bit changes."""
 
 from __future__ import annotations
 

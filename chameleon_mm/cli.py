@@ -87,7 +87,7 @@ nothing is loaded: the step runs on shapes alone, its times are a roofline's, so
 _PLAN_EPILOG = """\
 examples:
   chameleon-mm plan llama-7b --batch 4 --hbm-budget 80GiB
-  chameleon-mm plan models:tiny --gpu a100 --json tiny.json --png tiny.png
+  chameleon-mm plan models:tiny --gpu a100 --json tiny.json
   chameleon-mm plan ./config.json --seq 8192 --optimizer adamw-fused
   chameleon-mm plan llama-7b --autocast bfloat16         float32 weights, bfloat16 products
 

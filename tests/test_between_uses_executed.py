@@ -18,6 +18,7 @@ from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, peak_
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.trace import NEVER, Trace
 from tests._random_models import SLOW_GPU, far_ahead, link_of, planning, seeds, train
+from tests._trace_records import hooks_of
 from tests._traces import away_before_first_uses_alone
 
 TIME_SHARE = 0.02
@@ -56,7 +57,7 @@ def test_a_recorder_notes_until_when_what_was_used_is_held(sim: cm.SimDevice) ->
             y.exp()  # 10
             recorder.retired(traced)
         trace = recorder.finish()
-    assert [(hook.tick, hook.released) for hook in trace.hooks] == [(1, NEVER), (3, 5), (7, NEVER), (9, NEVER)]
+    assert [(hook.tick, hook.released) for hook in hooks_of(trace)] == [(1, NEVER), (3, 5), (7, NEVER), (9, NEVER)]
 
 
 # --- carried out

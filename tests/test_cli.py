@@ -61,7 +61,7 @@ def raising(error: BaseException) -> Run:
         (["doctor", "--help"], ["--json"]),
         (
             ["plan", "--help"],
-            ["MODEL", "--hbm-budget", "--autocast", "--json", "--png", "llama-7b", "loss_fn(model(ids), ids)"],
+            ["MODEL", "--hbm-budget", "--autocast", "--json", "llama-7b", "loss_fn(model(ids), ids)"],
         ),
         (["bench", "--help"], list(THEMES)),
         *([["bench", theme, "--help"], ["--device", "--json"]] for theme in THEMES),
@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 def test_trying_whether_a_file_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     there, new, deeper = tmp_path / "there", tmp_path / "new", tmp_path / "folder" / "new"
     there.write_text("as it was")
-    check_outputs({"--json": there, "--png": new, "--svg": deeper}, make_folders=True)
+    check_outputs({"--json": there, "--trace": new, "--svg": deeper}, make_folders=True)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert there.read_text() == "as it was"
     with pytest.raises(ValueError, match=r"--svg: expected a file in an existing folder, .*; make .*folder first"):

@@ -20,6 +20,7 @@ from chameleon_mm.policy import Action, Candidates, SwapPlan, memory_curve, simu
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.units import allocated_size
+from tests._trace_records import ops_of, tensors_of
 from tests._traces import H200_LINK, chain, plan_of
 
 _CHAIN = chain(layers=2)
@@ -225,13 +226,13 @@ def test_what_is_needed_now_and_then_stays_planned_for() -> None:
 def test_what_a_step_allocates_between_its_hooks() -> None:
     made = planned()
     ticks = [*TRACE.hook_tick.tolist(), TRACE.num_ticks]
-    born = {j: tensor.born for j, tensor in enumerate(TRACE.tensors) if tensor.born >= 0}
+    born = {j: tensor.born for j, tensor in enumerate(tensors_of(TRACE)) if tensor.born >= 0}
     for hook in range(-1, len(ticks) - 1):
         since = ticks[hook] if hook >= 0 else -1
         for later in range(max(hook, 0), len(ticks)):
             made_bytes = sum(
-                allocated_size(TRACE.tensors[j].nbytes) for j, tick in born.items() if since < tick <= ticks[later]
-            ) + sum(op.inner_bytes for op in TRACE.ops if since < op.tick <= ticks[later])
+                allocated_size(tensors_of(TRACE)[j].nbytes) for j, tick in born.items() if since < tick <= ticks[later]
+            ) + sum(op.inner_bytes for op in ops_of(TRACE) if since < op.tick <= ticks[later])
             assert made.allocated_until[later] - (made.allocated_until[hook] if hook >= 0 else 0) == made_bytes
         between = made.ticks_between(hook, hook + 1)
         assert len(range(*between.indices(TRACE.num_ticks))) >= 1

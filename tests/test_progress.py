@@ -1,4 +1,4 @@
-"""What a session tells of each step: figures that add up to the report, lines, calls and log records; and no bit changes."""
+"""What a session tells of each step: figures that add up to the report, lines and calls; and no bit changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chameleon_mm import step_history
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, peak_between
 from chameleon_mm.pinned.free_list import FreeList
-from chameleon_mm.progress import line_of
+from chameleon_mm.progress import parts_of
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.units import GIB, MIB
@@ -64,6 +64,11 @@ class Training:
     def bits(self, losses: list[Tensor]) -> list[Tensor]:
         state = [value["momentum_buffer"] for value in self.optimizer.state.values()]
         return [tensor.detach().cpu().clone() for tensor in (*losses, *self.model.parameters(), *state)]
+
+
+def line_of(figures: StepFigures) -> str:
+    """Line that says what a step took, as plain text."""
+    return "  ".join(text for text, _ in parts_of(figures))
 
 
 def session_on(device: Device, **settings: Any) -> cm.SwapSession:
@@ -399,14 +404,3 @@ def test_a_closed_stderr_stops_the_lines_and_not_the_training(
     _, report = Training(sim).swapped(sim, progress=True)
     assert report.steps == STEPS
     assert sum("raised; it is not told again" in record.getMessage() for record in caplog.records) == 1
-
-
-# --- log records
-
-
-def test_each_step_is_a_log_record_where_its_logger_is_on(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="chameleon_mm.progress"):
-        _, report = Training(device).swapped(device)
-    records = [record for record in caplog.records if record.name == "chameleon_mm.progress"]
-    assert tuple(vars(record)["step_figures"] for record in records) == report.step_figures
-    assert [record.getMessage() for record in records] == [f"chameleon_mm: {line_of(step)}" for step in report.step_figures]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch

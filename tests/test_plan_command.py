@@ -470,6 +470,7 @@ def test_a_users_function_gives_tables_and_json(models: str, tmp_path: Path, cap
     assert ways["this plan"]["peak_bytes"] <= 64 * MIB < ways["no swapping"]["peak_bytes"] == data["peak_bytes"]
     assert ways["this plan"]["moved_bytes"] == data["plan"]["moved_bytes"] > 0
     assert 0 < data["ideal_share"] <= 1
+    assert data["planning_ms"] > 0
     assert data["smallest_budget_bytes"] <= 64 * MIB
     assert data["smallest_budget_bytes"] <= data["hidden_budget_bytes"] <= data["peak_bytes"]
 
@@ -506,7 +507,7 @@ def test_a_budget_that_no_plan_meets_exits_with_1(models: str, tmp_path: Path, c
     captured = capsys.readouterr()
     data = json.loads(path.read_text())
     assert data["feasible"] is False
-    assert data["plan"] is data["ideal_us"] is data["ideal_share"] is None
+    assert data["plan"] is data["planning_ms"] is data["ideal_us"] is data["ideal_share"] is None
     assert str(data["smallest_budget_bytes"]) in captured.out
     assert captured.err == ""
 

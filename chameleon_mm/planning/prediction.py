@@ -14,6 +14,7 @@ need not have a plan that is as good.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -186,6 +187,8 @@ class Prediction:
     infeasible: str | None
     """Reason why there is no plan within the budgets; None: there is one."""
     plan: SwapPlan | None
+    planning_ms: float | None
+    """Time that `plan` took on this machine: measured, as nothing else here is."""
     timeline: Timeline | None
     ideal_us: float | None
     """Lower bound T* of the step's time (docs/policy.md) within the budget; of plans that recompute, if they may."""
@@ -208,7 +211,7 @@ class Prediction:
         return self.ideal_us / self.plan.step_us if self.plan.step_us else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of everything as plain data; all of it is predicted."""
+        """Dictionary of everything as plain data; all of it is predicted, but for `planning_ms`."""
         trace, plan = self.step.trace, self.plan
         return {
             "schema": SCHEMA,
@@ -228,6 +231,7 @@ class Prediction:
             "smallest_budget_bytes": self.smallest_budget_bytes,
             "hidden_budget_bytes": self.hidden_budget_bytes,
             "hidden_within": HIDDEN_WITHIN,
+            "planning_ms": self.planning_ms,
             "ideal_us": self.ideal_us,
             "ideal_share": self.ideal_share,
             "ways": [asdict(way) for way in self.ways],
@@ -262,10 +266,12 @@ def predict(
     trace, cost = step.trace, link_of(spec)
     peak = peak_memory(trace)
     least = least_memory(trace)
-    plan, infeasible, ideal_us = None, None, None
+    plan, infeasible, planning_ms, ideal_us = None, None, None, None
     smallest = least.nbytes
+    began = time.perf_counter()
     try:
         plan = generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute)
+        planning_ms = (time.perf_counter() - began) * 1e3
         ideal_us = ideal(trace, hbm_budget, cost, recompute=recompute).step_us
     except InfeasibleBudget as error:
         infeasible, smallest = str(error), error.smallest_bytes or smallest
@@ -288,6 +294,7 @@ def predict(
         least_bytes=least.nbytes,
         infeasible=infeasible,
         plan=plan,
+        planning_ms=planning_ms,
         timeline=None if plan is None else simulate(trace, plan, cost),
         ideal_us=ideal_us,
     )

@@ -53,7 +53,7 @@ IDENTITY = "hooks that do nothing"
 BY_HAND = "moves, copies by hand"
 """The least that any swap asks of the device, in order, and nothing else: no budget, no plan, one size, no views."""
 
-DROPPED = "dropped, made again"
+DROPPED = "dropped, recomputed"
 """The way in which tensors leave by a plan without moving: their operators run again in backward."""
 
 

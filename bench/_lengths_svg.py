@@ -12,12 +12,12 @@ from chameleon_mm.units import MIB
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = {"recorded": "#c23b22", "partly planned": "#e0a100", "planned": "#2b6cb0", "by rule": "#6b7280"}
+_COLOURS = {"recorded": "#c23b22", "partly_planned": "#e0a100", "planned": "#2b6cb0", "by_rule": "#6b7280"}
 _LABELS = {
     "recorded": "recorded",
-    "partly planned": "planned in part, the rest by the default rule",
+    "partly_planned": "planned in part, the rest by the default rule",
     "planned": "followed a plan",
-    "by rule": "by the default rule",
+    "by_rule": "by the default rule",
 }
 
 

@@ -80,10 +80,10 @@ def classes_table(device: Device) -> Results:
     planned = {
         "kept": "stays",
         "swapped": "crosses the link, each way; held storages that do are in it",
-        "recomputed": "is dropped and made again",
-        "held": "is kept beyond its life, for others to be made again from it",
+        "recomputed": "is dropped and recomputed",
+        "held": "is kept beyond its life, for others to be recomputed from it",
     }
-    done = {"out": "bytes that went to the host", "dropped": "bytes that were dropped, to be made again"}
+    done = {"out": "bytes that went to the host", "dropped": "bytes that were dropped, to be recomputed"}
     foreseen = {key: (key, f"by the plan: GiB of what {what}") for key, what in planned.items()}
     counted = {key: (key, f"counted: {what}, GiB per timed step") for key, what in done.items()}
     both = (*columns(foreseen, simulated=device.simulated), *columns(counted, on_stand_in=True))

@@ -65,7 +65,7 @@ class Followed:
     swapped_bytes: float
     """Bytes that went to the host, per step."""
     recomputed_bytes: float
-    """Bytes that were dropped and made again, per step."""
+    """Bytes that were dropped and recomputed, per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def _cells(run: LengthRun, unswapped: LengthRun, name: str) -> dict[str, Cell]:
     }
     if name != "session":
         return cells | dict.fromkeys(("recorded", "in_part", "followed"), _NO_PLANS if run.kinds else _NO_SESSION)
-    kinds = {"recorded": "recorded", "in_part": "partly planned", "followed": "planned"}
+    kinds = {"recorded": "recorded", "in_part": "partly_planned", "followed": "planned"}
     return cells | {key: _figure(run.kinds.count(kind), "steps") for key, kind in kinds.items()}
 
 

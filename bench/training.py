@@ -44,7 +44,7 @@ from chameleon_mm.bench._training_sizes import add_size_arguments, choose_worklo
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.units import GIB
 

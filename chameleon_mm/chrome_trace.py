@@ -78,7 +78,7 @@ def _events(data: TraceData) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": PID, "tid": tid, "ts": 0, "args": {"sort_index": tid}}
     for step in data.timed.steps:
         what = {"step": step.number, "kind": step.kind}
-        yield _slice(STEPS, f"step {step.number} ({step.kind})", "step", step.start_us, step.end_us, what)
+        yield _slice(STEPS, f"step {step.number} ({step.kind.replace('_', ' ')})", "step", step.start_us, step.end_us, what)
     for wait in data.timed.waits:
         yield _slice(COMPUTE, _WAITS[wait.kind], "wait", wait.start_us, wait.end_us, {"for": wait.kind})
     for span in data.copies:

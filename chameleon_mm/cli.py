@@ -143,7 +143,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Part `arguments` where the command line of a program begins that is to run: nothing in that is for the parser."""
     if arguments[:1] != ["run"]:
         return arguments, []
-    module = importlib.import_module("chameleon_mm.running.command")
+    module = importlib.import_module("chameleon_mm.running.run_command")
     count = 1 + module.count_own(arguments[1:])
     return arguments[:count], arguments[count:]
 
@@ -182,9 +182,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     native.set_defaults(handler=_run_native)
     plan = _add(commands, "plan", "what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG)
     for name, parser_of_command, path in (
-        ("demo", demo, "demo.command"),
-        ("plan", plan, "planning.command"),
-        ("run", run, "running.command"),
+        ("demo", demo, "demo.demo_command"),
+        ("plan", plan, "planning.plan_command"),
+        ("run", run, "running.run_command"),
     ):
         if command == name:
             module = importlib.import_module(f"chameleon_mm.{path}")

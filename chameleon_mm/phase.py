@@ -17,10 +17,13 @@ class Phase(enum.Enum):
     """Made, not entered."""
     OPEN = "open"
     """Inside `with session:`, between steps."""
-    IN_STEP = "in step"
+    IN_STEP = "in_step"
     """Inside `with session.step():`. A session that is left in a step ends the step first."""
     CLOSED = "closed"
     """After `with session:`. Graphs made inside stay valid; the report stays readable."""
+
+    def __str__(self) -> str:
+        return self.value.replace("_", " ")
 
 
 NEXT = {
@@ -40,7 +43,7 @@ class Lifecycle:
     def to(self, phase: Phase) -> None:
         """Enter `phase`."""
         if phase not in NEXT[self.phase]:
-            raise SessionClosedError(f"a session that is {self.phase.value} cannot become {phase.value}")
+            raise SessionClosedError(f"a session that is {self.phase} cannot become {phase}")
         self.phase = phase
 
     def begin_step(self) -> None:
@@ -51,13 +54,13 @@ class Lifecycle:
     def expect_new(self) -> None:
         """Allow entering the session, once."""
         if self.phase is not Phase.NEW:
-            raise SessionClosedError(f"expected a new session, got one that is {self.phase.value}; make another SwapSession")
+            raise SessionClosedError(f"expected a new session, got one that is {self.phase}; make another SwapSession")
 
     def expect_open(self, what: str) -> None:
         """Allow the session's method `what` between steps alone."""
         if self.phase is not Phase.OPEN:
             raise SessionClosedError(
-                f"session.{what}(): expected an open session, got one that is {self.phase.value}; use it inside "
+                f"session.{what}(): expected an open session, got one that is {self.phase}; use it inside "
                 f"`with session:`, one step at a time"
             )
 
@@ -65,6 +68,6 @@ class Lifecycle:
         """Allow setting `what` before the session and between steps."""
         if self.phase in (Phase.IN_STEP, Phase.CLOSED):
             raise SessionClosedError(
-                f"{what}: expected to be set between steps of an open session, got one that is {self.phase.value}; set it "
+                f"{what}: expected to be set between steps of an open session, got one that is {self.phase}; set it "
                 f"after the step"
             )

@@ -29,7 +29,7 @@ _STYLES = {
     StepKind.BY_RULE: "yellow",
     StepKind.FAILED: "bold red",
 }
-_KIND_WIDTH = max(len(kind.value) for kind in StepKind)
+_KIND_WIDTH = max(len(str(kind)) for kind in StepKind)
 
 
 class Progress:
@@ -94,7 +94,7 @@ def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
     over = peak_bytes > budget_bytes
     parts = [
         (f"step {figures.index}", "bold"),
-        (f"{figures.kind.value:<{_KIND_WIDTH}}", _STYLES[figures.kind]),
+        (f"{figures.kind!s:<{_KIND_WIDTH}}", _STYLES[figures.kind]),
         (f"HBM {peak} of {budget}{' EXCEEDED' if over else ''}", "bold red" if over else ""),
         (f"host {format_size(figures.host_bytes)}", ""),
     ]

@@ -48,7 +48,7 @@ class SwapReport(Counters):
     plan_cache_hits: int
     """Steps that agreed, hook for hook, with one that had a plan when they began."""
     steps_by_phase: dict[str, int]
-    """Ended steps by kind: "recorded" in detail, "planned" from the first hook to the last, "partly planned", "by rule" where
+    """Ended steps by kind: "recorded" in detail, "planned" from the first hook to the last, "partly_planned", "by_rule" where
     no plan was followed, "failed" by an exception."""
     planning_us: float
     """Host time spent on making plans."""
@@ -60,7 +60,7 @@ class SwapReport(Counters):
     """Time of `planned_step_us` in which operators run again."""
     planned_bytes: dict[str, int]
     """Bytes of what autograd saves that may leave the device, by what that plan does with them: "kept", "swapped",
-    "recomputed"; and "held": what nobody saved, for others to be made again from it. Empty: there is no plan."""
+    "recomputed"; and "held": what nobody saved, for others to be recomputed from it. Empty: there is no plan."""
     measured_step_us: float | None
     """Median time of the latest of such steps; None: none was timed."""
     prefetches_timed: int | None
@@ -76,7 +76,7 @@ class SwapReport(Counters):
     copy_us: float | None
     """Time that copies ran, both directions added up."""
     recompute_us: float | None
-    """Time in which compute made dropped storages again, in timed steps."""
+    """Time in which compute recomputed dropped storages, in timed steps."""
     peak_hbm_bytes: int
     """The most device memory allocated while the session was open; where `peak_hbm_at_most_bytes` differs, a lower bound."""
     peak_hbm_at_most_bytes: int | None
@@ -92,7 +92,7 @@ class SwapReport(Counters):
     kept_by_reason: dict[str, int]
     """Saved tensors that stayed on the device, by reason."""
     not_recomputed_by_reason: dict[str, int]
-    """Storages that a plan would have had made again and that were swapped or kept instead, by reason."""
+    """Storages that a plan would have recomputed and that were swapped or kept instead, by reason."""
     recipes_banned: tuple[str, ...]
     """Names of the operators of recipes that made other bits than the original had: those recipes are not used any more."""
     lowered_budget_bytes: int | None
@@ -187,7 +187,7 @@ class SwapReport(Counters):
         if self.host_bytes_wanted is not None:
             host += f", {format_size(self.host_bytes_wanted)} wanted by plans"
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
-        phases = ", ".join(f"{count} {phase}" for phase, count in self.steps_by_phase.items()) or "none ended"
+        phases = ", ".join(f"{count} {StepKind(kind)}" for kind, count in self.steps_by_phase.items()) or "none ended"
         return [
             ("device", self.device),
             *(("PROBLEM", problem) for problem in self.problems),
@@ -271,7 +271,7 @@ class SwapReport(Counters):
         ]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:
-        """Rows of what was dropped and made again; none where no plan asked for it."""
+        """Rows of what was dropped and recomputed; none where no plan asked for it."""
         refused = ", ".join(f"{count} {reason}" for reason, count in self.not_recomputed_by_reason.items())
         rows = [("not recomputed after all", refused)] if refused else []
         if self.recipes_banned:
@@ -281,8 +281,8 @@ class SwapReport(Counters):
         dropped = f"{self.recomputed} dropped, {format_size(self.bytes_recomputed)}"
         held = f"{format_size(self.bytes_held)} held for them; " if self.bytes_held else ""
         took = "" if self.recompute_us is None else f" in {format_us(self.recompute_us)}, timed steps alone"
-        rebuilt = f"{self.rebuilds} rebuilds{took}; {self.proofs} compared with the originals"
-        return [(f"recomputed{clock}", f"{dropped}; {held}{rebuilt}"), *rows]
+        ran = f"{self.recomputations} recomputations{took}; {self.proofs} compared with the originals"
+        return [(f"recomputed{clock}", f"{dropped}; {held}{ran}"), *rows]
 
     def __str__(self) -> str:
         rows = self.rows()

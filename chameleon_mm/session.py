@@ -64,8 +64,8 @@ class SwapSession:
     `parameters`: "keep", or "swap", by which the model's parameters and gradients share a part of the budget, and each comes
     back before it is used (on one device; plans do not recompute then). The first step, and one like none before it, is
     recorded; steps like it then follow a plan. `plans` off
-    leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper to make again
-    than to move, each storage only after it was made again bit for bit beside the original; off, they only swap. `verify`
+    leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper to recompute
+    than to move, each storage only after it was recomputed bit for bit beside the original; off, they only swap. `verify`
     checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes
     a thousandth of the budget, from 16 KiB to 16 MiB, for as long as the session is there. `progress` on, each step is a line
     on stderr; or it is a function, called with each step's `StepFigures`, whose errors are logged.

@@ -42,7 +42,7 @@ class StepFigures:
     copy_us: float | None = None
     """Time that the step's copies ran, both directions added up."""
     recompute_us: float | None = None
-    """Time in which compute made dropped storages again."""
+    """Time in which compute recomputed dropped storages."""
 
     @property
     def hidden_fraction(self) -> float | None:

@@ -1,9 +1,9 @@
-"""Made-up steps whose storages can be made again, and a walk that carries a plan out on them: an oracle for `policy.rewrite`.
+"""Made-up steps whose storages can be recomputed, and a walk that carries a plan out on them: an oracle for `policy.rewrite`.
 
 random_hybrid_step(random)                 operators of all kinds: in place, with several results, random ones, products, views
 random_choice(random, recipes)             storages to drop and storages to hold, at random
 random_hybrid_plan(random, trace, recipes) a choice, and random swaps of the rest
-carried_out_with_rebuilds(trace, plan)     device memory at every tick, one block at a time; knows nothing of rewritten traces
+carried_out_recomputing(trace, plan)       device memory at every tick, one block at a time; knows nothing of rewritten traces
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ def random_hybrid_step(random: Random) -> Trace:
 
 
 def random_choice(random: Random, recipes: Recipes) -> tuple[list[int], list[int]]:
-    """Storages to drop and storages to hold: some of those that may be, and all holds without which there is no rebuild."""
+    """Storages to drop and storages to hold: some of those that may be, and all holds that recipes cannot do without."""
     share = random.random()
     dropped = [j for j in recipes.can_drop.nonzero()[0].tolist() if random.random() < share]
     share = random.random()
-    held = [j for j in recipes.can_hold.nonzero()[0].tolist() if not recipes.can_remake[j] or random.random() < share]
+    held = [j for j in recipes.can_hold.nonzero()[0].tolist() if not recipes.can_recompute[j] or random.random() < share]
     return dropped, held
 
 
@@ -146,7 +146,7 @@ def random_hybrid_plan(random: Random, trace: Trace, recipes: Recipes) -> SwapPl
 
 
 class _Oracle:
-    """A step under a plan: first who reads what at which rebuild, by recursion; then memory, block by block."""
+    """A step under a plan: first who reads what at which recomputation, by recursion; then memory, block by block."""
 
     def __init__(self, trace: Trace, plan: SwapPlan) -> None:
         self.trace, self.plan = trace, plan
@@ -162,13 +162,13 @@ class _Oracle:
             for x in dict.fromkeys(op.writes):
                 if not (base_name(op.name) in VIEWS and x in op.reads):
                     self.writers[x].append(i)
-        self.rebuilds: dict[int, list[int]] = {}
+        self.recomputations: dict[int, list[int]] = {}
         self.made_by: dict[int, set[int]] = {}
         self.after_reclaims: list[int] = []
         """By hook: what is allocated once its reclaims are done, less what the step never touches."""
-        self._find_rebuilds()
+        self._find_recomputations()
 
-    def _find_rebuilds(self) -> None:
+    def _find_recomputations(self) -> None:
         """At each use of what is gone: the operators that run, and what lives on because they read it."""
         there = set[int]()
         for k, hook in enumerate(self.hooks):
@@ -177,10 +177,10 @@ class _Oracle:
             ops = self._asked_for(hook.tensor, k, there)
             made = {x for x in self.dropped - there if self.writers[x] and ops.issuperset(self.writers[x])}
             there |= made
-            self.rebuilds[k], self.made_by[k] = sorted(ops), made
+            self.recomputations[k], self.made_by[k] = sorted(ops), made
 
     def _asked_for(self, target: int, k: int, there: set[int]) -> set[int]:
-        """Operators that make `target` again at hook `k`, where `there` was made again before."""
+        """Operators that recompute `target` at hook `k`, where `there` was recomputed before."""
         ops, asked = set[int](), set[int]()
 
         def ask(x: int) -> None:
@@ -248,8 +248,8 @@ class _Oracle:
         return max(moments)
 
     def _replay(self, k: int, blocks: dict[tuple[str, int], int]) -> list[int]:
-        """Run the operators of the rebuild at hook `k`, if there is one."""
-        ops, made = self.rebuilds.get(k, []), self.made_by.get(k, set())
+        """Run the operators of the recomputation at hook `k`, if there is one."""
+        ops, made = self.recomputations.get(k, []), self.made_by.get(k, set())
         chain = {x for i in ops for x in self.ops[i].writes if set(self.writers[x]) <= set(ops)}
         moments = []
         for at, i in enumerate(ops):
@@ -265,8 +265,8 @@ class _Oracle:
         return moments
 
     def passing(self, k: int) -> set[int]:
-        """Storages that the rebuild at hook `k` makes for itself alone, though one like it may be there."""
-        ops = set(self.rebuilds[k])
+        """Storages that the recomputation at hook `k` makes for itself alone, though one like it may be there."""
+        ops = set(self.recomputations[k])
         needed = set[int]()
         stack = list(self.made_by[k])
         while stack:
@@ -280,7 +280,7 @@ class _Oracle:
         return needed
 
 
-def carried_out_with_rebuilds(trace: Trace, plan: SwapPlan) -> list[int]:
+def carried_out_recomputing(trace: Trace, plan: SwapPlan) -> list[int]:
     """The most allocated during each tick of `trace` under `plan`, which recomputes."""
     return _Oracle(trace, plan).run()
 

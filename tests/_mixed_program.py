@@ -90,7 +90,7 @@ class _Program:
         return float(found.fun)
 
     def _makes(self, j: int, var: int) -> None:
-        """Rows for making `j` again to the share `var`."""
+        """Rows for recomputing `j` to the share `var`."""
         for o in self._r.makers[j]:
             if o not in self._runs:
                 self._runs[o] = self._var(1.0)
@@ -99,7 +99,7 @@ class _Program:
             if self._r.saved[x] or self._free[x]:
                 continue
             if x not in self._again:
-                self._again[x] = self._var(1.0 if self._r.can_remake[x] else 0.0)
+                self._again[x] = self._var(1.0 if self._r.can_recompute[x] else 0.0)
                 self._hold[x] = self._var(1.0 if self._r.can_hold[x] else 0.0)
                 self._makes(x, self._again[x])
             self._rows.append(([(self._hold[x], 1.0), (self._again[x], 1.0), (var, -1.0)], 0.0))

@@ -38,8 +38,8 @@ MOST_HOOKS = 4_096
 class Proofs(enum.Enum):
     """When a recipe runs beside what it is to make."""
 
-    EACH = "each time"
-    FIRST = "the first time at its place"
+    EACH = "each"
+    FIRST = "first"
     NEVER = "never"
 
 

@@ -61,7 +61,7 @@ class OnCuda:
 
     def __init__(self) -> None:
         from chameleon_mm.device.cuda import CudaDevice
-        from chameleon_mm.device.cuda.stream import CudaStream
+        from chameleon_mm.device.cuda.cuda_stream import CudaStream
 
         self.device: Device = CudaDevice()
         self.stream_type: type[Any] = CudaStream

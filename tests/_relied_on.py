@@ -123,7 +123,7 @@ class Trained:
     states: list[list[Tensor]]
     """Copies, on the host, of parameters and buffers after each step of plain PyTorch."""
     recomputed: int = 0
-    """Storages that were dropped, to be made again."""
+    """Storages that were dropped, to be recomputed."""
     proofs: int = 0
     """Recipes that ran beside an original, which was used."""
     peak_bytes: int = 0

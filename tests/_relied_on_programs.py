@@ -89,7 +89,7 @@ class Program(nn.Module):
         return torch.randn(shape or (ROWS, 16), generator=generator)
 
     def embedded(self, which: int = 0) -> Tensor:
-        """An activation in float16 that cannot be made again, and of which autograd saves nothing."""
+        """An activation in float16 that cannot be recomputed, and of which autograd saves nothing."""
         h: Tensor = apply(Embed, self.batch(which), self.weight)
         return h
 

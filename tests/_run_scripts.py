@@ -44,7 +44,7 @@ def python(arguments: Sequence[str], folder: Path, stdin: str = "") -> Ended:
 
 _FORKS = """
 import json, os, sys
-import chameleon_mm.cli, chameleon_mm.running.command, tests.observed
+import chameleon_mm.cli, chameleon_mm.running.run_command, tests.observed
 tests.observed.observe_all()
 for number, case in enumerate(json.loads(sys.argv[1])):
     pid = os.fork()

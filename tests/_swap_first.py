@@ -9,8 +9,8 @@ import numpy as np
 
 from chameleon_mm.policy import LinkCost, SwapPlan
 from chameleon_mm.policy.action_columns import PlannedMemory
-from chameleon_mm.policy.memory import Candidates, below_least, memory_curve
 from chameleon_mm.policy.swap_all import early_moves, plan_of
+from chameleon_mm.policy.unswapped_memory import Candidates, below_least, memory_curve
 from chameleon_mm.trace import Trace
 from chameleon_mm.units import whole_bytes
 

@@ -14,8 +14,8 @@ from chameleon_mm import native
 from chameleon_mm.bench._measure import free_unused
 from chameleon_mm.device import Device
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook
-from chameleon_mm.device.sim.stream import SimStream
+from chameleon_mm.device.cuda.cuda_allocator_hook import CudaAllocatorHook
+from chameleon_mm.device.sim.sim_stream import SimStream
 from chameleon_mm.executor import Executor
 from chameleon_mm.saved import SwappedView
 from chameleon_mm.units import MIB

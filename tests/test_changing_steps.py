@@ -202,7 +202,7 @@ def test_many_steps(kinds: Sequence[str], steps: int) -> None:
 
 
 def test_what_a_proof_had_kept_comes_back_beside_all_that_its_plan_has_then() -> None:
-    """The plan drops it, and has it made again earlier, for something else: at its use the plan has no room for it."""
+    """The plan drops it, and has it recomputed earlier, for something else: at its use the plan has no room for it."""
     assert_exact_within([Work(skip=(2,)), Work(skip=(3,))], SMALL_SHARE)
 
 

@@ -85,7 +85,7 @@ def test_copies_add_up_to_the_reports_figures(report: cm.SwapReport, tmp_path: P
     assert sum(event["args"]["bytes"] for event in tracks[H2D]) == report.bytes_swapped_in
 
 
-def test_waits_and_rebuilds_add_up_to_the_reports_figures(report: cm.SwapReport, tmp_path: Path) -> None:
+def test_waits_and_recomputations_add_up_to_the_reports_figures(report: cm.SwapReport, tmp_path: Path) -> None:
     compute = slices(saved(report, tmp_path))[COMPUTE]
     again = [event for event in compute if event["args"]["for"] == "recompute"]
     waits = [event for event in compute if event["args"]["for"] != "recompute"]

@@ -16,10 +16,10 @@ from rich.console import Console
 from torch import Tensor
 
 from chameleon_mm.cli import main
-from chameleon_mm.demo import training
-from chameleon_mm.demo.command import SIZES, show, table_rows, verdicts
+from chameleon_mm.demo import demo_training as training
+from chameleon_mm.demo.demo_command import SIZES, show, table_rows, verdicts
+from chameleon_mm.demo.demo_training import Rows, RunResult, draw_rows, first_difference, read_text, train, train_plain
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.training import Rows, RunResult, draw_rows, first_difference, read_text, train, train_plain
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import parse_size

@@ -31,7 +31,7 @@ import json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from chameleon_mm.kernels import checksum, pack
+from chameleon_mm.kernels import checksum, pack_kernels as pack
 
 packed = {"table": "*i64", "staging": "*u8", "rows": "i64", "items": "i64", "nbytes": "i64"}
 kernels = {

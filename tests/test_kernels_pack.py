@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chameleon_mm.device.packing import packed_offsets
-from chameleon_mm.kernels.pack import pack, pack_kernel, pack_reference, unpack, unpack_reference
+from chameleon_mm.kernels.pack_kernels import pack, pack_kernel, pack_reference, unpack, unpack_reference
 
 PLACES = [pytest.param("cuda", marks=pytest.mark.gpu)]
 if os.environ.get("TRITON_INTERPRET") == "1":

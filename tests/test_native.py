@@ -120,7 +120,7 @@ def test_a_build_that_does_not_load_is_absent(empty: Path, tmp_path: Path) -> No
         assert equal(gradients(program_of_many, device.torch_device), expected)
 
 
-def test_a_build_that_does_not_load_is_made_again(empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_build_that_does_not_load_is_built_anew(empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copies = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"')
     native.build("stays", compiler=copies)
     assert cli.main(["native", "--compiler", "no-such"]) == 1
@@ -175,7 +175,7 @@ def hooks_in_python() -> Iterator[Counter[str]]:
     seen: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith("executor/hooks.py"):
+        if event == "call" and frame.f_code.co_filename.endswith("executor/autograd_hooks.py"):
             seen[frame.f_code.co_name] += 1
 
     sys.setprofile(note)

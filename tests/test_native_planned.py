@@ -17,8 +17,8 @@ import chameleon_mm as cm
 from chameleon_mm.adaptive.hook_schedule import BEHIND_ALL
 from chameleon_mm.adaptive.plan_follower import PlanFollower
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.device.cuda.allocator_hook import SEGMENT_BYTES
-from chameleon_mm.executor.hooks import autograd_hooks
+from chameleon_mm.device.cuda.cuda_allocator_hook import SEGMENT_BYTES
+from chameleon_mm.executor.autograd_hooks import autograd_hooks
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
 from chameleon_mm.profiler.step_record import EARLIER_STEP
 from chameleon_mm.reclaim import SHORT_SHARE

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chameleon_mm.device.cuda.stream import CudaEvent
+from chameleon_mm.device.cuda.cuda_stream import CudaEvent
 from tests._ordering import (
     WAITS,
     OnCuda,

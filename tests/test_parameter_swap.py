@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.hosted import HostedStorage, Where
-from chameleon_mm.parameters import ParameterSwap, watch, window_size
+from chameleon_mm.parameters import ParameterSwap, window_size
+from chameleon_mm.parameters import parameter_watch as watch
 from chameleon_mm.parameters.window import Window
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.units import KIB

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.parameters.memory import beside_window
+from chameleon_mm.parameters.device_beside_window import beside_window
 from chameleon_mm.parameters.use_sequence import UNKNOWN, UseSequence
 from chameleon_mm.parameters.window_size import charged_sizes, window_for
 from chameleon_mm.units import KIB, MIB

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.demo.command import SIZES
+from chameleon_mm.demo.demo_command import SIZES
+from chameleon_mm.demo.demo_training import draw_rows, first_difference, read_text, train
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.training import draw_rows, first_difference, read_text, train
-from chameleon_mm.device.sim.memory import Ledger
+from chameleon_mm.device.sim.sim_memory import Ledger
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
@@ -145,7 +145,7 @@ def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:
     """Of the step that will run short; asserts that it is one in which storages move."""
     run.train(shortage, None, again=again)
     report = run.session.report()
-    assert report.steps_by_phase in ({"recorded": 1, "planned": run.short_step + 1}, {"by rule": run.short_step + 2})
+    assert report.steps_by_phase in ({"recorded": 1, "planned": run.short_step + 1}, {"by_rule": run.short_step + 2})
     assert report.bytes_swapped_in > 0
     assert report.steps_run_again == report.oom_retries == 0
     return shortage.count

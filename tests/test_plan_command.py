@@ -24,13 +24,13 @@ import chameleon_mm
 from chameleon_mm.cli import main
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.planning.builtin import Gpt2, Gpt2Shape, Llama, LlamaShape, built_in
-from chameleon_mm.planning.command import source_of
 from chameleon_mm.planning.gpu_operators import GpuOperators, gpu_autocast
+from chameleon_mm.planning.plan_command import source_of
 from chameleon_mm.planning.prediction import HIDDEN_WITHIN, Prediction, link_of, predict
+from chameleon_mm.planning.prediction_text import assumptions, show, verdicts
 from chameleon_mm.planning.record import OPTIMIZERS, RecordedStep, TrainingStep, record_step, shapes_alone
-from chameleon_mm.planning.show import assumptions, show, verdicts
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
 from chameleon_mm.policy import peak_memory, simulate
 from chameleon_mm.session import SwapSession

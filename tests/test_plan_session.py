@@ -25,9 +25,9 @@ from chameleon_mm.device.specs import SPECS
 from chameleon_mm.planning import session_run
 from chameleon_mm.planning.beside import beside
 from chameleon_mm.planning.builtin import Llama, LlamaShape
-from chameleon_mm.planning.command import source_of
 from chameleon_mm.planning.gpu_operators import GpuOperators
 from chameleon_mm.planning.no_arithmetic import NoArithmetic
+from chameleon_mm.planning.plan_command import source_of
 from chameleon_mm.planning.record import TrainingStep
 from chameleon_mm.planning.session_prediction import record
 from chameleon_mm.planning.session_run import RunRequest, Swapped, run_session
@@ -276,7 +276,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_built(
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("built")
 
-    monkeypatch.setattr("chameleon_mm.planning.command.source_of", never)
+    monkeypatch.setattr("chameleon_mm.planning.plan_command.source_of", never)
     assert main(["plan", "gpt2", *options]) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -296,7 +296,7 @@ def found(command: list[str], path: Path) -> dict[str, Any]:
 def test_the_largest_batch_fits_and_one_more_does_not(swaps: list[str], models: str, tmp_path: Path) -> None:
     options = ["--dtype", "float32", "--hbm-budget", "12MiB", "--min-bytes", "64KiB", "--no-recompute", *swaps]
     told = found(["plan", f"{models}:mlp", "--largest", "batch", *options], tmp_path / "largest.json")
-    assert told["bound"] == "device memory"
+    assert told["bound"] == "device"
     size = told["size"]
     assert told["next"]["size"] == size + 1
     assert told["next"]["device_bytes"] > told["next"]["device_left_bytes"]
@@ -319,7 +319,7 @@ def test_the_host_may_be_what_binds(models: str, tmp_path: Path, capsys: pytest.
     options = ["--batch", "64", "--dtype", "float32", "--hbm-budget", "16MiB", "--host-budget", "12MiB", "--min-bytes", "64KiB"]
     swaps = ["--swap-optimizer", "--swap-parameters"]
     told = found(["plan", f"{models}:mlp", "--largest", "layers", *options, *swaps], tmp_path / "x.json")
-    assert told["bound"] == "pinned host memory"
+    assert told["bound"] == "host"
     assert told["session"]["host_bytes"] <= 12 * MIB
     assert "what binds is pinned host memory" in capsys.readouterr().out
 

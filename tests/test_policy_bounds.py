@@ -82,8 +82,8 @@ def test_the_ideal_of_a_small_step() -> None:
 
 def test_the_ideal_with_recomputation() -> None:
     trace = two_saved()
-    # The peak is at tick 3, where a alone is idle: 0.4 us a KiB to make again. 40 KiB cross until compute is there, 10 are made
-    # again: 40 + 184 + 20. One KiB more to cross would take 1 us, and save 0.4.
+    # The peak is at tick 3, where a alone is idle: 0.4 us a KiB to recompute. 40 KiB cross until compute is there, 10 are
+    # recomputed: 40 + 184 + 20. One KiB more to cross would take 1 us, and save 0.4.
     bound = ideal(trace, 150 * KIB, LINK, recompute=MM)
     assert bound.step_us == pytest.approx(244.0)
     assert bound.swapped_bytes == pytest.approx(40 * KIB)
@@ -108,9 +108,9 @@ def test_the_cheapest_mix_of_swapping_and_recomputing() -> None:
     trace = late_peak()
     assert peak_memory(trace).tick == 7
     budget = 101 * KIB  # 100 KiB too much at the peak
-    # Swapped, all of it takes the 100 us that compute takes before the peak. Nothing has to be made again.
+    # Swapped, all of it takes the 100 us that compute takes before the peak. Nothing has to be recomputed.
     assert ideal(trace, budget, LINK, recompute=MM).step_us == 240.0
-    # On a link of half the speed out, 50 KiB cross in that time. b makes 50 KiB again in 10 / 2 = 5 us.
+    # On a link of half the speed out, 50 KiB cross in that time. b recomputes 50 KiB in 10 / 2 = 5 us.
     slow = replace(LINK, d2h_gbps=0.512, duplex_gbps=2.56)
     bound = ideal(trace, budget, slow, recompute=MM)
     assert bound.step_us == pytest.approx(245.0)
@@ -125,7 +125,7 @@ def test_the_cheapest_mix_of_swapping_and_recomputing() -> None:
 def test_the_side_of_backward_can_decide_the_mix() -> None:
     trace = late_peak()
     budget = 101 * KIB
-    # Out is fast. Back, 100 KiB take 400 us, where compute has 120 until a's use. Of b, y KiB are made again, in 0.1 us each,
+    # Out is fast. Back, 100 KiB take 400 us, where compute has 120 until a's use. Of b, y KiB are recomputed, in 0.1 us each,
     # until both sides are as long: 120 + y / 10 = (100 - y) * 4, so y = 280 / 4.1.
     slow = LinkCost(d2h_gbps=100.0, h2d_gbps=0.256, duplex_gbps=100.0, hbm_gbps=1e15)
     bound = ideal(trace, budget, slow, recompute=MM)
@@ -321,7 +321,7 @@ def test_recomputation_of_micro_batches_keeps_them_apart() -> None:
     assert three.recomputed_us == pytest.approx(3 * one.recomputed_us)
 
 
-def test_a_step_in_which_nothing_is_saved_has_nothing_to_make_again() -> None:
+def test_a_step_in_which_nothing_is_saved_has_nothing_to_recompute() -> None:
     t = TraceBuilder(device="d", simulated=True, start_bytes=KIB)
     t.op("aten::mm", 1, StepPhase.OPTIMIZER, 5.0)
     result = full_recomputation(t.finish())

@@ -34,7 +34,7 @@ from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
-from tests._hybrid_traces import carried_out_with_rebuilds, random_hybrid_step
+from tests._hybrid_traces import carried_out_recomputing, random_hybrid_step
 from tests._mixed_program import least_step_us
 from tests._traces import H200_LINK, between, chain
 
@@ -64,7 +64,7 @@ def one_part_in(trace: Trace, parts: int) -> int:
 
 def bytes_beside(trace: Trace, plan: SwapPlan) -> int:
     """Bytes of copies and checksums that what the plan recomputes needs."""
-    return rewritten_for(Recipes.of(trace, None), plan).rebuilds.bytes_beside(trace) if plan.recomputed else 0
+    return rewritten_for(Recipes.of(trace, None), plan).recomputations.bytes_beside(trace) if plan.recomputed else 0
 
 
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
@@ -74,7 +74,7 @@ def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
     assert (timeline.host_bytes, timeline.recompute_us) == (plan.host_bytes, plan.recompute_us)
     assert timeline.step_us == pytest.approx(plan.step_us)
     assert timeline.stall_us == pytest.approx(plan.stall_us, abs=1e-6)
-    assert max(carried_out_with_rebuilds(trace, plan), default=0) <= plan.hbm_budget_bytes
+    assert max(carried_out_recomputing(trace, plan), default=0) <= plan.hbm_budget_bytes
 
 
 # --- random steps
@@ -184,7 +184,7 @@ def test_prices_rise_along_the_path() -> None:
     path = ChoicePath.of(recipes, problem.level, one_part_in(trace, 8))
     assert path.last >= 4
     choices = [path.choice(u / 4) for u in range(4 * path.last + 1)]
-    times_us = [choice.remade_us for choice in choices]
+    times_us = [choice.recompute_us for choice in choices]
     assert len(choices[0].dropped) == 0
     for low, between_, high in zip(choices[::4], choices[2::4], choices[4::4], strict=False):
         dropped = set(between_.dropped.tolist())
@@ -224,7 +224,7 @@ def test_what_was_promised(model: str, batch: int, seq: int, gpu: str, parts: in
 
 
 def test_of_7b_the_choice_is_as_good_as_a_mixed_integer_program() -> None:
-    """Less half a percent: that program knows one moment of the step, nothing of rebuilds' memory, nothing of pieces."""
+    """Less half a percent: that program knows one moment of the step, nothing of recomputations' memory, nothing of pieces."""
     trace, cost = traced("llama-7b", 4, 4096, "h100"), link_of(spec_by_name("h100"))
     for parts in (2, 4, 8):
         budget = one_part_in(trace, parts)

@@ -27,12 +27,12 @@ from chameleon_mm.policy import (
     swap_all,
 )
 from chameleon_mm.policy.action_columns import ActionColumns, in_order
-from chameleon_mm.policy.memory import sum_over_time
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import latest_back, schedule
 from chameleon_mm.policy.selection import RANKS, select, spread_evenly, spread_evenly_by_bytes, used_latest
 from chameleon_mm.policy.swap_all import SwapAll
 from chameleon_mm.policy.timing import walk
+from chameleon_mm.policy.unswapped_memory import sum_over_time
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB
 from tests._optimum import least_step_us

@@ -1,4 +1,4 @@
-"""Traces rewritten for what is dropped and held: what is made again, when, from what, and how much memory that takes."""
+"""Traces rewritten for what is dropped and held: what is recomputed, when, from what, and how much memory that takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chameleon_mm.profiler.calls import BirthPlace
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import KIB
 from tests._hybrid_traces import (
-    carried_out_with_rebuilds,
+    carried_out_recomputing,
     levels_after_reclaims,
     random_choice,
     random_hybrid_plan,
@@ -64,28 +64,28 @@ class Step:
         return self.b.finish(1)
 
 
-def rebuilt(trace: Trace, dropped: list[int], held: list[int] | None = None) -> RewrittenTrace:
+def recomputed(trace: Trace, dropped: list[int], held: list[int] | None = None) -> RewrittenTrace:
     recipes = Recipes.of(trace, None)
     assert recipes.can_drop[dropped].all()
     rewritten = RewrittenTrace.of(recipes, dropped, held or [])
     plan = plan_of(trace, choice_actions(recipes, rewritten))
-    assert simulate(trace, plan, H200_LINK).allocated_bytes.tolist() == carried_out_with_rebuilds(trace, plan)
+    assert simulate(trace, plan, H200_LINK).allocated_bytes.tolist() == carried_out_recomputing(trace, plan)
     return rewritten
 
 
 def ran(rewritten: RewrittenTrace) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Hook, operators, made storages and sources of each rebuild."""
-    return [(r.hook, r.ops, r.made, r.sources) for r in rewritten.rebuilds.rebuilds]
+    """Hook, operators, made storages and sources of each recomputation."""
+    return [(r.hook, r.ops, r.made, r.sources) for r in rewritten.recomputations.by_hook]
 
 
-def test_a_dropped_storage_is_made_again_at_its_use() -> None:
+def test_a_dropped_storage_is_recomputed_at_its_use() -> None:
     s = Step()
     x = s.save(s.op("mm", s.w))
     y = s.save(s.op("gelu", x, kib=8))
     hook = s.use(y)
     s.use(x)
     trace = s.finish()
-    rewritten = rebuilt(trace, [y])
+    rewritten = recomputed(trace, [y])
     assert ran(rewritten) == [(hook, (1,), (y,), (x,))]
     assert rewritten.recompute_us == 10.0
     # x is read before its use: a hook of its own right behind that of y's use, and then the operator.
@@ -106,16 +106,16 @@ def test_a_dropped_storage_is_made_again_at_its_use() -> None:
     assert curve[trace.hook_tick[hook]] == 4 * KIB + 4 * KIB + 8 * KIB
 
 
-def test_a_nested_rebuild_stays_until_its_own_use() -> None:
+def test_a_nested_recomputation_stays_until_its_own_use() -> None:
     s = Step()
     x = s.save(s.op("mm", s.w))
     y = s.save(s.op("gelu", x))
     z = s.save(s.op("silu", y))
     at_z, _, at_x = s.use(z), s.use(y), s.use(x)
-    rewritten = rebuilt(s.finish(), [y, z])
+    rewritten = recomputed(s.finish(), [y, z])
     assert ran(rewritten) == [(at_z, (1, 2), (y, z), (x,))]
     assert rewritten.recompute_us == 20.0
-    everything = rebuilt(s.b.finish(1), [x, y, z])
+    everything = recomputed(s.b.finish(1), [x, y, z])
     assert ran(everything) == [(at_z, (0, 1, 2), (x, y, z), ())]
     assert (
         tensors_of(everything.trace)[len(s.b.finish(1).tensor_bytes)].dies
@@ -136,9 +136,9 @@ def test_temporaries_of_a_chain_go_at_their_last_use() -> None:
     hook = s.use(y)
     s.use(x)
     trace = s.finish()
-    rewritten = rebuilt(trace, [y])
+    rewritten = recomputed(trace, [y])
     assert ran(rewritten) == [(hook, (1, 2, 3, 4), (y,), (x,))]
-    assert rewritten.rebuilds.rebuilds[0].passing == (a, c, d)
+    assert rewritten.recomputations.by_hook[0].passing == (a, c, d)
     new, tick = rewritten.trace, int(rewritten.trace.hook_tick[rewritten.hook_of[hook] + 1])
     level = memory_curve(new)[tick + 1 : tick + 5] - 8 * KIB  # w and x are there
     assert level.tolist() == [64 * KIB, 65 * KIB, 33 * KIB, 34 * KIB]
@@ -157,9 +157,9 @@ def test_results_of_one_operator_are_made_together() -> None:
     at_y = s.use(y)
     s.use(x)
     trace = s.finish()
-    assert ran(rebuilt(trace, [y, mask])) == [(at_mask, (1,), (y, mask), (x,))]
+    assert ran(recomputed(trace, [y, mask])) == [(at_mask, (1,), (y, mask), (x,))]
     # One of them alone: the other one's second copy goes with the operator.
-    alone = rebuilt(trace, [y])
+    alone = recomputed(trace, [y])
     assert ran(alone) == [(at_y, (1,), (y,), (x,))]
     copies = [t.nbytes for t in tensors_of(alone.trace)[len(trace.tensor_bytes) :]]
     assert copies == [8 * KIB, 2 * KIB]
@@ -178,13 +178,13 @@ def test_a_chain_in_place_is_run_from_its_beginning() -> None:
     s.save(y)
     hook = s.use(y)
     s.use(x)
-    rewritten = rebuilt(s.finish(), [y])
+    rewritten = recomputed(s.finish(), [y])
     assert ran(rewritten) == [(hook, (1, 2, 4), (y,), (x,))]
     assert len([t for t in tensors_of(rewritten.trace) if t.nbytes == 8 * KIB]) == 2
 
 
 @pytest.mark.parametrize("when", ["before", "after the use"])
-def test_what_is_written_before_the_rebuild_is_no_input(when: str) -> None:
+def test_what_is_written_before_the_recomputation_is_no_input(when: str) -> None:
     s = Step()
     x = s.op("mm", s.w)
     y = s.save(s.op("gelu", x, s.w))
@@ -227,7 +227,7 @@ def test_operators_have_to_be_admitted(name: str, *, admitted: bool) -> None:
     assert not Recipes.of(s.finish(), DEFAULT, [y]).can_drop.any()
 
 
-def test_an_operator_of_forward_that_also_writes_elsewhere_makes_nothing_again() -> None:
+def test_an_operator_of_forward_that_also_writes_elsewhere_recomputes_nothing() -> None:
     s = Step()
     state = s.b.tensor(KIB, TensorKind.BUFFER, born=-1)
     x = s.b.tensor(4 * KIB)
@@ -251,13 +251,13 @@ def held_step() -> tuple[Trace, int, int, int, int]:
     return s.finish(), x, y, hook, first_use
 
 
-def test_a_held_storage_lives_until_the_rebuild_and_may_be_swapped() -> None:
+def test_a_held_storage_lives_until_the_recomputation_and_may_be_swapped() -> None:
     trace, x, y, hook, first_use = held_step()
     recipes = Recipes.of(trace, ["aten::_to_copy"])
-    assert bool(recipes.can_drop[y]) and bool(recipes.can_hold[x]) and not recipes.can_remake[x]
+    assert bool(recipes.can_drop[y]) and bool(recipes.can_hold[x]) and not recipes.can_recompute[x]
     with pytest.raises(ValueError, match="is none of it; hold it"):
         RewrittenTrace.of(recipes, [y], [])
-    rewritten = rebuilt(trace, [y], [x])
+    rewritten = recomputed(trace, [y], [x])
     assert ran(rewritten) == [(hook, (1,), (y,), (x,))]
     actions = choice_actions(recipes, rewritten)
     assert [(a.kind, a.tensor, a.nbytes) for a in actions] == [
@@ -266,20 +266,20 @@ def test_a_held_storage_lives_until_the_rebuild_and_may_be_swapped() -> None:
     ]
     assert (actions[1].out_at, actions[1].reclaim_at, actions[1].in_at, actions[1].use_at) == (0, 0, hook, hook)
     assert (actions[0].out_at, actions[0].use_at) == (2, hook)  # once only the session has x
-    # Only the session holds x from hook 2 on: it may be copied and swapped from there to the rebuild.
+    # Only the session holds x from hook 2 on: it may be copied and swapped from there to the recomputation.
     candidates = Candidates.of(rewritten.trace)
     row = candidates.tensor.tolist().index(x)
     assert rewritten.origin[[candidates.sendable[row], candidates.first[row], candidates.use[row]]].tolist() == [2, 2, hook]
     swap = Action(tensor=x, nbytes=16 * KIB, out_at=2, reclaim_at=2, in_at=first_use, use_at=hook)
     plan = plan_of(trace, (swap, *actions))
     timeline = simulate(trace, plan, H200_LINK)
-    assert timeline.allocated_bytes.tolist() == carried_out_with_rebuilds(trace, plan)
+    assert timeline.allocated_bytes.tolist() == carried_out_recomputing(trace, plan)
     assert timeline.allocated_bytes[trace.hook_tick[2] + 1] == 12 * KIB  # w, the sum and what is saved last
     assert (plan.swaps, plan.recomputed, plan.held) == ((swap,), actions[:1], actions[1:])
     assert plan.moved_bytes == 16 * KIB
 
 
-def test_a_held_storage_is_known_by_its_last_write_even_if_nobody_can_make_it_again() -> None:
+def test_a_held_storage_is_known_by_its_last_write_even_if_nobody_can_recompute_it() -> None:
     """What made `x` reads something that is written later, so that `x` has to be held."""
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
     b.save(-1, 0)
@@ -307,7 +307,7 @@ def test_a_held_storage_is_known_by_its_last_write_even_if_nobody_can_make_it_ag
     assert schedule.held == {BirthPlace(hooks=1, operator="aten::mul.Tensor", same_name=2, position=0): x}
 
 
-def test_what_is_not_held_is_made_again_though_it_is_there() -> None:
+def test_what_is_not_held_is_recomputed_though_it_is_there() -> None:
     s = Step()
     x = s.op("mul", s.w)
     y = s.save(s.op("gelu", x))
@@ -315,8 +315,8 @@ def test_what_is_not_held_is_made_again_though_it_is_there() -> None:
     s.b.save(-1, 0)
     hook = s.use(y)
     trace = s.finish()
-    assert ran(rebuilt(trace, [y])) == [(hook, (0, 1), (y,), ())]
-    assert ran(rebuilt(trace, [y], [x])) == [(hook, (1,), (y,), (x,))]
+    assert ran(recomputed(trace, [y])) == [(hook, (0, 1), (y,), ())]
+    assert ran(recomputed(trace, [y], [x])) == [(hook, (1,), (y,), (x,))]
 
 
 def test_what_is_held_must_be_the_sessions_alone_before_anything_is_dropped_for_it() -> None:
@@ -331,9 +331,9 @@ def test_what_is_held_must_be_the_sessions_alone_before_anything_is_dropped_for_
     trace = s.finish()
     recipes = Recipes.of(trace, None)
     assert recipes.alone_hook[x] == alone
-    drop, _ = choice_actions(recipes, rebuilt(trace, [y], [x]))
+    drop, _ = choice_actions(recipes, recomputed(trace, [y], [x]))
     assert (drop.out_at, drop.use_at) == (alone, hook)
-    assert rebuilt(trace, [y], [x]).rebuilds.first == {y: alone}
+    assert recomputed(trace, [y], [x]).recomputations.first == {y: alone}
 
     s = Step()
     x = s.op("mul", s.w)
@@ -341,7 +341,7 @@ def test_what_is_held_must_be_the_sessions_alone_before_anything_is_dropped_for_
     s.use(y)
     s.b.dies(x)  # the model has it until then
     trace = s.finish()
-    assert ran(rebuilt(trace, [y], [x])) == []
+    assert ran(recomputed(trace, [y], [x])) == []
 
     s = Step()
     x = s.op("mul", s.w)
@@ -353,11 +353,11 @@ def test_what_is_held_must_be_the_sessions_alone_before_anything_is_dropped_for_
     s.b.dies(x)
     trace = s.finish()
     assert Recipes.of(trace, None).is_kept[x]
-    assert ran(rebuilt(trace, [y], [x])) == [(hook, (1,), (y,), (x,))]
+    assert ran(recomputed(trace, [y], [x])) == [(hook, (1,), (y,), (x,))]
 
 
 def test_a_large_input_that_others_may_write_is_no_source() -> None:
-    """A parameter or a buffer of more than 64 KiB that autograd does not save: what reads it is not made again."""
+    """A parameter or a buffer of more than 64 KiB that autograd does not save: what reads it is not recomputed."""
     for nbytes, in_backward, expected in ((64 * KIB, False, True), (65 * KIB, False, False), (65 * KIB, True, True)):
         s = Step()
         book = s.b.tensor(nbytes, TensorKind.BUFFER, born=-1)
@@ -368,14 +368,14 @@ def test_a_large_input_that_others_may_write_is_no_source() -> None:
         assert bool(Recipes.of(s.finish(), None).can_drop[y]) is expected
 
 
-def test_what_was_used_before_the_rebuild_that_reads_it_lives_on() -> None:
+def test_what_was_used_before_the_recomputation_that_reads_it_lives_on() -> None:
     s = Step()
     x = s.save(s.op("mm", s.w))
     y = s.save(s.op("gelu", x))
     at_x, at_y = s.use(x), s.use(y)
     trace = s.finish()
     for dropped in ([y], [x, y]):
-        rewritten = rebuilt(trace, dropped)
+        rewritten = recomputed(trace, dropped)
         assert ran(rewritten)[-1] == (at_y, (1,), (y,), (x,))
         level = rewritten.by_tick(memory_curve(rewritten.trace))
         assert level[trace.hook_tick[at_y]] == 12 * KIB > level[trace.hook_tick[at_y] - 1] == 8 * KIB
@@ -383,7 +383,7 @@ def test_what_was_used_before_the_rebuild_that_reads_it_lives_on() -> None:
 
 
 def test_what_is_needed_before_it_could_be_dropped_is_not() -> None:
-    """Its one rebuild would be at the very hook at which nobody else holds it any more."""
+    """Its one recomputation would be at the very hook at which nobody else holds it any more."""
     s = Step()
     x = s.op("mm", s.w)
     s.b.save(x, 0)
@@ -395,7 +395,7 @@ def test_what_is_needed_before_it_could_be_dropped_is_not() -> None:
     s.use(x)
     recipes = Recipes.of(s.finish(), None)
     rewritten = RewrittenTrace.of(recipes, [x, y], [])
-    assert rewritten.rebuilds.dropped == (y,)
+    assert rewritten.recomputations.dropped == (y,)
     assert ran(rewritten) == [(hook, (1,), (y,), (x,))]
 
 
@@ -408,8 +408,8 @@ def test_plans_that_nobody_could_carry_out_are_refused() -> None:
         ((drop, replace(hold, out_at=1, reclaim_at=1)), f"tensor {x}: expected a hold from hook 0 to"),
         ((hold,), f"tensor {x}: expected something that is away"),
         ((drop, replace(hold, tensor=y)), f"tensor {y}: expected one that can be held"),
-        ((replace(drop, tensor=x),), f"tensor {x}: expected one that can be made again"),
-        ((replace(drop, tensor=99),), "tensor 99: expected one that can be made again"),
+        ((replace(drop, tensor=x),), f"tensor {x}: expected one that can be recomputed"),
+        ((replace(drop, tensor=99),), "tensor 99: expected one that can be recomputed"),
         ((replace(drop, kind=ActionKind.SWAP), drop, hold), "expected one of the"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -421,7 +421,7 @@ def test_memory_is_that_of_a_walk_without_rewritten_traces(random: Random) -> No
     trace = random_hybrid_step(random)
     plan = random_hybrid_plan(random, trace, Recipes.of(trace, None))
     timeline = simulate(trace, plan, H200_LINK)
-    assert timeline.allocated_bytes.tolist() == carried_out_with_rebuilds(trace, plan)
+    assert timeline.allocated_bytes.tolist() == carried_out_recomputing(trace, plan)
     assert timeline.peak_bytes == max(timeline.allocated_bytes.tolist(), default=0)
     waits = timeline.stall_us + timeline.head_copy_us + timeline.recompute_us
     assert timeline.step_us == pytest.approx(trace.duration_us + waits)
@@ -430,12 +430,12 @@ def test_memory_is_that_of_a_walk_without_rewritten_traces(random: Random) -> No
 
 
 @given(st.randoms(use_true_random=False))
-def test_growth_covers_what_rebuilds_take(random: Random) -> None:
+def test_growth_covers_what_recomputations_take(random: Random) -> None:
     """From the end of any hook's reclaims memory never grows by more than is said until the next check."""
     trace = random_hybrid_step(random)
     plan = random_hybrid_plan(random, trace, Recipes.of(trace, None))
     schedule = HookSchedule.of(trace, plan)
-    allocated = carried_out_with_rebuilds(trace, plan)
+    allocated = carried_out_recomputing(trace, plan)
     assert schedule.allocated_bytes.tolist() == allocated
     assert len(schedule.growth) == len(trace.hook_tick)
     ticks, checks = trace.hook_tick.tolist(), {0, *np.flatnonzero(trace.hook_tensor >= 0).tolist()}

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.device.sim.cost import COPY_LATENCY_US
-from chameleon_mm.device.sim.cost import CopyEngine as SimulatedEngine
+from chameleon_mm.device.sim.cost_model import COPY_LATENCY_US
+from chameleon_mm.device.sim.cost_model import CopyEngine as SimulatedEngine
 from chameleon_mm.policy import (
     Action,
     ActionKind,

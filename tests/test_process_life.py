@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
-from chameleon_mm.device.sim.stream import SimEvent, SimStream
+from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
 from chameleon_mm.units import MIB
 from tests._programs import deep
 from tests.observed import observe_all

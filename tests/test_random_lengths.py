@@ -77,7 +77,7 @@ def test_lengths_that_nobody_saw_are_planned_without_a_recording(name: str, reco
     budget = budget_of(make, max(shapes), 0.6)
     run = check(make, shapes, budget, recompute=recompute)
     assert report_of(run).detailed_steps == 2
-    assert report_of(run).steps_by_phase == {"recorded": 2, "by rule": 1, "planned": 21}
+    assert report_of(run).steps_by_phase == {"recorded": 2, "by_rule": 1, "planned": 21}
 
 
 def test_rows_and_length_change_apart() -> None:

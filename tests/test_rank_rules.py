@@ -54,7 +54,7 @@ def talk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     rows = functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x.cos().detach(), 1, group.group_name))
     in_place = x.tanh().detach()
     dist.all_reduce(in_place)
-    # Squares save what they are given, and products both factors: dropped, each would have to be made again.
+    # Squares save what they are given, and products both factors: dropped, each would have to be recomputed.
     out: Tensor = (x * total).square() + (x * rows).square() + (x * in_place).square()
     return out
 
@@ -82,13 +82,13 @@ def all_dropped(admitted: frozenset[str]) -> Mix:
     return Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=admitted)
 
 
-def test_what_collectives_gave_is_never_made_again(alone: dist.ProcessGroup) -> None:
+def test_what_collectives_gave_is_never_recomputed(alone: dist.ProcessGroup) -> None:
     expected, bits, _ = collectives_of(alone, None)
     assert sum(expected.values()) == 3 * 3
     got, same_bits, session = collectives_of(alone, all_dropped(ALL))
     assert got == expected
     assert same_bits == bits
-    assert session is not None and totals_of(session).rebuilds > 0
+    assert session is not None and totals_of(session).recomputations > 0
     assert session.pool.stats().num_live == 0
 
 
@@ -198,14 +198,14 @@ def test_what_dtensors_hold_is_swapped_by_plan(alone: dist.ProcessGroup, sim: cm
     assert sum(report.planned_bytes.values()) >= 3 * 64 * 64 * 4  # all that autograd saves is known to the plan
 
 
-def test_what_dtensors_hold_may_be_dropped_and_made_again(alone: dist.ProcessGroup) -> None:
+def test_what_dtensors_hold_may_be_dropped_and_recomputed(alone: dist.ProcessGroup) -> None:
     plain = gradient_through_dtensors()
     session = mixed(all_dropped(ALL))
     with session:
         for _ in range(3):
             with session.step():
                 assert torch.equal(gradient_through_dtensors(), plain)
-    assert totals_of(session).rebuilds > 0
+    assert totals_of(session).recomputations > 0
     assert session.pool.stats().num_live == 0
 
 

@@ -65,7 +65,7 @@ def wrong(programs: dict[str, Any]) -> list[str]:
                 f"differs in {outcome['different'][:3]}": not outcome["different"],
                 f"{outcome['num_live']} live blocks": outcome["num_live"] == 0,
                 "nothing moved": report["bytes_swapped_out"] > 0,
-                "no step followed a plan": way == "by rule" or report["steps_by_phase"].keys() & {"planned", "partly planned"},
+                "no step followed a plan": way == "by rule" or report["steps_by_phase"].keys() & {"planned", "partly_planned"},
                 "the budget was exceeded": way != "tight" or report["peak_hbm_bytes"] <= report["hbm_budget_bytes"],
             }
             found += [f"{name}, {way}: {what}" for what, holds in checks.items() if not holds]

@@ -143,7 +143,7 @@ def test_an_operator_without_memory_is_run_again_after_something_was_swapped(
         with fraction_of_memory(held + (segments * 12 + 8) * MIB, device.index), session.step():
             chain.step(chain.batches[-1])
     report = session.report()
-    assert report.steps_by_phase == {"recorded": 2, "by rule": 1}
+    assert report.steps_by_phase == {"recorded": 2, "by_rule": 1}
     assert any(freed_for_operators)
     assert chain.outcome() == expected
 

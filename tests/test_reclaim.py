@@ -25,7 +25,7 @@ class Way(enum.Enum):
 
     PENDING = "pending"
     SWEPT = "swept"
-    WAITED_FOR = "waited for"
+    WAITED_FOR = "waited_for"
     ELSEWHERE = "elsewhere"
 
 

@@ -1,4 +1,4 @@
-"""Storages that are dropped and made again change no bit: random mixes over eight models, and odd programs with all dropped.
+"""Storages that are dropped and recomputed change no bit: random mixes over eight models, and odd programs with all dropped.
 
     expected = train(case, steps)                                  # plain PyTorch
     got      = train(case, steps, mixed(Mix(seed)))                # each storage kept, swapped or dropped by chance
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 import chameleon_mm as cm
-from chameleon_mm.executor.rebuilds import Rebuilds
+from chameleon_mm.executor.recipe_runner import RecipeRunner
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.trace import replayable
@@ -86,18 +86,18 @@ def test_a_random_mix_on_cuda_changes_no_bit(name: str, seed: int) -> None:
 def test_a_thousand_random_mixes_change_no_bit(name: str, chunk: int) -> None:
     made = 0
     for seed in range(1000 + chunk * PER_CHUNK, 1000 + (chunk + 1) * PER_CHUNK):
-        made += totals_of(check_mix(name, seed)).rebuilds
+        made += totals_of(check_mix(name, seed)).recomputations
     assert made > PER_CHUNK
 
 
 @pytest.mark.parametrize("name", ["tied weights", "recurrent"])
 def test_gradients_of_several_micro_batches_accumulate(name: str) -> None:
-    assert totals_of(check_mix(name, 5, steps=3, micro_batches=3)).rebuilds > 0
+    assert totals_of(check_mix(name, 5, steps=3, micro_batches=3)).recomputations > 0
 
 
 @pytest.mark.parametrize("name", ["dropout transformer", "autocast"])
-def test_a_budget_that_evicts_what_was_made_again(name: str) -> None:
-    """Restored storages go again under pressure, and are made again for their next use. What comes back has the checksum of
+def test_a_budget_that_evicts_what_was_recomputed(name: str) -> None:
+    """Restored storages go again under pressure, and are recomputed for their next use. What comes back has the checksum of
     what went."""
     mix = Mix(0, drop=0.7, held=0.2, proofs=Proofs.FIRST, admitted=ALL)
     device = cm.SimDevice()
@@ -109,7 +109,7 @@ def test_a_budget_that_evicts_what_was_made_again(name: str) -> None:
     assert seen == plainly(name, 5)
     assert opened is not None
     totals = totals_of(opened)
-    assert totals.rebuilds > 0
+    assert totals.recomputations > 0
     assert totals.bytes_swapped_in > 0
 
 
@@ -813,12 +813,12 @@ def test_no_memory_for_the_copy_of_a_small_input_is_not_the_users(monkeypatch: p
 
     def without_memory(storage: torch.UntypedStorage) -> Tensor:
         caller = sys._getframe(1).f_code.co_name
-        if caller == Rebuilds.copied.__name__:
+        if caller == RecipeRunner.copied.__name__:
             raised.append(caller)
             raise torch.OutOfMemoryError("no memory for a copy")
         return flat_bytes(storage)
 
-    monkeypatch.setattr("chameleon_mm.executor.rebuilds.flat_bytes", without_memory)
+    monkeypatch.setattr("chameleon_mm.executor.recipe_runner.flat_bytes", without_memory)
     shift = nn.Parameter(torch.ones(8))
 
     def program() -> list[Tensor]:
@@ -848,7 +848,7 @@ class Sharded(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_batch_norm_is_made_again_where_it_has_no_running_statistics(training: bool) -> None:
+def test_a_batch_norm_is_recomputed_where_it_has_no_running_statistics(training: bool) -> None:
     def program(*, moving: bool) -> list[Tensor]:
         x, mean, variance = leaf(8, 4, 6, 6), outside(4), outside(4).abs()
         z = F.batch_norm(x * 2, mean if moving else None, variance if moving else None, training=training or not moving).sin()
@@ -858,7 +858,7 @@ def test_a_batch_norm_is_made_again_where_it_has_no_running_statistics(training:
     assert totals_of(check(lambda: program(moving=True))).not_recomputed_by_reason[reason] > 0
     without = totals_of(check(lambda: program(moving=False)))
     assert without.not_recomputed_by_reason[reason] == 0
-    assert without.rebuilds > 0
+    assert without.recomputations > 0
 
 
 @pytest.mark.parametrize("filled", [True, False], ids=["fetched", "on its way"])
@@ -880,7 +880,7 @@ def test_a_parameter_that_is_resharded_is_in_no_recipe(fetched: bool, filled: bo
     session = check(program, steps=4)
     reasons = totals_of(session).not_recomputed_by_reason
     assert reasons["a parameter that no step has seen keep its size"] == 4
-    assert totals_of(session).rebuilds > 0
+    assert totals_of(session).recomputations > 0
 
 
 def test_a_parameter_that_is_resharded_later_is_in_no_recipe() -> None:
@@ -982,7 +982,7 @@ def test_a_graph_of_an_earlier_step_is_used_in_a_later_one() -> None:
             assert torch.equal(torch.get_rng_state(), state)
         del loss
     assert torch.equal(got, expected)
-    assert totals_of(session).rebuilds > 0
+    assert totals_of(session).recomputations > 0
 
 
 @pytest.mark.parametrize("last_first", [True, False])
@@ -1041,7 +1041,7 @@ def test_no_memory_grows_without_the_collector(name: str, no_gc: None) -> None:
             nbytes.append(device.allocated_bytes())  # settles what died meanwhile
             if number % 5 == 4:
                 objects.append(live_objects())
-    assert totals_of(session).rebuilds > 30
+    assert totals_of(session).recomputations > 30
     assert max(nbytes[10:]) <= max(nbytes[:10])
     # One that stays in each step would be 10. The first ten fill caches.
     assert max(objects[4:]) < max(objects[2:4]) + 5
@@ -1075,7 +1075,7 @@ def test_a_part_that_dynamo_compiled(backend: str) -> None:
     got, session = train(case, 3, lambda model: mixed(mix, device=Unwatched(), model=model))
     assert got == expected
     assert session is not None
-    assert totals_of(session).rebuilds > 0
+    assert totals_of(session).recomputations > 0
     assert torch._dynamo.utils.counters["frames"]["ok"] > before
     torch._dynamo.reset()
 

@@ -19,7 +19,7 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.comparisons import Comparisons
 from chameleon_mm.executor.parameter_sizes import ParameterSizes
-from chameleon_mm.executor.rebuilds import Rebuilds
+from chameleon_mm.executor.recipe_runner import RecipeRunner
 from chameleon_mm.executor.rescue import Rescue
 from chameleon_mm.saved.saved_storage import SavedStorage
 from tests import test_recompute_exact as exact
@@ -72,7 +72,7 @@ def without_rescue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small inputs as they are, in place of copies: Note [Relied on], rule 1."""
-    monkeypatch.setattr(Rebuilds, "copied", lambda self, storage, dropping: storage)
+    monkeypatch.setattr(RecipeRunner, "copied", lambda self, storage, dropping: storage)
 
 
 def while_others_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +81,12 @@ def while_others_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def after_autograd_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is made again as autograd lets go of a source that others hold: rule 2."""
+    """Nothing is recomputed as autograd lets go of a source that others hold: rule 2."""
     monkeypatch.setattr(Rescue, "let_go", nothing)
 
 
 def after_autograds_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is made again at autograd's last use of a source, nor before a function of the user's is given it: rule 2."""
+    """Nothing is recomputed at autograd's last use of a source, nor before a function of the user's is given it: rule 2."""
     monkeypatch.setattr(Rescue, "hand_out", nothing)
     monkeypatch.setattr(Rescue, "let_go", nothing)
 
@@ -212,8 +212,8 @@ def test_a_parameter_on_its_way_gives_other_bits(monkeypatch: pytest.MonkeyPatch
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
 
 
-def made_again_aside_and_used_here() -> None:
-    """A source is overwritten on a second stream, so what is made from it is made again there; the first stream uses that. In
+def recomputed_aside_and_used_here() -> None:
+    """A source is overwritten on a second stream, so what is made from it is recomputed there; the first stream uses that. In
     plain PyTorch the first one has nothing to wait for."""
     device = cm.SimDevice(SLOW_LINK)
     x = torch.randn(LARGE, LARGE, requires_grad=True)
@@ -234,8 +234,8 @@ def made_again_aside_and_used_here() -> None:
             del z, other, beside, source
 
 
-def test_what_is_made_again_on_another_stream_does_not_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_again_aside_and_used_here()
+def test_what_is_recomputed_on_another_stream_does_not_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    recomputed_aside_and_used_here()
     monkeypatch.setattr("chameleon_mm.executor.rescue.swap_out_now", nothing)
     with pytest.raises((SimRaceError, AssertionError)):
-        made_again_aside_and_used_here()
+        recomputed_aside_and_used_here()

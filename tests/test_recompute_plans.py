@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.executor.comparisons import Comparisons
-from chameleon_mm.executor.rebuilds import Rebuilds
+from chameleon_mm.executor.recipe_runner import RecipeRunner
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.saved.recomputed_form import Original
@@ -137,7 +137,7 @@ def test_a_plan_that_recomputes_gives_plain_bits_within_the_budget(share: float)
     assert run.session is not None
     assert run.seen == plainly(8).seen
     assert totals(run).recomputed > 0
-    assert totals(run).rebuilds > 0
+    assert totals(run).recomputations > 0
     assert max(run.peaks) <= budget
     report = run.session.report()
     assert report.steps_by_phase == {"recorded": 1, "planned": 7}
@@ -220,7 +220,7 @@ def test_an_error_of_an_operator_in_a_proof_is_not_the_users(monkeypatch: pytest
     def fails(*given: Any, exclude: Any) -> None:
         raise RuntimeError("it does not run in this mode")
 
-    monkeypatch.setattr(Rebuilds, "_run", fails)
+    monkeypatch.setattr(RecipeRunner, "_run", fails)
     run = train(8, budget_for(0.4), device=far_ahead())
     assert run.seen == plainly(8).seen
     assert totals(run).recomputed == 0
@@ -240,7 +240,7 @@ def test_between_steps_nothing_is_watched() -> None:
                     model(torch.randn(BATCH, SEQ, WIDTH)).square().mean().backward()
                     model.zero_grad()
                 assert torch._C._len_torch_dispatch_stack() == outside
-    assert session.report().rebuilds > 0
+    assert session.report().recomputations > 0
 
 
 def differing(monkeypatch: pytest.MonkeyPatch, *, in_proof: bool) -> list[Original]:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.profiler.op_times import EventTimes, PricedTimes
 from chameleon_mm.profiler.record_hooks import RecordingHooks
 from chameleon_mm.profiler.recorder import Recorder

@@ -1,4 +1,4 @@
-"""What is dropped and made again has plain PyTorch's bits, whatever wrote what it was made of in between.
+"""What is dropped and recomputed has plain PyTorch's bits, whatever wrote what it was made of in between.
 
     Pointers, kernels of extensions, aliases, hooks and optimizers write activations and buffers that autograd did not save.
     Eager is right, so a session is right: see `complaint` for what "right" is.
@@ -75,7 +75,7 @@ def diagonal(number: int) -> list[tuple[Case, Setting]]:
     """A budget and a link for a program that writes in each step, others for one that writes in some, and a mix."""
     program = PROGRAMS[number]
     each, fourth = (Case(program, when) for when in When)
-    if issubclass(program, (Book, UpdatedInBackward, ActorCritic)):  # that is made again on the slowest link alone
+    if issubclass(program, (Book, UpdatedInBackward, ActorCritic)):  # that is recomputed on the slowest link alone
         budgets = [Budget(SHARES[2 + number % 2], "slowest"), Budget(SHARES[3 - number % 2], "slowest")]
     else:
         budgets = [
@@ -130,7 +130,7 @@ def test_a_write_that_eager_allows_changes_no_bit_at_any_budget_on_any_link_and_
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(10, 13))
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_without_proofs_a_write_is_made_again_or_named(case: Case, seed: int) -> None:
+def test_without_proofs_a_write_is_recomputed_or_named(case: Case, seed: int) -> None:
     """`Proofs.NEVER`: nothing stood beside the original, so what an unseen write changed in each step may end in the error."""
     unseen = not case.program.seen and not case.program.eager_refuses
     assert problem(case, Mixed(seed, Proofs.NEVER), named=case.named_error or unseen) is None

@@ -130,10 +130,10 @@ def test_the_dict_is_the_callers_own() -> None:
 
 
 def test_the_text_says_simulated_beside_every_time() -> None:
-    lines = dict(made_up(recomputed=4, bytes_recomputed=4 * MIB, rebuilds=3, recipes_banned=("aten::mul",)).rows())
+    lines = dict(made_up(recomputed=4, bytes_recomputed=4 * MIB, recomputations=3, recipes_banned=("aten::mul",)).rows())
     assert "simulated" in lines["device"]
     assert lines["recomputed (simulated)"] == (
-        "4 dropped, 4.00 MiB; 3 rebuilds in 250.0 us, timed steps alone; 0 compared with the originals"
+        "4 dropped, 4.00 MiB; 3 recomputations in 250.0 us, timed steps alone; 0 compared with the originals"
     )
     assert lines["not run again any more"] == "aten::mul"
     assert lines["stall (simulated)"] == "1.23 ms"
@@ -220,7 +220,7 @@ def test_copy_time_is_that_of_the_spans(swapped: cm.SwapReport) -> None:
     assert swapped.hidden_fraction == pytest.approx(max(0.0, 1 - swapped.stall_us / swapped.copy_us))
 
 
-def test_waits_and_rebuilds_are_the_spans_of_compute(swapped: cm.SwapReport) -> None:
+def test_waits_and_recomputations_are_the_spans_of_compute(swapped: cm.SwapReport) -> None:
     waits = [wait.end_us - wait.start_us for wait in swapped.timed.waits if wait.kind != "recompute"]
     again = [wait.end_us - wait.start_us for wait in swapped.timed.waits if wait.kind == "recompute"]
     assert sum(waits) == pytest.approx(swapped.stall_us) and sum(again) == pytest.approx(swapped.recompute_us)

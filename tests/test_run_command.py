@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chameleon_mm.cli import main
-from chameleon_mm.running.ranks import LaunchedRank
+from chameleon_mm.running.launched_ranks import LaunchedRank
 from tests import _run_scripts as scripts
 from tests._run_scripts import Ended, python, runs
 
@@ -153,7 +153,7 @@ def test_an_interrupt_inside_of_a_step_ends_the_script_as_python_would_and_is_re
 def test_options_reach_the_session(trained: tuple[Path, dict[str, Ended], dict[str, Any]]) -> None:
     folder, ended, reports = trained
     assert (ended["by_rule"].code, ended["by_rule"].own_err) == (0, "")
-    assert reports["by_rule"]["steps_by_phase"] == {"by rule": 5}
+    assert reports["by_rule"]["steps_by_phase"] == {"by_rule": 5}
     assert reports["by_rule"]["hbm_budget_bytes"] == 10 << 20
     alone, ours = (torch.load(folder / f"{who}_plain.pt") for who in ("alone", "by_rule"))
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, alone, strict=True))

@@ -12,7 +12,7 @@ import torch
 
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel, SimDevice
-from chameleon_mm.device.sim.cost import COPY_LATENCY_US, CopyEngine
+from chameleon_mm.device.sim.cost_model import COPY_LATENCY_US, CopyEngine
 
 ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=10.0, duplex_gbps=15.0, hbm_gbps=1000.0)
 MB = 1_000_000

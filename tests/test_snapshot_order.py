@@ -89,7 +89,7 @@ def test_a_host_that_does_not_wait_for_copies_races(method: str, monkeypatch: py
 
     def hurried(hosted: Hosted, *arguments: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("chameleon_mm.device.sim.stream.SimEvent.synchronize", lambda event: None)
+            patch.setattr("chameleon_mm.device.sim.sim_stream.SimEvent.synchronize", lambda event: None)
             original(hosted, *arguments)
 
     monkeypatch.setattr(Hosted, method, hurried)

@@ -254,7 +254,7 @@ def test_sparse_products_and_their_gradients_have_the_cpus_bits(layout: torch.la
 
 def test_the_language_is_tritons_own_again_after_a_kernel_was_interpreted() -> None:
     tl = importlib.import_module("triton.language")
-    pack = importlib.import_module("chameleon_mm.kernels.pack").pack
+    pack = importlib.import_module("chameleon_mm.kernels.pack_kernels").pack
 
     def own() -> tuple[object, ...]:
         of_tensors = vars(tl.tensor)

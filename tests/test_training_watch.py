@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.running.watch import Stopped, TrainingWatch
+from chameleon_mm.running.training_watch import Stopped, TrainingWatch
 
 
 def net() -> nn.Module:

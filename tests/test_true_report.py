@@ -129,10 +129,10 @@ def run_steps(device: Device, links: list[int], *, budget_bytes: int = 16 * MIB,
     ("links", "expected"),
     [
         ([4, 4, 4], {"recorded": 1, "planned": 2}),
-        ([2, 3, 4, 5, 6, 7], {"recorded": 3, "partly planned": 3}),  # each as the last one, and longer
-        ([4, 4, 6, 4], {"recorded": 1, "planned": 1, "partly planned": 2}),  # the last is recognised late
+        ([2, 3, 4, 5, 6, 7], {"recorded": 3, "partly_planned": 3}),  # each as the last one, and longer
+        ([4, 4, 6, 4], {"recorded": 1, "planned": 1, "partly_planned": 2}),  # the last is recognised late
         ([4, -4, 4], {"recorded": 1, "planned": 1, "failed": 1}),
-        ([4, 0, 0, 4], {"recorded": 2, "planned": 1, "by rule": 1}),
+        ([4, 0, 0, 4], {"recorded": 2, "planned": 1, "by_rule": 1}),
     ],
     ids=["alike", "all new", "one that differs", "one that fails", "evaluations"],
 )
@@ -145,7 +145,7 @@ def test_each_step_is_counted_as_what_it_was(links: list[int], expected: dict[st
 
 
 def test_without_plans_every_step_goes_by_the_rule(sim: cm.SimDevice) -> None:
-    assert run_steps(sim, [4, 4, -4], plans=False).steps_by_phase == {"by rule": 2, "failed": 1}
+    assert run_steps(sim, [4, 4, -4], plans=False).steps_by_phase == {"by_rule": 2, "failed": 1}
 
 
 # --- how it is used

@@ -18,10 +18,10 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor
-from chameleon_mm.optimizer_state import swapping as state_swapping
+from chameleon_mm.optimizer_state import optimizer_swap as state_swapping
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
-from chameleon_mm.saved.recipe import Recipe, Remade
+from chameleon_mm.saved.recipe import Recipe, Recomputed
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import VersionProbe
@@ -269,15 +269,15 @@ def test_what_a_replay_makes_besides_is_compared(monkeypatch: pytest.MonkeyPatch
     expected, session = outcome(two_results, 2), _dropping()
     assert outcome(two_results, 2, session) == expected
     totals = totals_of(session)
-    assert 0 < totals.rebuilds < totals.recomputed
+    assert 0 < totals.recomputations < totals.recomputed
     replay = Recipe.replay
 
-    def spoiled(self: Recipe, storages: Any) -> Remade:
-        remade = replay(self, storages)
-        for _, storage in remade.siblings:
-            if storage is not remade.storage:
+    def spoiled(self: Recipe, storages: Any) -> Recomputed:
+        recomputed = replay(self, storages)
+        for _, storage in recomputed.siblings:
+            if storage is not recomputed.storage:
                 torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
-        return remade
+        return recomputed
 
     monkeypatch.setattr(Recipe, "replay", spoiled)
     found = outcome(two_results, 2, _dropping())

@@ -364,7 +364,7 @@ def _far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
     There is no budget, so that every copy is handed over at once, and runs beside what is written.
     """
-    from chameleon_mm.device.cuda.stream import CudaEvent
+    from chameleon_mm.device.cuda.cuda_stream import CudaEvent
 
     # In mode early an event is complete as soon as it is asked.
     asked, every = itertools.count(1), 12 if control.mode() == "early" else 4

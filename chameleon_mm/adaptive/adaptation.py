@@ -311,7 +311,7 @@ class Adaptation:
                 self._add_plans(entry.plan)
 
     def needs_more(self, planned: PlannedStep, extra_bytes: int) -> bool:
-        """Whether the step's plans have to be made again, as its first hook finds that many bytes more on the device than its
+        """Whether the step's plans have to be made anew, as its first hook finds that many bytes more on the device than its
         trace has."""
         more_bytes = extra_bytes - planned.extra.extra_bytes
         plan = None if planned.current is None else planned.current.schedule.plan
@@ -359,6 +359,6 @@ class Adaptation:
 
 
 def recomputes(entry: StepEntry) -> bool:
-    """Whether the plan of a cached step that would be followed makes something again."""
+    """Whether the plan of a cached step that would be followed recomputes something."""
     current = None if entry.plan is None else entry.plan.current
     return current is not None and current.recompute is not None

@@ -34,7 +34,7 @@ class DueActions(NamedTuple):
     outs: list[Action]
     ins: list[Action]
     drops: list[Action]
-    """Storages to drop, which are made again."""
+    """Storages to drop, which are recomputed."""
 
     def with_later(self, later: DueActions) -> DueActions:
         """These and `later`, these first."""
@@ -105,7 +105,7 @@ class HookSchedule:
         held: dict[BirthPlace, int] = {}
         if len(swaps) < len(plan.actions):
             recipes = Recipes.of(trace, None)
-            allocated, growth = _memory_of_rebuilds(recipes, plan)
+            allocated, growth = _memory_of_recomputations(recipes, plan)
             held = _birth_places(recipes, plan)
         else:
             allocated, growth = _memory(trace, in_reach)
@@ -122,8 +122,8 @@ def _memory(trace: Trace, moves: ActionColumns) -> tuple[Int64s, Int64s]:
     return allocated, memory.growth_until_next_check(moves, allocated)
 
 
-def _memory_of_rebuilds(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s, Int64s]:
-    """The same for a plan that recomputes: what a rebuild takes belongs to the hook at which it is."""
+def _memory_of_recomputations(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s, Int64s]:
+    """The same for a plan that recomputes: what a recomputation takes belongs to the hook at which it is."""
     rewritten = rewritten_for(recipes, plan)
     moves = rewritten.moves_of(plan.swaps)
     memory = PlannedMemory(rewritten.trace, memory_curve(rewritten.trace), rewritten.hook_of)
@@ -133,7 +133,7 @@ def _memory_of_rebuilds(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s, Int64
 
 
 def _birth_places(recipes: Recipes, plan: SwapPlan) -> dict[BirthPlace, int]:
-    """Where what is held is written last: by then it is what rebuilds read."""
+    """Where what is held is written last: by then it is what recomputations read."""
     trace, places = recipes.trace, {}
     for action in plan.held:
         tick = int(recipes.last_write[action.tensor])

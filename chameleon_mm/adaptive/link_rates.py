@@ -16,7 +16,7 @@ import numpy as np
 
 from chameleon_mm.device import Device
 from chameleon_mm.policy import LinkCost
-from chameleon_mm.policy.cost import FASTEST_GBPS, SLOWEST_GBPS
+from chameleon_mm.policy.link_cost import FASTEST_GBPS, SLOWEST_GBPS
 from chameleon_mm.saved.timed_spans import CopySpan
 from chameleon_mm.trace.trace import Float64s
 from chameleon_mm.transfer import kept

@@ -270,7 +270,7 @@ class PlanFollower(Director):
         return True
 
     def _compare_memory(self, budget: Budget) -> None:
-        """Have the plan made again if it counts on less memory than is allocated at the first hook: it would pass its
+        """Have the plan made anew if it counts on less memory than is allocated at the first hook: it would pass its
         budget."""
         if self._planned is None:
             return

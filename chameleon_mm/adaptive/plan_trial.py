@@ -25,7 +25,7 @@ class PlanTrial:
     ) -> None:
         self.schedule = schedule
         self.recompute = recompute
-        """The plan's part about recomputation, for the executor; None: nothing is made again."""
+        """The plan's part about recomputation, for the executor; None: nothing is recomputed."""
         self.predicted_out_us = predicted_out_us
         self.predicted_in_us = predicted_in_us
         self.times_us: list[float] = []

@@ -26,7 +26,7 @@ from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.structure import Structure
 from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
-from chameleon_mm.policy.memory import Candidates
+from chameleon_mm.policy.unswapped_memory import Candidates
 from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.saved.recipe import Refusal
@@ -66,9 +66,9 @@ class PlannedStep:
         self.admitted = admitted
         self.banned = set() if banned is None else banned
         self.proven: set[int] = set()
-        """Numbers of the storages that were made again bit for bit, beside their originals."""
+        """Numbers of the storages that were recomputed bit for bit, beside their originals."""
         self.refused: dict[int, Refusal] = {}
-        """Numbers of the storages that cannot be made again, and why."""
+        """Numbers of the storages that cannot be recomputed, and why."""
         self.link: LinkCost | None = None
         """The link that the latest plans were made for."""
         self.modules: Mapping[int, str] = {}
@@ -118,10 +118,10 @@ class PlannedStep:
         self._recorded = with_times(self._recorded, self.slowdown)
         self.reset_for(self.extra)
 
-    # --- what may be made again
+    # --- what may be recomputed
 
     def has_new_refusals(self) -> bool:
-        """Whether plans rely on something that cannot be made again, as was found since they were made. Forgets them then."""
+        """Whether plans rely on something that cannot be recomputed, as was found since they were made. Forgets them then."""
         known, self._planned_without = self._planned_without, len(self.refused)
         if known == self._planned_without:
             return False

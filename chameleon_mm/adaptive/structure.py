@@ -256,7 +256,7 @@ class Structure:
     # --- what steps have taught that holds for others
 
     def proven(self, trace: Trace) -> set[int]:
-        """Numbers of the storages that were made again bit for bit in steps of about this size. Another kernel may run where
+        """Numbers of the storages that were recomputed bit for bit in steps of about this size. Another kernel may run where
         sizes are others: from one power of two to the next recipes are proven anew."""
         return self._proven.setdefault(_octave(_work_bytes(trace, trace.tensor_bytes)), set())
 

@@ -85,7 +85,7 @@ def packed_offsets(sizes: Sequence[int]) -> PackedOffsets:
 
 
 class PackKernels(NamedTuple):
-    """The kernels that a packer launches, as `chameleon_mm.kernels.pack` has them."""
+    """The kernels that a packer launches, as `chameleon_mm.kernels.pack_kernels` has them."""
 
     pack: Callable[..., None]
     unpack: Callable[..., None]
@@ -148,6 +148,6 @@ class Packer:
 
 
 def _triton_kernels() -> PackKernels:
-    from chameleon_mm.kernels.pack import pack, unpack
+    from chameleon_mm.kernels.pack_kernels import pack, unpack
 
     return PackKernels(pack, unpack)

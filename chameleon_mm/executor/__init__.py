@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from chameleon_mm.executor.autograd_hooks import autograd_hooks
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.executor import Executor
-from chameleon_mm.executor.hooks import autograd_hooks
 
 __all__ = ["Director", "Executor", "autograd_hooks"]

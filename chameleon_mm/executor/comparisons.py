@@ -1,7 +1,7 @@
 """Compares what recipes made with the originals: rule 3 of Note [Relied on], `saved/source.py`.
 
     slot = comparisons.begin(buffer)              # as an original is dropped, or a proof of its recipe is due: its checksum
-    comparisons.add(original, buffer)             # as it was made again: the checksum of that
+    comparisons.add(original, buffer)             # as it was recomputed: the checksum of that
     comparisons.add(original, buffer, is_proof=True)    # the same for a proof: the original is used
     comparisons.at_the_end(settle)                # at a use: before this `backward` returns,
     errors = comparisons.settle(task)             # the host compares all of it
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 class _Pair(NamedTuple):
     original: Original
-    remade: ChecksumSlot
+    recomputed: ChecksumSlot
     task: int
     """Number of the backward in which it was made; -1: in none."""
     is_proof: bool
-    """True if the original was used, and not what was made again."""
+    """True if the original was used, and not what was recomputed."""
 
 
 class Comparisons:
@@ -65,7 +65,7 @@ class Comparisons:
             (pairs if task is None or pair.task in (task, -1) else others).append(pair)
         self.pending = others
         self._ends.discard(-1 if task is None else task)
-        numbers = self._checksums.read([slot for pair in pairs for slot in (pair.original.checksum, pair.remade)])
+        numbers = self._checksums.read([slot for pair in pairs for slot in (pair.original.checksum, pair.recomputed)])
         errors: list[RecomputeMismatch] = []
         for pair, before, after in zip(pairs, numbers[::2], numbers[1::2], strict=True):
             original = pair.original

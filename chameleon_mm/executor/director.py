@@ -41,7 +41,7 @@ class HookActions(NamedTuple):
     prefetches: Sequence[SavedStorage] = ()
     """Storages to swap in, after the one that the hook is of."""
     drops: Sequence[SavedStorage] = ()
-    """Storages to drop first of all, as they are made again for their use."""
+    """Storages to drop first of all, as they are recomputed for their use."""
 
 
 NOTHING_DUE = HookActions()
@@ -64,12 +64,12 @@ class Director:
 
     @property
     def recompute(self) -> RecomputePlan | None:
-        """What is made again in the step that has begun; None: nothing."""
+        """What is recomputed in the step that has begun; None: nothing."""
         return None
 
     @property
     def may_recompute(self) -> bool:
-        """Whether the step that has begun may follow a plan that makes something again, as far as is known by now."""
+        """Whether the step that has begun may follow a plan that recomputes something, as far as is known by now."""
         return self.recompute is not None
 
     def replan(self) -> None:
@@ -108,7 +108,7 @@ class Director:
         has these hooks checks memory here and at the last such check, whatever its plan."""
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
-        """Note that `saved`, which autograd did not save, is held for what is made again from it. `number`: as in
+        """Note that `saved`, which autograd did not save, is held for what is recomputed from it. `number`: as in
         `RecomputePlan.held`."""
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:

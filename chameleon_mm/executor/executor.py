@@ -74,7 +74,7 @@ class Executor:
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
         self.checksums = parts.context.checksums
         self.recomputing = parts.recomputing
-        self._comparisons = parts.rebuilds.comparisons
+        self._comparisons = parts.recipe_runner.comparisons
         self._streams, self._order = parts.context.streams, parts.order
         self._registry, self._claims = parts.registry, parts.claims
         self._outs, self._ins = parts.outs, parts.ins
@@ -184,7 +184,7 @@ class Executor:
         prefetches = self._advance(finished, check_memory=True, at_hook=is_hook)
         compute = self._streams.current()
         if prefetches and saved.form.recipe is not None:
-            self._ins.fetch_for_rebuild(saved, prefetches, compute)
+            self._ins.fetch_for_recomputation(saved, prefetches, compute)
             prefetches = ()
         if saved.proof is not None:
             self.recomputing.prove(saved, self._ins.restore)
@@ -360,7 +360,7 @@ class Executor:
         return claim
 
     def before_write(self, value: Value) -> None:
-        """Make again what is made from `value`, as an operator is about to overwrite it. Not to be called inside of a hook."""
+        """Recompute what is made from `value`, as an operator is about to overwrite it. Not to be called inside of a hook."""
         with self.recording.paused():
             self.hook_lock.run(self.parts.rescue.run, value.relied_on())
 

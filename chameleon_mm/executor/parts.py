@@ -1,4 +1,4 @@
-"""Parts of an executor, made and put together: what swaps out and in, what makes again, and the budget over them."""
+"""Parts of an executor, made and put together: what swaps out and in, what recomputes, and the budget over them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from chameleon_mm.device import Device
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.comparisons import Comparisons
-from chameleon_mm.executor.rebuilds import Rebuilds
+from chameleon_mm.executor.recipe_runner import RecipeRunner
 from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.executor.rescue import Rescue
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
     budget: Budget
     outs: SwapOuts
     ins: SwapIns
-    rebuilds: Rebuilds
+    recipe_runner: RecipeRunner
     recomputing: Recomputing
     rescue: Rescue
 
@@ -81,7 +81,7 @@ def assemble(
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
     outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds)
     weak_outs = weakref.ref(outs)
-    rebuilds = Rebuilds(device, context, budget, Comparisons(checksums, metrics.totals))
-    ins = SwapIns(context, registry, budget, staging, order, rebuilds)
-    recomputing = Recomputing(device, streams, metrics, rebuilds, partial(weak_reliance_ended, executor))
-    return Parts(context, order, registry, claims, budget, outs, ins, rebuilds, recomputing, Rescue(ins, budget, streams))
+    recipe_runner = RecipeRunner(device, context, budget, Comparisons(checksums, metrics.totals))
+    ins = SwapIns(context, registry, budget, staging, order, recipe_runner)
+    recomputing = Recomputing(device, streams, metrics, recipe_runner, partial(weak_reliance_ended, executor))
+    return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, budget, streams))

@@ -1,4 +1,4 @@
-"""The part of a plan that is about what is made again, and what the steps that followed it have shown of that.
+"""The part of a plan that is about what is recomputed, and what the steps that followed it have shown of that.
 
 plan.refuse(call)                     # why a call must not run again
 plan.note_refusal(number, refusal)    # a storage was not dropped, now or for good
@@ -17,7 +17,7 @@ from chameleon_mm.saved.recipe import Refusal
 from chameleon_mm.trace.replayable import base_name
 
 ATTEMPTS = 4
-"""Steps that try to drop a storage where something of the moment is in the way. After them it is not made again."""
+"""Steps that try to drop a storage where something of the moment is in the way. After them it is not recomputed."""
 
 
 class Followed(Protocol):
@@ -25,16 +25,16 @@ class Followed(Protocol):
 
     @property
     def recompute(self) -> RecomputePlan | None:
-        """The plan's part about recomputation, as far as the step is known by now; None: nothing is made again."""
+        """The plan's part about recomputation, as far as the step is known by now; None: nothing is recomputed."""
 
     @property
     def may_recompute(self) -> bool:
-        """Whether the step may follow a plan that makes something again."""
+        """Whether the step may follow a plan that recomputes something."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecomputePlan:
-    """Part of a plan that is about what is made again."""
+    """Part of a plan that is about what is recomputed."""
 
     admitted: frozenset[str]
     """Base names of the operators that may run again."""
@@ -43,7 +43,7 @@ class RecomputePlan:
     proven: set[int] = field(default_factory=set)
     """Numbers of the storages that a recipe at their place has made bit for bit, beside the original."""
     refused: dict[int, Refusal] = field(default_factory=dict)
-    """Numbers of the storages that are not made again, and why."""
+    """Numbers of the storages that are not recomputed, and why."""
     is_on_trial: bool = False
     """Whether the step that follows it is to tell how long steps under the plan take."""
     is_typical: bool = True

@@ -1,4 +1,4 @@
-"""Drops what a plan has made again: watches how storages are made, writes their recipes, and proves them.
+"""Drops what a plan recomputes: watches how storages are made, writes their recipes, and proves them.
 
     watch = recomputing.begin(followed, ...)     # entered with the step; None: nothing is recomputed in it
     recomputing.note_saved(t, handle)            # at a save: autograd's own copy may be a recipe's source
@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.executor.parameter_sizes import ParameterSizes
-from chameleon_mm.executor.rebuilds import Rebuilds, Restore
+from chameleon_mm.executor.recipe_runner import RecipeRunner, Restore
 from chameleon_mm.executor.recompute_plan import Followed, RecomputePlan
 from chameleon_mm.policy.recipes import COPIED_BYTES
 from chameleon_mm.profiler.call_watch import CallWatch
@@ -60,7 +60,7 @@ class Recomputing:
         device: Device,
         streams: ComputeStreams,
         metrics: Metrics,
-        rebuilds: Rebuilds,
+        recipe_runner: RecipeRunner,
         reliance_ended: Callable[[Reliance], None],
     ) -> None:
         """`reliance_ended`: called as `Reliance` calls it."""
@@ -68,7 +68,7 @@ class Recomputing:
         self._reliance_ended = reliance_ended
         self._streams = streams
         self._metrics = metrics
-        self._rebuilds = rebuilds
+        self._recipe_runner = recipe_runner
         self._plan: RecomputePlan | None = None
         self._followed: Followed | None = None
         self._is_untypical = False
@@ -77,7 +77,7 @@ class Recomputing:
         """What watches the running step's forward; None: nothing is recomputed in this step."""
         self._held: dict[int, tuple[Value, Claim]] = {}
         """Values that recipes of this step may need, each with what keeps its bytes, by the value's id."""
-        self._snapshots: dict[int, tuple[Value, Source]] = {}
+        self._held_sources: dict[int, tuple[Value, Source]] = {}
         self.waiting: list[_Waiting] = []
         """What is to be dropped and is not yet, by rule 1. Others only read it."""
         self._parameters = ParameterSizes()
@@ -115,7 +115,7 @@ class Recomputing:
                 self._held.clear()
             else:
                 plan.is_typical = watch is not None and not self._is_untypical
-                self._rebuilds.inner_bytes = plan.inner_bytes
+                self._recipe_runner.inner_bytes = plan.inner_bytes
 
     def _note_untypical(self) -> None:
         self._is_untypical = True
@@ -128,9 +128,9 @@ class Recomputing:
             self.watch.end()
         self.watch = self._plan = self._followed = None
         self._held.clear()
-        self._snapshots.clear()
+        self._held_sources.clear()
         self.waiting = []
-        self._rebuilds.comparisons.end_step()
+        self._recipe_runner.comparisons.end_step()
         self._parameters.end_step()
 
     # --- what the hooks tell
@@ -187,7 +187,7 @@ class Recomputing:
         return [saved for saved in (*due, *self._ready()) if self.drop(saved) not in (None, WAITS)]
 
     def drop(self, saved: SavedStorage) -> Refusal | None:
-        """Drop a storage that the plan has made again. Returns why it stays."""
+        """Drop a storage that the plan recomputes. Returns why it stays."""
         self._follow()
         refusal = self._drop(saved)
         if refusal is not None:
@@ -253,7 +253,7 @@ class Recomputing:
         assert saved.device is not None and saved.planned is not None and plan is not None
         number, operators = saved.planned.tensor, recipe.operators
         return Original(
-            checksum=self._rebuilds.comparisons.begin(flat_bytes(saved.device)),
+            checksum=self._recipe_runner.comparisons.begin(flat_bytes(saved.device)),
             nbytes=saved.nbytes,
             dtype="several dtypes" if saved.dtype is None else str(saved.dtype),
             module=plan.module_of(number),
@@ -269,7 +269,7 @@ class Recomputing:
             source.add_view()
 
     def _rely(self, source: Source, recipe: Recipe, dropped: weakref.ref[SavedStorage]) -> None:
-        """Have `dropped` made again before the bytes of `source` may change: by an operator in forward, or once autograd does
+        """Have `dropped` recomputed before the bytes of `source` may change: by an operator in forward, or once autograd does
         not rely on them any more."""
         relied = source.relied
         if relied is None:
@@ -350,7 +350,7 @@ class Recomputing:
             return None  # what torch did not allocate may be written to by whoever did
         if storage.device != self._device.torch_device and value.nbytes > COPIED_BYTES:
             return None  # a host buffer, which the next batch goes into
-        known = self._snapshots.get(id(value))
+        known = self._held_sources.get(id(value))
         if known is not None:
             return known[1]
         stream = self._streams.current()
@@ -363,7 +363,7 @@ class Recomputing:
             self._obstacle = OTHERS_WRITE  # rule 2 does not hold, and rule 1 never will: the model has it
             return None
         if value.nbytes <= COPIED_BYTES and value.call is None and not (is_saved and stays):
-            copied = self._rebuilds.copied(storage, self._dropping)
+            copied = self._recipe_runner.copied(storage, self._dropping)
             if copied is None:
                 self._obstacle = Refusal("no memory for a copy of a small input", lasts=False)
                 return None
@@ -371,14 +371,14 @@ class Recomputing:
         else:
             relied, probe = value.relied_on(), VersionProbe(t)
             source = Source(nbytes=value.nbytes, relied=relied, storage=storage, probe=probe, stream=stream)
-        self._snapshots[id(value)] = value, source
+        self._held_sources[id(value)] = value, source
         return source
 
     def prove(self, saved: SavedStorage, restore: Restore) -> None:
         """Try the recipe of `saved`, which is used next for the first time and was kept for that: rule 3."""
         proof, saved.proof = saved.proof, None
         assert proof is not None
-        refusal = self._rebuilds.prove(proof, saved, self._streams.current(), restore)
+        refusal = self._recipe_runner.prove(proof, saved, self._streams.current(), restore)
         if refusal is not None:
             self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
             proof.refuse(refusal)

@@ -1,4 +1,4 @@
-"""Makes dropped storages again before what they are made from may be overwritten. Note [Relied on].
+"""Recomputes dropped storages before what they are made from may be overwritten. Note [Relied on].
 
 rescue = Rescue(ins, budget, streams)
 rescue.run(value.relied)      # under the executor's lock, outside of hooks, before an operator writes to the value
@@ -35,7 +35,7 @@ class Rescue:
         self._streams = streams
 
     def run(self, relied: Relied) -> None:
-        """Make again all that was dropped and rests on `relied`, and have it stay or go to the host."""
+        """Recompute all that was dropped and rests on `relied`, and have it stay or go to the host."""
         compute, dependents = self._streams.current(), relied.dependents
         with _disable_current_modes() if tracer_is_on() else nullcontext():
             while dependents:

@@ -15,7 +15,7 @@ import torch
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.rebuilds import Rebuilds
+from chameleon_mm.executor.recipe_runner import RecipeRunner
 from chameleon_mm.policy import UseOrder
 from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
@@ -39,9 +39,9 @@ class SwapIns:
         budget: Budget,
         staging: Staging,
         order: UseOrder,
-        rebuilds: Rebuilds,
+        recipe_runner: RecipeRunner,
     ) -> None:
-        self._rebuilds = rebuilds
+        self._recipe_runner = recipe_runner
         self._context = context
         self._registry = registry
         self._budget = budget
@@ -59,10 +59,10 @@ class SwapIns:
         packed = self._restore_held(saved, compute)
         return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), exclude=(saved,))
 
-    def fetch_for_rebuild(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
-        """Bring back what making `saved` again reads from the host, then queue the copies back that are `due` by plan: they run
+    def fetch_for_recomputation(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
+        """Bring back what recomputing `saved` reads from the host, then queue the copies back that are `due` by plan: they run
         beside the operators that make it."""
-        self._rebuilds.restore_sources(saved, compute, self.restore)
+        self._recipe_runner.restore_sources(saved, compute, self.restore)
         self.prefetch_planned(due, compute)
 
     def prefetch_after(self, saved: SavedStorage, compute: Stream) -> None:
@@ -112,7 +112,7 @@ class SwapIns:
         if group is not None and saved.state is State.ON_HOST and saved.usable_elsewhere(compute) is None:
             self._unpack(group, saved, compute)
         if saved.form.recipe is not None and saved.state is State.ON_HOST:
-            self._rebuilds.rebuild(saved, compute, self._restore_held)
+            self._recipe_runner.recompute(saved, compute, self._restore_held)
         if saved.state is State.SWAPPING_OUT:
             saved.cancel_swap_out()
         if saved.state is State.ON_HOST:

@@ -28,13 +28,13 @@ _log = logging.getLogger(__name__)
 class Where(enum.Enum):
     """Place of the bytes of hosted memory: device, host, or on the way."""
 
-    ON_DEVICE = "on the device"
+    ON_DEVICE = "on_device"
     """Begins when a copy back has arrived; ends when its copy out is queued, or its memory goes as the host has its bytes."""
     LEAVING = "leaving"
     """On the device, with a copy out queued or running. Ends when compute is ordered after that copy and the memory is free."""
-    ON_HOST = "on the host"
+    ON_HOST = "on_host"
     """Begins then; ends when its copy back is queued."""
-    COMING = "coming back"
+    COMING = "coming"
     """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
 
 

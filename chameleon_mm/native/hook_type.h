@@ -33,8 +33,8 @@ struct HookType {
 
   static PyObject* make(const char* name, PyCFunction save, PyCFunction use) {
     static PyMethodDef methods[] = {
-        {"save", save, METH_O, "on_save: as that of executor/hooks.py."},
-        {"use", use, METH_O, "on_use: as that of executor/hooks.py."},
+        {"save", save, METH_O, "on_save: as that of executor/autograd_hooks.py."},
+        {"use", use, METH_O, "on_use: as that of executor/autograd_hooks.py."},
         {nullptr, nullptr, 0, nullptr}};
     PyType_Slot slots[] = {
         {Py_tp_traverse, (void*)traverse},

@@ -190,7 +190,7 @@ void find_parts(Parts& p, PyObject* executor) {
   p.history_is_on = get(autograd.it, n__cuda_isHistoryEnabled).taken();
   p.memory_fraction = get(autograd.it, n__cuda_getMemoryFraction).taken(), p.index = get(p.device, n_index).taken();
   p.deque = class_of("collections", "deque");
-  Ref device_class(class_of("chameleon_mm.device.cuda.device", "CudaDevice"));
+  Ref device_class(class_of("chameleon_mm.device.cuda.cuda_device", "CudaDevice"));
   p.least_bytes = get_number(executor, n__least_bytes), p.device_index = (int)get_number(p.device, n_index);
   p.main = Py_NewRef(Py_None);
   Ref reader(PyObject_GetAttrString(p.read_allocated, "func"));  // of a partial, whose function is C's where the helper reads

@@ -1,6 +1,6 @@
 // What the hooks of a planned step ask of the device: events, waits, copies; and tensors over memory that is there.
 //
-//   record(stream)            -> a new CudaEvent behind all that the stream was given         (device/cuda/stream.py: `record`)
+//   record(stream)            -> a new CudaEvent behind all that the stream was given         (device/cuda/cuda_stream.py: `record`)
 //   wait(stream, event)       -> the stream's later work comes after the event                (`wait`)
 //   is_complete(event)        -> never waits                                                  (`CudaEvent.query`)
 //   copy(stream, dst, src, n) -> queued on the stream                                         (`copy`)

@@ -32,7 +32,7 @@ bool is_here(Hooks* h) {
   return status == 0;
 }
 
-// Whether the step follows its plan so far, and nothing of it is recorded, timed, predicted or made again. At its first hook, and
+// Whether the step follows its plan so far, and nothing of it is recorded, timed, predicted or recomputed. At its first hook, and
 // where a use is not the one that the plan has, the director is asked in Python.
 struct Step {
   Ref schedule, planned, cursor;
@@ -303,7 +303,7 @@ void check_memory(const Parts& p, const Step& step, bool at_hook) {
   note_growth(p, step, growth, at_hook);
 }
 
-// Whether nothing is due at a hook of what stays, which then is only numbered: `saves_at_rest` and what executor/hooks.py asks before.
+// Whether nothing is due at a hook of what stays, which then is only numbered: `saves_at_rest`, and what autograd_hooks.py asks before.
 bool is_at_rest(const Parts& p, const Step& step) {
   return step.hook < field_number(p.director, Follower.at_rest_until) && !size_of(field(p.outs, Outs.fresh)) &&
          !size_of(p.reclaim_entries) && !field_number(p.outs, Outs.waiting_bytes) && !size_of(p.out.queued) && !size_of(p.in.queued);

@@ -8,7 +8,7 @@
 namespace swap {
 
 constexpr double SHORT_SHARE = 0.5;             // as in reclaim.py
-constexpr long long SEGMENT_BYTES = 20LL << 20;  // as in device/cuda/allocator_hook.py: a test compares both
+constexpr long long SEGMENT_BYTES = 20LL << 20;  // as in device/cuda/cuda_allocator_hook.py: a test compares both
 
 // DeviceCopy.take_back, of a storage that is lent: its device copy again; or it is noted that the allocator has reclaimed it.
 inline void take_back(const Parts& p, PyObject* saved) {

@@ -159,10 +159,10 @@ SLOTTED(KeptClass, "saved.handles", "KeptTensor", KEPT_FIELDS)
 SLOTTED(MoveClass, "transfer.copy_queue", "Move", MOVE_FIELDS)
 
 #define EVENT_FIELDS(X) X(raw) X(timed)
-SLOTTED(EventClass, "device.cuda.stream", "CudaEvent", EVENT_FIELDS)
+SLOTTED(EventClass, "device.cuda.cuda_stream", "CudaEvent", EVENT_FIELDS)
 
 #define STREAM_FIELDS(X) X(_handle) X(raw)
-SLOTTED(StreamClass, "device.cuda.stream", "CudaStream", STREAM_FIELDS)
+SLOTTED(StreamClass, "device.cuda.cuda_stream", "CudaStream", STREAM_FIELDS)
 
 #define CURSOR_FIELDS(X) X(_at) X(_due) X(_hooks) X(next_hook)
 SLOTTED(CursorClass, "adaptive.hook_schedule", "ScheduleCursor", CURSOR_FIELDS)
@@ -187,7 +187,7 @@ SLOTTED(ForecastClass, "executor.forecasts", "PlanForecast", FORECAST_FIELDS)
 SLOTTED(LendingClass, "reclaim", "Lending", LENDING_FIELDS)
 
 #define ALLOCATOR_HOOK_FIELDS(X) X(_asked) X(_history) X(_hook) X(_set) X(_total_bytes)
-SLOTTED(AllocatorHookClass, "device.cuda.allocator_hook", "CudaAllocatorHook", ALLOCATOR_HOOK_FIELDS)
+SLOTTED(AllocatorHookClass, "device.cuda.cuda_allocator_hook", "CudaAllocatorHook", ALLOCATOR_HOOK_FIELDS)
 
 #define RECLAIM_QUEUE_FIELDS(X) X(entries) X(pending_bytes)
 SLOTTED(ReclaimQueueClass, "reclaim", "ReclaimQueue", RECLAIM_QUEUE_FIELDS)

@@ -1,6 +1,6 @@
-// Autograd's two hooks for what stays on the device while nothing is due: executor/hooks.py line by line, without the interpreter.
+// Autograd's two hooks for what stays on the device while nothing is due: executor/autograd_hooks.py line by line, without the interpreter.
 //
-//   save, use = hooks(save, use, parts)      // the two of executor/hooks.py, and the objects whose attributes they read
+//   save, use = hooks(save, use, parts)      // the two of executor/autograd_hooks.py, and the objects whose attributes they read
 //
 // The state stays where it is, in the Python objects: both ways read and write the same attributes, so each hook may take either.
 // Whatever is not simple is left to the Python function, with nothing noted and nothing counted.
@@ -46,7 +46,7 @@ unsigned forks = 0;  // between the process that imported this and the one that 
 #define DECLARE(name) PyObject* n_##name = nullptr;
 NAMES(DECLARE)
 
-// Objects that the hooks read, in the order in which hooks.py gives them.
+// Objects that the hooks read, in the order in which autograd_hooks.py gives them.
 enum Part {
   FALLBACK_SAVE, FALLBACK_USE, COUNTS, RECORDING, ACQUIRE, RELEASE, OUTS, LEAVING, QUEUED_OUT, QUEUED_IN, ENDED, ERRORS,
   TOTALS, IS_PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SAVES_AT_REST, ENTER_BACKWARD, BACKWARD,
@@ -374,7 +374,7 @@ PyObject* is_python_functions(PyObject*, PyObject* t) {
 }
 
 PyMethodDef functions[] = {
-    {"hooks", make_hooks, METH_VARARGS, "The two hooks, of the parts in the order of hooks.py."},
+    {"hooks", make_hooks, METH_VARARGS, "The two hooks, of the parts in the order of autograd_hooks.py."},
     {"is_python_functions", is_python_functions, METH_O, "Whether a tensor is the result of a function written in Python."},
     {nullptr, nullptr, 0, nullptr}};
 

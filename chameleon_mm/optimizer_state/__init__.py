@@ -9,6 +9,6 @@ Whoever reads the state between two steps, as a checkpoint does, gets it on the 
 
 from __future__ import annotations
 
-from chameleon_mm.optimizer_state.swapping import BUCKET_BYTES, OptimizerSwap, check_optimizer
+from chameleon_mm.optimizer_state.optimizer_swap import BUCKET_BYTES, OptimizerSwap, check_optimizer
 
 __all__ = ["BUCKET_BYTES", "OptimizerSwap", "check_optimizer"]

@@ -6,7 +6,7 @@ swap.attach(stack)       # all leave; until `stack` is left, each comes back bef
 
 from __future__ import annotations
 
-from chameleon_mm.parameters.memory import DeviceBesideWindow, beside_window
-from chameleon_mm.parameters.swapping import ParameterSwap, check_parameters
+from chameleon_mm.parameters.device_beside_window import DeviceBesideWindow, beside_window
+from chameleon_mm.parameters.parameter_swap import ParameterSwap, check_parameters
 
 __all__ = ["DeviceBesideWindow", "ParameterSwap", "beside_window", "check_parameters"]

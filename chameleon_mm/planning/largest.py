@@ -44,10 +44,12 @@ percent more than arithmetic says."""
 class Bound(enum.StrEnum):
     """Limit that keeps a size from being larger."""
 
-    DEVICE = "device memory"
-    HOST = "pinned host memory"
+    DEVICE = "device"
+    """Device memory."""
+    HOST = "host"
+    """Pinned host memory."""
     MODEL = "the model itself"
-    """It is built for no more, as a table of positions is."""
+    """The model itself: it is built for no more, as a table of positions is."""
     NOTHING = "nothing that was looked at"
 
 

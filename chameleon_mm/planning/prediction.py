@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.planning.record import RecordedStep
@@ -43,7 +43,7 @@ from chameleon_mm.policy import (
     smallest_hidden_budget,
     swap_all,
 )
-from chameleon_mm.policy.memory import sum_over_time
+from chameleon_mm.policy.unswapped_memory import sum_over_time
 from chameleon_mm.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import allocated_size, format_size_up, parse_size

@@ -18,9 +18,9 @@ from chameleon_mm.model_swap import bucket_bytes_within
 from chameleon_mm.outputs import print_table
 from chameleon_mm.planning.beside import host_bytes_beside, left_beside_window
 from chameleon_mm.planning.prediction import MemoryNeed, needs_of, peak_phase
+from chameleon_mm.planning.prediction_text import conclude, head, needs_table, rooflines
 from chameleon_mm.planning.record import RecordedStep, record_step
 from chameleon_mm.planning.session_run import RunRequest, SessionRun, StepRun, run_session
-from chameleon_mm.planning.show import conclude, head, needs_table, rooflines
 from chameleon_mm.policy import Peak, peak_memory
 from chameleon_mm.trace import StepPhase
 from chameleon_mm.units import format_size, format_us

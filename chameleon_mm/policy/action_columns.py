@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chameleon_mm.policy.memory import sum_over_time
 from chameleon_mm.policy.plan import Action
+from chameleon_mm.policy.unswapped_memory import sum_over_time
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Bools, Int64s
 from chameleon_mm.units import allocated_size

@@ -2,8 +2,8 @@
 
 at any moment t before the last use, x = what is too much then:       x has crossed by t, and crosses back after t
     step >= max(compute before t, x / d2h) + max(compute after t until the last use, x / h2d) + compute after it
-with recomputation, at the moment of the peak:                        the cheapest mix of x crossing and y made again
-    step >= min over x + y of the same, the time to make y again added to compute after t     (mixed_bound.py)
+with recomputation, at the moment of the peak:                        the cheapest mix of x crossing and y recomputed
+    step >= min over x + y of the same, the time to recompute y added to compute after t     (mixed_bound.py)
 
 Relaxed: storages are divisible, copies have no fixed cost, and nothing is said about which one is idle when. So what a plan
 reaches of it is a lower bound of how good the plan is.
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.memory import Candidates, below_least, least_memory, memory_curve, smallest_budget
-from chameleon_mm.policy.mixed_bound import RebuildTime
+from chameleon_mm.policy.link_cost import LinkCost
+from chameleon_mm.policy.mixed_bound import RecomputeTime
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.policy.simulate import Simulator
+from chameleon_mm.policy.unswapped_memory import Candidates, below_least, least_memory, memory_curve, smallest_budget
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import whole_bytes
@@ -46,7 +46,7 @@ class Ideal:
 
 def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Collection[str] = ()) -> Ideal:
     """Bound of the step's time: no plan for `trace` within `hbm_budget` bytes takes less. `recompute`: base names of operators
-    that may run again, so that what is saved may be made again instead of swapped (mixed_bound.py); of no account for a budget
+    that may run again, so that what is saved may be recomputed instead of swapped (mixed_bound.py); of no account for a budget
     that asks for swapping between two uses.
 
     Raises `InfeasibleBudget` (a `ValueError`) where not even swapping all that may move is enough, `TypeError` for a budget
@@ -158,25 +158,25 @@ class _Step:
 
 
 def _cheapest_mix(recipes: Recipes, step: _Step, t: int, over: float, cost_model: LinkCost) -> Ideal:
-    """Bound with recomputation at tick `t`, where `over` bytes are too much: some cross the link, others are made again."""
+    """Bound with recomputation at tick `t`, where `over` bytes are too much: some cross the link, others are recomputed."""
     out_rate, back_rate = cost_model.d2h_gbps * 1e3, cost_model.h2d_gbps * 1e3
-    rebuild = RebuildTime(recipes, t)
+    recompute_time = RecomputeTime(recipes, t)
     before_us, after_us = float(step.before_us[t]), float(step.after_us[t])
 
     def cheapest() -> tuple[float, float, float]:
-        """The bound until the last use, its bytes that are made again, and the time of that."""
+        """The bound until the last use, its bytes that are recomputed, and the time of that."""
         # Convex and linear between these points: the kinks, and where one side of a max meets the other.
-        points = np.unique(np.append(rebuild.kinks(over), np.clip(over - before_us * out_rate, 0.0, over)))
-        slack_us = after_us + rebuild.at(points) - (over - points) / back_rate
+        points = np.unique(np.append(recompute_time.kinks(over), np.clip(over - before_us * out_rate, 0.0, over)))
+        slack_us = after_us + recompute_time.at(points) - (over - points) / back_rate
         rises = int(np.searchsorted(slack_us, 0.0))
         if 0 < rises < len(points):
             points = np.append(points, np.interp(0.0, slack_us[rises - 1 : rises + 1], points[rises - 1 : rises + 1]))
-        again_us = rebuild.at(points)
+        again_us = recompute_time.at(points)
         crosses = over - points
         bound_us = relaxed_us(before_us, after_us + again_us, crosses / out_rate, crosses / back_rate)
         best = int(bound_us.argmin())
         return float(bound_us[best]), float(points[best]), float(again_us[best])
 
-    rebuild.refine(cheapest()[1])
+    recompute_time.refine(cheapest()[1])
     bound_us, again, again_us = cheapest()
     return Ideal(step_us=bound_us + step.tail_us, swapped_bytes=over - again, recomputed_us=again_us)

@@ -2,7 +2,7 @@
 
 path = ChoicePath.of(recipes, level, budget)
 path.choice(u)                          # dropped, held: at price number u; between two prices a mix of both choices
-path.estimates(u)                       # level and time of it, before any rebuild is looked at
+path.estimates(u)                       # level and time of it, before any recomputation is looked at
 
 in the order of making, at a price of p us for a byte:
     get(x)      0 where x is saved, or kept by autograd where it is; else the less of p * size, to hold it, and of making it
@@ -36,7 +36,7 @@ class Choice(NamedTuple):
 
     dropped: Int64s
     held: Int64s
-    remade_us: float
+    recompute_us: float
     """Time of the operators that run again, by arithmetic over prices."""
 
 
@@ -49,7 +49,7 @@ class ChoicePath:
     held: Bools
     """(m, prices) whether each is held."""
     make_us: Float64s
-    """(m, prices) time in which each dropped one is made again."""
+    """(m, prices) time in which each dropped one is recomputed."""
     place: Float64s
     """(m,) place of each in a mix, from 0 to below 1: below the dearer price's share, that price decides."""
 
@@ -87,7 +87,7 @@ class _Pricing:
 
     def _alive_at_peaks(self, level: Int64s) -> Bools:
         """(m,) whether autograd keeps each, so that it is there by itself when the most is allocated of the time until a
-        rebuild reads it."""
+        recomputation reads it."""
         trace, recipes = self._recipes.trace, self._recipes
         alive = recipes.can_hold & recipes.is_kept & (recipes.needed_until >= 0)
         which = np.flatnonzero(alive)
@@ -129,7 +129,7 @@ class _Pricing:
         drop, hold, needed = (np.zeros((m, n), np.bool_) for _ in range(3))
         get, make = np.zeros((m, n)), np.zeros((m, n))
         saved, can_drop, free = recipes.saved.tolist(), self._can_drop.tolist(), self._free.tolist()
-        can_remake, can_hold = recipes.can_remake.tolist(), recipes.can_hold.tolist()
+        can_recompute, can_hold = recipes.can_recompute.tolist(), recipes.can_hold.tolist()
         unsaved = [[x for x in recipes.inputs[j] if not saved[x]] for j in range(m)]
         for x in range(m):
             if not recipes.makers[x] and not saved[x]:
@@ -147,7 +147,7 @@ class _Pricing:
                 make[j] = took
             elif free[j]:
                 hold[j] = True
-            elif not can_remake[j]:
+            elif not can_recompute[j]:
                 hold[j] = can_hold[j]
                 get[j] = prices * size[j] if can_hold[j] else np.inf
             else:

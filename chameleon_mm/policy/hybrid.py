@@ -17,8 +17,7 @@ import numpy as np
 
 from chameleon_mm.policy.bounds import relaxed_us
 from chameleon_mm.policy.choice import Choice, ChoicePath
-from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.memory import sum_over_time
+from chameleon_mm.policy.link_cost import LinkCost
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.planned_rewrite import choice_actions
 from chameleon_mm.policy.problem import Problem
@@ -27,6 +26,7 @@ from chameleon_mm.policy.rewrite import RewrittenTrace
 from chameleon_mm.policy.scheduling import PerTensor, Scheduled
 from chameleon_mm.policy.search import Found, Search
 from chameleon_mm.policy.simulate import Simulator
+from chameleon_mm.policy.unswapped_memory import sum_over_time
 from chameleon_mm.trace import Trace
 
 _PLANNED = 2
@@ -94,7 +94,7 @@ class HybridSearch:
         if not self.plans:
             self._try(self._last, tried)
         for _ in range(_BESIDE):
-            # Where copies make compute wait more has to be made again, else less may do.
+            # Where copies make compute wait more has to be recomputed, else less may do.
             step = 1 if not self.plans or self.plans[0].stall_us > _WAITS * self.plans[0].step_us else -1
             part = self._best_part + step
             while 0 <= part <= self._last and not self._try(part, tried):
@@ -119,7 +119,7 @@ class HybridSearch:
         return True
 
     def _estimate_us(self, choice: Choice) -> float:
-        """The step on a link that is never idle, if rebuilds took no memory; infinite where that is not within the budgets."""
+        """The step on a link that is never idle, if recomputing took no memory; infinite where that exceeds the budgets."""
         problem, limits = self._problem, self._limits
         recipes, c = self._recipes, self._recipes.candidates
         rows = recipes.row[choice.dropped]
@@ -139,10 +139,10 @@ class HybridSearch:
         if (over > idle[:last]).any() or (limits.host_budget is not None and over.max(initial=0) > limits.host_budget):
             return inf
         clock = np.asarray(problem.time_us)
-        after = clock[last] - clock[:last] + choice.remade_us
+        after = clock[last] - clock[:last] + choice.recompute_us
         out_us, back_us = over / (limits.cost.d2h_gbps * 1e3), over / (limits.cost.h2d_gbps * 1e3)
         relaxed = relaxed_us(clock[:last], after, out_us, back_us)
-        floor = problem.total_us + choice.remade_us
+        floor = problem.total_us + choice.recompute_us
         return max(floor, float(relaxed.max(initial=0.0)) + problem.total_us - float(clock[last]))
 
     def _plan(self, choice: Choice) -> None:
@@ -151,7 +151,7 @@ class HybridSearch:
         dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
         for repair in range(_REPAIRS):
             rewritten = RewrittenTrace.of(self._recipes, dropped, held)
-            beside_bytes = rewritten.rebuilds.bytes_beside(self._trace)
+            beside_bytes = rewritten.recomputations.bytes_beside(self._trace)
             budget = limits.budget - beside_bytes
             problem = Problem.of(rewritten.trace)
             if problem.least_bytes <= budget:
@@ -193,9 +193,9 @@ class HybridSearch:
         )
 
     def _too_large(self, rewritten: RewrittenTrace, problem: Problem, budget: int, *, gently: bool) -> set[int]:
-        """Dropped storages without whose rebuilds there is more room, where `budget` has too little, whatever is swapped: all
-        that is there again by then, and all that is made next. `gently`: what is used there, if that makes others as well, else
-        what is made there, if anything is."""
+        """Dropped storages without whose recomputations there is more room, where `budget` has too little, whatever is swapped:
+        all that is there again by then, and all that is made next. `gently`: what is used there, if that makes others as well,
+        else what is made there, if anything is."""
         c, recipes = problem.candidates, self._recipes
         level = problem.level - sum_over_time(len(problem.level), c.size, c.first, c.use)
         use = recipes.candidates.use[recipes.row].tolist()

@@ -1,6 +1,6 @@
-"""The bound of a step's time where what is saved may be swapped or made again: a linear program's, from below, with no solver.
+"""The bound of a step's time where what is saved may be swapped or recomputed: a linear program's, from below, with no solver.
 
-at one moment t, over = bytes that are too much then:    G of them are made again later, at a time of R; the others cross
+at one moment t, over = bytes that are too much then:    G of them are recomputed later, at a time of R; the others cross
     step >= min over G of    max(before t, (over - G) / d2h) + max(after t + R(G), (over - G) / h2d) + tail
 
 R(G) is the least time of operators that run again so that G bytes are gone at t, what is held for that taken off. Relaxed:
@@ -12,7 +12,7 @@ price p
     get(x)  = 0 where it is there at t; else the less of p * size(x) and make(x)
 
 because what several need, an operator or what it reads, costs at least the sum of their shares, whatever these are: that is the
-dual of the linear program. The shares are moved to those that are made again, a few times, and of each price the best counts.
+dual of the linear program. The shares are moved to those that are recomputed, a few times, and of each price the best counts.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from chameleon_mm.units import allocated_size
 _FINER = 24
 """Prices around the one that decides."""
 _ANY_PRICE = 1e-3
-"""Price, in us for a byte, where what can be made again takes no time."""
+"""Price, in us for a byte, where what can be recomputed takes no time."""
 _ROUNDS = 6
 """Rounds of sharing out. With so many, and the prices above, the bound of a 7B model is within 0.5 % of a solver's."""
 
 
-class RebuildTime:
-    """The least time in which bytes can be made again that are gone at one tick, from below."""
+class RecomputeTime:
+    """The least time in which bytes can be recomputed that are gone at one tick, from below."""
 
     def __init__(self, recipes: Recipes, tick: int) -> None:
         trace, c = recipes.trace, recipes.candidates
@@ -48,7 +48,7 @@ class RebuildTime:
         saved = recipes.saved
         self._free = there.tolist()
         self._saved = saved.tolist()
-        self._can_hold, self._can_remake = recipes.can_hold.tolist(), recipes.can_remake.tolist()
+        self._can_hold, self._can_recompute = recipes.can_hold.tolist(), recipes.can_recompute.tolist()
         self._unsaved = [[x for x in made_of if not self._saved[x] and not self._free[x]] for made_of in recipes.inputs]
         self._order = self._needed_order()
         self._us = self._shares_us()
@@ -77,7 +77,7 @@ class RebuildTime:
         return np.array([0.0, *(g for g in inside if 0 < g < most), most])
 
     def _needed_order(self) -> list[int]:
-        """Storages that may be made again, with what they are made of, inputs first."""
+        """Storages that may be recomputed, with what they are made of, inputs first."""
         needed = list(self._can_drop)
         for j in reversed(self._recipes.order):
             if needed[j]:
@@ -106,7 +106,7 @@ class RebuildTime:
         ratio = [max(price, LEAST_PRICE) for price in ratio] or [_ANY_PRICE]
         self.lines = [(0.0, 0.0)]
         prices = np.geomspace(min(ratio) * 0.5, max(ratio) * 8, NUM_PRICES)
-        prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # for more bytes than can be made again
+        prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # for more bytes than can be recomputed
         own = np.unique(ratio)  # where nothing is held these are the prices at which anything changes
         prices = np.unique(np.append(prices, own if len(own) <= NUM_PRICES else own[:: len(own) // NUM_PRICES]))
         self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
@@ -140,7 +140,7 @@ class RebuildTime:
         return best
 
     def _priced(self, prices: Float64s, share: dict[tuple[int, int], Float64s]) -> tuple[Float64s, dict[int, Float64s]]:
-        """The sum for these shares, and of each storage whether it is made again."""
+        """The sum for these shares, and of each storage whether it is recomputed."""
         sums = np.zeros(len(prices))
         get = {x: prices * self._size[x] for x in self._only_held}
         again: dict[int, Float64s] = {}
@@ -152,7 +152,7 @@ class RebuildTime:
             if self._can_drop[j]:
                 again[j] = (cost < held).astype(np.float64)
                 sums += np.minimum(cost - held, 0.0)
-            elif not self._can_remake[j]:
+            elif not self._can_recompute[j]:
                 again[j], get[j] = np.zeros(len(prices)), held
             elif not self._can_hold[j]:
                 again[j], get[j] = np.ones(len(prices)), cost

@@ -5,9 +5,9 @@ At one hook, in this order:
        a copy, what is to be recomputed or what the host has since an earlier action, and whose `reclaim_at` it is
     2. copies out whose `out_at` it is are queued, in the plan's order
     3. a use whose tensor is on the host: memory is taken, the copy back queued ahead of others; compute waits for it. A use
-       whose tensor was dropped: the same for all that the rebuild reads and that is on the host
+       whose tensor was dropped: the same for all that the recomputation reads and that is on the host
     4. other copies back whose `in_at` it is: memory is taken and they are queued, in the plan's order
-    5. a use whose tensor was dropped: the operators that make it again run
+    5. a use whose tensor was dropped: the operators that recompute it run
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class ActionKind(enum.Enum):
     SWAP = "swap"
     """The candidate crosses the link as it is."""
     RECOMPUTE = "recompute"
-    """The candidate is dropped at `reclaim_at`, and made again at `in_at`, which is `use_at`: its own first use, or an earlier
+    """The candidate is dropped at `reclaim_at`, and recomputed at `in_at`, which is `use_at`: its own first use, or an earlier
     one of another dropped storage that is made from it."""
     HOLD = "hold"
-    """The storage, which autograd did not save, is kept from `out_at` on, the first hook at which it is whole, for the rebuilds
-    that read it: the first of them is at `use_at`. It may be swapped meanwhile: then it has an action for that as well."""
+    """The storage, which autograd did not save, is kept from `out_at` on, the first hook at which it is whole, for the
+    recomputations that read it, from `use_at` on. It may be swapped meanwhile: then it has an action for that as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +107,12 @@ class SwapPlan:
 
     @property
     def recomputed(self) -> tuple[Action, ...]:
-        """Actions of what is dropped and made again."""
+        """Actions of what is dropped and recomputed."""
         return self._of_kind(ActionKind.RECOMPUTE)
 
     @property
     def held(self) -> tuple[Action, ...]:
-        """Actions of what is held for others to be made again from it."""
+        """Actions of what is held for others to be recomputed from it."""
         return self._of_kind(ActionKind.HOLD)
 
     @property

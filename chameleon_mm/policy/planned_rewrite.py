@@ -14,12 +14,12 @@ from chameleon_mm.policy.rewrite import RewrittenTrace
 def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
     """The trace of `recipes` rewritten for what `plan` drops and holds.
 
-    Raises `ValueError` unless all of it can be dropped, held and rebuilt, at the hooks that the plan says.
+    Raises `ValueError` unless all of it can be dropped, held and recomputed, at the hooks that the plan says.
     """
     again = "make a plan for this trace"
     for action in plan.recomputed:
         if not 0 <= action.tensor < len(recipes.can_drop) or not recipes.can_drop[action.tensor]:
-            raise ValueError(f"plan, tensor {action.tensor}: expected one that can be made again, got another; {again}")
+            raise ValueError(f"plan, tensor {action.tensor}: expected one that can be recomputed, got another; {again}")
     for action in plan.held:
         if not 0 <= action.tensor < len(recipes.can_hold) or not recipes.can_hold[action.tensor]:
             raise ValueError(f"plan, tensor {action.tensor}: expected one that can be held, got another; {again}")
@@ -29,7 +29,7 @@ def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
         expected = found.get((action.tensor, action.kind))
         if expected is None:
             raise ValueError(
-                f"plan, tensor {action.tensor}: expected something that is away for a time and that a rebuild reads, got a "
+                f"plan, tensor {action.tensor}: expected something that is away and that a recomputation reads, got a "
                 f"{action.kind.value} of another; {again}"
             )
         if expected != action:
@@ -41,20 +41,20 @@ def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
 
 
 def choice_actions(recipes: Recipes, rewritten: RewrittenTrace) -> tuple[Action, ...]:
-    """What `rewritten` drops, by the hook at which it is made again, and then what it holds, by the hook of the first rebuild
-    that reads it."""
+    """What `rewritten` drops, by the hook at which it is recomputed, and then what it holds, by the hook of the first
+    recomputation that reads it."""
     nbytes = recipes.trace.tensor_bytes
     first_read: dict[int, int] = {}
-    for rebuild in rewritten.rebuilds.rebuilds:
-        for x in rebuild.sources:
-            first_read.setdefault(x, rebuild.hook)
+    for recomputation in rewritten.recomputations.by_hook:
+        for x in recomputation.sources:
+            first_read.setdefault(x, recomputation.hook)
     spans = [
-        (ActionKind.RECOMPUTE, j, rewritten.rebuilds.first[j], rewritten.made_at[j])
-        for j in sorted(rewritten.rebuilds.dropped, key=lambda j: (rewritten.made_at[j], j))
+        (ActionKind.RECOMPUTE, j, rewritten.recomputations.first[j], rewritten.made_at[j])
+        for j in sorted(rewritten.recomputations.dropped, key=lambda j: (rewritten.made_at[j], j))
     ]
     spans += [
         (ActionKind.HOLD, h, int(recipes.hold_hook[h]), first_read[h])
-        for h in sorted(rewritten.rebuilds.held, key=lambda h: (first_read[h], h))
+        for h in sorted(rewritten.recomputations.held, key=lambda h: (first_read[h], h))
     ]
     return tuple(
         Action(tensor=j, nbytes=int(nbytes[j]), out_at=since, reclaim_at=since, in_at=until, use_at=until, kind=kind)

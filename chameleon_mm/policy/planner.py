@@ -18,13 +18,13 @@ from dataclasses import replace
 from math import isfinite
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.hybrid import PlanLimits, hybrid_plans
-from chameleon_mm.policy.memory import peak_memory
+from chameleon_mm.policy.link_cost import LinkCost
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import PerTensor, Scheduled
 from chameleon_mm.policy.search import Found, Search
+from chameleon_mm.policy.unswapped_memory import peak_memory
 from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.replayable import DEFAULT
 from chameleon_mm.units import MIB, format_size, whole_bytes
@@ -59,7 +59,7 @@ def generate_plan(
     says of itself, time and stalls, is as `simulate` has it, without lags.
 
     recompute: base names of operators that may run again (`trace.replayable`); empty: nothing is recomputed. `refused`: numbers
-    of storages that must not be made again. Each storage is then kept, swapped or dropped and made again, and what others are
+    of storages that must not be recomputed. Each storage is then kept, swapped or dropped and recomputed, and what others are
     made of may be held: whatever takes the least time, and never more than what only swaps. A plan by which something is away
     between two of its uses recomputes nothing; there is one only for budgets that are too small for any other.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from chameleon_mm.policy.action_columns import ActionColumns, partial_move_peaks
-from chameleon_mm.policy.memory import Candidates, memory_curve, sum_over_time
+from chameleon_mm.policy.unswapped_memory import Candidates, memory_curve, sum_over_time
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Bools, Int64s
 

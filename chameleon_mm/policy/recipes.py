@@ -1,13 +1,13 @@
-"""Recipes of a step: the storages that can be made again, by which operators, from what, as a trace tells it before any choice.
+"""Recipes of a step: the storages that can be recomputed, by which operators, from what, as a trace tells it before any choice.
 
 recipes = Recipes.of(trace, names)      # names: base names of operators that may run again; None: any
 recipes.makers[j]                       operators of forward that wrote storage j, in order: all of them run again
 recipes.inputs[j]                       what they read beside it that was made in the step
-recipes.can_drop[j]                     whether it may be dropped at all: saved, idle, and rebuilt from what can be had again
+recipes.can_drop[j]                     whether it may be dropped at all: saved, idle, and recomputed from what can be had again
 recipes.can_hold[j]                     whether it may be held: unsaved, and there at a hook after it was written
 
-What was there before the step is there at a rebuild too, unless others may write to it: it is no input here, and an operator
-that reads what somebody writes before the rebuild makes nothing again. A view writes nothing.
+What was there before the step is there at a recomputation too, unless others may write to it: it is no input here, and an
+operator that reads what somebody writes before the recomputation recomputes nothing. A view writes nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chameleon_mm.policy.cost import FASTEST_GBPS, LinkCost
-from chameleon_mm.policy.memory import Candidates
+from chameleon_mm.policy.link_cost import FASTEST_GBPS, LinkCost
+from chameleon_mm.policy.unswapped_memory import Candidates
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace
 from chameleon_mm.trace.replayable import BATCH_NORMS, ELEMENTWISE, VIEWS, base_name
 from chameleon_mm.trace.trace import Bools, Float64s, Int64s
@@ -42,9 +42,9 @@ class Recipes:
     row: Int64s
     """(m,) row of each in `candidates`; -1: it is none."""
     saved: Bools
-    """(m,) whether autograd saved it, so that it is there at a rebuild, if it is not dropped."""
+    """(m,) whether autograd saved it, so that it is there at a recomputation, if it is not dropped."""
     makers: list[tuple[int, ...]]
-    """(m,) operators that wrote it, in order; empty: it was there before the step, or cannot be made again."""
+    """(m,) operators that wrote it, in order; empty: it was there before the step, or cannot be recomputed."""
     inputs: list[tuple[int, ...]]
     """(m,) storages made in the step that its makers read, beside itself."""
     fresh: list[tuple[int, ...]]
@@ -54,10 +54,10 @@ class Recipes:
     order: list[int]
     """Storages that forward makes, in the order in which they are whole: inputs before what is made of them."""
     can_drop: Bools
-    can_remake: Bools
-    """(m,) whether its makers may run again as a part of any rebuild that needs it."""
+    can_recompute: Bools
+    """(m,) whether its makers may run again as a part of any recomputation that needs it."""
     needed_until: Int64s
-    """(m,) latest tick at which a rebuild may read it; -1: none does."""
+    """(m,) latest tick at which a recomputation may read it; -1: none does."""
     last_write: Int64s
     """(m,) tick of the operator that wrote each last; NEVER: none did."""
     can_hold: Bools
@@ -79,7 +79,7 @@ class Recipes:
         *,
         cost: LinkCost | None = None,
     ) -> Recipes:
-        """Recipes of `trace`. `refused`: storages that may not be made again. `cost`: prices comparisons; None: they take no
+        """Recipes of `trace`. `refused`: storages that may not be recomputed. `cost`: prices comparisons; None: they take no
         time. O(ticks + storages)."""
         return _Finder(trace, names).recipes(refused, cost)
 
@@ -169,10 +169,10 @@ class _Finder:
                 for x in inputs[j]:
                     if not saved_list[x] and needed_until[x] < needed_until[j]:
                         needed_until[x] = needed_until[j]
-        remake = [False] * m
+        recompute = [False] * m
         for j in order:
-            had = all(saved_list[x] or hold_list[x] or remake[x] for x in inputs[j])
-            remake[j] = had and not saved_list[j] and stays_list[j] > needed_until[j] and j not in spared
+            had = all(saved_list[x] or hold_list[x] or recompute[x] for x in inputs[j])
+            recompute[j] = had and not saved_list[j] and stays_list[j] > needed_until[j] and j not in spared
             droppable_list[j] = droppable_list[j] and had
         droppable &= np.array(droppable_list, np.bool_)
         droppable[[j for j in range(m) if not makers[j]]] = False
@@ -187,7 +187,7 @@ class _Finder:
             reads=reads,
             order=order,
             can_drop=droppable,
-            can_remake=np.array(remake, np.bool_),
+            can_recompute=np.array(recompute, np.bool_),
             needed_until=np.array(needed_until, np.int64),
             last_write=self._last_write,
             can_hold=can_hold,
@@ -201,10 +201,10 @@ class _Finder:
         self,
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], Int64s]:
         """Makers and inputs of each storage, what each operator reads and makes, and (m,) ticks until which nothing that the
-        makers of a storage read is written; -1: it cannot be made again."""
+        makers of a storage read is written; -1: it cannot be recomputed."""
         m, n = len(self._trace.tensor_bytes), len(self._trace.op_us)
         over = np.bincount(self._write_op[~self._is_fresh], minlength=n)
-        # An operator that writes to what was there before it makes nothing again but that.
+        # An operator that writes to what was there before it recomputes nothing but that.
         good = self._may_run[self._write_op] & np.where(self._is_fresh, over[self._write_op] == 0, over[self._write_op] == 1)
         stays = np.full(m, ALWAYS, np.int64)
         np.minimum.at(stays, self._written, np.where(good, self._valid_until[self._write_op], -1))

@@ -1,18 +1,18 @@
 """A trace rewritten for what is dropped and what is held: what the swap planner and `simulate` know is enough for the rest.
 
 rewritten = RewrittenTrace.of(recipes, dropped, held)
-rewritten.trace              a dropped storage dies at the hook from which it is away, and is made again after one of backward
+rewritten.trace              a dropped storage dies at the hook from which it is away, and is recomputed after one of backward
 rewritten.hook_of[k]         number there of hook k of the step
 rewritten.origin[q]          the hook of the step at which hook q of the rewritten trace is: it rises with q
 rewritten.to_step(moves)     moves for the rewritten trace -> moves for the step; `from_step` is the way back
 
 hook k of the step           rewritten
 use of j (dropped)           hook k     reclaims, copies out, copies back with no use of their own at k
-                             uses       of what the rebuild reads and was not used before: a hook for each
-                             operators  of the rebuild, as operators of backward
+                             uses       of what the recomputation reads and was not used before: a hook for each
+                             operators  of the recomputation, as operators of backward
 next tick                    next tick
 
-So all that happens at hook k happens before the rebuild's operators run, which belong to tick k as well.
+So all that happens at hook k happens before the recomputation's operators run, which belong to tick k as well.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing import Any
 import numpy as np
 
 from chameleon_mm.policy.action_columns import ActionColumns
-from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.policy.plan import Action
-from chameleon_mm.policy.rebuilds import Rebuilds, find_rebuilds
 from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.policy.recomputations import Recomputations, find_recomputations
+from chameleon_mm.policy.unswapped_memory import Candidates
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace
 from chameleon_mm.trace.trace import Int32s, Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewrittenTrace:
-    """A step with rebuilds in it. Its storages have the numbers that they have in the step; those made again come after."""
+    """A step with recomputations in it. Its storages have the step's numbers; those that are recomputed come after."""
 
     trace: Trace
-    rebuilds: Rebuilds
+    recomputations: Recomputations
     tick_of: Int64s
     """(ticks of the step,) number of each in the rewritten trace; what was inserted into one follows it."""
     hook_of: Int64s
@@ -45,15 +45,15 @@ class RewrittenTrace:
     origin: Int64s
     """(hooks,) number in the step of the hook that each belongs to."""
     made_at: dict[int, int]
-    """By dropped storage: the hook of the step at which it is made again."""
+    """By dropped storage: the hook of the step at which it is recomputed."""
     recompute_us: float
     """Time of the operators that run again, and of comparing what they make."""
 
     @classmethod
     def of(cls, recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> RewrittenTrace:
-        """Rewrite `recipes.trace`. Raises as `find_rebuilds` does. O(ticks + storages + operators that run again)."""
-        rebuilds = find_rebuilds(recipes, dropped, held)
-        return _Writer(recipes, rebuilds).rewritten()
+        """Rewrite `recipes.trace`. Raises as `find_recomputations` does. O(ticks + storages + operators that run again)."""
+        recomputations = find_recomputations(recipes, dropped, held)
+        return _Writer(recipes, recomputations).rewritten()
 
     def to_step(self, moves: ActionColumns) -> ActionColumns:
         """The moves in the step's hooks."""
@@ -67,7 +67,7 @@ class RewrittenTrace:
 
     def from_step(self, moves: ActionColumns, use_at: Int64s) -> ActionColumns:
         """Moves of the step in this trace's hooks, `use_at` being where here each is used: at a hook of the step a copy back
-        for a later use is queued after what the rebuild there needs."""
+        for a later use is queued after what the recomputation there needs."""
         last = np.append(self.hook_of[1:], len(self.origin)) - 1
         on_demand = moves.in_at == moves.use_at
         return replace(
@@ -97,12 +97,12 @@ class RewrittenTrace:
 class _Writer:
     """Writes one rewritten trace: what is inserted after each tick first, and then the columns."""
 
-    def __init__(self, recipes: Recipes, rebuilds: Rebuilds) -> None:
+    def __init__(self, recipes: Recipes, recomputations: Recomputations) -> None:
         self._recipes = recipes
-        self._rebuilds = rebuilds
+        self._recomputations = recomputations
         self._old = recipes.trace
-        self._held = frozenset(rebuilds.held)
-        self._dropped = frozenset(rebuilds.dropped)
+        self._held = frozenset(recomputations.held)
+        self._dropped = frozenset(recomputations.dropped)
         use = np.full(len(recipes.row), -1, np.int64)
         last_use = np.full(len(recipes.row), -1, np.int64)
         use[recipes.candidates.tensor] = recipes.candidates.use
@@ -110,28 +110,28 @@ class _Writer:
         self._use, self._last_use = use.tolist(), last_use.tolist()
         self._hooks = self._inserted_hooks()
         counts = np.zeros(self._old.num_ticks + 1, np.int64)
-        for hooks, rebuild in zip(self._hooks, rebuilds.rebuilds, strict=True):
-            counts[self._old.hook_tick[rebuild.hook]] = len(hooks) + len(rebuild.ops)
+        for hooks, recomputation in zip(self._hooks, recomputations.by_hook, strict=True):
+            counts[self._old.hook_tick[recomputation.hook]] = len(hooks) + len(recomputation.ops)
         self._end = np.arange(self._old.num_ticks + 1) + np.cumsum(counts)
         """(ticks + 1,) last tick here of each tick of the step."""
         self._tick_of: Int64s = np.append(0, self._end[:-1] + 1)[: self._old.num_ticks]
 
     def _inserted_hooks(self) -> list[list[int]]:
-        """Storages used by hooks of their own in each rebuild: those that it brings before their own first use or keeps beyond
-        their last, and those that are held."""
+        """Storages used by hooks of their own in each recomputation: those that it brings before their own first use or keeps
+        beyond their last, and those that are held."""
         first_read: dict[int, int] = {}
         last_read: dict[int, int] = {}
-        for i, rebuild in enumerate(self._rebuilds.rebuilds):
-            for x in rebuild.sources:
+        for i, recomputation in enumerate(self._recomputations.by_hook):
+            for x in recomputation.sources:
                 first_read.setdefault(x, i)
                 last_read[x] = i
         hooks = []
-        for i, rebuild in enumerate(self._rebuilds.rebuilds):
+        for i, recomputation in enumerate(self._recomputations.by_hook):
             here = []
-            for x in rebuild.sources:
+            for x in recomputation.sources:
                 swappable = x in self._held or (self._use[x] >= 0 and x not in self._dropped)
-                early = first_read[x] == i and (x in self._held or rebuild.hook < self._use[x])
-                late = last_read[x] == i and rebuild.hook > self._last_use[x]
+                early = first_read[x] == i and (x in self._held or recomputation.hook < self._use[x])
+                late = last_read[x] == i and recomputation.hook > self._last_use[x]
                 if swappable and (early or late):
                     here.append(x)
             hooks.append(here)
@@ -177,14 +177,14 @@ class _Writer:
             hook_tick=hook_tick[hook_order].astype(np.int32),
             hook_use=np.concatenate((old.hook_use, np.ones(len(hooks), np.bool_)))[hook_order],
             hook_tensor=np.concatenate((old.hook_tensor, hooks[:, 0].astype(np.int32)))[hook_order],
-            # Between two uses nothing is away in a step of which something is made again: rebuilds read it there.
+            # Between two uses nothing is away in a step of which something is recomputed: recomputations read it there.
             hook_released=np.full(len(hook_order), NEVER, np.int32),
             hook_feature=np.concatenate((old.hook_feature, none))[hook_order],
             fingerprint=old.fingerprint,
         )
         return RewrittenTrace(
             trace=trace,
-            rebuilds=self._rebuilds,
+            recomputations=self._recomputations,
             tick_of=self._tick_of,
             hook_of=hook_of[:num_hooks],
             origin=origin,
@@ -209,8 +209,8 @@ class _Writer:
     def _insert(
         self, tensors: dict[str, Any]
     ) -> tuple[dict[str, list[int]], list[tuple[int, int, float]], list[tuple[int, int, int]], dict[int, int]]:
-        """Storages that are made again, as columns; inserted operators, (operator, tick, time beside its own); inserted hooks,
-        (storage, tick, hook of the step); and at which hook of the step each dropped storage is made again."""
+        """Storages that are recomputed, as columns; inserted operators, (operator, tick, time beside its own); inserted hooks,
+        (storage, tick, hook of the step); and at which hook of the step each dropped storage is recomputed."""
         old, recipes = self._old, self._recipes
         nbytes, dies = old.tensor_bytes.tolist(), tensors["dies"]
         again: dict[str, list[int]] = {name: [] for name in tensors}
@@ -219,24 +219,25 @@ class _Writer:
         made_at: dict[int, int] = {}
         second: dict[int, int] = {}
         tick_of_hook = self._tick_of[old.hook_tick].tolist()
-        for hooks, rebuild in zip(self._hooks, self._rebuilds.rebuilds, strict=True):
-            tick = tick_of_hook[rebuild.hook]
+        for hooks, recomputation in zip(self._hooks, self._recomputations.by_hook, strict=True):
+            tick = tick_of_hook[recomputation.hook]
             for x in hooks:
                 tick += 1
-                hook_rows.append((x, tick, rebuild.hook))
+                hook_rows.append((x, tick, recomputation.hook))
             last_read: dict[int, int] = {}
-            for at, o in enumerate(rebuild.ops, tick + 1):
+            for at, o in enumerate(recomputation.ops, tick + 1):
                 op_rows.append((o, at, 0.0))
                 last_read.update(dict.fromkeys(recipes.reads[o], at))
-            end = tick + len(rebuild.ops)
-            compared_us = float(recipes.compare_us[list(rebuild.made)].sum())  # both checksums, though one is taken in forward
+            end = tick + len(recomputation.ops)
+            # Both checksums, though one is taken in forward.
+            compared_us = float(recipes.compare_us[list(recomputation.made)].sum())
             op_rows[-1] = (*op_rows[-1][:2], compared_us)
-            made, passing = set(rebuild.made), set(rebuild.passing)
-            for at, o in enumerate(rebuild.ops, tick + 1):
+            made, passing = set(recomputation.made), set(recomputation.passing)
+            for at, o in enumerate(recomputation.ops, tick + 1):
                 for x in recipes.fresh[o]:
                     if x in made:
                         second[x] = len(again["bytes"])
-                        made_at[x] = rebuild.hook
+                        made_at[x] = recomputation.hook
                         until = max(int(dies[x]), end)
                     else:
                         until = max(at, last_read.get(x, at)) if x in passing else at
@@ -245,7 +246,7 @@ class _Writer:
                         ("sendable", NEVER), ("dies", until),
                     ):  # fmt: skip
                         again[name].append(value)
-            for x in rebuild.sources:
+            for x in recomputation.sources:
                 if x in second:
                     again["dies"][second[x]] = max(again["dies"][second[x]], end)
                 else:
@@ -258,12 +259,12 @@ class _Writer:
         sendable = tensors["sendable"]
         known = sendable >= 0
         sendable[known] = hook_of[sendable[known]]
-        dropped = np.array(self._rebuilds.dropped, np.int64)
-        first = np.array([self._rebuilds.first[j] for j in self._rebuilds.dropped], np.int64)
+        dropped = np.array(self._recomputations.dropped, np.int64)
+        first = np.array([self._recomputations.first[j] for j in self._recomputations.dropped], np.int64)
         tensors["dies"][dropped] = self._tick_of[old.hook_tick[first]] - 1
         tensors["released"][dropped] = NEVER
         sendable[dropped] = NEVER
-        held = np.array(self._rebuilds.held, np.int64)
+        held = np.array(self._recomputations.held, np.int64)
         natural = old.tensor_dies[held].astype(np.int64)
         tensors["released"][held] = np.where(natural < old.num_ticks, self._end[natural], NEVER)
         # Only once the model does not hold it, its copy has for certain what recipes read: Note [Relied on].

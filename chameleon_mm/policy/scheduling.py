@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chameleon_mm.policy.action_columns import ActionColumns
-from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.link_cost import LinkCost
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import ALLOCATION_UNIT_BYTES

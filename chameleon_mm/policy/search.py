@@ -20,7 +20,7 @@ import numpy as np
 
 from chameleon_mm.policy.action_columns import in_order, pinned_peak
 from chameleon_mm.policy.bounds import estimate_us
-from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.link_cost import LinkCost
 from chameleon_mm.policy.neighbourhood import SearchPoint, neighbour, start_of
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import PerTensor, Scheduled, by_candidate, copied_by, latest_back, schedule

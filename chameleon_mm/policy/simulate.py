@@ -22,13 +22,13 @@ from chameleon_mm.policy.action_columns import (
     in_order,
     pinned_peak,
 )
-from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.memory import Candidates, memory_curve
+from chameleon_mm.policy.link_cost import LinkCost
 from chameleon_mm.policy.plan import Action, ActionKind, SwapPlan
 from chameleon_mm.policy.planned_rewrite import rewritten_for
 from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.policy.rewrite import RewrittenTrace
 from chameleon_mm.policy.timing import EngineSpan, Walk, walk
+from chameleon_mm.policy.unswapped_memory import Candidates, memory_curve
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
 

@@ -16,12 +16,12 @@ from math import inf
 import numpy as np
 
 from chameleon_mm.policy.action_columns import ActionColumns
-from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.memory import Candidates
+from chameleon_mm.policy.link_cost import LinkCost
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import Scheduled
 from chameleon_mm.policy.simulate import Simulator
+from chameleon_mm.policy.unswapped_memory import Candidates
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Bools, Float64s, Int64s
 

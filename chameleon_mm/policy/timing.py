@@ -24,7 +24,7 @@ from math import inf
 from typing import NamedTuple
 
 from chameleon_mm.policy.action_columns import OUT, RECLAIM_IN_PART, USE, ActionColumns, Events
-from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.link_cost import LinkCost
 
 
 class EngineSpan(NamedTuple):

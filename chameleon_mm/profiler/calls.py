@@ -166,7 +166,7 @@ class Operation:
         self.random_state: tuple[torch.Generator, Tensor] | None = None
         """The generator that it drew from, and that one's state before."""
         self.dropped: list[tuple[Result, weakref.ref[Any]]] = []
-        """What is made again by it, with the tensor of the call that it is in: one replay is for all."""
+        """What is recomputed by it, with the tensor of the call that it is in: one replay is for all."""
 
 
 class Call(NamedTuple):

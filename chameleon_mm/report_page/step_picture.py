@@ -18,10 +18,10 @@ import numpy as np
 
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
-from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.policy.plan import Action
 from chameleon_mm.policy.simulate import Timeline
 from chameleon_mm.policy.timing import EngineSpan
+from chameleon_mm.policy.unswapped_memory import Candidates
 from chameleon_mm.report_page.tensor_names import names_of
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.trace import StepPhase, Trace
@@ -101,7 +101,7 @@ class TensorRow:
     back_us: float | None
     """Predicted time at which it is there again."""
     used_us: float
-    """Predicted time of its first use in backward, of one that is held that of the first rebuild that reads it."""
+    """Predicted time of its first use in backward, of one that is held that of the first recomputation that reads it."""
     stall_us: float
     """Predicted time that compute waits for its copies."""
     measured_stall_us: float | None
@@ -192,9 +192,9 @@ def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
     op_us = dict(zip(trace.op_tick.tolist(), trace.op_us.tolist(), strict=True))
     phases = dict(zip(trace.op_tick.tolist(), trace.op_phase.tolist(), strict=True))
     stalls = _stalls_by_tick(trace, timeline)
-    rebuilt = {int(trace.hook_tick[action.in_at]) for action in plan.recomputed}
+    recomputed = {int(trace.hook_tick[action.in_at]) for action in plan.recomputed}
     bars: list[Bar] = []
-    for tick in sorted({*op_us, *stalls, *rebuilt}):
+    for tick in sorted({*op_us, *stalls, *recomputed}):
         at_us = begin_us[tick]
         if tick in op_us:
             _add(bars, Bar(StepPhase(phases[tick]).name.lower(), at_us, at_us + op_us[tick], -1))
@@ -202,7 +202,7 @@ def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
         for tensor, stall_us in stalls.get(tick, ()):
             bars.append(Bar(STALL, at_us, at_us + stall_us, tensor))
             at_us += stall_us
-        if tick in rebuilt:
+        if tick in recomputed:
             _add(bars, Bar(RECOMPUTE, at_us, begin_us[tick + 1], -1))
     return bars
 

@@ -58,7 +58,7 @@ def _frame(picture: StepPicture) -> tuple[float, int]:
 
 
 _BARS = {
-    "forward": "forward", "backward": "backward", "optimizer": "optimizer", RECOMPUTE: "made again", STALL: "compute waits",
+    "forward": "forward", "backward": "backward", "optimizer": "optimizer", RECOMPUTE: "recomputed", STALL: "compute waits",
     SWAPPED: "copy", IN_PART: "copy of a part", HELD: "copy of what is held",
 }  # fmt: skip
 """Kinds of bars, and what the legend calls them."""

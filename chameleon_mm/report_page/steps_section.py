@@ -35,7 +35,7 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
     most_stall = 1.05 * max((step.stall_us or 0.0 for step in steps), default=0.0)
     budgets = [float(step.hbm_budget_bytes) for step in steps]
     seen = [kind for kind in StepKind if any(step.kind is kind for step in steps)]
-    legend = "".join(f'<li><i class="{_STEP_CLASS[kind]}"></i>{kind.value}</li>' for kind in seen)
+    legend = "".join(f'<li><i class="{_STEP_CLASS[kind]}"></i>{kind}</li>' for kind in seen)
     before = len(all_steps) - len(steps)
     older = f" The {before} before them are left out." if before else ""
     return (

@@ -40,7 +40,7 @@ def tensor_section(picture: StepPicture | None) -> str:
     out = f" The {len(left)} smallest, {format_size(sum(row.nbytes for row in left))} in all, are left out." if left else ""
     return (
         '<section id="tensors" class="needs-script"><h2>Its tensors <span class="badge">predicted</span></h2>'
-        '<p class="note">What autograd saves and may move, and what is held for others to be made again from it. Pick a row '
+        '<p class="note">What autograd saves and may move, and what is held for others to be recomputed from it. Pick a row '
         f"to see its copies in the chart above.{out}</p>"
         '<div class="controls"><input type="search" placeholder="filter by name" '
         f'aria-label="Filter by name">{buttons}</div>'

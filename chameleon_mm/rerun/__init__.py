@@ -1,4 +1,4 @@
-"""Steps that ran out of memory, run again from a snapshot of their beginning."""
+"""Steps that ran out of memory, run again from what they began with."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Runs a step again that ran out of memory, or recomputed other bits, from its beginning.
 
-    snapshot = what the step begins with               # random states, buffers, gradients that exist
+    start = what the step begins with                  # random states, buffers, gradients that exist
     run it -> OutOfMemoryError | RecomputeMismatch -> out of the except block, every frame of the step gone
         an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again; with a `Repair`, restore it
-        snapshot.restore(); out of memory: a tighter budget, no plan; run it again
+        start.restore(); out of memory: a tighter budget, no plan; run it again
     MAX_RETRIES times, then raise, and say what was tried
 
 Out of the block first, because an exception's traceback holds the tensors of the frames it passed.
@@ -26,7 +26,7 @@ from chameleon_mm.errors import RecomputeMismatch
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.profiler.retry import tried_bytes
-from chameleon_mm.rerun.step_snapshot import BufferCopies, StepSnapshot
+from chameleon_mm.rerun.step_start import BufferCopies, StepStart
 from chameleon_mm.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class StepRunner:
                     return fn()
             except (torch.OutOfMemoryError, RecomputeMismatch) as error:
                 raise _not_retried(error, obstacle) from error
-        start = StepSnapshot(self._model, self._device, self._pool, self._buffers)
+        start = StepStart(self._model, self._device, self._pool, self._buffers)
         try:
             return self._run(start, step, fn, repair)
         finally:
@@ -105,7 +105,7 @@ class StepRunner:
 
     def _run(
         self,
-        start: StepSnapshot,
+        start: StepStart,
         step: Callable[[], AbstractContextManager[object]],
         fn: Callable[[], _R],
         repair: Repair | None,
@@ -130,7 +130,7 @@ class StepRunner:
 
     def _attempt(
         self,
-        start: StepSnapshot,
+        start: StepStart,
         step: Callable[[], AbstractContextManager[object]],
         fn: Callable[[], _R],
         restored: torch.optim.Optimizer | None,

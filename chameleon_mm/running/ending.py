@@ -17,9 +17,9 @@ from rich.console import Console
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.outputs import print_line, tell_written
 from chameleon_mm.report import SwapReport
-from chameleon_mm.running.program import Ending
-from chameleon_mm.running.ranks import LaunchedRank
-from chameleon_mm.running.watch import TrainingWatch
+from chameleon_mm.running.launched_ranks import LaunchedRank
+from chameleon_mm.running.main_program import Ending
+from chameleon_mm.running.training_watch import TrainingWatch
 
 _SHOWN = frozenset(
     {

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chameleon_mm.device import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.policy.rebuilds import CHECKSUMS_IN_PAGE
+from chameleon_mm.policy.recomputations import CHECKSUMS_IN_PAGE
 from chameleon_mm.units import CHECKSUM_BYTES
 
 PAGE_SLOTS = CHECKSUMS_IN_PAGE

@@ -34,7 +34,7 @@ class Form:
     group: PackedGroup | None = None
     """The group that has the bytes then; None: none has."""
     recipe: Recipe | None = None
-    """How to make the bytes again; None: they are kept."""
+    """How to recompute the bytes; None: they are kept."""
     original: Original | None = None
     """What is known of the bytes that a recipe stands for; None: they are kept."""
     device_bytes = 0

@@ -4,7 +4,7 @@
     handle.check_version()                          # on_use: eager's "modified by an inplace operation"
     SwappedView.rebuild(storage)                    # same strides, offset, dtype, conj and neg bits, version counter
 
-Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it again. A detached alias whose
+Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it itself. A detached alias whose
 data was replaced by nothing keeps sharing the version counter of `t` and of all its views, and holds none of its memory.
 """
 

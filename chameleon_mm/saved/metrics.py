@@ -83,7 +83,7 @@ MAX_SPANS = 20_000
 """Number of latest copies that are kept for `save_trace`, and of latest readings of memory."""
 
 MAX_WAITS = 10_000
-"""Number of latest waits and rebuilds that are kept: a storage goes out and comes back, and is waited for once."""
+"""Number of latest waits and recomputations that are kept: a storage goes out and comes back, and is waited for once."""
 
 MAX_STEPS = 1_000
 """Number of latest timed steps whose bounds are kept."""
@@ -132,12 +132,12 @@ class Counters:
     gathers: int = 0
     """Small views that were kept without the rest of their storage."""
     recomputed: int = 0
-    """Storages that were dropped, to be made again; `rebuilds`: recipes that ran for their uses."""
+    """Storages that were dropped, to be recomputed; `recomputations`: recipes that ran for their uses."""
     bytes_recomputed: int = 0
     """Bytes of the storages that were dropped."""
     bytes_held: int = 0
-    """Bytes of storages that nobody saved and that were held, for others to be made again from them."""
-    rebuilds: int = 0
+    """Bytes of storages that nobody saved and that were held, for others to be recomputed from them."""
+    recomputations: int = 0
     proofs: int = 0
     """Recipes compared with the original that they ran beside: before the first step that relies on them, then one a step."""
     packed_groups: int = 0
@@ -168,10 +168,10 @@ class Totals(Counters):
     late_us: float = 0.0
     """Time that compute waited for late prefetches, in all."""
     recompute_us: float = 0.0
-    """Time in which compute made dropped storages again, in timed steps; comparisons with originals are not in it."""
+    """Time in which compute recomputed dropped storages, in timed steps; comparisons with originals are not in it."""
     kept_by_reason: Counter[str] = field(default_factory=Counter)
     not_recomputed_by_reason: Counter[str] = field(default_factory=Counter)
-    """Storages that a plan would have had made again and that were swapped or kept, by reason."""
+    """Storages that a plan would have recomputed and that were swapped or kept, by reason."""
 
     def counters(self) -> dict[str, int]:
         """The counters alone, by name."""
@@ -207,7 +207,7 @@ class Metrics:
         # Each with the sums of the step that it is of.
         self._waits: deque[tuple[Event, Event, Direction, bool, StepSums | None]] = deque()
         self._moves: deque[tuple[Move, str, StepSums | None]] = deque()
-        self._rebuilds: deque[tuple[Event, Event, StepSums | None]] = deque()
+        self._recomputations: deque[tuple[Event, Event, StepSums | None]] = deque()
         self._begun: _BegunStep | None = None
         """The running step, where it is timed."""
         self._ended: deque[tuple[_BegunStep, Event, StepKind]] = deque()
@@ -248,7 +248,7 @@ class Metrics:
             self.step.end = compute.record(timed=True)
             if begun is not None:
                 self._ended.append((begun, self.step.end, kind))
-        if self._waits or self._rebuilds or self._moves or self._ended:
+        if self._waits or self._recomputations or self._moves or self._ended:
             self.resolve()
 
     def is_complete(self, sums: StepSums) -> bool:
@@ -256,7 +256,7 @@ class Metrics:
         if not sums.is_over:
             return False
         # Lists are made at once, whoever appends meanwhile.
-        waiting = (*list(self._waits), *list(self._rebuilds), *list(self._moves))
+        waiting = (*list(self._waits), *list(self._recomputations), *list(self._moves))
         return all(entry[-1] is not sums for entry in waiting)
 
     def wait(
@@ -277,14 +277,14 @@ class Metrics:
             self.timing.waited(before, after, direction, tensor)
 
     @contextmanager
-    def timing_rebuild(self, compute: Stream) -> Iterator[None]:
-        """Context in which `compute` makes a dropped storage again; timed when this step is."""
+    def timing_recomputation(self, compute: Stream) -> Iterator[None]:
+        """Context in which `compute` recomputes a dropped storage; timed when this step is."""
         if not self.timed:
             yield
             return
         before = compute.record(timed=True)
         yield
-        self._rebuilds.append((before, compute.record(timed=True), self.step))
+        self._recomputations.append((before, compute.record(timed=True), self.step))
 
     def on_time(self) -> None:
         """Count a prefetch that had arrived at its use, even by the host's clock, which is ahead of the device's."""
@@ -306,12 +306,12 @@ class Metrics:
                 while self._waits and self._waits[0][1].query():
                     before, after, waited_for, prefetched, sums = self._waits.popleft()
                     self._add_wait(self._add_span(waited_for, before, after), sums, prefetched=prefetched)
-                while self._rebuilds and self._rebuilds[0][1].query():
-                    before, after, sums = self._rebuilds.popleft()
-                    rebuilt_us = self._add_span("recompute", before, after)
-                    self.totals.recompute_us += rebuilt_us
+                while self._recomputations and self._recomputations[0][1].query():
+                    before, after, sums = self._recomputations.popleft()
+                    took_us = self._add_span("recompute", before, after)
+                    self.totals.recompute_us += took_us
                     if sums is not None:
-                        sums.recompute_us += rebuilt_us
+                        sums.recompute_us += took_us
                 while self._ended and self._ended[0][1].query():
                     self._add_step(*self._ended.popleft())
                 for _ in range(len(self._moves)):

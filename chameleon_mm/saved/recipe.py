@@ -46,7 +46,7 @@ MOST_CALLS = 256
 
 
 class Refusal(NamedTuple):
-    """Reason why a storage is not made again, and the operator that it is about."""
+    """Reason why a storage is not recomputed, and the operator that it is about."""
 
     reason: str
     operator: str = ""
@@ -82,7 +82,7 @@ class Step(NamedTuple):
     """Places that no later call reads."""
 
 
-class Remade(NamedTuple):
+class Recomputed(NamedTuple):
     """Storages that a replay made."""
 
     storage: torch.UntypedStorage
@@ -119,7 +119,7 @@ class Recipe:
         """Saved storages among its sources, in order."""
         return [source.claim.saved for source in self.sources if source.claim is not None]
 
-    def replay(self, storages: Sequence[torch.UntypedStorage]) -> Remade:
+    def replay(self, storages: Sequence[torch.UntypedStorage]) -> Recomputed:
         """Run the calls on the current stream and return what they made. `storages`: those of `sources`, in that order, ready
         for it.
 
@@ -135,7 +135,7 @@ class Recipe:
                 self._run(step, at, siblings)
         made = at[self._result]
         assert made is not None
-        return Remade(made, siblings)
+        return Recomputed(made, siblings)
 
     def _run(
         self,
@@ -161,7 +161,7 @@ class Recipe:
             made = at[place] = tensors[result.returned][result.position].untyped_storage()
             if made.nbytes() != self._nbytes[place]:
                 raise RuntimeError(
-                    f"a saved tensor that is made again: expected {self._nbytes[place]} bytes from {operation.func.name()}, as "
+                    f"a saved tensor that is recomputed: expected {self._nbytes[place]} bytes from {operation.func.name()}, as "
                     f"in forward, got {made.nbytes()}; make the session SwapSession(recompute=False) and report this"
                 )
         for result, saved in operation.dropped:
@@ -195,7 +195,7 @@ Refuse = Callable[[Call], Refusal | None]
 def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal:
     """Recipe for `value`, from what `source_of` knows to be there; or why there is none.
 
-    source_of: the source with a value's bytes; None: it has to be made again, too.
+    source_of: the source with a value's bytes; None: it has to be recomputed, too.
     """
     calls: dict[int, Call] = {}
     places: dict[int, int] = {}

@@ -93,7 +93,7 @@ class SaveRecord:
         self.proof: Proof | None = None
         """The recipe that is to be compared with it at its first use."""
         self.is_held_for_recipes = False
-        """Whether autograd saved none of it: it is there for what is made again from it."""
+        """Whether autograd saved none of it: it is there for what is recomputed from it."""
 
     # --- what others note
 

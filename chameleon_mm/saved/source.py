@@ -17,11 +17,11 @@ or rule 2 holds for each source of its recipe. Rule 3 holds for each result.
 2. RELIED ON. Autograd has a handle for the source, and checks its version: a write raises eager's error, in both.
 
    This ends with the last handle, and when a node that is not torch's own is given the tensor, since such a node may write to
-   it. If somebody else holds the storage then, what was made from it and dropped is made again at that moment.
+   it. If somebody else holds the storage then, what was made from it and dropped is recomputed at that moment.
 
        feature = encoder(x)                    # made from the encoder's weight, which autograd saves; dropped
        loss, other = f(feature), g(feature.detach())
-       loss.backward()                         # lets go of the weight: feature is made again now
+       loss.backward()                         # lets go of the weight: feature is recomputed now
        optimizer.step()                        # writes the weight
        other.backward()                        # uses feature
 
@@ -154,7 +154,7 @@ class Source:
             self._probe.check()
         if storage.nbytes() != self._nbytes:
             raise RuntimeError(
-                f"a saved tensor that is made again: expected an input of {self._nbytes} bytes, as it was in forward, got one "
+                f"a saved tensor that is recomputed: expected an input of {self._nbytes} bytes, as it was in forward, got one "
                 f"of {storage.nbytes()}: it was resized since; make the session SwapSession(recompute=False)"
             )
 

@@ -19,14 +19,14 @@ from chameleon_mm.transfer import Transfer
 class State(enum.Enum):
     """State of a saved storage: where its bytes are."""
 
-    ON_DEVICE = "resident"
+    ON_DEVICE = "on_device"
     """On the device alone. Begins when it is saved; ends when its copy out is queued."""
-    SWAPPING_OUT = "leaving"
+    SWAPPING_OUT = "swapping_out"
     """On the device, with a copy out queued or running. Ends when compute is ordered after that copy and the HBM is dropped."""
     ON_HOST = "on_host"
     """On the host, or nowhere: a recipe stands for it. Begins when its HBM is dropped; ends when a copy back is queued, it is
-    unpacked from its group, wherever that is, or it is made again."""
-    SWAPPING_IN = "arriving"
+    unpacked from its group, wherever that is, or it is recomputed."""
+    SWAPPING_IN = "swapping_in"
     """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
     RESTORED = "restored"
     """On both. Begins at the first use after a swap-in; ends when all its views were used, or it is dropped: under
@@ -44,7 +44,7 @@ NEXT = {
     State.RETIRED: (),
 }
 """States that may follow each. From ON_DEVICE to ON_HOST at once goes what was packed into a group, in stream order, and what
-is dropped to be made again; from RESTORED to ON_DEVICE what was made again, as what it is made from is about to change."""
+is dropped to be recomputed; from RESTORED to ON_DEVICE what was recomputed, as what it is made from is about to change."""
 
 
 @dataclass(frozen=True, slots=True)

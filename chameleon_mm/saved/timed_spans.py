@@ -1,7 +1,7 @@
 """Data about what was timed in a session, on one clock: microseconds of the device since the first timed step began.
 
 copies       CopySpan          each engine's, in order
-compute      WaitSpan          where it waited for a copy, or made something again
+compute      WaitSpan          where it waited for a copy, or recomputed something
 steps        StepSpan          timed ones; the host's clock at the beginning of each
 memory       MemorySample      as hooks found it, on the host's clock
 """
@@ -19,12 +19,15 @@ class StepKind(enum.Enum):
     """Recorded operator by operator, to its end, for a plan to be made of it."""
     PLANNED = "planned"
     """Followed a plan from its first hook to its last."""
-    PARTLY_PLANNED = "partly planned"
+    PARTLY_PLANNED = "partly_planned"
     """Followed a plan for a part of it: it diverged, took more memory, or was recognised late."""
-    BY_RULE = "by rule"
+    BY_RULE = "by_rule"
     """Followed no plan: the default rule moved its tensors."""
     FAILED = "failed"
     """Ended by an exception."""
+
+    def __str__(self) -> str:
+        return self.value.replace("_", " ")
 
 
 def hidden_fraction(stall_us: float, copy_us: float) -> float | None:
@@ -44,7 +47,7 @@ class CopySpan:
 
 @dataclass(frozen=True, slots=True)
 class WaitSpan:
-    """Time that compute waited for a copy, or made something again, on the clock of the copies."""
+    """Time that compute waited for a copy, or recomputed something, on the clock of the copies."""
 
     kind: str
     """"out" or "in": direction of the copy that it waited for; "recompute": it waited for none."""

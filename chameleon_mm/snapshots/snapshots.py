@@ -92,7 +92,7 @@ class Snapshots:
 
     def restore(self, snapshot: Snapshot | None) -> None:
         """Restore `snapshot`, or the latest. Raises `TypeError` and `ValueError` before anything is changed;
-        `torch.OutOfMemoryError` where what is to be made again finds no room: free some, and restore again."""
+        `torch.OutOfMemoryError` where what is to be allocated finds no room: free some, and restore again."""
         snapshot = self._checked(snapshot)
         self._home.check_readable("the model, for a snapshot to be restored,", snapshot.nbytes)
         with self._home.entered() as compute:

@@ -119,7 +119,7 @@ def value_for_checkpoint(value: Any) -> Any:
 
 
 def value_from_host(value: Any, current: Any = None) -> Any:
-    """What `value_to_host` was given, made again; in `current`, where that is a tensor like it."""
+    """What `value_to_host` was given, as a new value; in `current`, where that is a tensor like it."""
     if isinstance(value, _OddTensor) and isinstance(current, Tensor) and _alike(value, current):
         current.copy_(value.copy)
         return current

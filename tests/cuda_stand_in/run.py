@@ -33,7 +33,7 @@ WITH_THREADS = (
 def problem() -> str | None:
     """Why nothing that ran here would be a test of the CUDA build on the stand-in; None: it would."""
     if torch.version.cuda is None:
-        return f"expected torch's CUDA build, got {torch.__version__}; make it again: rm -r .venv-cuda; make test-cuda"
+        return f"expected torch's CUDA build, got {torch.__version__}; build it anew: rm -r .venv-cuda; make test-cuda"
     if not control.is_loaded():
         return "expected the stand-in as torch's CUDA runtime, found another; on a machine with a GPU run `make gpu`"
     return None

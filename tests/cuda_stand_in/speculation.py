@@ -15,7 +15,7 @@ from tests.cuda_stand_in import library
 
 def install() -> None:
     """Has `CudaStream.copy` say so from here on."""
-    from chameleon_mm.device.cuda.stream import CudaStream
+    from chameleon_mm.device.cuda.cuda_stream import CudaStream
 
     CudaStream.copy = _telling(CudaStream.copy)  # type: ignore[method-assign]  # for the whole process: there is no other place
 

@@ -16,7 +16,7 @@ import logging
 
 import torch
 
-from chameleon_mm.device.cuda.stream import CudaEvent
+from chameleon_mm.device.cuda.cuda_stream import CudaEvent
 
 _log = logging.getLogger(__name__)
 

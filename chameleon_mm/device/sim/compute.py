@@ -18,7 +18,7 @@ from chameleon_mm.device.inner_memory import inner_bytes
 from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.device.sim.machine import Machine
-from chameleon_mm.device.sim.stream import SimStream
+from chameleon_mm.device.sim.sim_stream import SimStream
 from chameleon_mm.uncompiled import import_dynamo
 
 

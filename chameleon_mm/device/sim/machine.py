@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checksum import add_by_operators
+from chameleon_mm.device.checksummer import add_by_operators
 from chameleon_mm.device.packing import check_ends, check_packed
-from chameleon_mm.device.sim.cost import CopyEngine, CostModel, Span, touched_bytes
-from chameleon_mm.device.sim.memory import Buffer, Ledger, plain_bytes
+from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel, Span, touched_bytes
 from chameleon_mm.device.sim.observer import SimObserver
-from chameleon_mm.device.sim.stream import SimEvent, SimStream
+from chameleon_mm.device.sim.sim_memory import Buffer, Ledger, plain_bytes
+from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
 
 _MEMORY = torch.device("cpu")  # where simulated memory lies
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from chameleon_mm.device.sim.machine import Machine
-    from chameleon_mm.device.sim.memory import Buffer
-    from chameleon_mm.device.sim.stream import SimStream
+    from chameleon_mm.device.sim.sim_memory import Buffer
+    from chameleon_mm.device.sim.sim_stream import SimStream
 
 
 class SimObserver:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.outputs import print_line, print_table
 from chameleon_mm.planning.prediction import HIDDEN_WITHIN, MemoryNeed, Prediction, Way, default_budget

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checksum import Checksummer
+from chameleon_mm.device.checksummer import Checksummer
 from chameleon_mm.device.cuda.all_work import events_after_all_work
-from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook, helper
+from chameleon_mm.device.cuda.cuda_allocator_hook import CudaAllocatorHook, helper
+from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
 from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
 from chameleon_mm.device.cuda.memory_reader import reader
 from chameleon_mm.device.cuda.pinning_calls import cupy_runtime, pinning_calls
-from chameleon_mm.device.cuda.stream import CudaEvent, CudaStream
 from chameleon_mm.device.numa import PreferredNode, near_node
 from chameleon_mm.device.packing import PACK_PROGRAMS, Packer
 from chameleon_mm.device.pinning import PageLocker, pageable_memory

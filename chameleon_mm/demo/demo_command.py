@@ -85,7 +85,7 @@ def _train(
     sizes: Mapping[str, int], devices: Sequence[Device], budget_bytes: int | None, ratio: float | None, console: Console
 ) -> tuple[dict[str, Any], SwapReport]:
     """Train three times, on `devices` without swapping and with it. Returns all figures, ready for JSON, and the report."""
-    from chameleon_mm.demo import training
+    from chameleon_mm.demo import demo_training as training
     from chameleon_mm.demo.model import GPTConfig
 
     config = GPTConfig(**{name: sizes[name] for name in ("layers", "width", "heads", "context")})

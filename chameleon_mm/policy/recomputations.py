@@ -1,13 +1,13 @@
-"""The rebuilds of a step for a choice of what is dropped and what is held: when, by which operators, from what.
+"""The recomputations of a step for a choice of what is dropped and what is held: when, by which operators, from what.
 
-found = find_rebuilds(recipes, dropped, held)
-for rebuild in found.rebuilds:                     in the order of the step, one for each hook at which anything is made again
-    rebuild.hook, rebuild.ops, rebuild.sources     there: these operators run, in forward's order, from these storages
-found.dropped, found.held                          what of the choice is of use
+found = find_recomputations(recipes, dropped, held)
+for one in found.by_hook:                    in the order of the step, one for each hook at which anything is recomputed
+    one.hook, one.ops, one.sources           there: these operators run, in forward's order, from these storages
+found.dropped, found.held                    what of the choice is of use
 
-A rebuild at a dropped storage's first use goes back to what is there: what was there before the step, what autograd saved, what
-is held. What autograd saved and was dropped as well is made again on the way, and stays until its own use. All else is made
-again as a part of the rebuild, and goes within it.
+A recomputation at a dropped storage's first use goes back to what is there: what was there before the step, what autograd
+saved, what is held. What autograd saved and was dropped as well is recomputed on the way, and stays until its own use. All else
+is made as a part of the recomputation, and goes within it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CHECKSUMS_IN_PAGE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rebuild:
-    """What is made again within one hook."""
+class Recomputation:
+    """What is recomputed within one hook."""
 
     hook: int
     ops: tuple[int, ...]
@@ -35,27 +35,27 @@ class Rebuild:
     made: tuple[int, ...]
     """Dropped storages that are there from then on."""
     passing: tuple[int, ...]
-    """Storages that are made on the way, and go once nothing of this rebuild reads them any more."""
+    """Storages that are made on the way, and go once nothing of this recomputation reads them any more."""
     sources: tuple[int, ...]
-    """Storages made in the step that it reads and that are there: saved, held, or made again before."""
+    """Storages made in the step that it reads and that are there: saved, held, or recomputed before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rebuilds:
-    """All rebuilds of a step."""
+class Recomputations:
+    """All recomputations of a step."""
 
-    rebuilds: tuple[Rebuild, ...]
+    by_hook: tuple[Recomputation, ...]
     dropped: tuple[int, ...]
     """The dropped storages, by number: those that are not needed again before they could be dropped."""
     held: tuple[int, ...]
-    """The held ones, by number: those that a rebuild reads."""
+    """The held ones, by number: those that a recomputation reads."""
     first: Mapping[int, int]
     """Hook from which each dropped storage is away: nobody but its handle holds it, nor but the session what is held for it."""
 
     def bytes_beside(self, trace: Trace) -> int:
         """Bytes that they take beside storages of the step: copies of the small things that they read, were there before it and
         are not read in backward (autograd saves those, and keeps the original), such as biases; and pages of checksums."""
-        again = np.unique([op for rebuild in self.rebuilds for op in rebuild.ops])
+        again = np.unique([op for recomputation in self.by_hook for op in recomputation.ops])
         reader = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
         read = np.unique(trace.read_tensors[np.isin(reader, again)])
         saved = np.unique(trace.read_tensors[trace.op_phase[reader] == StepPhase.BACKWARD])
@@ -65,10 +65,10 @@ class Rebuilds:
         return int(allocated_size(nbytes[nbytes <= COPIED_BYTES]).sum()) + pages * CHECKSUMS_IN_PAGE * CHECKSUM_BYTES
 
 
-def find_rebuilds(recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> Rebuilds:
-    """Rebuilds where `dropped` and `held` are the choice. What cannot be dropped is not.
+def find_recomputations(recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> Recomputations:
+    """Recomputations where `dropped` and `held` are the choice. What cannot be dropped is not.
 
-    Raises `ValueError` where a rebuild would need what is neither there nor can be made again.
+    Raises `ValueError` where a recomputation would need what is neither there nor can be recomputed.
     """
     candidates, alone = recipes.candidates, recipes.alone_hook.tolist()
     idle = dict(zip(candidates.tensor.tolist(), candidates.first.tolist(), strict=True))
@@ -76,18 +76,18 @@ def find_rebuilds(recipes: Recipes, dropped: Collection[int], held: Collection[i
     holds = frozenset(held)
     gone = {j for j in dropped if recipes.makers[j] and j in use}
     while True:
-        rebuilds = _Walk(recipes, gone, holds).rebuilds(sorted(gone, key=lambda j: (use[j], j)), use)
+        recomputations = _Walk(recipes, gone, holds).recomputations(sorted(gone, key=lambda j: (use[j], j)), use)
         first: dict[int, int] = {}
-        for rebuild in rebuilds:
-            since = max((alone[x] for x in rebuild.sources if x in holds), default=0)
-            first.update({j: max(idle[j], since) for j in rebuild.made})
-        too_early = {j for rebuild in rebuilds for j in rebuild.made if rebuild.hook <= first[j]}
+        for recomputation in recomputations:
+            since = max((alone[x] for x in recomputation.sources if x in holds), default=0)
+            first.update({j: max(idle[j], since) for j in recomputation.made})
+        too_early = {j for recomputation in recomputations for j in recomputation.made if recomputation.hook <= first[j]}
         if not too_early:
             break
         gone -= too_early
-    read = {x for rebuild in rebuilds for x in rebuild.sources}
-    return Rebuilds(
-        rebuilds=tuple(rebuilds), dropped=tuple(sorted(gone)), held=tuple(sorted(read.intersection(holds))), first=first
+    read = {x for recomputation in recomputations for x in recomputation.sources}
+    return Recomputations(
+        by_hook=tuple(recomputations), dropped=tuple(sorted(gone)), held=tuple(sorted(read.intersection(holds))), first=first
     )
 
 
@@ -97,14 +97,14 @@ class _Walk:
         self._dropped = dropped
         self._held = held
         self._saved: list[bool] = recipes.saved.tolist()
-        self._built: set[int] = set()
+        self._recomputed: set[int] = set()
 
-    def rebuilds(self, order: list[int], use: dict[int, int]) -> list[Rebuild]:
-        """One rebuild for each of `order`, dropped storages by their uses, that none before it makes."""
-        return [self._rebuild(j, use[j]) for j in order if j not in self._built]
+    def recomputations(self, order: list[int], use: dict[int, int]) -> list[Recomputation]:
+        """One recomputation for each of `order`, dropped storages by their uses, that none before it makes."""
+        return [self._recomputation(j, use[j]) for j in order if j not in self._recomputed]
 
-    def _rebuild(self, target: int, hook: int) -> Rebuild:
-        recipes, built, dropped = self._recipes, self._built, self._dropped
+    def _recomputation(self, target: int, hook: int) -> Recomputation:
+        recipes, recomputed, dropped = self._recipes, self._recomputed, self._dropped
         seen, ops = {target}, set[int]()
         sources: dict[int, None] = {}
         stack = [target]
@@ -113,20 +113,20 @@ class _Walk:
             makers = recipes.makers[j]
             if not makers:
                 raise ValueError(
-                    f"expected what storage {target} is rebuilt from to be saved, held, or made by operators that may run "
+                    f"expected what storage {target} is recomputed from to be saved, held, or made by operators that may run "
                     f"again, got storage {j}, which is none of it; hold it"
                 )
             ops.update(makers)
             for x in recipes.inputs[j]:
-                if x in self._held or x in built or (self._saved[x] and x not in dropped):
+                if x in self._held or x in recomputed or (self._saved[x] and x not in dropped):
                     sources[x] = None
                 elif x not in seen:
                     seen.add(x)
                     stack.append(x)
-        beside = {x for o in ops for x in recipes.fresh[o] if x in dropped and x not in built and x not in seen}
+        beside = {x for o in ops for x in recipes.fresh[o] if x in dropped and x not in recomputed and x not in seen}
         made = {j for j in seen if j in dropped} | {x for x in beside if ops.issuperset(recipes.makers[x])}
-        built |= made
-        return Rebuild(
+        recomputed |= made
+        return Recomputation(
             hook=hook,
             ops=tuple(sorted(ops)),
             made=tuple(sorted(made)),

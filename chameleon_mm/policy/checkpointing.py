@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chameleon_mm.policy.memory import Candidates, memory_curve, sum_over_time
+from chameleon_mm.policy.unswapped_memory import Candidates, memory_curve, sum_over_time
 from chameleon_mm.trace import StepPhase, Trace
 from chameleon_mm.trace.trace import Int64s
 from chameleon_mm.units import allocated_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputation:
+class FullRecomputation:
     """A step under full recomputation, estimated."""
 
     segments: int
@@ -31,7 +31,7 @@ class Recomputation:
     """Time of `step_us` in which forward runs once more."""
 
 
-def full_recomputation(trace: Trace) -> Recomputation:
+def full_recomputation(trace: Trace) -> FullRecomputation:
     """Estimate for `trace`, with the segments that lead to the least peak. O(ticks log ticks)."""
     step = _Segmenting(trace)
     best_peak, segments = step.peak(np.empty(0, np.int64)), 1
@@ -43,7 +43,7 @@ def full_recomputation(trace: Trace) -> Recomputation:
             best_peak, segments = peak, len(cuts) + 1
         parts = parts * 5 // 4 + 1
     forward_us = float(trace.op_us[trace.op_phase == StepPhase.FORWARD].sum())
-    return Recomputation(
+    return FullRecomputation(
         segments=segments,
         peak_bytes=best_peak,
         step_us=trace.duration_us + forward_us,

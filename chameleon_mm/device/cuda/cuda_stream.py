@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checksum import check_sum
+from chameleon_mm.device.checksummer import check_sum
 from chameleon_mm.device.packing import check_ends, check_packed
 from chameleon_mm.device.protocols import Event
 
 if TYPE_CHECKING:
-    from chameleon_mm.device.cuda.device import CudaDevice
+    from chameleon_mm.device.cuda.cuda_device import CudaDevice
 
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checksum import check_sum
+from chameleon_mm.device.checksummer import check_sum
 from chameleon_mm.device.protocols import Event
 
 if TYPE_CHECKING:

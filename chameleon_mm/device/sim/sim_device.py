@@ -3,7 +3,7 @@
 device = SimDevice("h200", hbm_bytes="2GiB")
 with device.compute():                     # CPU ops are its compute: counted, priced, ordered
     loss = model(x)
-d2h = device.new_stream("d2h"); d2h.wait(ready); d2h.copy(host, hbm)      # see stream.py
+d2h = device.new_stream("d2h"); d2h.wait(ready); d2h.copy(host, hbm)      # see sim_stream.py
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from chameleon_mm.device.allocator_hook import AllocatorHook
 from chameleon_mm.device.pinning import pageable_memory
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim.compute import SimCompute
-from chameleon_mm.device.sim.cost import CostModel, Span
+from chameleon_mm.device.sim.cost_model import CostModel, Span
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.observer import SimObserver
-from chameleon_mm.device.sim.stream import SimEvent, SimStream
+from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.units import parse_size
 

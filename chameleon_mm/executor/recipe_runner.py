@@ -1,6 +1,6 @@
-"""Makes dropped storages again, at their first use: those first from which they are made, each from its recipe.
+"""Recomputes dropped storages, at their first use: those first from which they are made, each from its recipe.
 
-    rebuilds.rebuild(saved, compute, restore)    # ON_HOST -> ON_DEVICE, its bytes on `compute`; RESTORED with several streams
+    runner.recompute(saved, compute, restore)    # ON_HOST -> ON_DEVICE, its bytes on `compute`; RESTORED with several streams
 
 What a recipe needs is brought back like any storage that is used; what else one of its calls makes is kept for its own use.
 """
@@ -20,7 +20,7 @@ from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.comparisons import Comparisons
 from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.recipe import Proof, Recipe, Refusal, Remade
+from chameleon_mm.saved.recipe import Proof, Recipe, Recomputed, Refusal
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.units import allocated_size
@@ -33,7 +33,7 @@ Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
 """Brings a storage back, ready for a stream."""
 
 
-class Rebuilds:
+class RecipeRunner:
     """Replays recipes. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, device: Device, context: SwapContext, budget: Budget, comparisons: Comparisons) -> None:
@@ -44,8 +44,8 @@ class Rebuilds:
         self.inner_bytes = 0
         """Room that a proof leaves for what an operator holds inside itself while it runs again."""
 
-    def rebuild(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
-        """Make `saved` again, ready for `compute`, the current stream.
+    def recompute(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
+        """Recompute `saved`, ready for `compute`, the current stream.
 
         Raises eager's error where something that its recipe needs was written to since, and `torch.OutOfMemoryError`.
         """
@@ -53,19 +53,19 @@ class Rebuilds:
             recipe = one.form.recipe
             if recipe is None or one.state is not State.ON_HOST or one.usable_elsewhere(compute) is not None:
                 continue  # another one's replay has made it
-            remade = self.replay(recipe, compute, restore, exclude=one)
+            recomputed = self.replay(recipe, compute, restore, exclude=one)
             self._count_uses(recipe)
-            self._restored(one, remade.storage, compute)
-            for ref, storage in remade.siblings:
+            self._restored(one, recomputed.storage, compute)
+            for ref, storage in recomputed.siblings:
                 sibling = ref()
                 if sibling is None or sibling.form.recipe is None or sibling.state is not State.ON_HOST:
                     continue
                 if sibling.nbytes == storage.nbytes() and sibling.usable_elsewhere(compute) is None:
                     self._restored(sibling, storage, compute)
-            self._context.metrics.totals.rebuilds += 1
+            self._context.metrics.totals.recomputations += 1
 
     def restore_sources(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
-        """Bring back what making `saved` again reads from the host."""
+        """Bring back what recomputing `saved` reads from the host."""
         for one in _sources_first(saved):
             for source in () if one.form.recipe is None else one.form.recipe.saved_sources:
                 if source.form.recipe is None:
@@ -104,9 +104,9 @@ class Rebuilds:
         needed = [saved, *recipe.saved_sources]
         if not self._budget.room_was_made(recipe.peak_bytes + self.inner_bytes, exclude=needed):
             return NO_ROOM
-        remade = self._run(recipe, storages, compute, exclude=needed).storage
+        recomputed = self._run(recipe, storages, compute, exclude=needed).storage
         with self._budget.replaying():
-            self.comparisons.add(proof.original, flat_bytes(remade), is_proof=True)
+            self.comparisons.add(proof.original, flat_bytes(recomputed), is_proof=True)
         self._context.streams.join_all(compute)  # the checksum -> the next owner of the memory
         return None
 
@@ -127,12 +127,12 @@ class Rebuilds:
         self._budget.note_allocated(nbytes)
         return copy
 
-    def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Remade:
+    def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Recomputed:
         """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
         storages = self._sources_of(recipe, compute, restore)
         needed = [exclude, *recipe.saved_sources]
         self._budget.make_room(recipe.peak_bytes, exclude=needed, is_planned=True)
-        with self._context.metrics.timing_rebuild(compute):
+        with self._context.metrics.timing_recomputation(compute):
             return self._run(recipe, storages, compute, exclude=needed)
 
     def _sources_of(self, recipe: Recipe, compute: Stream, restore: Restore) -> list[torch.UntypedStorage]:
@@ -153,23 +153,23 @@ class Rebuilds:
         compute: Stream,
         *,
         exclude: Collection[SavedStorage],
-    ) -> Remade:
+    ) -> Recomputed:
         written_on = {
             stream for source in recipe.sources if (stream := source.written_on) is not None and stream is not compute
         }
         for stream in written_on:
             compute.wait(stream.record())  # the sources were written there -> they are read here
-        remade = None
+        recomputed = None
         with annotation("chameleon::recompute"), self._operators_of_ours(), self._budget.replaying():
             with suppress(torch.OutOfMemoryError):  # run again outside: the exception's traceback would keep tensors alive
-                remade = recipe.replay(storages)
-            if remade is None:
+                recomputed = recipe.replay(storages)
+            if recomputed is None:
                 self._context.metrics.totals.oom_retries += 1
                 self._budget.reclaim_all(exclude)
-                remade = recipe.replay(storages)
+                recomputed = recipe.replay(storages)
         for stream in written_on:
             self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this reading
-        return remade
+        return recomputed
 
     def _restored(self, saved: SavedStorage, storage: torch.UntypedStorage, compute: Stream) -> None:
         if saved.form.original is not None:

@@ -28,10 +28,10 @@ from chameleon_mm.planning.hugging_face import hugging_face
 from chameleon_mm.planning.largest import SIZES, largest, say
 from chameleon_mm.planning.own_function import own_function
 from chameleon_mm.planning.prediction import REPLAYED, default_budget, predict
+from chameleon_mm.planning.prediction_text import show
 from chameleon_mm.planning.record import AUTOCAST, DTYPES, OPTIMIZERS
 from chameleon_mm.planning.session_prediction import predict_session, record, show_session
 from chameleon_mm.planning.session_run import RunRequest, Swapped
-from chameleon_mm.planning.show import show
 from chameleon_mm.planning.workload import Build, ModelUnusable
 from chameleon_mm.policy import DEFAULT_BUDGET_SHARE, DefaultRule
 from chameleon_mm.units import parse_size

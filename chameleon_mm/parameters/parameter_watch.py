@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from chameleon_mm.hosted import HostedStorage
 
 if TYPE_CHECKING:
-    from chameleon_mm.parameters.swapping import ParameterSwap
+    from chameleon_mm.parameters.parameter_swap import ParameterSwap
 
 _NEEDS_NO_BYTES = frozenset((
     "__hash__", "__len__", "_is_view", "can_cast", "detach", "dim", "element_size", "empty_like", "full_like", "get_device",

@@ -1,10 +1,10 @@
-"""Snapshot of what a step changes before it fails: gradients on the host, buffers on the device.
+"""Copies of what a step changes before it fails: gradients on the host, buffers on the device.
 
-snapshot = StepSnapshot(model, device, pool, buffers)    # before the step: random states, buffers, gradients that exist
-with snapshot.watching(): ...                            # the step, which fails
-snapshot.obstacle() -> why it may not begin again        # an optimizer stepped; a parameter was written or replaced
-snapshot.restore()                                       # as often as it takes
-snapshot.release()
+start = StepStart(model, device, pool, buffers)    # before the step: random states, buffers, gradients that exist
+with start.watching(): ...                         # the step, which fails
+start.obstacle() -> why it may not begin again     # an optimizer stepped; a parameter was written or replaced
+start.restore()                                    # as often as it takes
+start.release()
 
 Gradients by a copy, on the host, for device memory is what is short: one set aside and added again later would be another sum,
 for (g + a) + b is not g + (a + b), and a step that clips or zeroes `.grad` must find what it would have found.
@@ -88,8 +88,8 @@ class GradientOnDevice:
 GradientCopy = GradientOnHost | GradientOnDevice
 
 
-def snapshot_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCopy | None:
-    """Snapshot of a gradient; None of none. Raises `HostMemoryExhausted`; `torch.OutOfMemoryError` for one that stays on the
+def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCopy | None:
+    """Copy of a gradient; None of none. Raises `HostMemoryExhausted`; `torch.OutOfMemoryError` for one that stays on the
     device."""
     if grad is None:
         return None
@@ -160,8 +160,8 @@ def _same_kind(copy: Tensor, buffer: Tensor) -> bool:
     )
 
 
-class StepSnapshot:
-    """Snapshot of the step that begins now, on the calling thread.
+class StepStart:
+    """What the step that begins now needs to begin again, on the calling thread.
 
     Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` where there is no memory for the copies, with nothing changed.
     """
@@ -176,7 +176,7 @@ class StepSnapshot:
         self._gradients: list[tuple[nn.Parameter, GradientCopy | None]] = []
         try:
             for parameter, _ in self._parameters:
-                self._gradients.append((parameter, snapshot_of(parameter.grad, device, pool)))
+                self._gradients.append((parameter, copy_of(parameter.grad, device, pool)))
         except BaseException:
             self.release()
             raise
@@ -198,7 +198,7 @@ class StepSnapshot:
 
     def obstacle(self, restored: Optimizer | None = None) -> str | None:
         """Reason why the step may not begin again; None: there is none. `restored`: the optimizer that will be restored first,
-        with all parameters; None: nothing but this snapshot is."""
+        with all parameters; None: nothing but this is."""
         now = list(self._model.parameters())
         if restored is not None:
             if any(optimizer is not restored for optimizer in self._stepped):
@@ -216,20 +216,20 @@ class StepSnapshot:
 
     def restore(self) -> None:
         """Restore random states, buffers and gradients. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
-        for parameter, snapshot in self._gradients:
-            if snapshot is None:  # first: what the step made of them makes room for the others
+        for parameter, copy in self._gradients:
+            if copy is None:  # first: what the step made of them makes room for the others
                 parameter.grad = None
-        for parameter, snapshot in self._gradients:
-            if snapshot is not None:
-                snapshot.restore(parameter)
+        for parameter, copy in self._gradients:
+            if copy is not None:
+                copy.restore(parameter)
         self._buffers.restore()
         self._random.restore()
 
     def release(self) -> None:
         """Release the copies of gradients: the step will not begin again."""
-        for _, snapshot in self._gradients:
-            if snapshot is not None:
-                snapshot.release()
+        for _, copy in self._gradients:
+            if copy is not None:
+                copy.release()
         self._gradients = []
 
 

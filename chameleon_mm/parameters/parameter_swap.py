@@ -27,8 +27,8 @@ from chameleon_mm.executor.executor import Executor
 from chameleon_mm.hosted import Home, HostedStorage, Where
 from chameleon_mm.hosted.hosted_storage import is_alone
 from chameleon_mm.parameters import window_size
-from chameleon_mm.parameters.memory import DeviceBesideWindow
-from chameleon_mm.parameters.watch import ParameterWatch
+from chameleon_mm.parameters.device_beside_window import DeviceBesideWindow
+from chameleon_mm.parameters.parameter_watch import ParameterWatch
 from chameleon_mm.parameters.window import Window
 from chameleon_mm.profiler.dispatch_state import PLAIN_DISPATCH, saved_tensor_hooks_on_top
 from chameleon_mm.units import format_size

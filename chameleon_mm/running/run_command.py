@@ -21,9 +21,9 @@ from chameleon_mm.device import resolve_device
 from chameleon_mm.errors import ProgramInterrupted
 from chameleon_mm.outputs import check_outputs
 from chameleon_mm.running.ending import End
-from chameleon_mm.running.program import Program
-from chameleon_mm.running.ranks import LaunchedRank
-from chameleon_mm.running.watch import TrainingWatch
+from chameleon_mm.running.launched_ranks import LaunchedRank
+from chameleon_mm.running.main_program import Program
+from chameleon_mm.running.training_watch import TrainingWatch
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import parse_size
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, sim, sim:a100 (default: that of the parameters)")
     parser.add_argument("--min-bytes", metavar="SIZE", help="smaller saved storages stay on the device (default: 1MiB)")
-    parser.add_argument("--no-recompute", action="store_true", help="plans only swap, and make nothing again")
+    parser.add_argument("--no-recompute", action="store_true", help="plans only swap, and recompute nothing")
     parser.add_argument("--no-plans", action="store_true", help="every step by the default rule: everything moves")
     parser.add_argument("--verify", action="store_true", help="compare checksums of what goes out and comes back; slow")
     parser.add_argument("--progress", action="store_true", help="a line for each step on stderr")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chameleon_mm import native
-from chameleon_mm.device.cuda.stream import CudaEvent, CudaStream
+from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.units import MIB
 

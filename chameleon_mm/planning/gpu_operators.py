@@ -34,8 +34,8 @@ _DROPOUT_P = 4
 
 _RMS_NORMS = (F.rms_norm, torch.rms_norm)
 
-PLANNED_ON = "cpu"
-"""Device of the tensors of a step without a GPU."""
+PLANNED_ON, PLANNED_FOR = "cpu", "cuda"
+"""Device of the tensors of a step without a GPU, and the one for which autocast acts there instead."""
 
 _IN_FLOAT32 = frozenset({
     "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
@@ -112,7 +112,7 @@ def gpu_autocast() -> Iterator[None]:
     original = autocast.__init__
 
     def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cuda":
+        if device_type == PLANNED_FOR:
             device_type, dtype = PLANNED_ON, dtype or torch.get_autocast_dtype(device_type)
         original(self, device_type, dtype, *args, **kwargs)
 

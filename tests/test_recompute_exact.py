@@ -1012,7 +1012,7 @@ def test_handles_may_go_in_any_order(last_first: bool) -> None:
 
 
 KEPT = {"StepFigures", "CopySpan", "Access", "Extent"}
-"""Types of what is kept of each step, and of what the simulator lists: copies, and accesses to a page of checksums until that is
+"""Types of what is kept of each step, and of what the simulator lists: copies, and accesses to a page of checksums until it is
 set to zero."""
 
 

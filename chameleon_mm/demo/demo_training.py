@@ -152,11 +152,12 @@ def train(config: GPTConfig, rows: Rows, device: Device, swap: Mapping[str, Any]
                     with nullcontext() if session is None else session.step():
                         program.step(number)
                     marks.append(device.current_stream().record(timed=True))
+                peak_bytes = device.peak_allocated_bytes()  # as the session ends, all that it swapped comes back
         device.synchronize()
     return RunResult(
         values=program.values(),  # outside compute(): these copies are the host's, not part of what the simulator counts
         step_us=[end.elapsed_us(start) for start, end in pairwise(marks)],
-        peak_bytes=device.peak_allocated_bytes(),
+        peak_bytes=peak_bytes,
         report=None if session is None else session.report(),
     )
 

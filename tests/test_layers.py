@@ -160,7 +160,8 @@ def test_the_value_of_an_enums_member_is_its_name() -> None:
     enums = {each for module in modules for each in vars(module).values() if isinstance(each, enum.EnumMeta)}
     ours = [each for each in enums if each.__module__.startswith("chameleon_mm") and not issubclass(each, int)]
     assert ours
-    assert [member for each in ours for member in each if member.value != member.name.lower()] == []
+    members = [member for each in ours for member in each.__members__.values()]
+    assert [member for member in members if member.value != member.name.lower()] == []
 
 
 def test_nothing_is_too_long_to_be_read() -> None:

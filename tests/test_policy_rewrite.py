@@ -439,7 +439,7 @@ def test_growth_covers_what_recomputations_take(random: Random) -> None:
     assert schedule.allocated_bytes.tolist() == allocated
     assert len(schedule.growth) == len(trace.hook_tick)
     ticks, checks = trace.hook_tick.tolist(), {0, *np.flatnonzero(trace.hook_tensor >= 0).tolist()}
-    checks |= {action.reclaim_at for action in plan.swaps}
+    checks |= {action.reclaim_at for action in plan.swaps + plan.recomputed}
     levels = levels_after_reclaims(trace, plan)
     for hook in sorted(checks) if ticks else ():
         until = min((ticks[k] for k in checks if k > hook), default=trace.num_ticks)

@@ -128,7 +128,8 @@ def _memory_of_recomputations(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s,
     moves = rewritten.moves_of(plan.swaps)
     memory = PlannedMemory(rewritten.trace, memory_curve(rewritten.trace), rewritten.hook_of)
     allocated = memory.allocated(moves)
-    growth = memory.growth_until_next_check(moves, allocated)
+    drop_at = [int(rewritten.hook_of[action.reclaim_at]) for action in plan.recomputed]
+    growth = memory.growth_until_next_check(moves, allocated, drop_at)
     return rewritten.by_tick(allocated), growth[rewritten.hook_of]
 
 

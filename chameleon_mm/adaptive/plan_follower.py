@@ -363,4 +363,4 @@ class PlanFollower(Director):
                     to_drop.append(saved)
         to_reclaim = [(storages[a.tensor], a.nbytes, a.again) for a in reclaims if a.tensor in storages] if reclaims else ()
         prefetches = [storages[a.tensor] for a in ins if a.tensor in storages] if ins else ()
-        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims), prefetches=prefetches, drops=to_drop)
+        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims or drops), prefetches=prefetches, drops=to_drop)

@@ -157,10 +157,10 @@ def test_no_two_files_have_one_name() -> None:
 
 def test_the_value_of_an_enums_member_is_its_name() -> None:
     modules = [importlib.import_module(path[:-3].replace("/", ".")) for path, text in _PACKAGE.items() if "(enum.Enum)" in text]
-    enums = {each for module in modules for each in vars(module).values() if isinstance(each, enum.EnumMeta)}
-    ours = [each for each in enums if each.__module__.startswith("chameleon_mm") and not issubclass(each, int)]
-    assert ours
-    members = [member for each in ours for member in each.__members__.values()]
+    found: list[object] = [each for module in modules for each in vars(module).values()]
+    enums = [each for each in found if isinstance(each, type) and issubclass(each, enum.Enum) and not issubclass(each, int)]
+    members = [member for each in enums if each.__module__.startswith("chameleon_mm") for member in each]
+    assert members
     assert [member for member in members if member.value != member.name.lower()] == []
 
 

@@ -317,9 +317,10 @@ def test_a_kernel_is_launched_on_its_stream(cuda: CudaDevice) -> None:
         return True
 
     cuda.packer = SimpleNamespace(pack=pack)  # type: ignore[assignment]  # notes where it is called
-    side, compute, buffer = cuda.new_stream("side"), cuda.current_stream(), torch.zeros(8, dtype=torch.uint8)
+    side, compute = cuda.new_stream("side"), cuda.current_stream()
+    buffer = torch.zeros(8, dtype=torch.uint8, device=cuda.torch_device)
     for stream in (side, compute):
-        stream.pack(buffer, [buffer], [0])
+        stream.pack(buffer, [buffer[:4]], [0])
     assert seen == [side.raw, compute.raw]
 
 

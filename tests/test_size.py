@@ -16,7 +16,7 @@ MOST_LIBRARY_LINES = 34_848
 MOST_BENCH_AND_KERNELS_LINES = 5_678
 """Python of `bench` and `kernels`."""
 
-MOST_TEST_LINES = 54_977
+MOST_TEST_LINES = 54_978
 """Python and C++ of `tests`, the CUDA stand-in included."""
 
 ROOT = Path(__file__).resolve().parents[1]

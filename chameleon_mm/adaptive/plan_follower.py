@@ -223,9 +223,8 @@ class PlanFollower(Director):
         if self._diverged:
             return
         if self._schedule is not None and self._planned is not None and self._budget.forecast.follows_plan:
-            forecast, schedule = self._plan_forecast, self._schedule
-            forecast.hook, forecast.backs = hook, schedule.backs
-            forecast.growth_bytes = schedule.growth[hook] + self._planned.margin_bytes
+            self._plan_forecast.hook = hook
+            self._plan_forecast.growth_bytes = self._schedule.growth[hook] + self._planned.margin_bytes
         else:
             self._trace_forecast.hook = hook
         if hook > self._reached:
@@ -314,7 +313,7 @@ class PlanFollower(Director):
         self._due = missed or NO_ACTIONS
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
-            budget.forecast = self._plan_forecast
+            budget.forecast, self._plan_forecast.backs = self._plan_forecast, self._schedule.backs
         elif planned is not None and self._predicted:  # of a size like no step before
             self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
             budget.forecast = self._trace_forecast

@@ -19,7 +19,7 @@ import torch
 from chameleon_mm import __version__, native
 from chameleon_mm.device import present_device
 from chameleon_mm.device.cuda import visible_gpus
-from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
+from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes, of_machine
 from chameleon_mm.transfer import calibrate, keep
 from chameleon_mm.units import format_size
 
@@ -83,10 +83,7 @@ def _link(root: Path, pci_id: str | None) -> str:
 
 def memory(root: Path) -> str:
     """Host memory available, and the part that may be pinned by default: half of it, divided among the ranks here."""
-    available, machine = available_host_bytes(root), 0
-    for line in _read(root, "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            machine = int(line.split()[1]) * 1024
+    available, machine = available_host_bytes(root), max(of_machine(root), default=0)
     share = auto_limit_bytes(available_bytes=available)
     text = f"{format_size(available)}, of which {format_size(share)} may be pinned by default"
     if available < machine:
@@ -123,7 +120,6 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
     ("software", "torch", torch_version),
     ("software", "triton", partial(installed, distributions=("triton",))),
     ("software", "cupy", partial(installed, distributions=("cupy-cuda13x", "cupy-cuda12x", "cupy"))),
-    ("software", "cuda-bindings", partial(installed, distributions=("cuda-bindings",))),
     ("software", "C++ helpers", helpers),
     ("software", "NVIDIA driver", driver),
     ("gpu", "GPUs", gpus),

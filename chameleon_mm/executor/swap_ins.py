@@ -88,10 +88,10 @@ class SwapIns:
 
     def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
         """Queue the copies back that are due by plan."""
+        follows_plan = self._budget.forecast.follows_plan
         for saved in due:
             if saved.state is not State.ON_HOST or not saved.form.has_copy or saved.first() is not None:
                 continue
-            follows_plan = self._budget.forecast.follows_plan
             if not (self._budget.has_room_ahead if follows_plan else self._budget.room_for(saved.nbytes)):
                 return  # its use brings it back
             with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet

@@ -125,7 +125,7 @@ bool is_protected(const Parts& p, PyObject* storage, PyObject* id) {
   return known && is_true(call(p.is_protected, storage).it);
 }
 
-// The live claim on all of a storage whose copy has the bytes of `t`: `Claims.find_whole`; null: there is none, or it takes Python.
+// The live claim on all of a storage whose copy has the bytes of `t`: as `Claims.find` begins; null: there is none, or it takes Python.
 Ref shared_claim(PyObject* reference, PyObject* storage, PyObject* counter, const at::Tensor& t) {
   Ref claim(call(reference));
   if (Py_TYPE(claim.it) != Claim.type) return Ref();

@@ -210,7 +210,7 @@ class PlannedMemory:
         """
         if not len(self._tick):
             return np.zeros(0, np.int64)
-        checks = np.unique(np.concatenate((self._movable, [0], moves.reclaim_at, drop_at))).astype(np.int64)
+        checks = np.unique(np.concatenate((self._movable, [0], moves.reclaim_at, np.array(drop_at, np.int64))))
         back = np.zeros(len(self._tick), np.int64)
         np.add.at(back, moves.in_at, moves.reclaimed)
         level_after_reclaims = self._left(moves)[self._tick] - back

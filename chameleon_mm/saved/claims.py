@@ -95,10 +95,9 @@ class Claims:
         have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
         """
         storage = t.untyped_storage()
-        found = self.find_whole(t, saved, compute)
-        if found.claim is not None:
-            return found
-        on_all = found.before
+        on_all = self._on(storage, None)
+        if on_all is not None and (shared := _shared(on_all, t, saved, compute)) is not None:
+            return shared
         copied_too_early = on_all is not None and not whole and facts.covered_bytes is not None
         if not copied_too_early and not rule.gathers(facts, views=0, view_bytes=0):
             return Found(None, None, before=on_all)
@@ -112,13 +111,6 @@ class Claims:
         ):
             part = None
         return Found(None, part, before=on_all)
-
-    def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
-        """Find as `find` does, among claims on whole storages alone."""
-        on_all = self._on(t.untyped_storage(), None)
-        if on_all is not None and (shared := _shared(on_all, t, saved, compute)) is not None:
-            return shared
-        return Found(None, None, before=on_all)
 
     def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
         """The live claim on all of `storage`, or on `part` of it, that was made last."""

@@ -24,7 +24,7 @@ from typing import Any
 from chameleon_mm.bench._stand_in import check_place, is_stand_in
 from chameleon_mm.device.protocols import Device
 
-_DISTRIBUTIONS = ("chameleon-mm", "torch", "triton", "numpy", "cuda-bindings", "cupy-cuda13x", "cupy-cuda12x", "cupy")
+_DISTRIBUTIONS = ("chameleon-mm", "torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "cupy")
 _GIT_TIMEOUT_S = 10
 
 

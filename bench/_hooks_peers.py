@@ -34,7 +34,7 @@ from chameleon_mm.units import KIB
 TENSOR_BYTES = 4 * KIB
 """Bytes of each saved tensor. Few: what is measured is the host's work for a tensor, whatever its size."""
 
-ALONE = Thresholds(stay_below_bytes=0, pack_below_bytes=0, batch_below_bytes=0)
+ALONE = Thresholds(stay_below_bytes=0, pack_below_bytes=0)
 """Each tensor has a copy of its own, as those of 1 MiB and more have."""
 
 PLANNED_SHARE = 0.1

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _COLOURS = {"recorded": "#c23b22", "partly_planned": "#e0a100", "planned": "#2b6cb0", "by_rule": "#6b7280"}
 _LABELS = {
     "recorded": "recorded",
-    "partly_planned": "matched in part, the rest by the default rule",
+    "partly_planned": "planned in part, the rest by the default rule",
     "planned": "followed a plan",
     "by_rule": "by the default rule",
 }

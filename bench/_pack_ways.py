@@ -96,7 +96,6 @@ NAMES: Mapping[str, tuple[str, str]] = {
     ),
     "pack": ("pack", f"one pack kernel of {PACK_PROGRAMS} programs into device memory, one copy"),
     "loop": ("loop", "a copy of its own for each tensor, asynchronous: copy_, and on the simulator Stream.copy"),
-    "batch": ("batch", "Stream.copy_batch: cudaMemcpyBatchAsync where the driver and CUDA's bindings have it, else copies"),
 }
 """Way -> title of its column, and what it does."""
 
@@ -112,7 +111,7 @@ class Ways:
 
     def by_name(self) -> dict[str, Way | Waived]:
         """Each way, or why it cannot be."""
-        table: dict[str, Way | Waived] = {"ours": self._ours, "pack": self._pack, "loop": self._loop, "batch": self._batch}
+        table: dict[str, Way | Waived] = {"ours": self._ours, "pack": self._pack, "loop": self._loop}
         if len(self._work.tensors) == 1:
             table["pack"] = Waived("one block: there is nothing to pack")
         return table
@@ -169,12 +168,4 @@ class Ways:
         else:
             for place, t in zip(places, self._work.tensors, strict=True):
                 place.copy_(t, non_blocking=True)
-        return self._device.host_us - began_us
-
-    def _batch(self, start: Event) -> float:
-        pairs = list(zip(self._work.places, self._work.tensors, strict=True))
-        began_us = self._device.host_us
-        self._d2h.wait(start)
-        self._d2h.copy_batch(pairs)  # not on the current stream: the driver takes no batch on the legacy default one
-        self._compute.wait(self._d2h.record())
         return self._device.host_us - began_us

@@ -55,7 +55,8 @@ class Comparison:
         step, actions = self.planned, sorted(self.plan.actions, key=lambda action: action.out_at)
         out, back = ([copy for copy in step.copies if copy.direction == way] for way in ("d2h", "h2d"))
         returned = dict(zip(sorted(actions, key=lambda action: (action.in_at, action.use_at)), back, strict=True))
-        saves = {hook.tensor: number for number, hook in reversed(list(enumerate(self.trace.hooks))) if not hook.use}
+        hooks = zip(self.trace.hook_tensor.tolist(), self.trace.hook_use.tolist(), strict=True)
+        saves = {tensor: number for number, (tensor, use) in reversed(list(enumerate(hooks))) if not use}
         at = step.hooks_us
         return [
             Swap(at[saves[a.tensor]], copy, at[a.reclaim_at], at[a.in_at], returned[a], at[a.use_at])

@@ -103,10 +103,6 @@ class _NotingStream:
         self._stream.copy(dst, src, speculative=speculative)
         self._device.note_copies([(dst, src)])
 
-    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        self._stream.copy_batch(pairs, speculative=speculative)
-        self._device.note_copies(pairs)
-
 
 class Watch(TorchDispatchMode):
     """Mode that notes the operators of one step as they run, and `watched` hooks. Of one use, in `device.compute()`."""

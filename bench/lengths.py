@@ -2,7 +2,7 @@
 
     no session        each step's time and peak, nothing swapped
     plans=False       all saved tensors swapped by the default rule
-    session           steps recorded, matched and followed; none over the budget
+    session           steps recorded, by rule and followed; none over the budget
 
     chameleon-mm bench lengths --svg lengths.svg
 
@@ -30,7 +30,7 @@ COLUMNS = columns(
         "time": ("time", "virtual time of all steps / that without a session"),
         "peak": ("peak MiB", "most bytes allocated in any step / 2**20"),
         "recorded": ("recorded", "steps that a recorder saw whole"),
-        "matched": ("matched", "steps in which some hooks followed a plan"),
+        "in_part": ("in part", "steps in which some hooks followed a plan"),
         "followed": ("followed", "steps in which all hooks followed a plan"),
     },
     simulated=True,
@@ -90,8 +90,8 @@ def _cells(run: LengthRun, unswapped: LengthRun, name: str) -> dict[str, Cell]:
         "peak": _figure(max(run.peaks) / MIB, "MiB"),
     }
     if name != "session":
-        return cells | dict.fromkeys(("recorded", "matched", "followed"), _NO_PLANS if run.kinds else _NO_SESSION)
-    kinds = {"recorded": "recorded", "matched": "partly_planned", "followed": "planned"}
+        return cells | dict.fromkeys(("recorded", "in_part", "followed"), _NO_PLANS if run.kinds else _NO_SESSION)
+    kinds = {"recorded": "recorded", "in_part": "partly_planned", "followed": "planned"}
     return cells | {key: _figure(run.kinds.count(kind), "steps") for key, kind in kinds.items()}
 
 

@@ -91,7 +91,7 @@ def fresh_device(name: str | None) -> Device:
     device = resolve_device(name)
     if not isinstance(device, SimDevice):
         return device
-    free = ("launch", "view", "event", "copy", "batched_copy", "triton_launch", "packed_tensor")
+    free = ("launch", "view", "event", "copy", "triton_launch", "packed_tensor")
     host = CostModel(spec=device.spec, **{f"{name}_us": 0 for name in free})
     return SimDevice(device.spec, device.capacity, cost=host)
 

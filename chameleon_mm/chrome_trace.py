@@ -1,14 +1,12 @@
 """A session's timed copies, waits, steps and memory as a Chrome trace, which Perfetto and chrome://tracing open.
 
-    write_trace(path, TraceData(...))                           # zero is the beginning of the first timed step
-    write_trace(path, TraceData(...), merge="profiler.json")    # ... in one file with torch.profiler's, on its clock
+    write_trace(path, TraceData(...))           # zero is the beginning of the first timed step
 
 One process: a track each for the steps, compute, d2h and h2d; counters of device memory and of pinned memory.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,38 +41,12 @@ class TraceData:
     """Figures that are told beside the events."""
 
 
-def write_trace(path: str | Path, data: TraceData, *, merge: str | Path | None = None) -> None:
-    """Write the file. `merge`: a file of torch.profiler's (`export_chrome_trace`; .json or .json.gz), whose events go before.
-
-    Raises `ValueError` for a file that is none, with nothing written.
-    """
-    if merge is None:
-        document: dict[str, Any] = {"traceEvents": list(_events(data, 0.0)), "displayTimeUnit": "ms"}
-        if (zero_ns := _unix_ns_at_zero(data)) is not None:
-            document["baseTimeNanoseconds"] = zero_ns
-    else:
-        document = _loaded(merge)
-        base_ns, zero_ns = document.get("baseTimeNanoseconds", 0), _unix_ns_at_zero(data)
-        shift_us = 0.0 if zero_ns is None else (zero_ns - base_ns) / 1e3
-        document["traceEvents"] = [*document["traceEvents"], *_events(data, shift_us)]
-    document["otherData"] = {**document.get("otherData", {}), **data.about}
-    text = json.dumps(document)
-    Path(path).write_text(text, encoding="utf-8")
-
-
-def _loaded(merge: str | Path) -> dict[str, Any]:
-    path = Path(merge)
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    try:
-        document = json.loads(raw)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise ValueError(
-            f"merge: expected a trace of torch.profiler's, JSON with a list traceEvents, got {path.name}, which is none; write "
-            f"one with profile.export_chrome_trace(path)"
-        )
-    return document
+def write_trace(path: str | Path, data: TraceData) -> None:
+    """Write the file. Its `baseTimeNanoseconds` is the wall clock at zero, as in torch.profiler's files."""
+    document: dict[str, Any] = {"traceEvents": list(_events(data)), "displayTimeUnit": "ms", "otherData": dict(data.about)}
+    if (zero_ns := _unix_ns_at_zero(data)) is not None:
+        document["baseTimeNanoseconds"] = zero_ns
+    Path(path).write_text(json.dumps(document), encoding="utf-8")
 
 
 def _unix_ns_at_zero(data: TraceData) -> int | None:
@@ -90,8 +62,8 @@ def _unix_ns_at_zero(data: TraceData) -> int | None:
     return bounds_ns[0] if data.simulated else max(bounds_ns)
 
 
-def _events(data: TraceData, shift_us: float) -> Iterator[dict[str, Any]]:
-    """Events, each later by `shift_us` than on the clock of the spans."""
+def _events(data: TraceData) -> Iterator[dict[str, Any]]:
+    """Events, on the clock of the spans."""
     clock = " (simulated clock)" if data.simulated else ""
     yield {
         "ph": "M",
@@ -105,24 +77,18 @@ def _events(data: TraceData, shift_us: float) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_name", "pid": PID, "tid": tid, "ts": 0, "args": {"name": f"{name}{clock}"}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": PID, "tid": tid, "ts": 0, "args": {"sort_index": tid}}
     for step in data.timed.steps:
-        yield {
-            "ph": "i", "s": "p", "name": f"step {step.number}", "cat": "step", "pid": PID, "tid": STEPS,
-            "ts": step.start_us + shift_us, "args": {"step": step.number},
-        }  # fmt: skip
         what = {"step": step.number, "kind": step.kind}
-        yield _slice(
-            STEPS, f"step {step.number} ({step.kind.replace('_', ' ')})", "step", step.start_us, step.end_us, shift_us, what
-        )
+        yield _slice(STEPS, f"step {step.number} ({step.kind.replace('_', ' ')})", "step", step.start_us, step.end_us, what)
     for wait in data.timed.waits:
-        yield _slice(COMPUTE, _WAITS[wait.kind], "wait", wait.start_us, wait.end_us, shift_us, {"for": wait.kind})
+        yield _slice(COMPUTE, _WAITS[wait.kind], "wait", wait.start_us, wait.end_us, {"for": wait.kind})
     for span in data.copies:
         name, tid = f"swap_{span.direction} {format_size(span.nbytes)}", _OF_COPIES[span.direction]
-        yield _slice(tid, name, "copy", span.start_us, span.end_us, shift_us, {"bytes": span.nbytes})
+        yield _slice(tid, name, "copy", span.start_us, span.end_us, {"bytes": span.nbytes})
     for at_us, hbm_bytes, host_bytes in readings(data.timed):
         for name, nbytes in (("HBM allocated", hbm_bytes), ("pinned host memory", host_bytes)):
-            yield _counter(f"{name}{clock}", at_us + shift_us, nbytes)
+            yield _counter(f"{name}{clock}", at_us, nbytes)
     for step in data.timed.steps:
-        yield _counter(f"HBM budget{clock}", step.start_us + shift_us, data.hbm_budget_bytes)
+        yield _counter(f"HBM budget{clock}", step.start_us, data.hbm_budget_bytes)
 
 
 def readings(timed: TimedSpans) -> list[tuple[float, int, int]]:
@@ -138,11 +104,9 @@ def readings(timed: TimedSpans) -> list[tuple[float, int, int]]:
     return sorted(found)
 
 
-def _slice(
-    tid: int, name: str, cat: str, start_us: float, end_us: float, shift_us: float, args: dict[str, Any]
-) -> dict[str, Any]:
+def _slice(tid: int, name: str, cat: str, start_us: float, end_us: float, args: dict[str, Any]) -> dict[str, Any]:
     return {
-        "ph": "X", "name": name, "cat": cat, "pid": PID, "tid": tid, "ts": start_us + shift_us,
+        "ph": "X", "name": name, "cat": cat, "pid": PID, "tid": tid, "ts": start_us,
         "dur": max(0.0, end_us - start_us), "args": args,
     }  # fmt: skip
 

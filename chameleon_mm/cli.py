@@ -51,7 +51,7 @@ _DEMO_EPILOG = """\
 examples:
   chameleon-mm demo --hbm-budget 120MiB          a budget of your own (default: half of the unswapped peak)
   chameleon-mm demo --device cuda --steps 50     on the first GPU, with larger default sizes
-  chameleon-mm demo --json demo.json --trace trace.json
+  chameleon-mm demo --json demo.json             every figure as data
 
 Exits with 1 if one bit differs or the swapped peak passes the budget.
 """
@@ -87,7 +87,7 @@ nothing is loaded: the step runs on shapes alone, its times are a roofline's, so
 _PLAN_EPILOG = """\
 examples:
   chameleon-mm plan llama-7b --batch 4 --hbm-budget 80GiB
-  chameleon-mm plan models:tiny --gpu a100 --json tiny.json --png tiny.png
+  chameleon-mm plan models:tiny --gpu a100 --json tiny.json
   chameleon-mm plan ./config.json --seq 8192 --optimizer adamw-fused
   chameleon-mm plan llama-7b --autocast bfloat16         float32 weights, bfloat16 products
 

@@ -46,11 +46,6 @@ class InstalledSaveOnCpu(saved_tensors_hooks):
         self._shared.__exit__(*(raised or (None, None, None)))
 
     @classmethod
-    def pool(cls) -> PinnedPool:
-        """The pool that all of them share."""
-        return cls._the_manager().pool
-
-    @classmethod
     def _the_manager(cls) -> save_on_cpu:
         """Made with the first of them: which device is the current one may be set after `install`."""
         installed = cls.installed

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from chameleon_mm.report import SwapReport
-from chameleon_mm.saved.timed_spans import hidden_fraction
 from chameleon_mm.units import format_size, format_us
 
 _NEEDED = ("rank", "world_size", "plan_digests", "device", "steps", "hbm_budget_bytes", "peak_hbm_bytes", "bytes_swapped_out")
@@ -101,7 +100,6 @@ def merge_reports(reports: Iterable[SwapReport | Mapping[str, Any]]) -> MergedRe
         differences.append(f"no report of {_of_ranks(missing)} of {sizes[0]}: did they end before they made one?")
     totals: dict[str, Any] = {name: sum(rank.get(name) or 0 for rank in ranks) for name in _SUMMED}
     totals |= {name: max((rank[name] for rank in ranks if rank.get(name) is not None), default=None) for name in _WORST}
-    totals["hidden_fraction"] = _hidden(ranks)
     totals["steps"] = min(rank["steps"] for rank in ranks)
     agree = None if missing and plans_agree else plans_agree
     return MergedReport(ranks=tuple(ranks), totals=totals, plans_agree=agree, differences=tuple(differences))
@@ -150,12 +148,6 @@ def _groups(ranks: list[dict[str, Any]], key: Any) -> list[tuple[Any, list[int]]
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank["rank"])
     return list(groups.items())
-
-
-def _hidden(ranks: list[dict[str, Any]]) -> float | None:
-    """Share of all ranks' copy time that their compute did not wait for; None: no copy was timed."""
-    timed = [rank for rank in ranks if rank.get("copy_us") and rank.get("stall_us") is not None]
-    return hidden_fraction(sum(rank["stall_us"] for rank in timed), sum(rank["copy_us"] for rank in timed))
 
 
 def _row(rank: dict[str, Any], simulated: str) -> str:

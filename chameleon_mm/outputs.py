@@ -1,6 +1,6 @@
 """Output of commands: files, refused before anything started where they cannot be written, and tables of numbers.
 
-check_outputs({"--json": args.json, "--png": args.png})
+check_outputs({"--json": args.json, "--trace": args.trace})
 ...
 print_table(console, table)             # wider than the console rather than with a number in two parts
 tell_written(console, args.json)
@@ -8,9 +8,7 @@ tell_written(console, args.json)
 
 from __future__ import annotations
 
-import errno
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
 def check_outputs(files: Mapping[str, Path | None], *, make_folders: bool = False) -> None:
     """`files`: by the option that names each; None was not asked for. Raises `ValueError` for one that cannot be written.
 
-    `make_folders`: whoever writes the file makes the folders that are missing. That a file can be written is tried, and nothing
-    is left behind; rights alone do not tell, for a file system may be read-only, and rights do not bind an administrator.
+    `make_folders`: whoever writes the file makes the folders that are missing.
     """
     for option, path in files.items():
         if path is None:
@@ -34,30 +31,19 @@ def check_outputs(files: Mapping[str, Path | None], *, make_folders: bool = Fals
                 raise ValueError(f"{option}: expected a file to write, got {path}, a folder; add the name of a file in it")
             if not make_folders and not path.parent.is_dir():
                 raise ValueError(f"{option}: expected a file in an existing folder, got {path}; make {path.parent} first")
-            _try(path)
-        except OSError as error:
-            raise ValueError(
-                f"{option}: expected a file that may be written, got {path} ({error.strerror}); choose another, or change its "
-                f"rights"
-            ) from error
+            may_be_written = _may_be_written(path)
+        except OSError:  # a name that is too long, or below a file
+            may_be_written = False
+        if not may_be_written:
+            raise ValueError(f"{option}: expected a file that may be written, got {path}; choose another, or change its rights")
 
 
-def _try(path: Path) -> None:
-    if path.is_file():
-        with path.open("ab"):  # changes nothing
-            return
-    if path.exists():  # a device or a pipe: to open one may have consequences
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return
-    folder = next(parent for parent in path.parents if parent.exists())
-    if folder == path.parent:
-        with path.open("xb"):
-            pass
-        path.unlink()
-    else:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+def _may_be_written(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return os.access(next(parent for parent in path.parents if parent.exists()), os.W_OK)
+    return os.access(path, os.W_OK)
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -1,10 +1,8 @@
-"""Tells whoever wants to know what each step of a session took: lines on stderr, a function, log records.
+"""Tells whoever wants to know what each step of a session took: lines on stderr, or a function.
 
-    progress = Progress(True)         # `SwapSession(progress=...)`: False, True, or a function of `StepFigures`
-    progress.tell(figures)
-        step 12  planned  HBM 14.20 of 16.00 GiB  host 3.10 GiB  hidden 98 %  stall 1.20 ms
-
-A record at INFO of the logger `chameleon_mm.progress` says the same, with the figures as its `step_figures`.
+progress = Progress(True)         # `SwapSession(progress=...)`: False, True, or a function of `StepFigures`
+progress.tell(figures)
+    step 12  planned  HBM 14.20 of 16.00 GiB  host 3.10 GiB  hidden 98 %  stall 1.20 ms
 """
 
 from __future__ import annotations
@@ -53,12 +51,10 @@ class Progress:
     @property
     def is_listened_to(self) -> bool:
         """Whether anybody would be told."""
-        return self._tell is not None or _log.isEnabledFor(logging.INFO)
+        return self._tell is not None
 
     def tell(self, figures: StepFigures) -> None:
         """Tell the figures of a step."""
-        if _log.isEnabledFor(logging.INFO):
-            _log.info("chameleon_mm: %s", line_of(figures), extra={"step_figures": figures})
         if self._tell is None:
             return
         try:
@@ -87,11 +83,6 @@ class StepLines:
 
         line = Text("  ").join(Text(text, style) for text, style in parts_of(figures))
         self._console.print(line, soft_wrap=True)
-
-
-def line_of(figures: StepFigures) -> str:
-    """Line that says what a step took. Times are left out where they were not measured."""
-    return "  ".join(text for text, _ in parts_of(figures))
 
 
 def parts_of(figures: StepFigures) -> list[tuple[str, str]]:

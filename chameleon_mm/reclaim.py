@@ -19,7 +19,8 @@ from typing import Protocol
 from chameleon_mm.device.allocator_hook import AllocatorHook
 
 SHORT_SHARE = 0.5
-"""Share of the limit above which copies out are handed over at once where an allocator may reclaim what they read."""
+"""Share of the limit above which copies out are handed over at once where an allocator may reclaim what they
+read: from there on a step of twice what is allocated now would find no memory. Not measured."""
 
 
 class Reclaimable(Protocol):

@@ -22,7 +22,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.pinned import PoolStats
 from chameleon_mm.ranks import Rank
-from chameleon_mm.report_page import PageData, PlannedStepData, latest_step, page_html, picture_of
+from chameleon_mm.report_page import PlannedStepData, page_html, picture_of
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.saved.metrics import Counters, Metrics
 from chameleon_mm.saved.timed_spans import StepKind, TimedSpans
@@ -291,33 +291,25 @@ class SwapReport(Counters):
 
     def save_html(self, path: str | Path) -> None:
         """Write a page of its own, for any browser and without a network: memory, compute and copies over the step that was
-        planned last, what its plan does with each tensor, the latest timed step as it ran, all steps, and the figures.
-
-        What is predicted and what was measured are told apart. docs/step_page.md says how to read it.
+        planned last, what its plan does with each tensor, all steps, and the figures. docs/step_page.md says how to read it.
         """
         picture = None
         if self.planned is not None:
             with suppress(ValueError):  # what nobody can carry out is not foreseen either, as in `PlannedStep`
                 picture = picture_of(self.planned)
         page = page_html(
-            PageData(
-                device=self.device,
-                simulated=self.simulated,
-                rows=self.rows(),
-                figures=self.to_dict(),
-                picture=picture,
-                measured=latest_step(self.spans, self.timed),
-                steps=self.step_figures,
-            )
+            device=self.device,
+            simulated=self.simulated,
+            rows=self.rows(),
+            figures=self.to_dict(),
+            picture=picture,
+            steps=self.step_figures,
         )
         Path(path).write_text(page, encoding="utf-8")
 
-    def save_trace(self, path: str | Path, *, merge: str | Path | None = None) -> None:
+    def save_trace(self, path: str | Path) -> None:
         """Write the latest of what was timed as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:
         a track each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
-
-        `merge`: a trace that torch.profiler wrote of the same process. Then `path` holds both, on its clock; a simulated clock
-        runs at a pace of its own, and only its beginning is put where it was. Raises `ValueError` for a file that is no trace.
         """
         told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
         about = {name: getattr(self, name) for name in told}
@@ -329,7 +321,7 @@ class SwapReport(Counters):
             hbm_budget_bytes=self.hbm_budget_bytes,
             about=about,
         )
-        write_trace(path, data, merge=merge)
+        write_trace(path, data)
 
 
 def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:

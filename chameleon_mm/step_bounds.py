@@ -27,9 +27,6 @@ from chameleon_mm.profiler.dispatch_state import in_backward
 from chameleon_mm.profiler.step_log import gradients_of
 from chameleon_mm.session import SwapSession
 
-LONGEST_BY_HAND = 64
-"""Forwards in a step of a loop in which no optimizer steps, at most: a program may write parameters where no counter tells."""
-
 
 class StepBounds:
     """Begins and ends the steps of a session at the calls of models and optimizers. Everything happens on one thread; calls on
@@ -44,8 +41,6 @@ class StepBounds:
         self._optimizer_steps = 0
         """Optimizer steps since the last forward that began a step."""
         self._ever_stepped = False
-        self._num_forwards = 0
-        """Forwards in the step that runs, the first one not counted."""
         self._writes = 0
         """Writes to parameters before the step that runs, while no optimizer has stepped."""
         self._expected = 1
@@ -66,7 +61,6 @@ class StepBounds:
         if self._held:
             return
         if self._step is not None:
-            self._num_forwards += 1
             if not self._is_over():
                 return
             self._end_step()
@@ -109,7 +103,7 @@ class StepBounds:
             return True
         if not self.session.backward_has_run:
             return False
-        if not self._ever_stepped and (self._num_forwards >= LONGEST_BY_HAND or self._count_writes() != self._writes):
+        if not self._ever_stepped and self._count_writes() != self._writes:
             return True
         return all(gradient is None for gradient in gradients_of(self._parameters()))
 
@@ -122,7 +116,7 @@ class StepBounds:
         ):  # the model, or the state of its optimizer, may have come to the device since the session began
             self.session.hbm_budget = self.session.hbm_budget
             self._is_checked = True
-        self._optimizer_steps = self._num_forwards = 0
+        self._optimizer_steps = 0
         self._writes = self._count_writes()
         step = self.session.step()
         step.__enter__()

@@ -23,7 +23,7 @@ class StepFigures:
     kind: StepKind
     simulated: bool
     """Whether times are those of a simulated device."""
-    step_us: float | None
+    step_us: float | None = None
     """Time from the step's begin to its end, as the device saw it; None: it was not timed, nor anything else of it."""
     host_us: float
     """Time from the step's begin to its end by the host's clock, maybe far ahead of the device's; virtual on the simulator."""
@@ -37,11 +37,11 @@ class StepFigures:
     bytes_out: int
     """Bytes of saved tensors that left the device in the step: of `bytes_swapped_out`. `bytes_in`: that came back."""
     bytes_in: int
-    stall_us: float | None
+    stall_us: float | None = None
     """Time that compute waited for copies."""
-    copy_us: float | None
+    copy_us: float | None = None
     """Time that the step's copies ran, both directions added up."""
-    recompute_us: float | None
+    recompute_us: float | None = None
     """Time in which compute recomputed dropped storages."""
 
     @property
@@ -49,16 +49,6 @@ class StepFigures:
         """Share of the copies' time during which compute did not wait for them; None where none was timed."""
         return None if self.copy_us is None or self.stall_us is None else hidden_fraction(self.stall_us, self.copy_us)
 
-    @classmethod
-    def from_tuple(cls, fields: tuple[Any, ...]) -> StepFigures:
-        """Figures of a plain tuple of every field in order, the kind as its text."""
-        named = dict(zip(_NAMES, fields, strict=True))
-        return cls(**{**named, "kind": StepKind(named["kind"])})
-
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of every figure, ready for JSON."""
-        fields = {name: getattr(self, name) for name in _NAMES}
-        return {**fields, "kind": self.kind.value, "hidden_fraction": self.hidden_fraction}
-
-
-_NAMES = tuple(field.name for field in dataclasses.fields(StepFigures))
+        return {**dataclasses.asdict(self), "kind": self.kind.value, "hidden_fraction": self.hidden_fraction}

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from dataclasses import replace
 from itertools import starmap
-from typing import Any
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, PeakWatch, peak_between
@@ -30,14 +30,10 @@ TIMED_EVERY = 16
 events of 5 us on the host."""
 
 MAX_FIGURES = 10_000
-"""Latest steps whose figures are kept."""
+"""Latest steps whose figures are kept: a few MB."""
 
 MAX_PENDING = 64
 """Steps that ended and whose figures are not complete, at most: the oldest one's are told without its times then."""
-
-
-_Fields = tuple[Any, ...]
-"""Fields of a step's `StepFigures`, as `from_tuple` takes them: the collector does not look at a plain tuple."""
 
 
 class StepHistory:
@@ -56,9 +52,9 @@ class StepHistory:
         self._running: tuple[int, int, float, int, int] | None = None
         """The running step's number and budget, and as it began the host's clock and the bytes that went out and came in so
         far; None: there is none, or the device could not be asked."""
-        self._pending: deque[tuple[_Fields, StepSums | None]] = deque()
+        self._pending: deque[tuple[StepFigures, StepSums | None]] = deque()
         """Steps that ended, and that no one was told of: their figures without times, and the times, which are not complete."""
-        self._figures: deque[_Fields] = deque(maxlen=MAX_FIGURES)
+        self._figures: deque[StepFigures] = deque(maxlen=MAX_FIGURES)
         """Figures of the latest steps that were told."""
 
     # --- the session's peak
@@ -112,22 +108,20 @@ class StepHistory:
         index, hbm_budget_bytes, began_us, bytes_out, bytes_in = step
         totals, budget, sums = self._metrics.totals, self._executor.budget, self._metrics.step
         before_bytes, after_bytes = budget.peak_at_begin_bytes, self._watch.last_bytes
-        fields = (
-            index,
-            kind.value,
-            self._device.simulated,
-            None,
-            self._device.host_us - began_us,
-            *peak_between(after_bytes if before_bytes is None else before_bytes, after_bytes, budget.peak_seen_bytes),
-            hbm_budget_bytes,
-            self._pool.recent_peak_bytes(),
-            totals.bytes_swapped_out - bytes_out,
-            totals.bytes_swapped_in - bytes_in,
-            None,
-            None,
-            None,
+        peak = peak_between(after_bytes if before_bytes is None else before_bytes, after_bytes, budget.peak_seen_bytes)
+        figures = StepFigures(
+            index=index,
+            kind=kind,
+            simulated=self._device.simulated,
+            host_us=self._device.host_us - began_us,
+            peak_hbm_bytes=peak.at_least_bytes,
+            peak_hbm_at_most_bytes=peak.at_most_bytes,
+            hbm_budget_bytes=hbm_budget_bytes,
+            host_bytes=self._pool.recent_peak_bytes(),
+            bytes_out=totals.bytes_swapped_out - bytes_out,
+            bytes_in=totals.bytes_swapped_in - bytes_in,
         )
-        self._pending.append((fields, sums))
+        self._pending.append((figures, sums))
         self._settle()
 
     def close(self, *, wait: bool) -> None:
@@ -142,8 +136,7 @@ class StepHistory:
 
     def figures(self) -> tuple[StepFigures, ...]:
         """Figures of the latest steps that ended, oldest first; without times where the device is not done. Never waits."""
-        fields = [*list(self._figures), *starmap(self._with_times, list(self._pending))]
-        return tuple(map(StepFigures.from_tuple, fields))
+        return (*self._figures.copy(), *starmap(self._with_times, self._pending.copy()))
 
     def _settle(self, *, all_of_them: bool = False) -> None:
         """Tell the figures of the oldest steps, as far as they are complete."""
@@ -151,13 +144,15 @@ class StepHistory:
         while pending and (
             all_of_them or len(pending) > MAX_PENDING or (sums := pending[0][1]) is None or self._metrics.is_complete(sums)
         ):
-            fields = self._with_times(*pending.popleft())
-            self._figures.append(fields)
+            figures = self._with_times(*pending.popleft())
+            self._figures.append(figures)
             if self._progress.is_listened_to:
-                self._progress.tell(StepFigures.from_tuple(fields))
+                self._progress.tell(figures)
 
-    def _with_times(self, fields: _Fields, sums: StepSums | None) -> _Fields:
-        """The fields with the step's times, where those are complete."""
+    def _with_times(self, figures: StepFigures, sums: StepSums | None) -> StepFigures:
+        """The figures with the step's times, where those are complete."""
         if sums is None or not self._metrics.is_complete(sums):
-            return fields
-        return (*fields[:3], sums.step_us, *fields[4:11], sums.stall_us, sums.copy_us, sums.recompute_us)
+            return figures
+        return replace(
+            figures, step_us=sums.step_us, stall_us=sums.stall_us, copy_us=sums.copy_us, recompute_us=sums.recompute_us
+        )

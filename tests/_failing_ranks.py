@@ -13,10 +13,8 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -25,13 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from tests._rank_programs import ddp, fsdp_resharding
+from tests._rank_programs import PATIENCE, ddp, fsdp_resharding
 from tests.observed import observe_all
 
 STEPS, FATAL_STEP = 6, 3
-PATIENCE = timedelta(seconds=20)
-"""Time after which gloo gives up: nobody is to need it, as connections of a process that ended are closed."""
-MOST_S = 60.0
 
 
 class RankFailed(Exception):
@@ -102,14 +97,13 @@ def run_rank(case: Case, rank: int, meeting_place: str, result: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=2, timeout=PATIENCE)
     told: dict[str, Any] = {"steps": 0}
     error = "none"
-    began = time.monotonic()
     try:
         train(case, rank, told)
     except Exception as failure:  # noqa: BLE001 - whatever it is, it is compared
         error = f"{type(failure).__name__}: {failure}"
     gc.collect()
     session = told.pop("session", None)
-    outcome = {"case": case._asdict(), "rank": rank, "error": error, "seconds": time.monotonic() - began, **told}
+    outcome = {"case": case._asdict(), "rank": rank, "error": error, **told}
     if session is not None:
         outcome |= {"num_live": session.pool.stats().num_live, "steps_reported": session.report().steps}
         outcome["bytes_swapped_out"] = session.report().bytes_swapped_out
@@ -125,18 +119,6 @@ def forked(work: Callable[[], None]) -> int:
             sys.stderr.flush()
             os._exit(0)  # with no exit handler of the parent's
     return child
-
-
-def wait_for(children: list[int]) -> bool:
-    """Whether all ended in time; those that did not are killed."""
-    left, deadline = set(children), time.monotonic() + MOST_S
-    while left and time.monotonic() < deadline:
-        left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
-        time.sleep(0.01)
-    for child in left:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return not left
 
 
 def main(folder: Path) -> None:
@@ -157,9 +139,10 @@ def main(folder: Path) -> None:
             forked(lambda rank=rank, case=case, meeting=meeting, result=result: run_rank(case, rank, meeting, result))  # type: ignore[misc]  # mypy infers no lambda with defaults
             for rank, result in enumerate(results)
         ]
-        in_time = wait_for(children)
+        for child in children:
+            os.waitpid(child, 0)
         told = [json.loads(result.read_text()) for result in results if result.exists()]
-        outcomes.append({"case": case._asdict(), "in_time": in_time, "ranks": told})
+        outcomes.append({"case": case._asdict(), "ranks": told})
     sys.stdout.write(json.dumps(outcomes))
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from chameleon_mm.bench.gpu_suite import Part
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.sim.machine import Machine
-from chameleon_mm.device.sim.sim_allocator_hook import SimAllocatorHook
 from chameleon_mm.saved.calling_thread import ComputeStreams
 
 # --- events and streams
@@ -140,16 +138,13 @@ class PlayedStandIn(UnsimulatedDevice):
 
 
 class ManualClock:
-    """A clock in the place of the module `time`, on which time passes while somebody sleeps, and as the test says."""
+    """A clock in the place of the module `time`, on which time passes as the test says."""
 
     def __init__(self) -> None:
         self.now = 100.0
 
     def monotonic(self) -> float:
         return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def file_tree(root: Path, files: Mapping[str, str]) -> Path:
@@ -217,21 +212,3 @@ def scripted_part(
     text = f"import os, pathlib, sys, time; out = pathlib.Path(sys.argv[1]); {write}{code}"
     command = [sys.executable, "-c", text.replace("{", "{{").replace("}", "}}"), "{out}", *arguments]
     return Part(theme=theme, command=command, cap_s=cap_s, least_s=min(1.0, cap_s), **more)
-
-
-class GreedyHook(SimAllocatorHook):
-    """Has everything that is lent reclaimed at the next allocation."""
-
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine)
-        self.limit_bytes = 0
-
-    def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
-        pass
-
-
-class GreedyDevice(SimDevice):
-    """A simulated GPU whose allocator reclaims all that it may, whether memory is short or not."""
-
-    def allocator_hook(self) -> GreedyHook:
-        return GreedyHook(self._machine)

@@ -68,6 +68,26 @@ def check_same(plain: Outcome, swapped: Callable[[str], tuple[Outcome, cm.SwapRe
     raise AssertionError(f"expected a budget within which a step follows a plan, got none; of the last: {report}")
 
 
+def check_callback(callback: Callable[..., Any], train: Callable[[Any], Outcome], budget_kib: int) -> None:
+    """`train` with a callback has the bits of `train(None)`."""
+
+    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
+        swap = callback(**swapping(budget))
+        return train(swap), swap.report()
+
+    check_same(train(None), swapped, budget_kib)
+
+
+def check_loop(train: Callable[[str | None], tuple[Outcome, Any]], budget_kib: int) -> None:
+    """`train` within a budget has the bits of `train(None)`; it returns what it attached as well."""
+
+    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
+        outcome, swap = train(budget)
+        return outcome, swap.report()
+
+    check_same(train(None)[0], swapped, budget_kib)
+
+
 def check_nothing_left(model: nn.Module) -> None:
     """No hook of ours is left: not of modules, of optimizers, of autograd, nor a dispatch mode."""
     ours = [hook for hook in _global_optimizer_post_hooks.values() if "chameleon_mm" in getattr(hook, "__module__", "")]

@@ -19,6 +19,7 @@ from chameleon_mm.policy.rewrite import RewrittenTrace
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.replayable import VIEWS, base_name
 from chameleon_mm.units import round_up
+from tests._trace_records import hooks_of, ops_of, tensors_of
 from tests._traces import plan_of, random_plan
 
 FORWARD, BACKWARD, OPTIMIZER = StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER
@@ -149,13 +150,13 @@ class _Oracle:
 
     def __init__(self, trace: Trace, plan: SwapPlan) -> None:
         self.trace, self.plan = trace, plan
-        self.ops, self.hooks = list(trace.ops), list(trace.hooks)
-        self.sizes = [round_up(tensor.nbytes, 512) for tensor in trace.tensors]
+        self.ops, self.hooks = ops_of(trace), hooks_of(trace)
+        self.sizes = [round_up(tensor.nbytes, 512) for tensor in tensors_of(trace)]
         self.dropped = {a.tensor for a in plan.actions if a.kind is ActionKind.RECOMPUTE}
         self.held = {a.tensor for a in plan.actions if a.kind is ActionKind.HOLD}
         self.saved = {hook.tensor for hook in self.hooks if not hook.use}
-        self.born = [tensor.born for tensor in trace.tensors]
-        self.dies = [tensor.dies for tensor in trace.tensors]
+        self.born = [tensor.born for tensor in tensors_of(trace)]
+        self.dies = [tensor.dies for tensor in tensors_of(trace)]
         self.writers: dict[int, list[int]] = defaultdict(list)
         for i, op in enumerate(self.ops):
             for x in dict.fromkeys(op.writes):
@@ -221,7 +222,7 @@ class _Oracle:
 
     def _hook(self, k: int, blocks: dict[tuple[str, int], int]) -> int:
         """Carry out hook `k`. Returns the most of its moments."""
-        whole = {x: tensor.nbytes for x, tensor in enumerate(self.trace.tensors)}
+        whole = {x: tensor.nbytes for x, tensor in enumerate(tensors_of(self.trace))}
         swaps = [a for a in self.plan.actions if a.kind is ActionKind.SWAP]
         moments = []
         for action in self.plan.actions:

@@ -14,6 +14,7 @@ from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan
 from chameleon_mm.policy.timing import CopyEngine
 from chameleon_mm.trace import Trace
 from chameleon_mm.units import round_up
+from tests._trace_records import hooks_of, ops_of, tensors_of
 
 
 class Timed(NamedTuple):
@@ -86,10 +87,10 @@ def _by_hook(plan: SwapPlan, name: str) -> dict[int, list[Action]]:
 def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
     """The most allocated during each tick, and of the host at once: with one entry for every block, taken and given back."""
     blocks: dict[tuple[str, int], int] = {}
-    untouched = trace.start_bytes - sum(round_up(t.nbytes, 512) for t in trace.tensors if t.born < 0)
-    last_use = {hook.tensor: k for k, hook in enumerate(trace.hooks) if hook.use}
-    hook_of = {hook.tick: k for k, hook in enumerate(trace.hooks)}
-    inside = {op.tick: op.inner_bytes for op in trace.ops}
+    untouched = trace.start_bytes - sum(round_up(t.nbytes, 512) for t in tensors_of(trace) if t.born < 0)
+    last_use = {hook.tensor: k for k, hook in enumerate(hooks_of(trace)) if hook.use}
+    hook_of = {hook.tick: k for k, hook in enumerate(hooks_of(trace))}
+    inside = {op.tick: op.inner_bytes for op in ops_of(trace)}
     host: dict[int, int] = {}
     most, most_on_host = [], 0
 
@@ -97,7 +98,7 @@ def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
         return untouched + sum(blocks.values())
 
     for tick in range(trace.num_ticks):
-        for number, tensor in enumerate(trace.tensors):
+        for number, tensor in enumerate(tensors_of(trace)):
             if tensor.dies < tick:
                 blocks.pop(("storage", number), None)
             elif max(tensor.born, 0) == tick:
@@ -105,7 +106,7 @@ def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
         moments = []
         if tick in hook_of:
             k = hook_of[tick]
-            sizes = {a.tensor: trace.tensors[a.tensor].nbytes for a in plan.actions}
+            sizes = {a.tensor: tensors_of(trace)[a.tensor].nbytes for a in plan.actions}
             reclaims = [a for a in plan.actions if a.reclaim_at == k]
             for action in reclaims:
                 if action.nbytes == sizes[action.tensor]:

@@ -26,6 +26,7 @@ from chameleon_mm.saved import ProtectedStorages, SwappedView
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.transfer import Thresholds
+from tests._programs import deep
 from tests.observed import unchecked
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
@@ -92,12 +93,6 @@ def randn(machine: Machine, *shape: int, requires_grad: bool = False) -> Tensor:
     return torch.randn(*shape, device=machine.torch_device, requires_grad=requires_grad)
 
 
-def chain(x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
-
-
 def one_training_step(machine: Machine) -> None:
     """Forward, backward and again, on one stream; the gradients must be eager's."""
     device = machine.device
@@ -105,9 +100,9 @@ def one_training_step(machine: Machine) -> None:
     for _ in range(2):
         with device.compute():
             x = randn(machine, 128, 128, requires_grad=True)
-            (expected,) = torch.autograd.grad(chain(x).sum(), x)
+            (expected,) = torch.autograd.grad(deep(x).sum(), x)
             with torch.autograd.graph.saved_tensors_hooks(swapper.save, swapper.use):
-                out = chain(x).sum()
+                out = deep(x).sum()
             (got,) = torch.autograd.grad(out, x)
             device.synchronize()
             assert torch.equal(got, expected)

@@ -135,21 +135,31 @@ def linears(model: nn.Module) -> list[nn.Linear]:
     return [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
 
 
-def train(loop: Plain, make: Make = adamw, build: Callable[[], nn.Module] = mlp, steps: int = 4) -> list[Tensor]:
+Loss = Callable[[nn.Module, int], Tensor]
+"""The loss of a model in the step of this number."""
+
+
+def train(
+    loop: Plain,
+    make: Make = adamw,
+    build: Callable[[], nn.Module] = mlp,
+    steps: int = 4,
+    loss_of: Loss | None = None,
+) -> list[Tensor]:
     loop.model(build)
     loop.optimizer(make)
-    return go_on(loop, steps)
+    return go_on(loop, steps, loss_of)
 
 
-def go_on(loop: Plain, steps: int) -> list[Tensor]:
-    """Train what `loop` has for some steps more."""
+def go_on(loop: Plain, steps: int, loss_of: Loss | None = None) -> list[Tensor]:
+    """Train what `loop` has for some steps more. `loss_of` None: a mean of squares."""
     model, optimizer = loop.trained, loop.stepped
     assert model is not None
     assert optimizer is not None
     seen = []
     for number in range(steps):
         with loop.step():
-            loss = model(loop.batch(number)).square().mean()
+            loss = model(loop.batch(number)).square().mean() if loss_of is None else loss_of(model, number)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -206,17 +216,7 @@ class Tied(nn.Module):
 
 @program("tied")
 def _tied(loop: Plain) -> list[Tensor]:
-    model, optimizer = loop.model(Tied), loop.optimizer()
-    seen = []
-    torch.manual_seed(1)
-    for number in range(4):
-        with loop.step():
-            loss = model(loop.ids(number, 4, 12))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.detach())
-    return seen
+    return train(loop, build=Tied, loss_of=lambda model, number: model(loop.ids(number, 4, 12)))
 
 
 @program("frozen, trained later")
@@ -246,21 +246,15 @@ def _frozen(loop: Plain) -> list[Tensor]:
 
 
 def _checkpointed(loop: Plain, *, reentrant: bool) -> list[Tensor]:
-    model, optimizer = loop.model(mlp), loop.optimizer()
-    layers = list(cast(nn.Sequential, model))
-    seen = []
-    for number in range(4):
-        with loop.step():
-            x = loop.batch(number).requires_grad_()
-            length = 4 if number < 2 else len(layers)  # more than there is room for at once
-            for start in range(0, len(layers), length):
-                x = checkpoint(nn.Sequential(*layers[start : start + length]), x, use_reentrant=reentrant)
-            loss = x.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.detach())
-    return seen
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        layers = list(model.children())
+        x = loop.batch(number).requires_grad_()
+        length = 4 if number < 2 else len(layers)  # more than there is room for at once
+        for start in range(0, len(layers), length):
+            x = checkpoint(nn.Sequential(*layers[start : start + length]), x, use_reentrant=reentrant)
+        return x.square().mean()
+
+    return train(loop, loss_of=loss_of)
 
 
 PROGRAMS["checkpointed"] = lambda loop: _checkpointed(loop, reentrant=False)
@@ -287,19 +281,13 @@ held: Callable[[Tensor, Tensor], Tensor] = Held.apply
 
 @program("custom functions")
 def _custom(loop: Plain) -> list[Tensor]:
-    model, optimizer = loop.model(mlp), loop.optimizer()
-    seen = []
-    for number in range(4):
-        with loop.step():
-            x = loop.batch(number)
-            for layer in linears(model):
-                x = F.relu(held(x, layer.weight) + layer.bias)
-            loss = x.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.detach())
-    return seen
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        x = loop.batch(number)
+        for layer in linears(model):
+            x = F.relu(held(x, layer.weight) + layer.bias)
+        return x.square().mean()
+
+    return train(loop, loss_of=loss_of)
 
 
 @program("gradient penalty")
@@ -348,16 +336,9 @@ class Mixed(nn.Module):
 
 @program("modules of many kinds")
 def _mixed(loop: Plain) -> list[Tensor]:
-    model, optimizer = loop.model(Mixed), loop.optimizer()
-    seen = []
-    for number in range(4):
-        with loop.step():
-            loss = model(loop.batch(number, 4, 4, WIDTH), loop.ids(number, 4, 6))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.detach())
-    return seen
+    return train(
+        loop, build=Mixed, loss_of=lambda model, number: model(loop.batch(number, 4, 4, WIDTH), loop.ids(number, 4, 6))
+    )
 
 
 @program("written by hand")
@@ -488,21 +469,15 @@ def _hooked(loop: Plain) -> list[Tensor]:
 
 @program("sizes and branches that vary")
 def _varied(loop: Plain) -> list[Tensor]:
-    model, optimizer = loop.model(mlp), loop.optimizer()
-    layers = list(cast(nn.Sequential, model))
-    seen = []
-    for number in range(8):
-        with loop.step():
-            x = loop.batch(number, 4 + 5 * (number % 3), WIDTH)
-            for at in range(0, len(layers), 2):
-                if (at // 2 + number) % 3:
-                    x = layers[at + 1](layers[at](x))
-            loss = x.square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.detach())
-    return seen
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        layers = list(model.children())
+        x = loop.batch(number, 4 + 5 * (number % 3), WIDTH)
+        for at in range(0, len(layers), 2):
+            if (at // 2 + number) % 3:
+                x = layers[at + 1](layers[at](x))
+        return x.square().mean()
+
+    return train(loop, steps=8, loss_of=loss_of)
 
 
 @program("aliases from before")

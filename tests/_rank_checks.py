@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 import chameleon_mm as cm
 from chameleon_mm.units import GIB, MIB
-from tests._rank_programs import ddp
+from tests._rank_programs import PATIENCE, ddp
 from tests.observed import observe_all
 
 AVAILABLE_BYTES = 4 * GIB
@@ -56,7 +55,7 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     for module in ("pinned.host_memory", "ranks"):
         patch(f"chameleon_mm.{module}.available_host_bytes", return_value=AVAILABLE_BYTES).start()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=PATIENCE)
     rank = dist.get_rank()
     seen: dict[str, Any] = {
         "same budgets": problems(64 * MIB, 64 * MIB),

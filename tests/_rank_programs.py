@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from torch.utils.checkpoint import checkpoint
 gather_rows = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
 scatter_sum = getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
 """Collectives under the names that torch has for them since 2.13; before, under others."""
+
+PATIENCE = timedelta(hours=2)
+"""Time after which gloo gives up on a rank that does not come: more than any test has, so that a slow machine is no failure."""
 
 WIDTH, ROWS, LAYERS, MICRO_BATCHES = 32, 256, 4, 4
 

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import chameleon_mm as cm
-from tests._rank_programs import ON_FOUR, ON_TWO, Training
+from tests._rank_programs import ON_FOUR, ON_TWO, PATIENCE, Training
 from tests.observed import observe_all
 
 STEPS = 6
-PATIENCE = timedelta(seconds=60)
-"""Time after which gloo gives up on a rank that does not come."""
 
 ROOM = 0.3
 """Share of the memory which swapping by the default rule saves that a tight budget leaves."""

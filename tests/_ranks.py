@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from tests._rank_programs import PATIENCE
 from tests.cuda_stand_in import control
 
 WIDTH, LAYERS, STEPS = 64, 4, 3
@@ -56,7 +56,7 @@ def trained(way: str, rank: int, session: cm.SwapSession | None) -> list[Tensor]
 def main(rank: int, meeting_place: str, way: str) -> None:
     torch.cuda.set_device(rank)
     meeting = f"file://{meeting_place}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=PATIENCE)
     plain = trained(way, rank, None)
     session = cm.SwapSession(hbm_budget="64MiB", host_budget="64MiB", device=f"cuda:{rank}", min_bytes=1024)
     swapped = trained(way, rank, session)

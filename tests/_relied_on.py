@@ -98,7 +98,7 @@ SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)
 LINKS = ("default", "slow", "slowest")
 ROOMY_BYTES = 1 << 32
 
-_HOST = ("launch_us", "view_us", "event_us", "copy_us", "batched_copy_us", "triton_launch_us", "packed_tensor_us")
+_HOST = ("launch_us", "view_us", "event_us", "copy_us", "triton_launch_us", "packed_tensor_us")
 
 
 def device_of(link: str, kind: str = "sim") -> Device:

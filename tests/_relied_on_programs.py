@@ -10,8 +10,8 @@ write what autograd saved, and eager refuses them. How they are trained: `_relie
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -65,8 +65,6 @@ class Program(nn.Module):
     named_error: ClassVar[bool | None] = None
     """Whether the named error may end a step that writes, if only some do; None: where the write is unseen."""
     whens: ClassVar[tuple[When, ...]] = (When.EACH, When.FOURTH)
-    on_cuda: ClassVar[bool] = True
-    """False for what only memory of the host can do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,177 +100,69 @@ def waves(h: Tensor, scales: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)) -> Tensor
 
 
 class Reads(Program):
-    """Reads `h`, writes it, reads it again: autograd did not save it. Subclasses say how."""
+    """Reads `h`, writes it, reads it again: autograd did not save it."""
 
+    way: ClassVar[Way]
     later: ClassVar[tuple[float, ...]] = (1.5, 2.5)
 
     def forward(self) -> Tensor:
         h = self.embedded()
         loss = waves(h)
-        if self.write:
-            h = self.written(h)
+        if self.write and self.way.replaces:
+            h = self.way.write(h)
+        elif self.write:
+            self.way.write(h)
         return loss + h.float().mean() + waves(self.embedded(1), self.later)
 
-    def written(self, h: Tensor) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__}: expected to say how it writes `h`")
+
+class Way(NamedTuple):
+    """A way to halve a tensor."""
+
+    write: Callable[[Tensor], Any]
+    seen: bool = False
+    replaces: bool = False
+    """Whether what it returns is read from then on."""
 
 
-class PointerAfterRead(Reads):
-    """A kernel is given a pointer."""
-
-    def written(self, h: Tensor) -> Tensor:
-        scale(h, 0.5)
-        return h
+def _moves_the_counter(h: Tensor) -> None:
+    scale(h, 0.5)
+    torch.autograd.graph.increment_version(h)
 
 
-class PointerAtTheEnd(PointerAfterRead):
-    """The same with little in forward after the write."""
-
-    later = (1.5,)
-
-
-class FunctionUnmarked(Reads):
-    """A custom Function's kernel writes its input; `mark_dirty` is missing."""
-
-    def written(self, h: Tensor) -> Tensor:
-        halved: Tensor = apply(ScaleUnmarked, h, 0.5)
-        return halved
+def _by_set(h: Tensor) -> None:
+    with torch.no_grad():
+        torch.empty(0, dtype=h.dtype).set_(h.detach().untyped_storage(), 0, h.shape, h.stride()).mul_(0.5)
 
 
-class FunctionMarked(Reads):
-    """A custom Function's kernel writes its input and marks it dirty."""
+WAYS: dict[str, Way] = {
+    "PointerAfterRead": Way(lambda h: scale(h, 0.5)),  # a kernel is given a pointer
+    "PointerAtTheEnd": Way(lambda h: scale(h, 0.5)),  # the same with little in forward after the write
+    "FunctionUnmarked": Way(lambda h: apply(ScaleUnmarked, h, 0.5), replaces=True),  # `mark_dirty` is missing
+    "FunctionMarked": Way(lambda h: apply(ScaleMarked, h, 0.5), replaces=True),
+    "PointerThenVersion": Way(_moves_the_counter),
+    "OperatorUnsaid": Way(lambda h: OPERATORS.scale_unsaid(h.detach(), 0.5)),  # its schema says that it reads
+    "OperatorSaid": Way(lambda h: OPERATORS.scale_said_(h.detach(), 0.5), seen=True),
+    "CustomUnsaid": Way(lambda h: custom_unsaid(h.detach(), 0.5)),  # without `mutates_args`
+    "CustomSaid": Way(lambda h: custom_said(h.detach(), 0.5), seen=True),
+    "DlpackAlias": Way(lambda h: from_dlpack(h.detach()).mul_(0.5)),  # another storage on the same memory
+    "NumpyAlias": Way(lambda h: np.multiply(h.detach().numpy(), np.float16(0.5), out=h.detach().numpy())),
+    "Data": Way(lambda h: h.data.mul_(0.5), seen=True),  # which has a version counter of its own
+    "SetAlias": Way(_by_set, seen=True),
+    "Operator": Way(lambda h: h.mul_(0.5), seen=True, replaces=True),
+    "OnAThread": Way(lambda h: on_another_thread(lambda: h.detach().mul_(0.5)).join(), seen=True),
+    "DataOnAThread": Way(lambda h: on_another_thread(lambda: h.data.mul_(0.5)).join()),
+    "PointerOnAThread": Way(lambda h: on_another_thread(lambda: scale(h, 0.5)).join()),
+}
+"""Threads are joined before forward goes on."""
 
-    def written(self, h: Tensor) -> Tensor:
-        halved: Tensor = apply(ScaleMarked, h, 0.5)
-        return halved
-
-
-class PointerThenVersion(Reads):
-    """A kernel writes and moves the version counter afterwards."""
-
-    def written(self, h: Tensor) -> Tensor:
-        scale(h, 0.5)
-        torch.autograd.graph.increment_version(h)
-        return h
-
-
-class OperatorUnsaid(Reads):
-    """An operator of a library whose schema says that it reads."""
-
-    def written(self, h: Tensor) -> Tensor:
-        OPERATORS.scale_unsaid(h.detach(), 0.5)
-        return h
-
-
-class OperatorSaid(Reads):
-    """An operator of a library whose schema says that it writes."""
-
-    seen = True
-
-    def written(self, h: Tensor) -> Tensor:
-        OPERATORS.scale_said_(h.detach(), 0.5)
-        return h
-
-
-class CustomUnsaid(Reads):
-    """A custom operator without `mutates_args`."""
-
-    def written(self, h: Tensor) -> Tensor:
-        custom_unsaid(h.detach(), 0.5)
-        return h
-
-
-class CustomSaid(Reads):
-    """A custom operator with `mutates_args`."""
-
-    seen = True
-
-    def written(self, h: Tensor) -> Tensor:
-        custom_said(h.detach(), 0.5)
-        return h
-
-
-class DlpackAlias(Reads):
-    """An alias by DLPack: another storage on the same memory."""
-
-    def written(self, h: Tensor) -> Tensor:
-        from_dlpack(h.detach()).mul_(0.5)
-        return h
-
-
-class NumpyAlias(Reads):
-    """NumPy's alias."""
-
-    on_cuda = False
-
-    def written(self, h: Tensor) -> Tensor:
-        np.multiply(h.detach().numpy(), np.float16(0.5), out=h.detach().numpy())
-        return h
-
-
-class Data(Reads):
-    """Through `.data`, which has a version counter of its own."""
-
-    seen = True
-
-    def written(self, h: Tensor) -> Tensor:
-        h.data.mul_(0.5)
-        return h
-
-
-class SetAlias(Reads):
-    """Through a tensor that `set_` put on the same storage."""
-
-    seen = True
-
-    def written(self, h: Tensor) -> Tensor:
-        with torch.no_grad():
-            torch.empty(0, dtype=h.dtype).set_(h.detach().untyped_storage(), 0, h.shape, h.stride()).mul_(0.5)
-        return h
-
-
-class Operator(Reads):
-    """By an operator in place, which autograd sees."""
-
-    seen = True
-
-    def written(self, h: Tensor) -> Tensor:
-        return h.mul_(0.5)
-
-
-class OnAThread(Reads):
-    """By an operator on a thread that is joined before forward goes on."""
-
-    seen = True
-
-    def written(self, h: Tensor) -> Tensor:
-        on_another_thread(lambda: h.detach().mul_(0.5)).join()
-        return h
-
-
-class DataOnAThread(Reads):
-    """Through `.data` on a thread that is joined before forward goes on."""
-
-    def written(self, h: Tensor) -> Tensor:
-        on_another_thread(lambda: h.data.mul_(0.5)).join()
-        return h
-
-
-class PointerOnAThread(Reads):
-    """Through a pointer on a thread that is joined before forward goes on."""
-
-    on_cuda = False
-
-    def written(self, h: Tensor) -> Tensor:
-        on_another_thread(lambda: scale(h, 0.5)).join()
-        return h
+READS = [type(name, (Reads,), {"way": way, "seen": way.seen}) for name, way in WAYS.items()]
+READS[1].later = (1.5,)  # type: ignore[attr-defined]  # a program that reads
 
 
 class JoinedBeforeBackward(Program):
     """By an operator on a thread that runs beside the rest of forward and is joined before backward."""
 
     seen = True
-    on_cuda = False
 
     def writing(self, h: Tensor) -> None:
         h.detach().mul_(0.5)
@@ -297,82 +187,74 @@ class PointerJoinedBeforeBackward(JoinedBeforeBackward):
         scale(h, 0.5)
 
 
+def scale_data(x: Tensor, by: float) -> None:
+    x.data.mul_(by)
+
+
 class Undone(Program):
     """Scales through a pointer, reads, and scales back: before and after the bytes are the same."""
 
+    scaled = staticmethod(scale)
+
     def forward(self) -> Tensor:
         h = self.embedded() + self.weight[0].half()
         if self.write:
-            scale(h, 2.0)
+            self.scaled(h, 2.0)
         loss = waves(h)
         if self.write:
-            scale(h, 0.5)
+            self.scaled(h, 0.5)
         return loss + h.float().mean()
 
 
-class UndoneByData(Program):
-    """Scales through `.data`, reads, and scales back."""
+class UndoneByData(Undone):
+    """The same through `.data`."""
 
     seen = True
-
-    def forward(self) -> Tensor:
-        h = self.embedded() + self.weight[0].half()
-        if self.write:
-            h.data.mul_(2)
-        loss = waves(h)
-        if self.write:
-            h.data.mul_(0.5)
-        return loss + h.float().mean()
+    scaled = staticmethod(scale_data)
 
 
 class BetweenMadeAndRead(Program):
     """Writes an intermediate between the operator that made it and the one that reads it; neither saves it."""
 
+    scaled = staticmethod(scale)
+
     def forward(self) -> Tensor:
         made = self.embedded() * 1.5
         if self.write:
-            scale(made, 0.5)
+            self.scaled(made, 0.5)
         return waves(made + 1)
 
 
-class DataBetweenMadeAndRead(Program):
+class DataBetweenMadeAndRead(BetweenMadeAndRead):
     """The same through `.data`."""
 
     seen = True
-
-    def forward(self) -> Tensor:
-        made = self.embedded() * 1.5
-        if self.write:
-            made.data.mul_(0.5)
-        return waves(made + 1)
+    scaled = staticmethod(scale_data)
 
 
 class BetweenMadeAndSaved(Program):
     """Writes an activation between the operator that made it and the one that saves it. Autograd saved the bytes after that."""
+
+    def written(self, made: Tensor) -> Tensor:
+        scale(made, 0.5)
+        return made
 
     def forward(self) -> Tensor:
         h = self.embedded()
         losses = []
         for k in (1.0, 2.0, 3.0, 4.0):
             made = h.float() * k
-            if self.write:
-                scale(made, 0.5)
-            losses.append(torch.sin(made).mean())
+            losses.append(torch.sin(self.written(made) if self.write else made).mean())
+            del made
         return torch.stack(losses).sum()
 
 
-class FunctionBetweenMadeAndSaved(Program):
+class FunctionBetweenMadeAndSaved(BetweenMadeAndSaved):
     """The same within a custom Function that marks what it wrote."""
 
-    def forward(self) -> Tensor:
-        h = self.embedded()
-        losses = []
-        for k in (1.0, 2.0, 3.0, 4.0):
-            made: Tensor = h.float() * k
-            if self.write:
-                made = apply(ScaleMarked, made, 0.5)
-            losses.append(torch.sin(made).mean())
-        return torch.stack(losses).sum()
+    def written(self, made: Tensor) -> Tensor:
+        halved: Tensor = apply(ScaleMarked, made, 0.5)
+        return halved
 
 
 class MicroBatches(Program):
@@ -571,7 +453,6 @@ class HiddenByNumpy(Hidden):
     """The same by NumPy."""
 
     seen = False
-    on_cuda = False
 
     def writing(self, h: Tensor) -> None:
         h.detach().numpy()[:] *= np.float16(0.5)
@@ -721,27 +602,24 @@ class Centres(Program):
     def forward(self) -> Tensor:
         features = self.embedded()
         labels = torch.arange(ROWS) * (self.number + 3) % 10
-        loss = waves((features - self.centres[labels]).half())
-        if self.write:
-            with torch.no_grad():
-                self.centres.mul_(0.9).index_add_(0, labels, features.detach().float(), alpha=0.01)
+
+        def move(*_: Tensor) -> None:
+            if self.write:
+                with torch.no_grad():
+                    self.centres.mul_(0.9).index_add_(0, labels, features.detach().float(), alpha=0.01)
+
+        return self.moved(waves((features - self.centres[labels]).half()), move)
+
+    def moved(self, loss: Tensor, move: Callable[..., None]) -> Tensor:
+        move()
         return loss
 
 
 class CentresInBackward(Centres):
     """The same in a hook of the features."""
 
-    def forward(self) -> Tensor:
-        features = self.embedded()
-        labels = torch.arange(ROWS) * (self.number + 3) % 10
-        loss = waves((features - self.centres[labels]).half())
+    def moved(self, loss: Tensor, move: Callable[..., None]) -> Tensor:
         last = self.embedded(1).float()
-
-        def move(_: Tensor) -> None:
-            if self.write:
-                with torch.no_grad():
-                    self.centres.mul_(0.9).index_add_(0, labels, features.detach().float(), alpha=0.01)
-
         last.register_hook(move)
         return loss + last.sin().mean()
 
@@ -854,39 +732,33 @@ class SavedByOperator(Program):
     seen = True
     eager_refuses = True
 
+    def written(self, made: Tensor, loss: Tensor) -> Tensor:
+        with torch.no_grad():
+            made.mul_(0.5)
+        return loss
+
     def forward(self) -> Tensor:
         made = self.embedded().float()
         loss = torch.sin(made).mean() + waves(made, (2.0, 3.0, 4.0, 5.0))
-        if self.write:
-            with torch.no_grad():
-                made.mul_(0.5)
-        return loss
+        return self.written(made, loss) if self.write else loss
 
 
-class SavedMarked(Program):
+class SavedMarked(SavedByOperator):
     """A custom Function writes what autograd saved, and marks it."""
 
-    eager_refuses = True
+    seen = False
 
-    def forward(self) -> Tensor:
-        made = self.embedded().float()
-        loss = torch.sin(made).mean() + waves(made, (2.0, 3.0, 4.0, 5.0))
-        if self.write:
-            loss = loss + apply(ScaleMarked, made, 0.5).mean()
-        return loss
+    def written(self, made: Tensor, loss: Tensor) -> Tensor:
+        return loss + apply(ScaleMarked, made, 0.5).mean()  # type: ignore[no-any-return]  # what a function returns is
 
 
-class SavedThenVersion(Program):
+class SavedThenVersion(SavedByOperator):
     """A kernel writes what autograd saved, and moves the version counter."""
 
-    eager_refuses = True
+    seen = False
 
-    def forward(self) -> Tensor:
-        made = self.embedded().float()
-        loss = torch.sin(made).mean() + waves(made, (2.0, 3.0, 4.0, 5.0))
-        if self.write:
-            scale(made, 0.5)
-            torch.autograd.graph.increment_version(made)
+    def written(self, made: Tensor, loss: Tensor) -> Tensor:
+        _moves_the_counter(made)
         return loss
 
 

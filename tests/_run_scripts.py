@@ -37,7 +37,7 @@ def python(arguments: Sequence[str], folder: Path, stdin: str = "") -> Ended:
     """Run `python arguments` in `folder`, with nothing of ours but what `arguments` name."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=folder, env=environment(), input=stdin, capture_output=True, text=True, timeout=240, check=False,
+        cwd=folder, env=environment(), input=stdin, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return Ended(done.returncode, done.stdout, done.stderr)
 
@@ -70,7 +70,7 @@ def runs(cases: Mapping[str, Sequence[str]], folder: Path, notes: Path) -> dict[
     notes.mkdir()
     subprocess.run(
         [sys.executable, "-c", _FORKS, told, str(notes)],
-        cwd=folder, env=environment(), stdin=subprocess.DEVNULL, timeout=280, check=True,
+        cwd=folder, env=environment(), stdin=subprocess.DEVNULL, check=True,
     )  # fmt: skip
     ended = {}
     for number, name in enumerate(cases):

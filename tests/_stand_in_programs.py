@@ -188,19 +188,3 @@ def between_two_devices() -> list[object]:
     unused = [torch.cuda.mem_get_info(device)[0] for device in (0, 1)]
     del taken
     return [device_count(Runtime()), str(b.device), back.tolist(), unused[0] - unused[1] == WIDE, Runtime().violations()]
-
-
-def with_expandable_segments() -> list[object]:
-    tensors = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(30)]
-    for i, tensor in enumerate(tensors):
-        tensor.copy_(torch.full((1 << 20,), i, dtype=torch.uint8))
-    values = [int(tensor.cpu()[0]) for tensor in tensors]
-    kinds = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
-    reserved = torch.cuda.memory_reserved()
-    del tensors, tensor
-    torch.cuda.empty_cache()
-    unused, total = torch.cuda.mem_get_info()
-    cuda = Runtime()
-    right = cuda.violations()
-    device_memory_freed(cuda, right=False)
-    return [values == list(range(30)), list(kinds), reserved >= 30 << 20, total - unused, right, cuda.violations()]

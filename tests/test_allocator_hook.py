@@ -15,13 +15,11 @@ from chameleon_mm.bench._measure import free_unused
 from chameleon_mm.device import Device
 from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.cuda.cuda_allocator_hook import CudaAllocatorHook
-from chameleon_mm.device.sim.sim_allocator_hook import SimHeldStorage
 from chameleon_mm.device.sim.sim_stream import SimStream
 from chameleon_mm.executor import Executor
 from chameleon_mm.saved import SwappedView
-from chameleon_mm.saved.state import State
 from chameleon_mm.units import MIB
-from tests._fakes import GreedyDevice
+from tests._lending_device import GreedyDevice, LendingDevice, SimHeldStorage
 from tests._memory_limit import fraction_of_memory
 from tests._native import BUILDS, helper
 from tests._ordering import SLOW_LINK, OnCuda, OnSim, executor, randn, saved
@@ -89,7 +87,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, *, hook: bool) -> Iterator[CudaDevice]
 
 @contextmanager
 def simulated(monkeypatch: pytest.MonkeyPatch, *, hook: bool) -> Iterator[cm.SimDevice]:
-    yield cm.SimDevice(SLOW_LINK, CAPACITY["sim"], allocator_hook=hook)
+    yield (LendingDevice if hook else cm.SimDevice)(SLOW_LINK, CAPACITY["sim"])
 
 
 def run(device: Device, *, budget_bytes: int, surprise: bool = True, plans: bool = False) -> tuple[Training, cm.SwapReport]:
@@ -175,7 +173,7 @@ def test_without_the_wait_the_simulator_names_both_accesses(monkeypatch: pytest.
     with pytest.raises(
         SimRaceError, match=r"\(the block is reused\) is not ordered after read .* by d2h copy of 1048576 bytes"
     ):
-        run(cm.SimDevice(SLOW_LINK, CAPACITY["sim"], allocator_hook=True), budget_bytes=CAPACITY["sim"])
+        run(LendingDevice(SLOW_LINK, CAPACITY["sim"]), budget_bytes=CAPACITY["sim"])
 
 
 def lent(machine: OnSim | OnCuda, swapper: Executor) -> SwappedView:
@@ -192,7 +190,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         helper("reclaim", monkeypatch)
         return OnCuda()
     machine = OnSim()
-    machine.device = machine._sim = cm.SimDevice(SLOW_LINK, allocator_hook=True)
+    machine.device = machine._sim = LendingDevice(SLOW_LINK)
     return machine
 
 
@@ -282,18 +280,3 @@ def test_nothing_is_lent_while_a_step_is_recorded(machine: OnSim | OnCuda) -> No
         assert session.report().bytes_swapped_out
         assert was_lent
         assert not any(was_lent)
-
-
-def test_a_lent_storage_that_nobody_wants_is_retired(machine: OnSim | OnCuda) -> None:
-    with machine.device.compute():
-        pool = cm.PinnedPool("1MiB", device=machine.device)
-        swapper = executor(machine, pool, leaving_bytes=None)
-        handle = lent(machine, swapper)
-        storage = handle.claim.saved
-        del handle
-        assert not storage.is_lent
-        assert storage.state in (State.SWAPPING_OUT, State.RETIRED)
-        machine.device.synchronize()
-        swapper.save(randn(machine, 8, requires_grad=True))
-        assert storage.state is State.RETIRED
-        assert pool.stats().live_bytes == 0

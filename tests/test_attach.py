@@ -270,18 +270,6 @@ def check_nothing_left(handle: Attachment) -> None:
     handle.detach()  # does nothing
 
 
-def test_steps_after_the_first_follow_a_plan(sim: cm.SimDevice) -> None:
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with cm.attach(model, hbm_budget=BUDGET + 4 * MIB, device=sim, min_bytes=64 * KIB) as handle:
-        for _ in range(STEPS):
-            model(batch_on(model)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert handle.report().steps_by_phase == {"recorded": 1, "planned": STEPS - 1}
-    check_nothing_left(handle)
-
-
 def test_the_state_of_an_optimizer_that_is_given_moves(sim: cm.SimDevice) -> None:
     found = []
     for swap in (False, True):

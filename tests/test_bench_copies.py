@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from chameleon_mm.bench._overlap_work import Sample, Sizes
 from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in
 from chameleon_mm.bench.overlap import WAYS
 from chameleon_mm.device import SimDevice, resolve_device
-from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import KIB, MIB
 
 SMALL = Sizes(gemm=640, stream_elements=4 * MIB, dtype=torch.float32, chunk_bytes=MIB, target_us=100)
@@ -64,47 +63,13 @@ def test_simulated_copies_keep_within_the_link(sim: SimDevice) -> None:
     assert max(h2d, d2h) < both <= sim.spec.duplex_gbps
 
 
-@pytest.mark.parametrize(("method", "error"), [("alloc_pinned", HostMemoryExhausted), ("alloc", torch.OutOfMemoryError)])
-def test_a_size_that_does_not_fit_is_waived(
-    method: str, error: type[Exception], sim: SimDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = sim if method == "alloc_pinned" else type(sim.current_stream())
-    allocate = getattr(owner, method)
-
-    def refuse_large(*args: Any) -> torch.Tensor:
-        if args[-1] > MIB:
-            raise error("no more than 1 MiB here")
-        return cast(torch.Tensor, allocate(*args))
-
-    monkeypatch.setattr(owner, method, refuse_large)
-    before = sim.allocated_bytes()
-    cells = rows(copy.measure(sim, [1 * MIB, 2 * MIB], repeats=1))
+def test_a_size_that_does_not_fit_is_waived() -> None:
+    small = SimDevice(hbm_bytes=4 * MIB)
+    cells = rows(copy.measure(small, [1 * MIB, 8 * MIB], repeats=1))
     assert "median" in cells["H2D 1.00 MiB"]["pinned"]
     for way in ("H2D", "D2H", "both ways"):
-        assert {cell["waived"] for cell in cells[f"{way} 2.00 MiB"].values()} == {"no more than 1 MiB here"}
-    assert sim.allocated_bytes() == before
-
-
-@pytest.mark.parametrize(("size", "copies"), [(64 * KIB, 64), (1 * MIB, 64), (64 * MIB, 4), (1024 * MIB, 1)])
-def test_copies_per_sample_on_a_gpu(size: int, copies: int) -> None:
-    assert copy.copies_per_sample(size, on_cpu=False) == copies
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [
-        (copy, ["--sizes", "64XiB"]),
-        (copy, ["--sizes", "0"]),
-        (copy, ["--device", "tpu"]),
-        (copy, ["--device", "sim", "--repeats", "0"]),
-        (overlap, ["--device", "tpu"]),
-    ],
-)
-def test_bad_usage_raises_before_anything_is_written(module: ModuleType, arguments: list[str], tmp_path: Path) -> None:
-    target = tmp_path / "out.json"
-    with pytest.raises(ValueError, match="expected"):
-        run(module, *arguments, "--json", str(target))
-    assert not target.exists()
+        assert all("waived" in cell for cell in cells[f"{way} 8.00 MiB"].values())
+    assert small.allocated_bytes() == 0
 
 
 def test_a_device_that_overlaps_nothing_hides_nothing() -> None:

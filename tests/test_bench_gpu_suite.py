@@ -16,7 +16,7 @@ from chameleon_mm.bench import gpu_suite
 from chameleon_mm.bench._environment import result_name
 from chameleon_mm.bench._measure import Figure, Waived
 from chameleon_mm.bench._reclaim_gap import gaps_us, measure
-from chameleon_mm.bench.gpu_suite import FIGURES, PARTS, Outcome, Part, allotted_s, read_record, read_tests, run_part
+from chameleon_mm.bench.gpu_suite import FIGURES, PARTS, Outcome, Part, allotted_s, read_tests, run_part
 from chameleon_mm.device import resolve_device
 from chameleon_mm.units import MIB
 from tests._fakes import scripted_part
@@ -161,11 +161,6 @@ def test_time_is_kept_for_later_parts() -> None:
 def test_bad_times_of_a_part(times: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="0 < least_s <= cap_s"):
         Part(theme="copy", command=[], least_s=times[0], cap_s=times[1])
-
-
-def test_a_record_of_another_kind_is_no_record(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('{"device": "Fake GPU", "simulated": false}', encoding="utf-8")
-    assert read_record(tmp_path / "x.json") == (None, "expected schema, commit, versions in its result, got none")
 
 
 def junit(*cases: str) -> str:

@@ -100,14 +100,3 @@ def test_what_is_written_says_what_lies_beneath(device: Device, tmp_path: Path, 
     beneath = next(note for note in notes if note.startswith("beneath the hooks"))
     expected = "the simulator" if device.simulated else STAND_IN if is_stand_in(device.name) else "CUDA's runtime"
     assert expected in beneath
-
-
-@pytest.mark.parametrize(("option", "value"), [("--saves", "49"), ("--repeats", "0")])
-def test_bad_usage_is_refused(option: str, value: str) -> None:
-    with pytest.raises(ValueError, match=rf"{option}: expected .* or more, got {value}"):
-        run("--device", "sim", option, value)
-
-
-def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="marmot"):
-        run("--device", "marmot")

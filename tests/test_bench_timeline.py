@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 from chameleon_mm.bench import _timeline_run, timeline
 from chameleon_mm.bench._timeline_run import Comparison, watched
-from chameleon_mm.bench._timeline_step import WatchedDevice
 from chameleon_mm.bench._timeline_svg import ROWS, followed, marks, timeline_svg
 from chameleon_mm.demo.model import GPTConfig
 from chameleon_mm.report import SwapReport
@@ -99,20 +97,6 @@ def test_a_picture_says_that_it_is_simulated(which: str, found: Comparison) -> N
     said = " ".join(words)
     assert "simulated H200" in said and "no GPU took part" in said and "(simulated)" in said
     assert {*ROWS, *MARKS, "budget"} <= set(said.split())
-
-
-def test_a_watched_device_notes_batches_too() -> None:
-    device = WatchedDevice("h200")
-    stream = device.new_stream("d2h")
-    with device.compute():
-        sources = [torch.ones(nbytes, dtype=torch.uint8) for nbytes in (4096, 8192)]
-    targets = [device.alloc_pinned(source.numel()) for source in sources]
-    stream.wait(device.current_stream().record())
-    stream.copy_batch(list(zip(targets, sources, strict=True)))
-    assert [(copy.direction, copy.nbytes) for copy in device.copies] == [("d2h", 4096), ("d2h", 8192)]
-    assert [copy[1:4] for copy in device.copies] == list(device.copy_spans("d2h"))
-    device.synchronize()
-    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
 
 def texts(svg: str) -> list[str]:

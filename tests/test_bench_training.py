@@ -19,7 +19,7 @@ from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
 from chameleon_mm.bench._small_step import NO_SESSION, SESSION, small_step
 from chameleon_mm.bench._training_models import llama
-from chameleon_mm.bench._training_peers import PLANNED, SWAP_ONLY, ModelledSaveOnCpu, Peer, peers
+from chameleon_mm.bench._training_peers import PLANNED, ModelledSaveOnCpu, Peer, peers
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
 from chameleon_mm.bench._training_sizes import FILL, TINY, choose_shape, choose_workload, fill_layers
 from chameleon_mm.bench.training import fresh_device
@@ -76,18 +76,6 @@ def test_no_token_sees_a_later_one() -> None:
         one, other = stack(x), stack(later)
     assert torch.equal(one[:, :10], other[:, :10])
     assert not torch.equal(one[:, 10:], other[:, 10:])
-
-
-def test_checkpointing_changes_no_gradient() -> None:
-    x = torch.randn(SHAPE.batch, SHAPE.seq, SHAPE.width)
-    grads = []
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        stack = Stack(SHAPE, device=CPU, checkpointed=checkpointed)
-        stack.loss(x, -x).backward()
-        grads.append([p.grad for p in stack.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True) if a is not None and b is not None)
-    assert None not in grads[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -189,47 +177,6 @@ def test_the_modelled_peer_copies_every_save_and_returns_its_bits(sim: SimDevice
             assert x.grad is not None
             torch.testing.assert_close(x.grad, expected)
     assert pinned == 0
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16])
-def test_the_modelled_peer_keeps_shape_dtype_and_bits(shape: tuple[int, ...], dtype: torch.dtype, sim: SimDevice) -> None:
-    seen: list[Tensor] = []
-
-    class Keep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
-            ctx.save_for_backward(kept)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-            seen.append(ctx.saved_tensors[0].clone())
-            return grads[0], None
-
-    kept = (torch.randn(shape) * 3).to(dtype)
-    with sim.compute(), ModelledSaveOnCpu(sim) as stock:
-        with stock.hooks():
-            y = Keep.apply(torch.ones(1, requires_grad=True), kept)  # type: ignore[no-untyped-call]  # torch annotates no `apply`
-        y.sum().backward()
-    assert seen[0].dtype == dtype
-    assert seen[0].shape == kept.shape
-    assert torch.equal(seen[0], kept)
-
-
-def test_the_first_peer_is_the_one_to_compare_with_and_torchs_own_comes_last() -> None:
-    keys = [peer.key for peer in peers(SimDevice())]
-    assert keys[0] == "no_swap"
-    assert keys[-1] == "torch_save_on_cpu_modelled"
-
-
-def test_every_budget_is_tried_with_recomputation_and_without() -> None:
-    sessions = {peer.key: peer for peer in peers(SimDevice()) if peer.share is not None}
-    assert list(sessions) == [*PLANNING, "swap_session_quarter_unplanned"]
-    assert [sessions[key].planned for key in sessions] == [True] * 6 + [False]
-    assert [(peer.share, peer.way) for peer in list(sessions.values())[:6]] == [
-        (share, way) for share in (1 / 2, 1 / 4, 1 / 8) for way in (PLANNED, SWAP_ONLY)
-    ]
 
 
 @pytest.mark.parametrize("peer", peers(SimDevice()), ids=lambda peer: peer.key)
@@ -345,21 +292,6 @@ def test_a_simulated_host_costs_nothing() -> None:
     assert device.host_us == 0.0
 
 
-def test_a_plan_that_there_is_not_is_waived() -> None:
-    run = PeerRun(
-        losses=torch.zeros(1), step_us=(1.0,), peak_allocated_bytes=2, peak_reserved_bytes=None,
-        steady_peak_bytes=2, kept_bytes=1,
-    )  # fmt: skip
-    table = _planned.planned_table(SimDevice())
-    _planned.add_planned(table, "half", "key", run, run)
-    assert [row.cells["predicted"] for row in table.rows] == [_planned.NO_PLAN] * 4
-    classes = _planned.classes_table(SimDevice())
-    _planned.add_classes(classes, "half", "key", Waived("no memory"))
-    assert set(classes.rows[0].cells.values()) == {Waived("no memory")}
-    assert _planned.ideal_step(run, run, 1) == _planned.NO_PLAN
-    assert _planned.ideal_step(Waived("no memory"), run, 1) == Waived("no memory")
-
-
 def test_a_small_models_step_is_compared_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {
         NO_SESSION: [1000.0, 4000.0, 1000.0],
@@ -470,22 +402,6 @@ def test_without_the_first_peer_there_is_nothing_to_compare(
     with_result(monkeypatch, "no_swap", torch.OutOfMemoryError("out of memory"))
     assert main(["bench", "training", *SMALL]) == 1
     assert "the others are ratios to it" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--steps", "0"], "--steps"),
-        (["--heads", "5"], "multiple of"),
-        (["--device", "marmot"], "marmot"),
-    ],
-)
-def test_bad_usage_is_told_before_anything_is_trained(
-    given: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with_result(monkeypatch, "no_swap", AssertionError("trained in spite of bad usage"))
-    assert main(["bench", "training", *SMALL, *given]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -34,6 +34,7 @@ from chameleon_mm.policy.timing import walk
 from chameleon_mm.report_page.step_picture import STALL, PlannedStepData, picture_of
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
 from tests._oracles import carried_out, plan_within_host, timed_one_by_one
+from tests._trace_records import hooks_of
 from tests._traces import H200_LINK, away_before_first_uses_alone, between, plan_of
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
@@ -180,7 +181,7 @@ def test_a_schedule_has_the_first_action_for_who_saves_and_drops_without_a_copy(
     schedule = HookSchedule.of(trace, plan_of(trace, [FIRST, AGAIN]))
     assert schedule.storage_actions[0] == StorageAction(0, FIRST)
     cursor = schedule.begin_step()
-    due = [cursor.advance_to(hook) for hook in range(len(trace.hooks))]
+    due = [cursor.advance_to(hook) for hook in range(len(hooks_of(trace)))]
     assert [None if at is None else (at.outs, at.reclaims, at.ins) for at in due] == [
         None, ([FIRST], [], []), ([], [FIRST], []), None, None, ([], [AGAIN], []), None,
     ]  # fmt: skip

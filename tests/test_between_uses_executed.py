@@ -18,6 +18,7 @@ from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, peak_
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.trace import NEVER, Trace
 from tests._random_models import SLOW_GPU, far_ahead, link_of, planning, seeds, train
+from tests._trace_records import hooks_of
 from tests._traces import away_before_first_uses_alone
 
 TIME_SHARE = 0.02
@@ -56,7 +57,7 @@ def test_a_recorder_notes_until_when_what_was_used_is_held(sim: cm.SimDevice) ->
             y.exp()  # 10
             recorder.retired(traced)
         trace = recorder.finish()
-    assert [(hook.tick, hook.released) for hook in trace.hooks] == [(1, NEVER), (3, 5), (7, NEVER), (9, NEVER)]
+    assert [(hook.tick, hook.released) for hook in hooks_of(trace)] == [(1, NEVER), (3, 5), (7, NEVER), (9, NEVER)]
 
 
 # --- carried out
@@ -251,17 +252,3 @@ def test_gradients_are_plain_pytorchs_within_a_tight_budget(program: Program, ke
     assert max(peaks) <= budget < max(unswapped)
     assert report.plan_cache_hits == 4
     assert report.budget_misses == 0
-
-
-def test_a_session_says_what_is_short_where_there_is_no_plan(caplog: pytest.LogCaptureFixture) -> None:
-    device = cm.SimDevice()
-    with device.compute(), cm.SwapSession("500KiB", "64MiB", device, 1024, recompute=False) as session:
-        train_on(two_losses, False, lambda step: _in(session, step), steps=2)
-    (said, *_) = [record.getMessage() for record in caplog.records if "no plan for a step" in record.getMessage()]
-    assert "not in activations at all" not in said
-    assert "could be swapped. Raise the budget" in said
-
-
-def _in(session: cm.SwapSession, step: Callable[[], None]) -> None:
-    with session.step():
-        step()

@@ -83,23 +83,6 @@ def test_a_change_every_five_steps(recompute: bool, steps: int) -> None:
     assert report.hbm_budget_bytes == session.hbm_budget
 
 
-def test_plans_for_a_budget_that_comes_back_are_taken_again() -> None:
-    training = Training(0.7, [PLAIN] * 14, recompute=False)
-    session = training.session
-    low, high = training.bytes_of(0.6), training.bytes_of(0.7)
-    with session:
-        for _ in range(4):
-            training.step()
-        session.hbm_budget = low
-        plans = session.report().plans
-        for budget in (high, low, high, low, high):
-            session.hbm_budget = budget
-            assert session.report().plans == plans
-            assert training.step() <= budget
-            plans = session.report().plans  # a step may teach what another plan is made of
-    training.assert_exact()
-
-
 def test_a_raised_budget_swaps_less() -> None:
     training = Training(0.6, [PLAIN] * 8, recompute=False)
     session = training.session

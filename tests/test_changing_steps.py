@@ -201,6 +201,11 @@ def test_many_steps(kinds: Sequence[str], steps: int) -> None:
     assert max(recordings(works, got).values()) <= 1
 
 
+def test_what_a_proof_had_kept_comes_back_beside_all_that_its_plan_has_then() -> None:
+    """The plan drops it, and has it recomputed earlier, for something else: at its use the plan has no room for it."""
+    assert_exact_within([Work(skip=(2,)), Work(skip=(3,))], SMALL_SHARE)
+
+
 def test_a_plan_whose_memory_others_hold() -> None:
     """Every block but the last ones is frozen or not: up to there the hooks are the same, and what else is allocated is not."""
     works = [Work(frozen=frozen) for frozen in (2, 2, 1, 2, 0, 1, 0, 2, 2, 0, 1, 0, 0)]

@@ -25,6 +25,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.units import MIB
 from tests._fakes import Unwatched
+from tests._programs import deep
 
 pytestmark = [
     # Dynamo looks at `.grad` of whatever lives across a graph break, and torch warns of that in the user's name.
@@ -61,12 +62,6 @@ def _nothing_compiled_yet() -> Iterator[None]:
 
 def compiled_frames() -> int:
     return int(torch._dynamo.utils.counters["frames"]["ok"])
-
-
-def deep(x: Tensor) -> Tensor:
-    for _ in range(3):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 # --- training, compiled
@@ -238,16 +233,6 @@ def enters_and_leaves(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
     return program
 
 
-def makes_its_own(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
-    def program(x: Tensor) -> Tensor:
-        y = torch.tanh(x * 2)
-        with cm.save_on_cpu(pool=manager.pool, min_bytes=0):
-            y = deep(deep(y))
-        return (y * y).sum()
-
-    return program
-
-
 def never_enters(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
     def program(x: Tensor) -> Tensor:
         y = deep(deep(torch.tanh(x * 2)))
@@ -268,7 +253,6 @@ def breaks_its_graph(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
 
 PROGRAMS: dict[str, Build] = {
     "enters and leaves": enters_and_leaves,
-    "makes its own": makes_its_own,
     "breaks its graph": breaks_its_graph,
 }
 
@@ -294,20 +278,14 @@ def test_a_compiled_function_that_meets_hooks_half_way(program: str, nested: boo
     assert (manager.pool.stats().peak_live_bytes > 0) is (program != "breaks its graph")
 
 
-@pytest.mark.parametrize("what", ["a step", "a session", "hooks and backward", "backward alone"])
+@pytest.mark.parametrize("what", ["a step", "hooks and backward", "backward alone"])
 def test_a_compiled_function_that_trains(what: str, unwatched: Device) -> None:
     manager = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
-    budget = unwatched.allocated_bytes() + 16 * MIB
-    session = cm.SwapSession(budget, "4MiB", unwatched, min_bytes=0)
-    sessions = [session]
+    session = cm.SwapSession(unwatched.allocated_bytes() + 16 * MIB, "4MiB", unwatched, min_bytes=0)
 
     def program(x: Tensor) -> None:
         if what == "a step":
             with session.step():
-                deep(deep(x)).sum().backward()
-        elif what == "a session":
-            sessions.append(cm.SwapSession(budget, "4MiB", unwatched, min_bytes=0))
-            with sessions[-1], sessions[-1].step():
                 deep(deep(x)).sum().backward()
         elif what == "hooks and backward":
             with manager:
@@ -321,13 +299,13 @@ def test_a_compiled_function_that_trains(what: str, unwatched: Device) -> None:
     x = torch.randn(16, 16, device=unwatched.torch_device, requires_grad=True)
     (expected,) = torch.autograd.grad(deep(deep(x)).sum(), x)
     run = torch.compile(program, backend="aot_eager")
-    with session if what in ("a step", "backward alone") else nullcontext():
+    with session if what != "hooks and backward" else nullcontext():
         for _ in range(2):
             leaf = x.detach().requires_grad_()
             run(leaf)
             assert leaf.grad is not None
             assert torch.equal(leaf.grad, expected)
-    used = manager.pool if what == "hooks and backward" else sessions[-1].pool
+    used = manager.pool if what == "hooks and backward" else session.pool
     assert used.stats().peak_live_bytes > 0
     assert used.stats().num_live == 0
 

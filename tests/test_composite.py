@@ -20,6 +20,7 @@ from chameleon_mm.planning.record import record_step
 from chameleon_mm.planning.workload import Workload
 from chameleon_mm.profiler.recorder import Recorder
 from tests._fakes import Unwatched
+from tests._trace_records import ops_of
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -148,7 +149,7 @@ def predicted_operators() -> list[str]:
         return Workload(about="gated", model=model, loss=lambda: model(x).sum())
 
     trace = record_step(build, SPECS["h200"], dtype=torch.float32, optimizer="none", min_bytes=0).trace
-    return [op.name for op in trace.ops]
+    return [op.name for op in ops_of(trace)]
 
 
 def test_a_prediction_has_the_operators_that_a_gpu_runs() -> None:
@@ -168,7 +169,7 @@ def test_a_prediction_has_the_operators_of_a_step_recorded_on_a_gpu() -> None:
     recorder = Recorder(device, model=model)
     with recorder:
         model(x).sum().backward()
-    recorded = [op.name for op in recorder.finish().ops]
+    recorded = [op.name for op in ops_of(recorder.finish())]
     assert [name for name in recorded if name != "aten::detach"] == [
         name
         for name in predicted_operators()

@@ -16,10 +16,10 @@ from rich.console import Console
 from torch import Tensor
 
 from chameleon_mm.cli import main
-from chameleon_mm.demo import training
+from chameleon_mm.demo import demo_training as training
 from chameleon_mm.demo.demo_command import SIZES, show, table_rows, verdicts
+from chameleon_mm.demo.demo_training import Rows, RunResult, draw_rows, first_difference, read_text, train, train_plain
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.training import Rows, RunResult, draw_rows, first_difference, read_text, train, train_plain
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import parse_size
@@ -89,7 +89,6 @@ def test_the_model_learns() -> None:
     [
         ({"layers": 0}, "layers"),
         ({"heads": 3}, "multiple of heads"),
-        ({"dropout": 1.0}, "dropout"),
         ({"context": -1}, "context"),
     ],
 )
@@ -113,7 +112,7 @@ def test_a_run_leaves_nothing_on_the_device(sim: SimDevice, no_gc: None) -> None
     rows = tiny_rows()
     result = train(TINY, rows, sim)
     del rows  # on the simulator the rows count from the moment compute read them
-    assert result.peak_bytes == max(result.step_peak_bytes) > 0
+    assert result.peak_bytes > 0
     assert sim.allocated_bytes() == 0
 
 
@@ -148,15 +147,10 @@ def test_the_plain_run_is_the_same_training_with_nothing_of_ours_around_it(monke
 
 
 def test_steps_alike_are_recorded_once_and_follow_a_plan() -> None:
-    device, sessions = SimDevice(), []
-
-    def session_of(program: training.Program) -> SwapSession:
-        sessions.append(SwapSession("1GiB", "64MiB", device, "4KiB", model=program.model))
-        return sessions[0]
-
-    train(TINY, tiny_rows(4), device, session_of)
-    assert sessions[0].report().steps_by_phase == {"recorded": 1, "planned": 3}
-    assert sessions[0].report().detailed_steps == 1
+    report = train(TINY, tiny_rows(4), SimDevice(), {"hbm_budget": "1GiB", "host_budget": "64MiB", "min_bytes": "4KiB"}).report
+    assert report is not None
+    assert report.steps_by_phase == {"recorded": 1, "planned": 3}
+    assert report.detailed_steps == 1
 
 
 # --- comparing two runs
@@ -276,7 +270,7 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     assert text.endswith(f"written: {path}\n")
     assert "simulated H200" in text
     data = json.loads(path.read_text())
-    assert data["schema"] == "chameleon_mm.demo/5"
+    assert data["schema"] == "chameleon_mm.demo/6"
     assert data["device"] == "simulated H200"
     assert data["simulated"] is True
     assert {"commit", "versions", "date"} <= data.keys()
@@ -285,8 +279,8 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     assert data["hbm_budget_bytes"] == data["unswapped"]["peak_bytes"] // 2
     assert data["swapped"]["peak_bytes"] <= data["hbm_budget_bytes"]
     assert data["unswapped"]["losses"] == data["swapped"]["losses"]
-    assert len(data["swapped"]["step_us"]) == len(data["swapped"]["step_peak_bytes"]) == 3
-    assert max(data["swapped"]["step_peak_bytes"]) == data["report"]["peak_hbm_bytes"] == data["swapped"]["peak_bytes"]
+    assert len(data["swapped"]["step_us"]) == 3
+    assert data["report"]["peak_hbm_bytes"] == data["swapped"]["peak_bytes"]
     # At the unswapped peak at least half of the bytes had to be elsewhere.
     assert data["report"]["peak_host_bytes"] >= data["unswapped"]["peak_bytes"] - data["hbm_budget_bytes"]
     assert min(data["report"]["bytes_swapped_out"], data["report"]["bytes_swapped_in"]) > 0
@@ -298,14 +292,6 @@ def test_the_budget_that_the_demo_asks_for_is_enough(capsys: pytest.CaptureFixtu
     assert enough is not None
     assert parse_size(enough[1]) > 2 << 20
     assert main(["demo", *TINY_ARGS, "--hbm-budget", enough[1]]) == 0
-
-
-def test_the_demo_writes_report_and_trace_and_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, trace = tmp_path / "report.html", tmp_path / "trace.json"
-    assert main(["demo", *TINY_ARGS, "--report", str(page), "--trace", str(trace)]) == 0
-    assert capsys.readouterr().out.endswith(f"written: {page}\nwritten: {trace}\n")
-    assert "<html" in page.read_text()
-    assert json.loads(trace.read_text())
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[RunResult, bool], RunResult]) -> None:
@@ -363,8 +349,6 @@ def test_a_peak_above_the_budget_fails_the_demo(monkeypatch: pytest.MonkeyPatch,
         (["--heads", "5"], "multiple of heads"),
         (["--json", "/nonexistent/demo.json"], "--json: expected a file in an existing folder"),
         (["--json", "."], "--json: expected a file to write, got ., a folder"),
-        (["--report", "."], "--report: expected a file to write"),
-        (["--trace", "/nonexistent/trace.json"], "--trace: expected a file in an existing folder"),
         (["--ratio=1"], "--ratio: expected more than 1, got 1"),
         (["--ratio=inf"], "--ratio: expected more than 1, got inf"),
     ],
@@ -418,8 +402,7 @@ def test_a_ratio_of_four_trains_within_a_quarter(tmp_path: Path, capsys: pytest.
     data = json.loads(path.read_text(encoding="utf-8"))
     budget, unswapped = data["hbm_budget_bytes"], data["unswapped"]["peak_bytes"]
     assert budget == unswapped // 4
-    # Each step, the first among them, the building of the model and the beginning of the session.
-    assert max(*data["swapped"]["step_peak_bytes"], data["swapped"]["peak_bytes"]) <= budget
+    assert data["swapped"]["peak_bytes"] <= budget  # also in the first step, and as the session begins
     # What it takes unswapped is honest: weights, gradients and two moments are there at once, and so more than the budget.
     model = GPT(GPTConfig(layers=8, width=512, heads=4, context=32))
     model_bytes = sum(p.nbytes for p in model.parameters())

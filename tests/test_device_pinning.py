@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,8 @@ from torch import Tensor
 
 from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.cuda.pinning_calls import driver_attribute, pinning_calls
-from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES, PageLocker, PinningCalls, populated_pages
-from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.pinning import PageLocker, PinningCalls, populated_pages
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
-from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.units import MIB
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -66,11 +64,6 @@ class FakeDriver:
 
     def clear_error(self) -> None:
         self.pending_error = False
-
-    def launch(self) -> None:
-        """A kernel of somebody who pinned nothing: it raises what a refused call left behind."""
-        if self.pending_error:
-            raise RuntimeError("launch: out of memory (2)")
 
     def calls(self, *, can_register: bool = True) -> PinningCalls:
         return PinningCalls(
@@ -121,14 +114,6 @@ def test_unpinning_unregisters_and_a_view_outlives_it() -> None:
     assert view.eq(3).all()  # the mapping lives as long as any view: late readers see bytes, not a segfault
 
 
-def test_what_is_pinned_outlives_its_tensor() -> None:
-    driver = FakeDriver()
-    locker = PageLocker(driver.calls())
-    address = locker.pin(4096).data_ptr()
-    ctypes.memset(address, 1, 4096)  # a mapping that went with the tensor would fault here
-    assert driver.registered == {address: 4096}
-
-
 def test_only_what_was_pinned_is_unpinned_whole_and_once() -> None:
     driver = FakeDriver()
     locker = PageLocker(driver.calls())
@@ -156,42 +141,6 @@ def test_a_refused_registration_falls_back_and_leaves_no_error_behind() -> None:
     assert not driver.pending_error
     locker.unpin(memory)
     assert driver.log[2:] == ["host_free"]
-
-
-class Locking(SimDevice):
-    """A simulated GPU whose pinned memory goes through a driver."""
-
-    def __init__(self, driver: FakeDriver) -> None:
-        super().__init__()
-        self._locker = PageLocker(driver.calls())
-
-    def alloc_pinned(self, nbytes: int) -> Tensor:
-        return self._locker.pin(nbytes)
-
-    def free_pinned(self, memory: Tensor) -> None:
-        self._locker.unpin(memory)
-
-
-@pytest.mark.parametrize("way", ["allocate", "pageable", "wait", "reserve"])
-def test_after_a_pool_could_not_pin_the_next_kernel_launch_works(way: str) -> None:
-    driver = FakeDriver("register", "host_alloc")
-    on_full: Any = way if way in {"pageable", "wait"} else "raise"
-    with PinnedPool("1MiB", Locking(driver), on_full=on_full, max_wait_s=0.01) as pool:
-        if way == "pageable":
-            assert pool.allocate(100).pageable
-        else:
-            with pytest.raises(HostMemoryExhausted, match=r"register: out of memory \(2\); then host_alloc: out of memory"):
-                (pool.reserve if way == "reserve" else pool.allocate)(100)
-        driver.launch()
-        driver.refuses = ()
-        block = pool.allocate(100)
-        assert (block.pageable, len(driver.registered)) == (False, 1)
-        block.release()
-        with pytest.raises(RuntimeError, match="launch"):  # the driver of this test does tell
-            driver.refuses = ("register",)
-            with suppress(RuntimeError):
-                driver.register(0, 1)
-            driver.launch()
 
 
 def test_pages_stay_mapped_where_an_interrupt_came_right_after_the_driver_took_them(no_gc: None) -> None:
@@ -249,11 +198,6 @@ def test_refused_twice_says_what_both_said_and_what_there_is() -> None:
     assert isinstance(caught.value, MemoryError)
 
 
-def test_more_than_any_machine_has_is_an_error_of_ours() -> None:
-    with pytest.raises(HostMemoryExhausted):
-        PageLocker(FakeDriver("host_alloc").calls()).pin(1 << 60)
-
-
 # --- Note [Mapped while registered]
 
 
@@ -285,63 +229,6 @@ def test_a_locker_that_is_dropped_leaves_what_is_pinned_as_it_is(no_gc: None) ->
     gc.collect()
     assert driver.log == ["register"]  # nobody said that the device is done with it
     assert _is_mapped(address)
-
-
-# --- the driver's own limits
-
-
-@pytest.mark.parametrize("nbytes", [REGISTRATION_LIMIT_BYTES, REGISTRATION_LIMIT_BYTES + 1])
-def test_what_is_too_large_for_one_registration_is_refused_before_anything_is_done(nbytes: int) -> None:
-    driver = FakeDriver()
-
-    def prefer_pages(address: int, nbytes: int) -> None:
-        raise AssertionError("the pages were asked for")
-
-    locker = PageLocker(driver.calls(), prefer_pages=prefer_pages)
-    with pytest.raises(
-        HostMemoryExhausted, match=rf"less than 512.0 GiB.*got .*\({nbytes} bytes\): ask for it in several allocations"
-    ):
-        locker.pin(nbytes)
-    assert driver.log == []
-
-
-def test_one_byte_less_is_for_the_machine_to_decide() -> None:
-    driver = FakeDriver("register", "host_alloc")
-    with pytest.raises(HostMemoryExhausted, match="host_alloc: out of memory"):
-        PageLocker(driver.calls(), madvise=lambda *asked: errno.ENOMEM).pin(REGISTRATION_LIMIT_BYTES - 1)
-    assert driver.log == ["host_alloc"]
-
-
-def test_the_number_of_registrations_is_bounded_before_anything_is_done() -> None:
-    driver = FakeDriver()
-    locker = PageLocker(driver.calls(), max_registrations=2)
-    first, _second = locker.pin(4096), locker.pin(4096)
-    for _ in range(2):
-        with pytest.raises(
-            HostMemoryExhausted, match=r"fewer than 2 registrations.*got 2 before this one of 8.00 KiB.*chunk_bytes"
-        ):
-            locker.pin(8192)
-    assert driver.log == ["register"] * 2
-    locker.unpin(first)
-    locker.pin(8192)
-    assert driver.log == ["register", "register", "unregister", "register"]
-
-
-def test_a_registration_that_the_driver_did_not_let_go_counts() -> None:
-    driver = FakeDriver("unregister")
-    locker = PageLocker(driver.calls(), max_registrations=1)
-    locker.unpin(locker.pin(4096))
-    with pytest.raises(HostMemoryExhausted, match="got 1 before this one"):
-        locker.pin(4096)
-
-
-def test_what_is_not_registered_is_not_bounded_by_registrations() -> None:
-    driver = FakeDriver()
-    locker = PageLocker(driver.calls(can_register=False), max_registrations=0)
-    locker.unpin(locker.pin(4096))
-    with pytest.raises(HostMemoryExhausted, match="out of memory"):
-        PageLocker(FakeDriver("host_alloc").calls(can_register=False)).pin(REGISTRATION_LIMIT_BYTES)
-    assert driver.log == ["host_alloc", "host_free"]
 
 
 def test_the_driver_is_called_in_the_scope_and_nothing_is_left_in_it() -> None:
@@ -414,11 +301,6 @@ def test_threads_populate_disjoint_slices_that_cover_all() -> None:
     assert all(start + size == following for (start, size), (following, _) in itertools.pairwise(seen))
     assert sum(size for _, size in seen) == nbytes
     assert len(workers) == 3
-
-
-def test_the_kernels_own_populate_makes_pages_resident() -> None:
-    memory = PageLocker(FakeDriver().calls()).pin(4 * MIB)
-    assert _resident_pages(memory.data_ptr(), 4 * MIB) == 4 * MIB // mmap.PAGESIZE
 
 
 def test_a_forked_child_does_not_copy_the_pages() -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import chameleon_mm as cm
-from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
+from tests._frameworks import STEPS, Seen, check_callback, check_loop, check_nothing_left, swapping
 from tests._plain_models import RESNET
 from tests._plain_training import Outcome
 
@@ -131,13 +131,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def check_bits(build: Callable[[Seen], Any], options: tuple[str, ...], folder: Path, budget_kib: int) -> None:
     args = {key: value for option in options for key, value in OPTIONS[option].items()}
-    plain = trained(build, folder, **args)
-
-    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
-        swap = SwapCallback(**swapping(budget))
-        return trained(build, folder, swap, **args), swap.report()
-
-    check_same(plain, swapped, budget_kib)
+    check_callback(SwapCallback, lambda swap: trained(build, folder, swap, **args), budget_kib)
 
 
 @pytest.mark.parametrize(
@@ -193,9 +187,4 @@ def test_fabric_gives_the_same_bits(precision: str) -> None:
         check_nothing_left(net)
         return seen.finish(net, optimizer), swap
 
-    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
-        outcome, swap = train(budget)
-        assert swap.report().state_bytes_swapped_out == 0  # none is as large as 64 KiB
-        return outcome, swap.report()
-
-    check_same(train(None)[0], swapped, 480)
+    check_loop(train, 480)

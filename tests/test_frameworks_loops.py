@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +12,9 @@ from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader, TensorDataset
 
 import chameleon_mm as cm
-from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
+from tests._frameworks import STEPS, Seen, check_loop, check_nothing_left, swapping
 from tests._plain_models import denoising, language, llama, recomputed, unet
 from tests._plain_training import Outcome
-
-Train = Callable[["str | None"], "tuple[Outcome, Any]"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +23,6 @@ def _state_of_its_own() -> Iterator[None]:
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
-
-
-def check_loop(train: Train, budget_kib: int) -> None:
-    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
-        outcome, swap = train(budget)
-        return outcome, swap.report()
-
-    check_same(train(None)[0], swapped, budget_kib)
 
 
 @pytest.mark.parametrize(("precision", "checkpointing", "budget_kib"), [("no", False, 1250), ("bf16", True, 1200)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 import chameleon_mm as cm
-from chameleon_mm.integrations._framework import Framework
 from tests import test_frameworks_lightning as lightning
 from tests import test_frameworks_transformers as hf
 from tests._frameworks import Seen, check_nothing_left, swapping
@@ -171,25 +169,6 @@ def test_the_state_of_the_optimizer_leaves_where_that_is_asked_for(tmp_path: Pat
     module = lightning.Adversaries(Seen())
     with pytest.raises(ValueError, match="expected one optimizer with optimizer_state=True, got 2"):
         fit(lightning.trainer(tmp_path, [lightning.SwapCallback(optimizer_state=True, **swapping("4MiB"))]), module)
-
-
-@pytest.mark.parametrize(
-    ("first", "last", "warns"), [((5, 0), (5, 23), False), ((6, 0), (6, 1), True), ((4, 0), (4, 50), True)]
-)
-def test_a_version_that_is_not_known_is_said(
-    first: tuple[int, int], last: tuple[int, int], warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    known = dataclasses.replace(cm.integrations.transformers.FRAMEWORK, first=first, last=last)
-    known.check_version()
-    assert [("which is not known" in record.message) for record in caplog.records] == [True] * warns
-
-
-def test_every_framework_that_is_installed_here_is_known(caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("accelerate", "lightning", "transformers", "trl"):
-        framework: Framework = getattr(cm.integrations, name).FRAMEWORK
-        assert framework.name == name
-        framework.check_version()
-    assert caplog.records == []
 
 
 def test_accelerate_attaches_what_it_has_prepared() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import chameleon_mm as cm
-from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
+from tests._frameworks import STEPS, Seen, check_callback, check_nothing_left, swapping
 from tests._plain_models import BERT, MIXTRAL, VOCABULARY, llama
 from tests._plain_training import Outcome, differences
 
@@ -72,13 +72,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def check_bits(name: str, options: tuple[str, ...], folder: Path, budget_kib: int) -> None:
     args = {key: value for option in options for key, value in OPTIONS[option].items()}
-    plain = trained(MODELS[name], folder, **args)
-
-    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
-        swap = SwapCallback(**swapping(budget))
-        return trained(MODELS[name], folder, swap, **args), swap.report()
-
-    check_same(plain, swapped, budget_kib)
+    check_callback(SwapCallback, lambda swap: trained(MODELS[name], folder, swap, **args), budget_kib)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +117,7 @@ def test_evaluation_and_prediction_in_between_do_no_harm(tmp_path: Path) -> None
         check_nothing_left(model)
         return seen.finish(model, made.optimizer)
 
-    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
-        swap = SwapCallback(**swapping(budget))
-        return train(swap), swap.report()
-
-    check_same(train(None), swapped, 600)
+    check_callback(SwapCallback, train, 600)
 
 
 def test_a_checkpoint_is_written_and_resumed_from(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import chameleon_mm as cm
-from tests._frameworks import Seen, check_nothing_left, check_same, swapping
+from tests._frameworks import Seen, check_callback, check_nothing_left, swapping
 from tests._plain_models import VOCABULARY, llama
 from tests._plain_training import Outcome
 from tests.test_frameworks_transformers import CHECKPOINTING, Notes, examples, settings
@@ -88,21 +88,12 @@ def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, t
         f"{CHECKPOINTING}_checkpointing": checkpointing,
         "bf16": checkpointing,
     }
-
-    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
-        swap = SwapCallback(**swapping(budget))
-        return trained(tmp_path, swap, **args), swap.report()
-
-    check_same(trained(tmp_path, **args), swapped, budget_kib)
+    check_callback(SwapCallback, lambda swap: trained(tmp_path, swap, **args), budget_kib)
 
 
 @pytest.mark.parametrize(("build", "budget_kib"), [(preferring, 3000), (reinforcing, 1500)])
 def test_learning_from_preferences_and_rewards_gives_the_same_bits(build: Any, budget_kib: int, tmp_path: Path) -> None:
-    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
-        swap = SwapCallback(**swapping(budget))
-        return trained(tmp_path, swap, build), swap.report()
-
-    check_same(trained(tmp_path, build=build), swapped, budget_kib)
+    check_callback(SwapCallback, lambda swap: trained(tmp_path, swap, build), budget_kib)
 
 
 def test_its_own_offload_beside_ours_is_refused(tmp_path: Path) -> None:

@@ -70,11 +70,6 @@ def gradient(device: Device, x: Tensor) -> Tensor:
         return torch.autograd.grad(deep(x).sum(), x)[0]
 
 
-def test_the_simulator_captures_nothing(sim: cm.SimDevice) -> None:
-    assert isinstance(sim, Device)
-    assert sim.capturing() is False
-
-
 def test_the_notes_see_what_is_asked(captures: Captures) -> None:
     captures.is_capturing = True
     captures.read_memory()
@@ -95,17 +90,6 @@ def test_what_is_saved_in_a_capture_stays_and_nothing_is_asked(captures: Capture
     report = session.report()
     assert set(report.kept_by_reason) == {"capturing"}
     assert report.bytes_swapped_out == 0
-
-
-def test_a_step_inside_a_capture_asks_nothing(captures: Captures) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    session = opened(captures)
-    with session:
-        captures.is_capturing = True
-        with session.step():
-            torch.autograd.grad(deep(x).sum(), x)
-        captures.is_capturing = False
-    assert captures.asked == []
 
 
 def test_a_capture_in_the_middle_of_a_step(captures: Captures) -> None:
@@ -221,20 +205,6 @@ def test_a_write_to_what_was_saved_in_a_capture_raises_as_in_eager(captures: Cap
 
 
 # --- on a GPU
-
-
-@pytest.mark.gpu
-def test_capturing_is_torchs_answer() -> None:
-    device = cm.CudaDevice()
-    assert isinstance(device, Device)
-    assert device.capturing() is False
-    graph = torch.cuda.CUDAGraph()
-    seen = []
-    with torch.cuda.graph(graph):
-        torch.zeros(8, device=device.torch_device).add_(1)
-        seen.append(device.capturing())
-    assert seen == [True]
-    assert device.capturing() is False
 
 
 def trained_by_replays(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.planned_step import RECENT_STEPS
+from chameleon_mm.adaptive.extra_memory import RECENT_STEPS
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel, compute
 from chameleon_mm.units import KIB

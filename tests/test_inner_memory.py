@@ -28,6 +28,7 @@ from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.storages import Readings, StorageTable
 from chameleon_mm.trace import Trace, TraceBuilder
 from chameleon_mm.units import KIB
+from tests._trace_records import ops_of
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -210,7 +211,7 @@ def recorded(device: Device, run: Callable[[Tensor], Tensor]) -> Trace:
 
 def test_a_recorder_sees_what_operators_hold_inside(device: Device) -> None:
     trace = recorded(device, lambda x: aten._safe_softmax.default(x + 1, -1) * 2)
-    assert [(op.name, op.inner_bytes) for op in trace.ops] == [
+    assert [(op.name, op.inner_bytes) for op in ops_of(trace)] == [
         ("aten::add.Tensor", 0),
         ("aten::_safe_softmax", SCORES_INSIDE),
         ("aten::mul.Tensor", 0),
@@ -229,7 +230,7 @@ def test_on_shapes_alone_it_is_that_of_the_formulas() -> None:
         with recorder:
             y = aten._safe_softmax.default(x + 1, -1)
     trace = recorder.finish()
-    assert [op.inner_bytes for op in trace.ops] == [0, SCORES_INSIDE]
+    assert [op.inner_bytes for op in ops_of(trace)] == [0, SCORES_INSIDE]
     inside = next(need for need in needs_of(trace, peak_memory(trace)) if need.name == "inside operators")
     assert (inside.most_bytes, inside.at_peak_bytes) == (SCORES_INSIDE, SCORES_INSIDE)
     assert y.shape == x.shape
@@ -249,7 +250,7 @@ def test_what_an_operator_keeps_is_no_memory_inside_it() -> None:
         return torch.zeros_like(x)
 
     trace = recorded(device, lambda x: with_workspace(with_workspace(x)))
-    assert [op.inner_bytes for op in trace.ops] == [32 * KIB, 32 * KIB]
+    assert [op.inner_bytes for op in ops_of(trace)] == [32 * KIB, 32 * KIB]
 
 
 class Counters:

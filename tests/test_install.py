@@ -68,7 +68,7 @@ def test_torchs_offload_wrapper_uses_ours(device: Device) -> None:
     with device.compute():
         assert differences(plain, trained(wrapped(device.torch_device), loss_of)) == []
     gc.collect()
-    stats = ours().pool().stats()
+    stats = ours()._the_manager().pool.stats()
     assert stats.peak_live_bytes > 0
     assert stats.num_live == 0
 
@@ -89,7 +89,7 @@ def test_hugging_faces_offload_of_checkpoints_uses_ours(sim: cm.SimDevice) -> No
     with sim.compute():
         torch.manual_seed(1)
         assert differences(plain, trained(build(offload=True), language())) == []
-    stats = ours().pool().stats()
+    stats = ours()._the_manager().pool.stats()
     assert stats.peak_live_bytes > 0
     assert stats.num_live == 0
 
@@ -152,8 +152,8 @@ def test_classes_made_of_it_and_managers_made_before_go_on(sim: cm.SimDevice) ->
         assert entered is None  # as torch's
         y = x.exp().sin().cos()
     assert isinstance(Mine(), saved_tensors_hooks) and isinstance(Mine(), torch.autograd.graph.save_on_cpu)
-    assert ours().pool().stats().num_live > 0
-    pool = ours().pool()
+    assert ours()._the_manager().pool.stats().num_live > 0
+    pool = ours()._the_manager().pool
     cm.uninstall()
     with before:
         z = y * 2

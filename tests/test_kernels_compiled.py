@@ -31,13 +31,12 @@ import json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from chameleon_mm.kernels import checksum, pack_kernels as pack, pack_table
-from chameleon_mm.kernels.launch_checks import UNIT_BYTES
+from chameleon_mm.kernels import checksum, pack_kernels as pack
 
-packed = {"table": "*i64", "staging": "*u8", "work": "i64", "row_words": "i64", "items": "i64", "nbytes": "i64"}
+packed = {"table": "*i64", "staging": "*u8", "rows": "i64", "items": "i64", "nbytes": "i64"}
 kernels = {
-    "pack": (pack.pack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
-    "unpack": (pack.unpack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
+    "pack": (pack.pack_kernel, packed, {"BLOCK": pack.BLOCK_BYTES}),
+    "unpack": (pack.unpack_kernel, packed, {"BLOCK": pack.BLOCK_BYTES}),
     "checksum": (
         checksum.checksum_kernel,
         {"src": "*u8", "out": "*i64", "nbytes": "i64"},
@@ -48,7 +47,7 @@ kernels = {
 report = {}
 for name, (kernel, types, constants) in kernels.items():
     sizes = [p for p in kernel.params if not p.is_constexpr and not types[p.name].startswith("*")]
-    aligned = {(i,): [["tt.divisibility", UNIT_BYTES]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
     source = ASTSource(kernel, {**types, **dict.fromkeys(constants, "constexpr")}, constants, aligned)
     options = {"num_warps": 8, "enable_fp_fusion": False}
     binary = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)

@@ -1,7 +1,7 @@
 """Rules about the sources that no linter knows, each shown to notice its own breach.
 
     CUDA is asked in device/ alone   |   `kernels` and `bench` are ours only below `chameleon_mm`   |   every ignore says why
-    files, functions and constructors of the package stay small
+    files, functions and constructors of the package stay small   |   no two files have one name, enums' values are names
 
 Which module imports which is import-linter's business, in `make check`.
 """
@@ -9,11 +9,14 @@ Which module imports which is import-linter's business, in `make check`.
 from __future__ import annotations
 
 import ast
+import enum
+import importlib
 import io
 import os
 import re
 import tokenize
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -145,6 +148,20 @@ def test_kernels_and_bench_are_imported_as_ours() -> None:
 
 def test_every_ignore_says_which_rule_and_why() -> None:
     assert _breaches(_ignores_without_reason, _PACKAGE | _TESTS) == []
+
+
+def test_no_two_files_have_one_name() -> None:
+    names = sorted(path.rpartition("/")[2] for path in _PACKAGE if not path.endswith("__init__.py"))
+    assert [name for name, other in pairwise(names) if name == other] == []
+
+
+def test_the_value_of_an_enums_member_is_its_name() -> None:
+    modules = [importlib.import_module(path[:-3].replace("/", ".")) for path, text in _PACKAGE.items() if "(enum.Enum)" in text]
+    found: list[object] = [each for module in modules for each in vars(module).values()]
+    enums = [each for each in found if isinstance(each, type) and issubclass(each, enum.Enum) and not issubclass(each, int)]
+    members = [member for each in enums if each.__module__.startswith("chameleon_mm") for member in each]
+    assert members
+    assert [member for member in members if member.value != member.name.lower()] == []
 
 
 def test_nothing_is_too_long_to_be_read() -> None:

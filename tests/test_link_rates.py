@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chameleon_mm as cm
+from chameleon_mm.adaptive import link_rates
 from chameleon_mm.adaptive.link_rates import UNMEASURED_LINK, link_cost_for, rates_of
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.policy.timing import CopyEngine
 from chameleon_mm.saved.timed_spans import CopySpan
-from chameleon_mm.transfer import CalibrationCache, calibrate
 from chameleon_mm.units import MIB
 
 TRUE = LinkCost(d2h_gbps=40.0, h2d_gbps=50.0, duplex_gbps=70.0)
@@ -147,9 +147,9 @@ def test_after_hours_the_rates_are_as_exact_as_at_first() -> None:
 
 
 def kept(monkeypatch: pytest.MonkeyPatch, *, h2d: float, d2h: float, duplex: float) -> LinkCost:
-    """What becomes of a calibration with these rates."""
-    calibration = dataclasses.replace(calibrate(cm.SimDevice()), h2d_gbps=h2d, d2h_gbps=d2h, duplex_gbps=duplex)
-    monkeypatch.setattr(CalibrationCache, "load", lambda *_: calibration)
+    """What becomes of kept rates."""
+    rates = {"h2d_gbps": h2d, "d2h_gbps": d2h, "duplex_gbps": duplex}
+    monkeypatch.setattr(link_rates, "kept", lambda *_: rates)
     return link_cost_for(cm.SimDevice())
 
 

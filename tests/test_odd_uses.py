@@ -99,24 +99,6 @@ def test_a_session_left_on_another_thread(device: Device) -> None:
     assert session.report().bytes_swapped_out > 0
 
 
-def test_a_thread_that_raises_inside_a_session(device: Device) -> None:
-    session = opened(device)
-    x = leaf(device)
-
-    def dies() -> None:
-        with session, session.step():
-            deep(x)
-            raise RuntimeError("the user's own")
-
-    with pytest.raises(RuntimeError, match="the user's own") as caught:
-        on_a_thread(dies)
-    del caught
-    with pytest.raises(cm.SessionClosedError, match="got one that is closed"), session.step():
-        raise AssertionError("the step began")
-    assert session.pool.stats().num_live == 0
-    assert session.report().steps == 0
-
-
 def test_a_thread_that_ends_without_leaving_a_session() -> None:
     device = Unwatched()
     session = opened(device)
@@ -179,22 +161,6 @@ def test_a_step_on_another_thread_is_exact_and_swaps_what_that_thread_may(device
 # --- generators
 
 
-def test_a_generator_that_is_dropped_inside_hooks(device: Device) -> None:
-    manager = swapping(device)
-    x = leaf(device)
-
-    def paused() -> Iterator[Tensor]:
-        with manager:
-            yield deep(x)
-
-    with device.compute():
-        generator = paused()
-        next(generator)
-        del generator
-        assert not hooks_act(manager.pool, x)
-    assert manager.pool.stats().num_live == 0
-
-
 def test_a_generator_that_is_dropped_inside_a_step(device: Device) -> None:
     session = opened(device)
     x = leaf(device)
@@ -213,29 +179,6 @@ def test_a_generator_that_is_dropped_inside_a_step(device: Device) -> None:
     assert session.report().steps == 0
     with pytest.raises(cm.SessionClosedError, match="got one that is closed"):
         session.__enter__()
-
-
-def test_an_exception_thrown_into_a_generator_inside_a_step(device: Device) -> None:
-    session = opened(device)
-    x = leaf(device)
-    expected = gradient(device, x)
-
-    def steps() -> Generator[Tensor]:
-        for _ in range(3):
-            try:
-                with session.step():
-                    yield deep(x).sum()
-            except ValueError as error:
-                assert str(error) == "the user's own"  # noqa: PT017 - the generator handles it and goes on
-
-    with session:
-        generator = steps()
-        assert torch.equal(torch.autograd.grad(next(generator), x)[0], expected)
-        assert torch.equal(torch.autograd.grad(generator.throw(ValueError("the user's own")), x)[0], expected)
-        assert torch.equal(torch.autograd.grad(next(generator), x)[0], expected)
-        assert next(generator, None) is None
-    assert session.report().steps == 2
-    assert session.pool.stats().num_live == 0
 
 
 def test_an_exception_that_ends_a_session_before_the_generator_of_its_steps(device: Device) -> None:
@@ -280,20 +223,6 @@ def test_an_exception_in_a_recorded_step_leaves_torch_as_it_was(device: Device) 
     assert is_in_torch_dispatch_mode() == before
 
 
-def test_a_step_that_is_entered_by_hand_and_dropped(device: Device) -> None:
-    session = opened(device)
-    x = leaf(device)
-    with session:
-        step = session.step()
-        step.__enter__()
-        deep(x).sum().backward()
-        del step
-        with session.step():
-            deep(x).sum().backward()
-    assert session.report().steps == 1
-    assert session.pool.stats().num_live == 0
-
-
 def test_two_generators_that_leave_in_the_order_they_entered(device: Device) -> None:
     """Torch takes the innermost hooks away, whoever leaves: exact all the same, and nothing is installed in the end."""
     managers = swapping(device), swapping(device)
@@ -318,42 +247,6 @@ def test_two_generators_that_leave_in_the_order_they_entered(device: Device) -> 
 
 
 # --- nesting
-
-
-def test_sessions_of_two_devices_nested() -> None:
-    one, other = cm.SimDevice("h200"), cm.SimDevice("a100")
-    outer, inner = opened(one), opened(other)
-    x = torch.randn(64, 64, requires_grad=True)
-    with one.compute(), other.compute():
-        expected = torch.autograd.grad(deep(deep(deep(x))).sum(), x)[0]
-    with outer, outer.step():
-        half = deep(x)
-        with inner, inner.step():
-            half = deep(half)
-            assert inner.pool.stats().num_live > 0
-        out = deep(half).sum()
-        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
-        del half, out
-    assert (outer.pool.stats().num_live, inner.pool.stats().num_live) == (0, 0)
-    assert outer.report().bytes_swapped_in > 0
-    assert inner.report().bytes_swapped_in > 0
-
-
-def test_hooks_on_a_sessions_own_pool_inside_it(device: Device) -> None:
-    session = opened(device)
-    inner = cm.save_on_cpu(pool=session.pool, min_bytes=0)
-    x = leaf(device)
-    expected = gradient(device, x, lambda t: deep(deep(deep(t))))
-    with session:
-        for _ in range(3):
-            with session.step():
-                half = deep(x)
-                with inner:
-                    half = deep(half)
-                out = deep(half).sum()
-                assert torch.equal(torch.autograd.grad(out, x)[0], expected)
-                del half, out
-    assert session.pool.stats().num_live == 0
 
 
 # --- other people's hooks
@@ -669,19 +562,3 @@ def test_a_saved_tensor_without_storage_stays(sim: cm.SimDevice) -> None:
             with session.step():
                 assert torch.equal(jacobian(), expected)
     assert session.report().kept_by_reason["no_storage"] >= 3
-
-
-def test_a_hessian_forward_over_reverse_is_exact(sim: cm.SimDevice) -> None:
-    def hessian() -> Tensor:
-        x = torch.linspace(-1, 1, 16)
-        rows: Any = torch.autograd.functional.hessian(
-            lambda t: (t * t).sum().exp() + t.tanh().square().sum(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
-        )
-        found: Tensor = rows
-        return found
-
-    expected = hessian()
-    with sim.compute(), cm.save_on_cpu(device=sim, min_bytes=0):
-        assert torch.equal(hessian(), expected)
-    with cm.SwapSession("8MiB", device=sim, min_bytes=0) as session, session.step():
-        assert torch.equal(hessian(), expected)

@@ -20,7 +20,8 @@ from chameleon_mm.device.sim import SimStream
 from chameleon_mm.hosted import HostedTensor, Where
 from chameleon_mm.optimizer_state.swapped_state import SwappedState
 from chameleon_mm.process import ThisProcess
-from chameleon_mm.units import KIB, MIB, format_size
+from chameleon_mm.units import KIB, MIB
+from tests._snapshots import equal
 from tests.observed import SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -98,8 +99,10 @@ def session_of(training: Training, device: Device, *, budget: int | str = "1GiB"
     return session
 
 
-def equal(got: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+def steps(session: cm.SwapSession, training: Training, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        with session.step():
+            training.step(number)
 
 
 def plainly(make: Make, at: torch.device, steps: int) -> list[Tensor]:
@@ -176,9 +179,7 @@ def test_a_step_that_would_not_fit_with_its_state_does(device: Device) -> None:
         session = session_of(training, device, budget=budget, plans=False)
         with session.pool, session:
             device.reset_peaks()
-            for number in range(3):
-                with session.step():
-                    training.step(number)
+            steps(session, training, range(3))
             assert device.peak_allocated_bytes() <= budget
             plain_peak = device.allocated_bytes() + 3 * model_bytes
             assert plain_peak > budget
@@ -197,9 +198,7 @@ def test_a_checkpoint_in_the_middle_is_plain_and_goes_on_without_us(device: Devi
     with device.compute():
         training, session = trained(device)
         with session.pool, session:
-            for number in range(3):
-                with session.step():
-                    training.step(number)
+            steps(session, training, range(3))
             file = io.BytesIO()
             torch.save({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}, file)
             copied = copy.deepcopy(training.optimizer.state_dict())
@@ -229,9 +228,7 @@ def test_a_checkpoint_is_loaded_in_the_middle(device: Device) -> None:
                 training.step(7)
             training.model.load_state_dict(state[0])
             training.optimizer.load_state_dict(copy.deepcopy(state[1]))
-            for number in range(1, 4):
-                with session.step():
-                    training.step(number)
+            steps(session, training, range(1, 4))
             assert hosted(training.optimizer)
         assert equal(training.outcome(), earlier.outcome())
 
@@ -374,26 +371,6 @@ def test_an_optimizer_of_somebodys_own_steps_whole(device: Device) -> None:
         assert equal(training.outcome(), expected)
 
 
-class Hoarding(Counting):
-    """An optimizer that keeps its sums in an attribute of its own."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__(params)
-        self.sums = {id(p): [torch.zeros_like(p)] for group in self.param_groups for p in group["params"]}
-
-
-def test_state_that_an_optimizer_keeps_elsewhere_is_told(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    with device.compute():
-        training, session = trained(device, make=Hoarding)
-        with session.pool, session:
-            for number in range(2):
-                with session.step():
-                    training.step(number)
-    said = [record.getMessage() for record in caplog.records if "beside optimizer.state" in record.getMessage()]
-    assert len(said) == 1
-    assert f"Hoarding keeps tensors beside optimizer.state (sums: {format_size(4 * LAYERS * WIDTH * WIDTH)})" in said[0]
-
-
 def test_leaving_the_session_leaves_a_plain_optimizer(device: Device) -> None:
     with device.compute():
         training, session = trained(device)
@@ -443,9 +420,7 @@ def test_a_missing_wait_for_a_copy_back_is_seen(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SimRaceError), device.compute():
         training, session = trained(device)
         with session:
-            for number in range(2):
-                with session.step():
-                    training.step(number)
+            steps(session, training, range(2))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
@@ -485,9 +460,7 @@ def test_a_copy_that_is_refused_loses_nothing(direction: str, sim: cm.SimDevice,
     with sim.compute():
         training, session = trained(sim)
         with session.pool, session:
-            for number in range(2):
-                with session.step():
-                    training.step(number)
+            steps(session, training, range(2))
             p = next(training.model.parameters())
             with monkeypatch.context() as patch:
                 patch.setattr(SimStream, "copy", copy)

@@ -19,7 +19,6 @@ from tests._ordering import (
     WAITS,
     OnSim,
     Scenario,
-    chain,
     drop_waits,
     executor,
     host_block_reused_from_another_stream,
@@ -29,6 +28,7 @@ from tests._ordering import (
     release_without_event,
     saved,
 )
+from tests._programs import deep
 from tests.observed import SimLifetimeError, SimRaceError
 
 pytestmark = [
@@ -96,11 +96,11 @@ def test_copying_in_the_middle_of_an_op_goes_red(monkeypatch: pytest.MonkeyPatch
         swapper = executor(machine, cm.PinnedPool("4MiB", device=device))
         with device.compute():
             x = torch.randn(64, 64, requires_grad=True)
-            (expected,) = torch.autograd.grad(chain(noisy(x)).sum(), x)
+            (expected,) = torch.autograd.grad(deep(noisy(x)).sum(), x)
             junk = [torch.full((64, 64), float(n)) for n in range(64)]  # or memory used again still holds the same noise
             del junk
             with torch.autograd.graph.saved_tensors_hooks(swapper.save, swapper.use):
-                out = chain(noisy(x)).sum()
+                out = deep(noisy(x)).sum()
             (got,) = torch.autograd.grad(out, x)
         assert torch.equal(got, expected)
 

@@ -13,7 +13,6 @@ from chameleon_mm.parameters.device_beside_window import beside_window
 from chameleon_mm.parameters.use_sequence import UNKNOWN, UseSequence
 from chameleon_mm.parameters.window_size import charged_sizes, window_for
 from chameleon_mm.units import KIB, MIB
-from tests.observed import SimLifetimeError, SimRaceError
 
 SEQUENCES = st.lists(st.integers(0, 5), min_size=1, max_size=12).map(
     lambda keys: [key for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
@@ -76,38 +75,6 @@ def test_a_storage_gives_its_memory_back_and_gets_other(device: Device) -> None:
         assert device.allocated_bytes() == before
         view.fill_(7)
         assert flat[: 4 * KIB].eq(7).all()
-
-
-def test_a_storage_without_memory_must_not_be_used(sim: cm.SimDevice) -> None:
-    with sim.compute():
-        t = torch.ones(1024)
-        sim.current_stream().resize(t.untyped_storage(), 0)
-        with pytest.raises(SimLifetimeError, match="used by mul on compute while its storage has no memory"):
-            t * 2
-
-
-def test_new_memory_holds_nothing(sim: cm.SimDevice) -> None:
-    with sim.compute():
-        t = torch.ones(1024)
-        sim.current_stream().resize(t.untyped_storage(), 0)
-        sim.current_stream().resize(t.untyped_storage(), 4096)
-        assert not t.eq(1).any()
-
-
-def test_memory_does_not_go_before_the_copy_that_reads_it(sim: cm.SimDevice) -> None:
-    with sim.compute():
-        d2h, compute = sim.new_stream("d2h"), sim.current_stream()
-        flat, host = compute.alloc(MIB), sim.alloc_pinned(MIB)
-        flat.zero_()
-        d2h.wait(compute.record())
-        d2h.copy(host, flat)
-        done = d2h.record()
-        with pytest.raises(SimRaceError, match=r"d2h copy .* on d2h"):
-            compute.resize(flat.untyped_storage(), 0)
-        compute.wait(done)
-        compute.resize(flat.untyped_storage(), 0)
-        done.synchronize()
-        sim.free_pinned(host)
 
 
 def test_no_memory_for_a_storage_changes_nothing() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.demo.demo_command import SIZES
+from chameleon_mm.demo.demo_training import draw_rows, first_difference, read_text, train
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.training import Program, draw_rows, first_difference, read_text, train
 from chameleon_mm.device.sim.sim_memory import Ledger
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
@@ -293,16 +293,11 @@ def test_at_its_own_sizes_the_demos_model_trains_on_a_quarter_of_its_peak() -> N
     rows = draw_rows(read_text(), steps=3, batch=size["batch"], context=size["context"])
     unswapped = train(config, rows, cm.SimDevice())
     device = cm.SimDevice(hbm_bytes=unswapped.peak_bytes // 4)
-    sessions: list[cm.SwapSession] = []
-
-    def session_of(program: Program) -> cm.SwapSession:
-        sessions.append(cm.SwapSession(device=device, model=program.model))
-        return sessions[0]
-
-    swapped = train(config, rows, device, session_of)
+    swapped = train(config, rows, device, {})
     assert first_difference(unswapped.values, swapped.values) is None
-    assert swapped.peak_bytes <= sessions[0].hbm_budget_bytes < device.capacity
-    assert sessions[0].report().oom_retries == 0
+    assert swapped.report is not None
+    assert swapped.peak_bytes <= swapped.report.hbm_budget_bytes < device.capacity
+    assert swapped.report.oom_retries == 0
 
 
 # --- what goes first

@@ -122,28 +122,6 @@ def test_copying_and_dropping_on_another_thread(device: Device) -> None:
         check(device, targets[0])
 
 
-BLOCK_VIEWS: dict[str, Callable[[Any], Any]] = {
-    "tensor": lambda block: block.tensor((SIZE,), torch.uint8),
-    "numpy": lambda block: block.numpy((SIZE,), np.uint8),
-    "dlpack": from_dlpack,
-}
-
-
-@pytest.mark.parametrize("view", BLOCK_VIEWS)
-def test_a_block_that_is_dropped_with_its_view_waits_too(device: Device, view: str) -> None:
-    with PinnedPool(SIZE, device) as pool:
-        block: Any = pool.allocate(SIZE)
-        held: Any = BLOCK_VIEWS[view](block)
-        staged = torch.as_tensor(held)
-        with device.compute():
-            staged.fill_(1)
-        target = start_copy(device, staged, device.new_stream("side"))
-        address = staged.data_ptr()
-        del block, held, staged
-        write_next(device, pool, address)
-        check(device, target)
-
-
 def test_a_raw_buffer_of_a_dropped_block_waits_too(device: Device) -> None:
     with PinnedPool(SIZE, device) as pool:
         block = pool.allocate(SIZE)

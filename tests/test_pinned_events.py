@@ -363,23 +363,6 @@ def test_complete_events_are_dropped_and_the_host_never_waits_in_allocate(pool: 
     assert (stream.waited, block.pending_events, open_.complete) == ([open_], (), False)
 
 
-def test_an_event_over_many_pieces_is_waited_for_once(pool: PinnedPool) -> None:
-    event = ManualEvent()
-    for block in [pool.allocate(4096) for _ in range(8)]:
-        block.release(after=event)
-    assert pool.allocate(8 * 4096).pending_events == (event,)
-
-
-def test_without_a_stream_the_events_stay_until_someone_waits(pool: PinnedPool) -> None:
-    event = ManualEvent()
-    pool.allocate(4096).release(after=event)
-    block = pool.allocate(100)
-    assert block.buffer.numel() == 100
-    assert (list(block.pending_events), event.complete) == ([event], False)
-    block.tensor((1,), torch.uint8)
-    assert (list(block.pending_events), event.complete) == ([], True)
-
-
 def test_a_stream_that_cannot_wait_leaves_the_block_to_return_itself_with_its_events(pool: PinnedPool) -> None:
     event, broken = ManualEvent(), BrokenStream()
     pool.allocate(8 * 4096).release(after=event)
@@ -403,19 +386,6 @@ def test_a_release_event_stands_for_what_its_stream_waited_for(pool: PinnedPool)
 
 
 # --- the ranges themselves
-
-
-def test_a_range_taken_in_part_leaves_its_rest() -> None:
-    ranges, event = PendingRanges(), ManualEvent()
-    ranges.add(100, 200, (event,))
-    assert ranges.take(0, 100) == ()
-    assert ranges.take(200, 300) == ()
-    assert ranges.take(140, 160) == (event,)
-    assert ranges.take(140, 160) == ()
-    assert (ranges.take(139, 140), ranges.take(160, 161)) == ((event,), (event,))
-    assert len(ranges.starts) == 2
-    assert ranges.take(0, 1000) == (event,)
-    assert len(ranges.starts) == 0
 
 
 def test_random_ranges_agree_with_one_entry_per_byte() -> None:

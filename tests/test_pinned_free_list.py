@@ -133,26 +133,6 @@ def test_the_machine_for_30_000_steps() -> None:
         run_state_machine_as_test(FreeListMachine, settings=settings(max_examples=300, stateful_step_count=60, deadline=None))
 
 
-def test_the_smallest_block_that_holds_the_request_is_split() -> None:
-    units = FreeList(100 * 4096)
-    blocks = [units.allocate(n * 4096) for n in (10, 1, 4, 1, 6, 1)]
-    assert None not in blocks
-    for at in (0, 2, 4):  # holes of 10, 4 and 6 pages, and the tail of 77
-        units.free(blocks[at] or 0)
-    assert units.allocate(5 * 4096) == blocks[4]
-    assert units.allocate(4 * 4096) == blocks[2]
-    assert units.allocate(11 * 4096) == 23 * 4096
-
-
-def test_many_blocks_of_random_sizes_come_back_as_one() -> None:
-    units = FreeList(1 << 30)
-    offsets = [units.allocate(1 + 7919 * n % 100_000) for n in range(5_000)]
-    assert None not in offsets
-    for offset in offsets[::2] + offsets[1::2]:
-        units.free(offset or 0)
-    assert (units.num_live, units.largest_free, units.live_bytes) == (0, 1 << 30, 0)
-
-
 @pytest.mark.parametrize("capacity", [-4096, 1, 4095, 4097])
 def test_a_capacity_that_is_no_multiple_of_the_alignment_is_refused(capacity: int) -> None:
     with pytest.raises(ValueError, match="4096"):
@@ -191,18 +171,6 @@ def test_among_equal_sizes_the_last_one_freed_is_taken() -> None:
     for at in (1, 5, 3):
         units.free(offsets[at])
     assert [units.allocate(4096) for _ in range(3)] == [offsets[at] for at in (3, 5, 1)]
-
-
-def test_one_of_many_of_one_size_is_joined_wherever_it_is_among_them() -> None:
-    for joined in (1, 5, 9):  # freed first, in between, last
-        units = FreeList(11 * 4096)
-        offsets = [units.allocate(4096) or 0 for _ in range(11)]
-        for at in (1, 5, 9):
-            units.free(offsets[at])
-        units.free(offsets[joined - 1])
-        assert units.allocate(2 * 4096) == offsets[joined - 1]
-        assert {units.allocate(4096), units.allocate(4096)} == {offsets[at] for at in (1, 5, 9) if at != joined}
-        assert (units.live_bytes, units.largest_free) == (units.capacity, 0)
 
 
 def test_a_reader_tells_what_is_live_now() -> None:

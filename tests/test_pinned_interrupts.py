@@ -57,7 +57,7 @@ class Interrupt:
 
 
 def use(pool: PinnedPool) -> None:
-    """Chunks come, are merged into a larger one, refused, reserved, trimmed; the limit is four chunks, for a moment one."""
+    """Chunks come, are merged into a larger one, refused, trimmed; the limit is four chunks, for a moment one."""
     pool.limit_bytes = 4 * CHUNK  # also where an earlier use was interrupted while it was lower
     blocks = [pool.allocate(CHUNK) for _ in range(3)]
     for block in blocks:
@@ -71,9 +71,6 @@ def use(pool: PinnedPool) -> None:
     kept.release()
     pool.take_back()
     pool.limit_bytes = 4 * CHUNK
-    pool.trim()
-    with suppress(HostMemoryExhausted):  # where chunks of an earlier use wait for their events
-        pool.reserve(CHUNK)
     pool.trim()
 
 

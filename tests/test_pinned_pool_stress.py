@@ -18,7 +18,6 @@ from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
-from chameleon_mm.pinned.pool import OnFull
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import ManualEvent
 
@@ -117,23 +116,19 @@ class Stress:
             thread.join()
 
 
-@pytest.mark.parametrize("on_full", ["raise", "pageable", "wait"])
 @pytest.mark.parametrize(
     ("rounds", "operations"), [(3, 250), pytest.param(10, 2000, marks=pytest.mark.slow)], ids=["quick", "long"]
 )
-def test_cookies_survive_threads(on_full: OnFull, rounds: int, operations: int) -> None:
-    pool = PinnedPool(2 * MIB, SimDevice(), 256 * KIB, on_full=on_full, max_wait_s=0.005)
+def test_cookies_survive_threads(rounds: int, operations: int) -> None:
+    pool = PinnedPool(2 * MIB, SimDevice(), 256 * KIB)
     stress = Stress(pool)
     for number in range(rounds):
-        reservation = pool.reserve(min(256 * KIB, pool.limit_bytes - pool.stats().reserved_bytes), background=True)
         stress.round(number, operations)
-        assert reservation.wait(20)
         stats = pool.stats()
         assert stats.requested_bytes <= stats.live_bytes <= stats.reserved_bytes <= stats.limit_bytes
         assert stats.num_live == sum(held is not None for held in stress.slots)
     assert stress.wrong == []
-    assert (stress.refused > 0) == (on_full != "pageable"), "the limit was never reached"
-    assert (pool.stats().peak_pageable_bytes > 0) == (on_full == "pageable")
+    assert stress.refused > 0, "the limit was never reached"
     for held in stress.slots:
         if held is not None:
             stress.free(held, None)

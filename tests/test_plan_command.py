@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import io
 import json
@@ -26,17 +25,18 @@ from chameleon_mm.cli import main
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost_model import CostModel
-from chameleon_mm.planning.builtin import BUILT_IN, Gpt2, Gpt2Shape, Llama, LlamaShape, built_in
+from chameleon_mm.planning.builtin import Gpt2, Gpt2Shape, Llama, LlamaShape, built_in
 from chameleon_mm.planning.gpu_operators import GpuOperators, gpu_autocast
-from chameleon_mm.planning.plan_command import add_arguments, source_of
+from chameleon_mm.planning.plan_command import source_of
 from chameleon_mm.planning.prediction import HIDDEN_WITHIN, Prediction, link_of, predict
 from chameleon_mm.planning.prediction_text import assumptions, show, verdicts
 from chameleon_mm.planning.record import OPTIMIZERS, RecordedStep, TrainingStep, record_step, shapes_alone
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
-from chameleon_mm.policy import memory_curve, peak_memory, simulate
+from chameleon_mm.policy import peak_memory, simulate
 from chameleon_mm.session import SwapSession
 from chameleon_mm.trace import StepPhase, TensorKind
-from chameleon_mm.units import GIB, MIB, format_size, format_us, parse_size
+from chameleon_mm.units import GIB, MIB, parse_size
+from tests._trace_records import ops_of
 
 H200 = SPECS["h200"]
 LLAMA = LlamaShape(layers=2, width=64, heads=4, kv_heads=2, ffn=160, vocabulary=100, context=64)
@@ -142,6 +142,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, name, None)  # so that the entry is gone after the test
     monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     return name
 
 
@@ -167,13 +168,6 @@ def test_a_step_that_never_ran_needs_what_it_needs_when_it_runs(build: Build, op
     assert peak_memory(trace).nbytes == device.peak_allocated_bytes()
     assert trace.start_bytes == start_bytes
     assert trace.duration_us == pytest.approx(end.elapsed_us(start), rel=1e-9)  # added up in another order
-
-
-def test_the_step_is_one_in_the_middle_of_training() -> None:
-    trace = recorded(llama).trace
-    assert set(trace.op_phase.tolist()) == set(StepPhase)
-    assert memory_curve(trace)[-1] < trace.start_bytes + MIB  # the state was there, the gradients are gone
-    assert int(trace.tensor_born[trace.tensor_dies == trace.num_ticks].max()) >= 0  # the loss lives on
 
 
 def test_it_takes_no_memory_and_leaves_torch_as_it_was() -> None:
@@ -245,7 +239,7 @@ def saved_dtypes(build: Build, **options: Any) -> dict[str, set[int]]:
     trace = recorded_with(build, **options).trace
     return {
         op.name: {int(trace.tensor_bytes[tensor]) // 64**2 for tensor in op.writes}
-        for op in trace.ops
+        for op in ops_of(trace)
         if op.phase is StepPhase.FORWARD
     }
 
@@ -254,19 +248,16 @@ def recorded_with(build: Build, autocast: torch.dtype | None = None) -> Recorded
     return record_step(build, H200, dtype=torch.float32, optimizer="none", min_bytes=1, autocast=autocast)
 
 
-@pytest.mark.parametrize("function", ["amp", "amp_by_name", "amp_decorated", "amp_half"])
-def test_autocast_for_cuda_casts_without_a_gpu(models: str, function: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "product"), [("amp", 2), ("amp_by_name", 2), ("amp_decorated", 2), ("amp_half", 2), ("amp_off", 4)]
+)
+def test_autocast_for_cuda_casts_without_a_gpu(models: str, function: str, product: int) -> None:
     """Products in two bytes; what CUDA's autocast has in float32, four, though the CPU's has it not."""
     source = source_of(f"{models}:{function}", batch=None, seq=None, dtype=torch.float32)
     written = saved_dtypes(source)
-    assert written["aten::addmm"] == {2}
+    assert written["aten::addmm"] == {product}
     assert 4 in written["aten::native_layer_norm"]
     assert 2 not in written["aten::native_layer_norm"]
-
-
-def test_autocast_that_is_off_stays_off(models: str) -> None:
-    written = saved_dtypes(source_of(f"{models}:amp_off", batch=None, seq=None, dtype=torch.float32))
-    assert written["aten::addmm"] == {4}
 
 
 def test_autocast_is_as_it_was_afterwards(models: str) -> None:
@@ -310,29 +301,6 @@ def test_what_cudas_autocast_has_in_float32_is_torchs_own_list(group: str) -> No
 # --- the prediction
 
 
-def test_a_budget_between_is_met_and_nothing_beats_the_bound() -> None:
-    outcome = predicted(lambda step: peak_memory(step.trace).nbytes * 3 // 4)
-    assert outcome.plan is not None
-    assert outcome.timeline is not None
-    assert outcome.ideal_us is not None
-    assert not outcome.fits
-    assert outcome.smallest_budget_bytes <= outcome.plan.peak_bytes <= outcome.hbm_budget_bytes
-    assert outcome.timeline.peak_bytes == outcome.plan.peak_bytes
-    assert outcome.timeline.step_us == pytest.approx(outcome.plan.step_us)
-    assert outcome.step.trace.duration_us <= outcome.ideal_us <= outcome.plan.step_us
-    assert outcome.swap_ideal_us is not None
-    assert outcome.ideal_us <= outcome.swap_ideal_us
-    assert outcome.ideal_share == outcome.ideal_us / outcome.plan.step_us
-    names = ["no swapping", "this plan", "swap everything", "full recomputation"]
-    assert [way.name for way in outcome.ways] == names
-    unswapped, plan, everything, recomputed = outcome.ways
-    assert unswapped.peak_bytes == outcome.peak.nbytes == int(memory_curve(outcome.step.trace).max())
-    assert unswapped.step_us == outcome.step.trace.duration_us
-    assert plan.step_us <= everything.step_us
-    assert recomputed.step_us > unswapped.step_us
-    assert recomputed.peak_bytes < unswapped.peak_bytes
-
-
 def test_a_plan_that_recomputes_stands_beside_the_best_that_only_swaps() -> None:
     step, spec = recorded(large_llama, optimizer="sgd"), SPECS["rtx4090"]
     peak = peak_memory(step.trace)
@@ -346,33 +314,9 @@ def test_a_plan_that_recomputes_stands_beside_the_best_that_only_swaps() -> None
     assert plan.recompute_us > 0 == swap_only.recompute_us
     assert plan.step_us == pytest.approx(unswapped.step_us + plan.stall_us + plan.device_copy_us + plan.recompute_us)
     assert recomputed.step_us == pytest.approx(unswapped.step_us + recomputed.recompute_us)
-    assert outcome.plan is not None and outcome.ideal_us is not None and outcome.swap_ideal_us is not None
+    assert outcome.plan is not None and outcome.ideal_us is not None and swapping.ideal_us is not None
     assert swapping.plan is not None and not swapping.plan.recomputed
-    assert outcome.ideal_us < outcome.swap_ideal_us == swapping.ideal_us == swapping.swap_ideal_us
-
-
-def test_the_four_classes_are_all_that_is_idle_at_the_peak() -> None:
-    step, spec = recorded(large_llama, optimizer="sgd"), SPECS["rtx4090"]
-    peak = peak_memory(step.trace)
-    outcome = predict(step, spec, peak.nbytes - peak.idle_bytes * 3 // 4, None)
-    plan = outcome.plan
-    assert plan is not None
-    kept, swapped, recomputed, held = outcome.classes
-    assert [group.name for group in outcome.classes] == ["kept", "swapped", "recomputed", "held"]
-    swapped_holds = {action.tensor for action in plan.swaps} & {action.tensor for action in plan.held}
-    held_bytes = sum(action.nbytes for action in plan.swaps if action.tensor in swapped_holds)
-    total = kept.nbytes + swapped.nbytes + recomputed.nbytes - held_bytes
-    assert total == pytest.approx(peak.idle_bytes, rel=1e-3)  # less what rounding to 512 bytes gives
-    assert swapped.nbytes == plan.moved_bytes
-    assert recomputed.recompute_us == plan.recompute_us
-    assert 0 < recomputed.count <= len(plan.recomputed)  # a few are idle at another moment alone
-    assert held.count <= len(plan.held)
-    for group in outcome.classes:
-        assert sum(nbytes for _, nbytes in group.most) <= group.nbytes
-        assert list(group.most) == sorted(group.most, key=lambda of: (-of[1], of[0]))
-    told = outcome.to_dict({})["plan"]
-    assert [group["nbytes"] for group in told["classes"]] == [group.nbytes for group in outcome.classes]
-    assert (told["num_recomputed"], told["num_held"]) == (len(plan.recomputed), len(plan.held))
+    assert outcome.ideal_us < swapping.ideal_us
 
 
 def test_without_recomputation_the_command_only_swaps(models: str, tmp_path: Path) -> None:
@@ -419,44 +363,12 @@ def test_what_is_said_of_budgets_holds_when_they_are_given_back(build: Build, gp
         assert hides(outcome, outcome.hidden_budget_bytes, host_budget)
 
 
-def test_the_smallest_budget_is_one_within_the_hosts() -> None:
-    """And the refusal names no other. Swapping alone: what is recomputed takes no pinned memory."""
-    step = recorded(large_llama, optimizer="sgd")
-    free = predict(step, H200, peak_memory(step.trace).nbytes * 3 // 4, None, ())
-    host_budget = free.ways[1].host_bytes // 2
-    outcome = predict(free.step, H200, free.hbm_budget_bytes, host_budget, ())
-    assert outcome.infeasible is not None
-    named = re.search(r"or hbm_budget to (\d+) bytes", outcome.infeasible)
-    assert named is not None
-    smallest, _ = said_budgets(outcome)
-    assert int(named[1]) <= outcome.smallest_budget_bytes <= int(named[1]) * 1.02
-    assert free.smallest_budget_bytes < free.hbm_budget_bytes < smallest
-    assert predict(free.step, H200, outcome.smallest_budget_bytes, host_budget, ()).infeasible is None
-    assert f"within {format_size(host_budget)} of pinned host memory" in "\n".join(verdicts(outcome))
-    # Asked from below all plans, or from where there is one, it is about the same.
-    for budget in (1024, outcome.smallest_budget_bytes, free.peak.nbytes):
-        other = predict(free.step, H200, budget, host_budget, ())
-        assert other.smallest_budget_bytes == pytest.approx(outcome.smallest_budget_bytes, rel=0.02)
-
-
 def test_without_any_pinned_memory_the_peak_stays_and_it_says_why() -> None:
     outcome = predicted(lambda step: peak_memory(step.trace).nbytes * 3 // 4, host_budget=0)
     assert outcome.smallest_budget_bytes == outcome.hidden_budget_bytes == outcome.peak.nbytes
     text = "\n".join(verdicts(outcome))
     assert "hardly a smaller budget within 0 B of pinned host memory" in text
     assert "nothing that could be away" not in text
-
-
-def test_copies_within_the_device_are_told_apart_from_stalls() -> None:
-    """Where only parts move, a step may be longer without a stall."""
-    outcome = predicted(lambda step: peak_memory(step.trace).nbytes * 3 // 4)
-    assert outcome.timeline is not None
-    unswapped, plan, *_ = outcome.ways
-    assert plan.device_copy_us == pytest.approx(outcome.timeline.head_copy_us, abs=1e-6)
-    assert plan.step_us == pytest.approx(unswapped.step_us + plan.stall_us + plan.device_copy_us)
-    shown = io.StringIO()
-    show(outcome, Console(width=80, file=shown))
-    assert format_us(plan.device_copy_us) in next(line for line in shown.getvalue().splitlines() if "on-device" in line)
 
 
 def test_the_budget_is_a_sessions_own_by_default(models: str, tmp_path: Path) -> None:
@@ -477,22 +389,6 @@ def test_a_step_that_fits_moves_nothing() -> None:
     assert outcome.ideal_share == 1.0
     assert verdicts(outcome)[0].startswith("fits as it is")
     assert predict(outcome.step, H200, outcome.peak.nbytes - 1, None).fits is False
-
-
-def test_a_budget_that_is_too_small_is_an_answer_that_names_the_smallest() -> None:
-    outcome = predicted(lambda step: 1024)
-    assert outcome.plan is None
-    assert outcome.infeasible is not None
-    assert str(outcome.smallest_budget_bytes) in outcome.infeasible
-    assert outcome.infeasible in verdicts(outcome)[0]
-    assert [way.name for way in outcome.ways] == ["no swapping", "swap everything", "full recomputation"]
-    assert predict(outcome.step, H200, outcome.smallest_budget_bytes, None).infeasible is None
-
-
-def test_too_little_pinned_memory_is_an_answer_too() -> None:
-    outcome = predicted(lambda step: peak_memory(step.trace).nbytes * 3 // 4, host_budget=4096)
-    assert outcome.infeasible is not None
-    assert "host_budget" in outcome.infeasible
 
 
 def test_the_classes_add_up_to_the_peak() -> None:
@@ -577,17 +473,6 @@ def test_a_users_function_gives_tables_and_json(models: str, tmp_path: Path, cap
     assert data["planning_ms"] > 0
     assert data["smallest_budget_bytes"] <= 64 * MIB
     assert data["smallest_budget_bytes"] <= data["hidden_budget_bytes"] <= data["peak_bytes"]
-    assert str(tmp_path) not in sys.path
-
-
-def test_budgets_may_be_copied_from_what_was_printed(models: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", f"{models}:tiny", "--batch", "64", "--optimizer", "none"]
-    assert main(command) == 0
-    found = re.search(r"smallest budget: (.+) with any plan, (.+) with all copies hidden", capsys.readouterr().out)
-    assert found is not None
-    for budget in found.groups():
-        assert main([*command, "--hbm-budget", budget]) == 0
-        assert main([*command, "--hbm-budget", budget.replace(" ", "")]) == 0
 
 
 @pytest.mark.parametrize(("function", "dtype"), [("wide", "float32"), ("converted", "float16")])
@@ -632,24 +517,17 @@ def test_a_budget_that_no_plan_meets_exits_with_1(models: str, tmp_path: Path, c
     [
         ([], ["MODEL"]),
         (["gpt2", "--gpu", "b300"], ["h200, h100, a100, rtx4090", "'b300'"]),
-        (["gpt2", "--hbm-budget", "0"], ["--hbm-budget", "more than 0 bytes"]),
         (["gpt2", "--hbm-budget", "much"], ["--hbm-budget", "'much'"]),
         (["gpt2", "--batch", "-1"], ["--batch", "1 or more, got -1"]),
-        (["gpt2", "--seq", "0"], ["--seq", "1 or more, got 0"]),
         (["gpt2", "--seq", "1025"], ["1024 tokens at most", "1025"]),
         (["gpt2", "--optimizer", "adam"], ["--optimizer", "adamw-fused"]),
-        (["gpt2", "--dtype", "int8"], ["--dtype", "bfloat16"]),
-        (["gpt2", "--autocast", "float32"], ["--autocast", "bfloat16"]),
         (["gpt2", "--json", "no/such/folder.json"], ["--json", "existing folder"]),
         (["{models}:fails", "--json", "."], ["--json", "a folder"]),  # not what the function fails with
         (["{models}:fails", "--json", ""], ["--json", "a folder"]),
-        (["{models}:fails", "--png", "."], ["--png", "a folder"]),
         ([""], ["MODEL", "llama-7b", "module:function", "got ''"]),
-        (["gpt2", "--png", "plan.pdf"], [".png", "plan.pdf"]),
         (["llama7b"], ["llama-7b", "'llama7b'"]),
         (["no_such_module:f"], ["can be imported", "no_such_module"]),
         ([":f"], ["module:function", "':f'"]),
-        (["{models}:"], ["module:function"]),
         (["{models}:absent"], ["a function 'absent'", "no such name"]),
         (["{models}:number"], ["a function 'number'", "int"]),
         (["{models}:tiny"], ["'batch'", "say --batch"]),
@@ -682,42 +560,14 @@ def test_a_long_message_of_somebody_elses_is_cut(models: str, capsys: pytest.Cap
     assert len(err) < 500
 
 
-def test_what_the_built_in_gpt2_saves_is_said() -> None:
-    step = record_step(source_of("gpt2", batch=1, seq=8, dtype=torch.float32), H200, dtype=torch.float32,
-                       optimizer="none", min_bytes=1)  # fmt: skip
-    text = "\n".join(assumptions(predict(step, H200, GIB, None)))
-    assert "fused GELU" in text
-    assert "Hugging Face" in text
-
-
-def test_help_names_what_is_built_in() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    text = parser.format_help().replace("\n", " ")
-    words = [*BUILT_IN, *SPECS, *OPTIMIZERS, "module:function", "Hugging Face"]
-    assert [word for word in words if word not in " ".join(text.split()).replace("- ", "-")] == []
-
-
 # --- what needs more than the library does
 
 
 def _without(monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
     find_spec = importlib.util.find_spec
-    for module in ("plan_command", "hugging_face"):
-        monkeypatch.setattr(
-            f"chameleon_mm.planning.{module}.find_spec", lambda name: None if name == absent else find_spec(name)
-        )
-
-
-def test_without_matplotlib_a_picture_is_refused_before_anything_started(
-    models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _without(monkeypatch, "matplotlib")
-    assert main(["plan", f"{models}:fails", "--png", "plan.png"]) == 2  # not what the function fails with
-    captured = capsys.readouterr()
-    assert "matplotlib" in captured.err
-    assert "chameleon-mm[plan]" in captured.err
-    assert not Path("plan.png").exists()
+    monkeypatch.setattr(
+        "chameleon_mm.planning.hugging_face.find_spec", lambda name: None if name == absent else find_spec(name)
+    )
 
 
 def test_without_transformers_the_others_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -725,20 +575,6 @@ def test_without_transformers_the_others_are_named(monkeypatch: pytest.MonkeyPat
     assert main(["plan", "somebody/some-model"]) == 2
     err = capsys.readouterr().err
     assert [word for word in ("llama-7b", "module:function", "chameleon-mm[plan]") if word not in err] == []
-
-
-@pytest.mark.parametrize("budget", ["32MiB", "1GiB", "1MiB"], ids=["planned", "fits", "infeasible"])
-def test_a_picture_is_written(models: str, budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # which others may have loaded in this process
-    path = tmp_path / "plan.png"
-    command = ["plan", f"{models}:tiny", "--batch", "64", "--hbm-budget", budget, "--png", str(path)]
-    assert main(command) == (1 if budget == "1MiB" else 0)
-    header = path.read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
-    assert (width, height) == (1430, 806)
-    assert "matplotlib.pyplot" not in sys.modules  # no window, no state of the process
 
 
 def test_a_llama_of_hugging_faces_needs_what_ours_does(tmp_path: Path) -> None:
@@ -783,10 +619,11 @@ def test_a_path_to_nothing_is_told_as_one(
         ({"model_type": "vit"}, ["causal language model", "ViTConfig"]),
         ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}, ["100", "multiple", "heads (7)"]),
         ({"model_type": "no such"}, ["transformers can read", "no such"]),
+        ([], ["transformers can read"]),
     ],
 )
 def test_why_a_configuration_is_refused_is_told_in_a_line(
-    config: dict[str, Any], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Any, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
@@ -810,19 +647,12 @@ def test_a_quantization_that_is_ignored_is_said_to_be(tmp_path: Path, capsys: py
     assert notes == [False, True]
 
 
-def test_a_configuration_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    path.write_text("[]")
-    assert main(["plan", str(path)]) == 2
-    assert "transformers can read" in capsys.readouterr().err
-
-
 # --- at its size
 
 _MEASURED = """
 import json, resource, sys
 from chameleon_mm.cli import main
+from tests._trace_records import ops_of
 code = main(sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps({"code": code, "cpu_s": used.ru_utime + used.ru_stime, "peak_kib": used.ru_maxrss}))
@@ -834,7 +664,7 @@ print(json.dumps({"code": code, "cpu_s": used.ru_utime + used.ru_stime, "peak_ki
 def test_a_7b_llama_is_planned_within_20_seconds_and_4_gib(batch: int) -> None:
     root = Path(chameleon_mm.__file__).resolve().parents[1]
     command = [sys.executable, "-c", _MEASURED, "plan", "llama-7b", "--batch", str(batch), "--hbm-budget", "70GiB"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280, check=True)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     used = json.loads(done.stdout.splitlines()[-1])
     assert used["code"] == 0
     assert used["peak_kib"] * 1024 <= 4 * GIB

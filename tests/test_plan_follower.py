@@ -13,7 +13,6 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.adaptive.adaptation import RECORDINGS
-from chameleon_mm.adaptive.plan_phase import PlanPhase
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import LinkCost, SwapPlan, generate_plan, least_memory
 from chameleon_mm.saved.timed_spans import StepKind
@@ -52,20 +51,21 @@ class Training:
         self.executor: Executor = planning(self.device, pool=self.pool)
         self.adaptation = adaptation_of(self.executor)
 
-    def step(self, word: str, *, completed: bool = True) -> PlanPhase:
-        """Exact to the bit, with nothing left behind. Returns the phase that it began in."""
+    def step(self, word: str, *, completed: bool = True) -> bool:
+        """Exact to the bit, with nothing left behind. Returns whether it was expected to be a step that has a plan."""
         with self.device.compute():
             x = torch.randn(SIDE, SIDE, requires_grad=True)
             (expected,) = torch.autograd.grad(self._run(x, word), x)
             self.executor.begin_step(timed=True)
-            phase = self.adaptation.phase
+            expected_step = self.adaptation.steps.current
+            had_plan = expected_step is not None and expected_step.plan is not None and bool(expected_step.plan.trials)
             with torch.autograd.graph.saved_tensors_hooks(self.executor.save, self.executor.use):
                 (got,) = torch.autograd.grad(self._run(x, word), x)
             self.executor.end_step(completed=completed)
             assert torch.equal(got, expected)
         assert len(self.executor._registry) == 0
         assert self.pool.stats().live_bytes == 0
-        return phase
+        return had_plan
 
     def _run(self, x: Tensor, word: str) -> Tensor:
         for letter in word:
@@ -78,13 +78,9 @@ class Training:
         return self.adaptation.detailed_steps, self.adaptation.plans, self.adaptation.plan_cache_hits
 
 
-PROFILE, STEADY = PlanPhase.PROFILE, PlanPhase.STEADY
-
-
-def test_profile_plan_steady() -> None:
+def test_a_step_is_recorded_and_those_like_it_follow_its_plan() -> None:
     training = Training()
-    assert training.adaptation.phase is PROFILE
-    assert [training.step("tsecst") for _ in range(3)] == [PROFILE, STEADY, STEADY]
+    assert [training.step("tsecst") for _ in range(3)] == [False, True, True]
     assert training.counts[0] == 1
     assert training.counts[2] == 2
     assert training.executor.metrics.totals.steps_by_kind == {StepKind.RECORDED: 1, StepKind.PLANNED: 2}
@@ -156,15 +152,15 @@ def test_a_step_that_strays_is_exact_and_costs_one_recording(stray: str) -> None
     detailed, _, hits = training.counts
     training.step(stray)
     assert training.counts[2] == hits
-    assert training.step("tsecst") in (STEADY, PROFILE)
+    training.step("tsecst")
     assert training.counts[2] == hits + 1  # the known one is still known
-    phases = [training.step(stray) for _ in range(6)]
+    had_plan = [training.step(stray) for _ in range(6)]
     assert training.counts[0] == detailed + 1
-    assert phases[-1] is STEADY
+    assert had_plan[-1]
 
 
 def test_a_stray_moves_what_it_has_in_common_with_the_plan() -> None:
-    """Its first operators are the known step's, so their storages go by its plan: out, and back again."""
+    """Its first operators are the known step's, so their storages go by its plan, until it strays, and then by the rule."""
     training = Training()
     for _ in range(3):
         training.step("tsecsttsecst")
@@ -175,13 +171,13 @@ def test_a_stray_moves_what_it_has_in_common_with_the_plan() -> None:
 
 def test_a_step_that_ends_in_an_error_teaches_nothing() -> None:
     training = Training()
-    assert training.step("tsecst", completed=False) is PROFILE
+    assert not training.step("tsecst", completed=False)
     assert training.counts == (0, 0, 0)
-    assert training.step("tsecst") is PROFILE
-    assert training.step("tsecst") is STEADY
+    assert not training.step("tsecst")
+    assert training.step("tsecst")
     assert training.counts[0] == 1
     training.step("tsecst", completed=False)
-    assert training.step("tsecst") is STEADY
+    assert training.step("tsecst")
     assert training.counts[2] == 2
 
 
@@ -203,8 +199,8 @@ def test_what_comes_outside_of_steps_goes_by_no_plan() -> None:
 def test_a_step_that_cannot_be_recorded_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chameleon_mm.profiler.recorder.Recorder.flaw", "made up")
     training = Training()
-    phases = [training.step("tsecst") for _ in range(RECORDINGS + 2)]
-    assert phases == [PROFILE] * (RECORDINGS + 2)
+    had_plan = [training.step("tsecst") for _ in range(RECORDINGS + 2)]
+    assert had_plan == [False] * (RECORDINGS + 2)
     assert training.counts == (0, 0, 0)
     assert training.executor.recording.recorder is None
 

@@ -36,6 +36,7 @@ from tests._random_models import (
     seeds,
     train,
 )
+from tests._trace_records import tensors_of
 from tests._traces import away_before_first_uses_alone, plan_of, random_plan
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -150,7 +151,7 @@ def test_planned_steps_move_storages_in_part_too() -> None:
         for budget in budgets_of(seed, (0.3,)):
             for step in assert_exact_and_clean(seed, budget)[0][1:]:
                 assert step.trace is not None and step.plan is not None
-                in_part += sum(action.nbytes < step.trace.tensors[action.tensor].nbytes for action in step.plan.actions)
+                in_part += sum(action.nbytes < tensors_of(step.trace)[action.tensor].nbytes for action in step.plan.actions)
     assert in_part > 0
 
 

@@ -8,11 +8,10 @@ from array import array
 import numpy as np
 import pytest
 
-from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.extra_memory import RECENT_STEPS, ExtraMemory
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.planned_step import (
     MOST_PLANS,
-    RECENT_STEPS,
     SAMPLES,
     WORTH_A_PLAN,
     PlannedStep,
@@ -20,7 +19,8 @@ from chameleon_mm.adaptive.planned_step import (
 from chameleon_mm.policy import Action, Candidates, SwapPlan, memory_curve, simulate
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
 from chameleon_mm.saved.metrics import StepTime
-from chameleon_mm.units import MIB, allocated_size
+from chameleon_mm.units import allocated_size
+from tests._trace_records import ops_of, tensors_of
 from tests._traces import H200_LINK, chain, plan_of
 
 _CHAIN = chain(layers=2)
@@ -226,14 +226,14 @@ def test_what_is_needed_now_and_then_stays_planned_for() -> None:
 def test_what_a_step_allocates_between_its_hooks() -> None:
     made = planned()
     ticks = [*TRACE.hook_tick.tolist(), TRACE.num_ticks]
-    born = {j: tensor.born for j, tensor in enumerate(TRACE.tensors) if tensor.born >= 0}
+    born = {j: tensor.born for j, tensor in enumerate(tensors_of(TRACE)) if tensor.born >= 0}
     for hook in range(-1, len(ticks) - 1):
         since = ticks[hook] if hook >= 0 else -1
         for later in range(max(hook, 0), len(ticks)):
             made_bytes = sum(
-                allocated_size(TRACE.tensors[j].nbytes) for j, tick in born.items() if since < tick <= ticks[later]
-            ) + sum(op.inner_bytes for op in TRACE.ops if since < op.tick <= ticks[later])
-            assert made.allocated_between(hook, later) == made_bytes
+                allocated_size(tensors_of(TRACE)[j].nbytes) for j, tick in born.items() if since < tick <= ticks[later]
+            ) + sum(op.inner_bytes for op in ops_of(TRACE) if since < op.tick <= ticks[later])
+            assert made.allocated_until[later] - (made.allocated_until[hook] if hook >= 0 else 0) == made_bytes
         between = made.ticks_between(hook, hook + 1)
         assert len(range(*between.indices(TRACE.num_ticks))) >= 1
         if ticks[hook + 1] > since + 1:
@@ -295,34 +295,3 @@ def test_how_long_operators_take_is_asked_of_the_plan_that_is_kept() -> None:
             assert made.slowdown == 1.0
             made.add_time(trial, took(9e9 - busy_us, busy_us=busy_us))
     assert made.slowdown == pytest.approx(2.0)
-
-
-def test_what_an_operator_held_in_the_recorded_step_alone_is_forgotten() -> None:
-    made = planned(plan(100.0))
-    hook = next(k for k in range(len(TRACE.hook_tick)) if TRACE.op_inner_bytes[made_ops(made, k)].any())
-    ops, recorded = made_ops(made, hook), TRACE.op_inner_bytes.copy()
-    made = PlannedStep(made.record, dataclasses.replace(TRACE, op_inner_bytes=np.where(ops, 64 * MIB, recorded)))
-    made.add_plans([plan(100.0)], H200_LINK)
-    allocated = made.allocated_between(hook, hook + 1)
-    grown = 40 * MIB
-    for step in range(RECENT_STEPS):
-        assert made.current is not None
-        unused = {(hook, hook + 1): allocated - grown + step % 3}
-        assert made.learn_inner_memory(unused, spare_bytes=MIB) == (step == RECENT_STEPS - 1)
-    # No operator between these hooks holds more than the most that any of these steps allocated there; others what they held.
-    assert made.trace.op_inner_bytes.tolist() == np.where(ops, np.minimum(64 * MIB, grown), recorded).tolist()
-    assert made.allocated_between(hook, hook + 1) == allocated - int(ops.sum()) * (64 * MIB - grown)
-    assert made.current is None
-
-
-def test_one_step_that_needed_it_too_keeps_it() -> None:
-    made = planned()
-    unused = {(hook, hook + 1): made.allocated_between(hook, hook + 1) for hook in range(len(TRACE.hook_tick) - 1)}
-    for step in range(3 * RECENT_STEPS):
-        assert not made.learn_inner_memory(unused if step % RECENT_STEPS else {}, spare_bytes=0)
-
-
-def made_ops(made: PlannedStep, hook: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Operators between `hook` and the next one."""
-    ticks = made.ticks_between(hook, hook + 1)
-    return np.asarray((TRACE.op_tick >= ticks.start) & (TRACE.op_tick < ticks.stop))

@@ -30,6 +30,7 @@ from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import KIB, MIB
 from tests._swap_first import swap_first
+from tests._trace_records import ops_of, tensors_of
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
 
 # 1024 bytes a microsecond out, 2048 back.
@@ -223,7 +224,7 @@ def test_swap_first_keeps_the_budget_with_the_largest(random: Random, share: flo
     sizes = dict(zip(c.tensor.tolist(), c.size.tolist(), strict=True))
     kept = [size for tensor, size in sizes.items() if tensor not in moved]
     assert max(kept, default=0) <= min((sizes[tensor] for tensor in moved), default=max(kept, default=0))
-    assert all(action.nbytes == trace.tensors[action.tensor].nbytes for action in plan.actions)
+    assert all(action.nbytes == tensors_of(trace)[action.tensor].nbytes for action in plan.actions)
 
 
 def test_swap_first_moves_no_more_than_it_must() -> None:
@@ -294,7 +295,7 @@ def test_where_the_bound_itself_hides_it_is_the_smallest() -> None:
 def test_full_recomputation_of_a_chain() -> None:
     # 16 equal layers of 4 storages of 8 MiB, 4 MiB of static memory each and 2 MiB of temporaries at a time.
     trace = chain(layers=16, saved_bytes=(8 * MIB,) * 4)
-    forward_us = sum(op.duration_us for op in trace.ops if op.phase is StepPhase.FORWARD)
+    forward_us = sum(op.duration_us for op in ops_of(trace) if op.phase is StepPhase.FORWARD)
     result = full_recomputation(trace)
     assert result.recomputed_us == pytest.approx(forward_us)
     assert result.step_us == pytest.approx(trace.duration_us + forward_us)

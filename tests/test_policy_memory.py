@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from chameleon_mm.policy import Candidates, least_memory, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import KIB, round_up
+from tests._trace_records import hooks_of, ops_of, tensors_of
 from tests._traces import chain, random_step
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
@@ -128,12 +129,12 @@ def test_storages_that_the_allocator_did_not_count_at_the_start_are_counted() ->
 @given(st.randoms(use_true_random=False))
 def test_the_curve_is_the_sum_of_what_is_there(random: Random) -> None:
     trace = random_step(random)
-    before = sum(round_up(t.nbytes, 512) for t in trace.tensors if t.born < 0)
+    before = sum(round_up(t.nbytes, 512) for t in tensors_of(trace) if t.born < 0)
     expected = [
         trace.start_bytes
         - before
-        + sum(round_up(t.nbytes, 512) for t in trace.tensors if t.born <= tick <= t.dies)
-        + sum(op.inner_bytes for op in trace.ops if op.tick == tick)
+        + sum(round_up(t.nbytes, 512) for t in tensors_of(trace) if t.born <= tick <= t.dies)
+        + sum(op.inner_bytes for op in ops_of(trace) if op.tick == tick)
         for tick in range(trace.num_ticks)
     ]
     assert memory_curve(trace).tolist() == expected
@@ -149,11 +150,11 @@ def test_the_curve_is_the_sum_of_what_is_there(random: Random) -> None:
 def test_candidates_are_the_saved_storages_with_an_idle_window(random: Random) -> None:
     trace = random_step(random)
     expected = []
-    for number, tensor in enumerate(trace.tensors):
-        uses = [k for k, hook in enumerate(trace.hooks) if hook.use and hook.tensor == number]
+    for number, tensor in enumerate(tensors_of(trace)):
+        uses = [k for k, hook in enumerate(hooks_of(trace)) if hook.use and hook.tensor == number]
         if tensor.nbytes == 0 or NEVER in (tensor.released, tensor.sendable) or not uses:
             continue
-        later = [k for k, hook in enumerate(trace.hooks) if hook.tick > tensor.released and k >= tensor.sendable]
+        later = [k for k, hook in enumerate(hooks_of(trace)) if hook.tick > tensor.released and k >= tensor.sendable]
         if later and later[0] < uses[0]:
             expected.append((number, tensor.nbytes, tensor.sendable, later[0], uses[0]))
     c = Candidates.of(trace)
@@ -174,4 +175,4 @@ def test_hooks_are_on_the_clock_of_ticks(random: Random) -> None:
     clock_us, hook_us = trace.clock_us(), trace.hook_us()
     assert len(clock_us) == trace.num_ticks + 1
     assert hook_us.tolist() == clock_us[[*trace.hook_tick.tolist(), trace.num_ticks]].tolist()
-    assert all(clock_us[op.tick + 1] - clock_us[op.tick] >= 0 for op in trace.ops)
+    assert all(clock_us[op.tick + 1] - clock_us[op.tick] >= 0 for op in ops_of(trace))

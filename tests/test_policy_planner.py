@@ -39,6 +39,7 @@ from tests._optimum import least_step_us
 from tests._oracles import plan_within_host, timed_one_by_one
 from tests._planner_traces import LayerShape, layer_chain, step_of
 from tests._swap_first import swap_first
+from tests._trace_records import tensors_of
 from tests._traces import H200_LINK, between, chain, pipeline, plan_of, random_step
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
@@ -197,7 +198,7 @@ def test_a_part_fills_the_budget_to_the_last_unit() -> None:
     plan = generate_plan(trace, budget, None, H200_LINK)
     held_to(trace, plan, H200_LINK)
     assert budget - plan.peak_bytes < 512
-    in_part = [action for action in plan.actions if action.nbytes < trace.tensors[action.tensor].nbytes]
+    in_part = [action for action in plan.actions if action.nbytes < tensors_of(trace)[action.tensor].nbytes]
     assert len(in_part) == 1
 
 

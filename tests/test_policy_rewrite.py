@@ -25,6 +25,7 @@ from tests._hybrid_traces import (
     random_hybrid_plan,
     random_hybrid_step,
 )
+from tests._trace_records import hooks_of, ops_of, tensors_of
 from tests._traces import H200_LINK, plan_of
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
@@ -91,14 +92,14 @@ def test_a_dropped_storage_is_recomputed_at_its_use() -> None:
     new = rewritten.trace
     assert len(new.hook_tick) == len(trace.hook_tick) + 1
     early = int(rewritten.hook_of[hook]) + 1
-    assert (new.hooks[early].tensor, new.hooks[early].use) == (x, True)
-    again = next(op for op in new.ops if op.tick == new.hook_tick[early] + 1)
+    assert (hooks_of(new)[early].tensor, hooks_of(new)[early].use) == (x, True)
+    again = next(op for op in ops_of(new) if op.tick == new.hook_tick[early] + 1)
     assert (again.name, again.phase, again.duration_us) == ("aten::gelu", BACKWARD, 10.0)
     assert Candidates.of(new).use.tolist() == [early]
     # Its first life ends before the first hook at which it is idle, its second begins with the operator.
     first = int(Recipes.of(trace, None).candidates.first[1])
-    assert new.tensors[y].dies == new.hook_tick[rewritten.hook_of[first]] - 1
-    second = new.tensors[len(trace.tensor_bytes)]
+    assert tensors_of(new)[y].dies == new.hook_tick[rewritten.hook_of[first]] - 1
+    second = tensors_of(new)[len(trace.tensor_bytes)]
     assert (second.nbytes, second.born, second.dies) == (8 * KIB, again.tick, again.tick + 1)
     curve = rewritten.by_tick(memory_curve(new))
     assert curve[trace.hook_tick[first]] == 4 * KIB + 4 * KIB
@@ -116,7 +117,10 @@ def test_a_nested_recomputation_stays_until_its_own_use() -> None:
     assert rewritten.recompute_us == 20.0
     everything = recomputed(s.b.finish(1), [x, y, z])
     assert ran(everything) == [(at_z, (0, 1, 2), (x, y, z), ())]
-    assert everything.trace.tensors[len(s.b.finish(1).tensor_bytes)].dies > everything.trace.hook_tick[everything.hook_of[at_x]]
+    assert (
+        tensors_of(everything.trace)[len(s.b.finish(1).tensor_bytes)].dies
+        > everything.trace.hook_tick[everything.hook_of[at_x]]
+    )
 
 
 def test_temporaries_of_a_chain_go_at_their_last_use() -> None:
@@ -157,9 +161,11 @@ def test_results_of_one_operator_are_made_together() -> None:
     # One of them alone: the other one's second copy goes with the operator.
     alone = recomputed(trace, [y])
     assert ran(alone) == [(at_y, (1,), (y,), (x,))]
-    copies = [t.nbytes for t in list(alone.trace.tensors)[len(trace.tensor_bytes) :]]
+    copies = [t.nbytes for t in tensors_of(alone.trace)[len(trace.tensor_bytes) :]]
     assert copies == [8 * KIB, 2 * KIB]
-    assert alone.trace.tensors[len(trace.tensor_bytes) + 1].dies == alone.trace.tensors[len(trace.tensor_bytes) + 1].born
+    assert (
+        tensors_of(alone.trace)[len(trace.tensor_bytes) + 1].dies == tensors_of(alone.trace)[len(trace.tensor_bytes) + 1].born
+    )
 
 
 def test_a_chain_in_place_is_run_from_its_beginning() -> None:
@@ -174,7 +180,7 @@ def test_a_chain_in_place_is_run_from_its_beginning() -> None:
     s.use(x)
     rewritten = recomputed(s.finish(), [y])
     assert ran(rewritten) == [(hook, (1, 2, 4), (y,), (x,))]
-    assert len([t for t in rewritten.trace.tensors if t.nbytes == 8 * KIB]) == 2
+    assert len([t for t in tensors_of(rewritten.trace) if t.nbytes == 8 * KIB]) == 2
 
 
 @pytest.mark.parametrize("when", ["before", "after the use"])
@@ -433,7 +439,7 @@ def test_growth_covers_what_recomputations_take(random: Random) -> None:
     assert schedule.allocated_bytes.tolist() == allocated
     assert len(schedule.growth) == len(trace.hook_tick)
     ticks, checks = trace.hook_tick.tolist(), {0, *np.flatnonzero(trace.hook_tensor >= 0).tolist()}
-    checks |= {action.reclaim_at for action in plan.swaps}
+    checks |= {action.reclaim_at for action in plan.swaps + plan.recomputed}
     levels = levels_after_reclaims(trace, plan)
     for hook in sorted(checks) if ticks else ():
         until = min((ticks[k] for k in checks if k > hook), default=trace.num_ticks)
@@ -457,8 +463,8 @@ def test_hooks_keep_their_order(random: Random) -> None:
     assert new.hook_tick[rewritten.hook_of].tolist() == rewritten.tick_of[trace.hook_tick].tolist()
     assert new.hook_tensor[rewritten.hook_of].tolist() == trace.hook_tensor.tolist()
     assert new.duration_us == pytest.approx(trace.duration_us + rewritten.recompute_us)
-    original = [op.name for op in new.ops if op.tick in set(rewritten.tick_of.tolist())]
-    assert original == [op.name for op in trace.ops]
+    original = [op.name for op in ops_of(new) if op.tick in set(rewritten.tick_of.tolist())]
+    assert original == [op.name for op in ops_of(trace)]
 
 
 def test_nothing_chosen_changes_nothing() -> None:

@@ -30,6 +30,7 @@ from chameleon_mm.policy.timing import CopyEngine, EngineSpan
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB, round_up
 from tests._oracles import carried_out, timed_one_by_one
+from tests._trace_records import hooks_of, tensors_of
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
 
 # 1024 bytes a microsecond out, 2048 back; 2560 both ways; 10240 within device memory.
@@ -289,7 +290,7 @@ def test_engines_run_one_copy_at_a_time_and_compute_loses_what_it_waits(random: 
     assert all(us > 0 for stalls in (timeline.out_stalls_us, timeline.in_stalls_us) for us in stalls.values())
     stalls = sum(timeline.out_stalls_us.values()) + sum(timeline.in_stalls_us.values())
     assert timeline.stall_us == pytest.approx(stalls)
-    heads = sum(2 * (trace.tensors[t].nbytes - nbytes) / link.hbm_gbps / 1e3 for t, nbytes in moved.items())
+    heads = sum(2 * (tensors_of(trace)[t].nbytes - nbytes) / link.hbm_gbps / 1e3 for t, nbytes in moved.items())
     assert timeline.head_copy_us == pytest.approx(heads)
     assert timeline.step_us == pytest.approx(trace.duration_us + stalls + heads)
     if len(timeline.tick_us):
@@ -340,11 +341,13 @@ def test_what_comes_until_the_next_look_at_memory(random: Random) -> None:
     gain = {
         a.tensor: round_up(whole, 512) - round_up(whole - a.nbytes, 512)
         for a in plan.actions
-        for whole in (trace.tensors[a.tensor].nbytes,)
+        for whole in (tensors_of(trace)[a.tensor].nbytes,)
     }
     ends = [*trace.hook_tick.tolist(), trace.num_ticks - 1]
     looks = [
-        k for k, hook in enumerate(trace.hooks) if k == 0 or hook.tensor >= 0 or any(a.reclaim_at == k for a in plan.actions)
+        k
+        for k, hook in enumerate(hooks_of(trace))
+        if k == 0 or hook.tensor >= 0 or any(a.reclaim_at == k for a in plan.actions)
     ]
     for look, next_look in pairwise((*looks, len(climbs))):
         highest = max(timeline.allocated_bytes[ends[look] : ends[next_look] + 1].tolist())
@@ -352,7 +355,7 @@ def test_what_comes_until_the_next_look_at_memory(random: Random) -> None:
         for hook in range(look, next_look):
             reclaimed = sum(gain[a.tensor] for a in plan.actions if a.reclaim_at <= hook <= a.in_at)
             assert int(curve[ends[hook]]) - reclaimed + climbs[hook] == highest
-    assert len(climbs) == len(trace.hooks)
+    assert len(climbs) == len(hooks_of(trace))
 
 
 def test_one_simulator_for_many_plans() -> None:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
 from chameleon_mm.units import MIB
+from tests._programs import deep
 from tests.observed import observe_all
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -68,12 +69,6 @@ def case(exit_code: int = 0, last_line: str = "") -> Callable[[Callable[[], None
 
 
 # --- what is alive
-
-
-def deep(x: Tensor, links: int = 4) -> Tensor:
-    for _ in range(links):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 def leaf() -> Tensor:
@@ -114,11 +109,6 @@ def a_graph_is_in_a_cycle() -> None:
 
 
 @case()
-def a_session_is_open() -> None:
-    a_graph(entered(a_session()))
-
-
-@case()
 def a_session_is_in_step() -> None:
     session = entered(a_session())
     step = session.step()
@@ -148,14 +138,6 @@ def hooks_are_entered() -> None:
     manager.__enter__()
     KEPT.append(deep(leaf()))
     assert manager.pool.stats().num_live > 0
-
-
-@case()
-def a_pool_has_live_blocks() -> None:
-    pool = cm.PinnedPool("8MiB", device=cm.SimDevice(), chunk_bytes="1MiB")
-    KEPT.extend(pool.allocate(1000) for _ in range(5))
-    KEPT.append(KEPT[0].tensor((10,), torch.float32))  # type: ignore[attr-defined]  # a block
-    KEPT.append(pool)
 
 
 @case()
@@ -189,32 +171,6 @@ def a_thread_goes_on_when_main_has_ended() -> None:
             a_graph(session)
 
     threading.Thread(target=trains).start()
-
-
-@case()
-def a_thread_exits_inside_a_session() -> None:
-    def exits() -> NoReturn:
-        with a_session() as session, session.step():
-            a_graph(session)
-            sys.exit(9)  # of a thread: ends that thread alone
-
-    thread = threading.Thread(target=exits)
-    thread.start()
-    thread.join()
-
-
-@case()
-def a_thread_ends_without_leaving_hooks() -> None:
-    manager = cm.save_on_cpu(pool=cm.PinnedPool("8MiB", device=cm.SimDevice(SLOW_LINK)), min_bytes=0)
-
-    def enters() -> None:
-        manager.__enter__()
-        KEPT.append(deep(leaf()))
-
-    thread = threading.Thread(target=enters)
-    thread.start()
-    thread.join()
-    assert manager.pool.stats().num_live > 0
 
 
 @case(exit_code=5)
@@ -303,15 +259,6 @@ class Training:
 
 
 @case()
-def a_child_ends_at_once() -> None:
-    forbid_the_device_in_children()
-    with a_session() as session, session.step():
-        training = Training(session)
-        forked(lambda: None)
-        training.finish()
-
-
-@case()
 def a_child_drops_the_graph() -> None:
     forbid_the_device_in_children()
     gc.disable()
@@ -319,22 +266,6 @@ def a_child_drops_the_graph() -> None:
         training = Training(session)
         forked(training.drop)
         training.finish()
-
-
-@case()
-def a_pool_is_dropped_in_a_child() -> None:
-    forbid_the_device_in_children()
-    pools = [cm.PinnedPool("8MiB", device=cm.SimDevice())]
-    blocks = [pools[0].allocate(1000)]
-
-    def drop() -> None:
-        blocks.clear()
-        pools.clear()
-        gc.collect()
-
-    forked(drop)
-    assert blocks[0].tensor((10,), torch.float32).numel() == 10
-    drop()
 
 
 class Rows(Dataset[Tensor]):
@@ -380,22 +311,6 @@ def a_data_loader_forks_workers_inside_a_session() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert session.report().bytes_swapped_in > 0
     assert session.pool.stats().num_live == 0
-
-
-@case()
-def a_child_trains_on_its_own_with_the_hooks_it_inherited() -> None:
-    forbid_the_device_in_children()
-    gc.disable()
-
-    def trains() -> None:
-        x = torch.linspace(-1, 1, 64, requires_grad=True)
-        deep(x).sum().backward()
-        assert x.grad is not None
-
-    with a_session() as session, session.step():
-        training = Training(session)
-        forked(trains)
-        training.finish()
 
 
 @case()

@@ -1,4 +1,4 @@
-"""What a session tells of each step: figures that add up to the report, lines, calls and log records; and no bit changes."""
+"""What a session tells of each step: figures that add up to the report, lines and calls; and no bit changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 import chameleon_mm as cm
@@ -24,7 +23,7 @@ from chameleon_mm import step_history
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, peak_between
 from chameleon_mm.pinned.free_list import FreeList
-from chameleon_mm.progress import StepLines, line_of
+from chameleon_mm.progress import parts_of
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.units import GIB, MIB
@@ -65,6 +64,11 @@ class Training:
     def bits(self, losses: list[Tensor]) -> list[Tensor]:
         state = [value["momentum_buffer"] for value in self.optimizer.state.values()]
         return [tensor.detach().cpu().clone() for tensor in (*losses, *self.model.parameters(), *state)]
+
+
+def line_of(figures: StepFigures) -> str:
+    """Line that says what a step took, as plain text."""
+    return "  ".join(text for text, _ in parts_of(figures))
 
 
 def session_on(device: Device, **settings: Any) -> cm.SwapSession:
@@ -275,12 +279,6 @@ def test_training_is_bit_identical_to_plain_pytorch(
 # --- a function
 
 
-def test_a_function_is_called_with_each_steps_figures(device: Device) -> None:
-    told = list[StepFigures]()
-    _, report = Training(device).swapped(device, progress=told.append)
-    assert tuple(told) == report.step_figures
-
-
 def test_an_error_in_the_function_is_logged_once_and_holds_nothing(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     calls, held = list[int](), list["weakref.ref[Tensor]"]()
 
@@ -384,22 +382,6 @@ def test_a_line_says_that_a_budget_was_exceeded() -> None:
     assert "HBM 512 B of 16.0 GiB  " in line_of(figures(peak_hbm_bytes=512))
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_lines_have_colour_on_a_terminal_alone_and_are_never_cut(terminal: bool) -> None:
-    stream = io.StringIO()
-    console = Console(
-        file=stream, force_terminal=terminal, width=20, highlight=False, color_system="standard" if terminal else "auto"
-    )
-    lines = StepLines(console)
-    lines(figures())
-    lines(figures(kind=StepKind.FAILED, peak_hbm_bytes=17 * GIB))
-    said = stream.getvalue()
-    assert said.count("\n") == 2
-    assert ("\x1b[" in said) == terminal
-    if not terminal:
-        assert said.splitlines()[0] == line_of(figures())
-
-
 def test_a_session_writes_a_line_a_step_to_stderr(device: Device, capsys: pytest.CaptureFixture[str]) -> None:
     _, report = Training(device).swapped(device, progress=True)
     said = capsys.readouterr()
@@ -422,19 +404,3 @@ def test_a_closed_stderr_stops_the_lines_and_not_the_training(
     _, report = Training(sim).swapped(sim, progress=True)
     assert report.steps == STEPS
     assert sum("raised; it is not told again" in record.getMessage() for record in caplog.records) == 1
-
-
-# --- log records
-
-
-def test_each_step_is_a_log_record_where_its_logger_is_on(device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="chameleon_mm.progress"):
-        _, report = Training(device).swapped(device)
-    records = [record for record in caplog.records if record.name == "chameleon_mm.progress"]
-    assert tuple(vars(record)["step_figures"] for record in records) == report.step_figures
-    assert [record.getMessage() for record in records] == [f"chameleon_mm: {line_of(step)}" for step in report.step_figures]
-
-
-def test_no_record_is_made_where_it_is_off(sim: cm.SimDevice, caplog: pytest.LogCaptureFixture) -> None:
-    Training(sim).swapped(sim)
-    assert [record for record in caplog.records if record.name == "chameleon_mm.progress"] == []

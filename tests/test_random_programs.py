@@ -31,7 +31,7 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages
 from chameleon_mm.transfer import Thresholds
-from tests._fakes import GreedyDevice
+from tests._lending_device import GreedyDevice
 from tests._random_programs import UNARY, Instruction, Run, normalised, programs, run
 from tests._unseen_writes import unseen_writes
 

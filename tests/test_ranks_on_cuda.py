@@ -31,6 +31,7 @@ def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(3000)  # of a test that hangs
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_each_rank_has_the_bits_that_it_has_without_swapping(way: str, tmp_path: Path) -> None:
     """By gloo: NCCL is a library of NVIDIA's that the stand-in does not have."""

@@ -62,23 +62,6 @@ def test_every_way_into_the_library_is_among_them() -> None:
     assert ("pinned_pool.md", "PinnedPool") in [(snippet.page, snippet.first_call) for snippet in SNIPPETS]
 
 
-def test_hooks_of_save_on_cpu_move_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its snippet prints nothing that could be looked at."""
-    import chameleon_mm as cm
-
-    made: list[cm.save_on_cpu] = []
-
-    class Noted(cm.save_on_cpu):
-        def __enter__(self) -> None:
-            made.append(self)
-            super().__enter__()
-
-    monkeypatch.setattr(cm, "save_on_cpu", Noted)
-    (snippet,) = (snippet for snippet in SNIPPETS if snippet.first_call == "save_on_cpu")
-    exec(compile(snippet.text, snippet.page, "exec"), {"__name__": "__main__"})
-    assert [manager.pool.stats().peak_live_bytes > 0 for manager in made] == [True]
-
-
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 

@@ -67,57 +67,6 @@ def ways(*entries: Leaving) -> list[Way]:
     return [entry.way for entry in entries]
 
 
-def test_an_empty_queue_gives_nothing() -> None:
-    queue = ReclaimQueue()
-    assert (queue.reclaim_complete(), queue.reclaim_until(never), queue.pending_bytes, len(queue)) == (0, 0, 0, 0)
-
-
-def test_a_sweep_stops_at_the_first_that_is_not_complete() -> None:
-    a, b, c = Leaving(1, complete=True), Leaving(2), Leaving(4, complete=True)
-    queue = queue_of(a, b, c)
-    assert queue.reclaim_complete() == 1
-    assert ways(a, b, c) == [Way.SWEPT, Way.PENDING, Way.PENDING]
-    assert (queue.pending_bytes, len(queue)) == (6, 2)
-    b.complete = True
-    assert queue.reclaim_complete() == 6
-    assert ways(b, c) == [Way.SWEPT, Way.SWEPT]  # no wait was needed for either
-    assert (queue.pending_bytes, len(queue)) == (0, 0)
-
-
-def test_a_flush_goes_oldest_first_until_it_is_enough() -> None:
-    entries = [Leaving(1), Leaving(2), Leaving(4), Leaving(8)]
-    queue = queue_of(*entries)
-    assert queue.reclaim_until(lambda: queue.pending_bytes <= 12) == 3
-    assert ways(*entries) == [Way.WAITED_FOR, Way.WAITED_FOR, Way.PENDING, Way.PENDING]
-    assert queue.reclaim_until(never) == 12
-    assert queue.pending_bytes == 0
-
-
-def test_a_flush_that_is_enough_already_waits_for_nothing() -> None:
-    entry = Leaving(1)
-    queue = queue_of(entry)
-    assert queue.reclaim_until(lambda: True) == 0
-    assert (entry.way, len(queue)) == (Way.PENDING, 1)
-
-
-@pytest.mark.parametrize("how", ["sweep", "flush"])
-def test_what_went_another_way_is_forgotten_and_not_counted(how: str) -> None:
-    elsewhere, after = Leaving(1), Leaving(2, complete=True)
-    queue = queue_of(elsewhere, after)
-    elsewhere.way = Way.ELSEWHERE
-    freed = queue.reclaim_complete() if how == "sweep" else queue.reclaim_until(never)
-    assert freed == 2
-    assert elsewhere.way is Way.ELSEWHERE
-    assert (queue.pending_bytes, len(queue)) == (0, 0)
-
-
-def test_the_queue_does_not_keep_what_it_gave_back() -> None:
-    queue = queue_of(Leaving(1), Leaving(2))
-    queue.reclaim_until(never)
-    assert len(queue) == 0
-    assert queue.reclaim_until(never) == 0
-
-
 class Queue(RuleBasedStateMachine):
     """Any order of events: pending bytes are those of the entries, and no entry is passed over."""
 

@@ -371,16 +371,6 @@ def batch_written_through_data() -> list[Tensor]:
     return grads(z.sum(), x)
 
 
-def written_between() -> list[Tensor]:
-    """A write that moves no counter, between the operator and the save."""
-    x = leaf()
-    y = x * 2
-    y.data.mul_(3)
-    z = y.sin()
-    del y
-    return grads(z.sum(), x)
-
-
 def autocast_in_backward() -> list[Tensor]:
     x, w = leaf(), leaf()
     loss = ((x @ w).sin() @ w).exp().tanh().sum()
@@ -1021,18 +1011,17 @@ def test_handles_may_go_in_any_order(last_first: bool) -> None:
     assert executor._registry.all() == []
 
 
-IN_THE_SIMULATOR = {"CopySpan", "Access", "Extent"}
-"""Types of what the simulator lists: copies, and accesses to a page of checksums until that is set to zero."""
+KEPT = {"StepFigures", "CopySpan", "Access", "Extent"}
+"""Types of what is kept of each step, and of what the simulator lists: copies, and accesses to a page of checksums until it is
+set to zero."""
 
 
 def live_objects() -> int:
-    """Tensors, and objects and functions of ours; not the simulator's lists."""
+    """Tensors, and objects and functions of ours but for `KEPT`."""
     found = 0
     for one in gc.get_objects():
         module = one.__module__ if type(one) is FunctionType else type(one).__module__
-        found += issubclass(type(one), Tensor) or (
-            str(module).startswith("chameleon_mm") and type(one).__name__ not in IN_THE_SIMULATOR
-        )
+        found += issubclass(type(one), Tensor) or (str(module).startswith("chameleon_mm") and type(one).__name__ not in KEPT)
     return found
 
 

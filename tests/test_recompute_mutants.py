@@ -95,17 +95,8 @@ def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chameleon_mm.saved.recipe.applied", lambda settings: nullcontext())
 
 
-def with_the_users_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "DisableTorchFunction", nullcontext)
-
-
 def from_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chameleon_mm.profiler.call_watch.generator_of", lambda args, kwargs: torch.default_generator)
-
-
-def whatever_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the comparison of the counters with the writes that the watch saw."""
-    monkeypatch.setattr("chameleon_mm.saved.slot.Slot.was_written", lambda self, times: True)
 
 
 MUTANTS: list[tuple[Mutate, Program]] = [

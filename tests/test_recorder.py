@@ -23,6 +23,7 @@ from chameleon_mm.profiler.record_hooks import RecordingHooks
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_log import StepLog
 from chameleon_mm.trace import StepPhase, TensorKind, Trace
+from tests._trace_records import hooks_of, ops_of, tensors_of
 
 KB = 1024
 """float32 [16, 16]: every tensor of the little programs below has this size."""
@@ -248,7 +249,7 @@ def test_contents_tell_operators_shapes_strides_dtypes_and_arguments_apart(sim: 
             for act in acts:
                 act()
         trace = recorder.finish()
-    contents = [op.content for op in trace.ops if op.name.partition(".")[0] in ("aten::add", "aten::mul", "aten::sum")]
+    contents = [op.content for op in ops_of(trace) if op.name.partition(".")[0] in ("aten::add", "aten::mul", "aten::sum")]
     assert len(contents) == 11
     assert contents[0] == contents[-1]
     assert len(set(contents)) == 10
@@ -314,20 +315,20 @@ def test_what_was_saved_is_told_with_its_ticks(sim: SimDevice) -> None:
             del d
             loss.backward()
         trace = recorder.finish()
-    exp, sin, cos, mul, total = (next(op for op in trace.ops if op.name == f"aten::{name}") for name in (
+    exp, sin, cos, mul, total = (next(op for op in ops_of(trace) if op.name == f"aten::{name}") for name in (
         "exp", "sin", "cos", "mul.Tensor", "sum"))  # fmt: skip
-    of_a, of_b = (trace.tensors[op.writes[0]] for op in (exp, sin))
-    assert [hook.tensor for hook in trace.hooks[:3]] == [exp.writes[0], exp.writes[0], sin.writes[0]]
+    of_a, of_b = (tensors_of(trace)[op.writes[0]] for op in (exp, sin))
+    assert [hook.tensor for hook in hooks_of(trace)[:3]] == [exp.writes[0], exp.writes[0], sin.writes[0]]
     assert (of_a.born, of_b.born) == (exp.tick, sin.tick)
     # `a` is let go of after cos ran; `b` when `held` goes, which is after the product.
     assert (of_a.released, of_b.released) == (cos.tick, mul.tick)
     # The operator that saved it is over by the next hook of another: of cos, and in backward.
     assert (of_a.sendable, of_b.sendable) == (1, 3)
-    assert (total.phase, trace.ops[-1].phase) == (StepPhase.FORWARD, StepPhase.BACKWARD)
-    uses = [hook for hook in trace.hooks if hook.use]
+    assert (total.phase, ops_of(trace)[-1].phase) == (StepPhase.FORWARD, StepPhase.BACKWARD)
+    uses = [hook for hook in hooks_of(trace) if hook.use]
     assert [hook.tensor for hook in uses] == [sin.writes[0], exp.writes[0], exp.writes[0]]
     # Each dies with the product that is the last of the formulas it is used in: of cos, then of sin and exp.
-    products = [op.tick for op in trace.ops if op.name == "aten::mul.Tensor" and op.phase is StepPhase.BACKWARD]
+    products = [op.tick for op in ops_of(trace) if op.name == "aten::mul.Tensor" and op.phase is StepPhase.BACKWARD]
     assert len(products) == 4
     assert (of_b.dies, of_a.dies) == (products[1], products[3])
     assert of_a.kind is of_b.kind is TensorKind.ACTIVATION

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import weakref
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from functools import partial
@@ -32,8 +31,7 @@ import chameleon_mm as cm
 from chameleon_mm.adaptive.adaptation import RECORDINGS
 from chameleon_mm.profiler.dispatch_state import is_on
 from chameleon_mm.profiler.record_hooks import RecordingHooks
-from chameleon_mm.profiler.recorder import _INTERRUPTED, NO_HOOK, Recorder
-from chameleon_mm.profiler.step_log import UNMOVABLE
+from chameleon_mm.profiler.recorder import _INTERRUPTED, Recorder
 from chameleon_mm.units import MIB
 from tests._fakes import Unwatched
 from tests._programs import deep, on_a_thread
@@ -616,43 +614,3 @@ def test_a_generator_that_is_paused_in_a_recorded_step(device: Callable[[], cm.S
     assert (session.report().detailed_steps, session.report().plan_cache_hits) == (1, STEPS - 1)
     assert session.pool.stats().num_live == 0
     assert torch._C._len_torch_dispatch_stack() == 0
-
-
-def test_what_is_told_after_a_flaw_is_not_written_down() -> None:
-    recorder = Recorder(Unwatched())
-    x = torch.ones(8)
-    with recorder:
-        traced = recorder.add_claim(x.untyped_storage())
-        assert recorder.on_save([traced], 7) == 0
-    assert recorder.on_use([traced], 7) == NO_HOOK  # outside of it: its operators would not be seen
-    with recorder:
-        assert recorder.add_claim(x.untyped_storage()).number == UNMOVABLE
-        assert recorder.on_save([traced], 7) == NO_HOOK
-        with recorder.paused(), recorder.untimed():
-            recorder.restored(traced, x.clone().untyped_storage())
-        recorder.sendable(traced)
-        recorder.retired(traced)
-        assert torch.equal(x * 2, torch.full((8,), 2.0))
-    assert recorder.flaw is not None
-    assert recorder._log.builder.num_ops == 0
-
-
-def test_a_recorder_keeps_nothing_alive_whatever_ended_it() -> None:
-    """The collector is off: only references count."""
-    ends: dict[str, Callable[[Recorder], object]] = {
-        "finished": lambda recorder: recorder.finish(),
-        "stopped": Recorder.stop,
-        "dropped": lambda recorder: None,
-    }
-    for end in ends.values():
-        device = Unwatched()
-        recorder = Recorder(device, reclaim_some=lambda nbytes, busy: False)
-        with recorder, RecordingHooks(recorder):
-            x = torch.ones(16, requires_grad=True)
-            out = deep(x)
-            out.sum().backward()
-        end(recorder)
-        kept, kept_storage = weakref.ref(recorder), weakref.ref(out.untyped_storage())
-        del recorder, out, x
-        assert kept() is None
-        assert kept_storage() is None

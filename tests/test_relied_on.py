@@ -162,6 +162,7 @@ def test_the_programs_are_plain_pytorchs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)  # some 180 trainings, which take minutes on a busy machine
 def test_most_programs_recompute() -> None:
     """In a budget or with a mix of the diagonal; what does not tests nothing."""
 

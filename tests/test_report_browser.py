@@ -116,18 +116,6 @@ def test_bars_are_as_long_as_what_they_stand_for(page: Any, picture: StepPicture
         assert ends * end_us / 1000 == pytest.approx([bar.end_us for bar in of_kind], abs=1e-6 * end_us)
 
 
-def test_stalls_on_the_page_are_the_reports(page: Any, report: cm.SwapReport) -> None:
-    assert report.planned is not None
-    told = page.execute_script(
-        "const d = JSON.parse(document.getElementById('data').textContent), c = d.step.compute, sums = {};"
-        "c.kind.forEach((kind, i) => { sums[kind] = (sums[kind] || 0) + c.to[i] - c.from[i]; });"
-        "return [sums.stall || 0, sums.recompute || 0, d.figures.stall_us, d.figures.planned_peak_bytes]"
-    )
-    plan = report.planned.plan
-    assert told[:2] == pytest.approx([plan.stall_us, plan.recompute_us], rel=1e-3)
-    assert told[2:] == [report.stall_us, report.planned_peak_bytes]
-
-
 def test_each_step_is_a_bar_as_high_as_its_peak(page: Any, report: cm.SwapReport) -> None:
     heights = [100 - y for y in shape(page, "#steps [data-row=peak] path:not(.budget)")[2::5]]
     level = 100 - shape(page, "#steps [data-row=peak] path.budget")[1]
@@ -303,20 +291,6 @@ def test_text_stands_out_in_both_schemes(driver: Any, path: Path, dark: bool) ->
         assert brightness(back) < 0.2 and brightness(text) > 0.8 and brightness(soft) > 0.5
     else:
         assert brightness(back) > 0.9 and brightness(text) < 0.2 and brightness(soft) < 0.5
-
-
-def test_without_a_script_the_figures_shapes_and_largest_tensors_are_there(
-    driver: Any, path: Path, picture: StepPicture
-) -> None:
-    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
-    try:
-        driver.get(path.as_uri())
-        text = driver.find_element("css selector", "body").text
-        assert "peak device memory" in text and all(row.name in text for row in picture.tensors[:100])
-        assert not driver.find_element("css selector", "#tensors input").is_displayed()
-        assert driver.find_element("css selector", "#step path.line.planned").get_attribute("d").startswith("M")
-    finally:
-        driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
 # --- reports that are unlike others

@@ -5,14 +5,11 @@ The reference is plain PyTorch, on plain tensors, with nothing of ours around it
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chameleon_mm.adaptive.adaptation import RECORDED_SHARE, UNUSED_RECORDINGS
-from chameleon_mm.adaptive.rule_fallback import MISSES, PAUSE, TRIED, RuleFallback
 from chameleon_mm.bench._length_models import MODELS, LengthModel
 from chameleon_mm.bench._lengths_run import run_lengths
 from tests.test_random_lengths import check, report_of, share_of_unswapped
@@ -72,61 +69,3 @@ def test_a_hundred_steps_of_changing_routing() -> None:
     run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= 6
     assert sum(run.times_us) < sum(run_lengths(make, shapes, budget, plans=False).times_us)
-
-
-# --- plans that keep missing
-
-
-def run_fallback(
-    fallback: RuleFallback, steps: int, *, missed_us: float, rule_us: float, hits: tuple[int, ...] = ()
-) -> list[bool]:
-    """Whether each of so many steps went by the rule. `hits`: numbers of those that have a plan."""
-    by_rule = []
-    for number in range(steps):
-        by_rule.append(fallback.by_rule)
-        fallback.end_step(10 * (rule_us if by_rule[-1] else missed_us), missed=number not in hits, hooks=10)
-    return by_rule
-
-
-def test_plans_that_keep_missing_give_way_to_the_rule_where_it_is_faster(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        by_rule = run_fallback(RuleFallback(), 200, missed_us=3.0, rule_us=2.0)
-    falls = MISSES + TRIED
-    assert by_rule[: MISSES + 1] == [False] * MISSES + [True]
-    assert all(by_rule[MISSES : falls + PAUSE])
-    assert not any(by_rule[falls + PAUSE : falls + PAUSE + MISSES])  # tried again
-    assert sum("default rule" in record.message for record in caplog.records) == 1
-
-
-def test_the_rule_is_left_where_it_is_slower() -> None:
-    by_rule = run_fallback(RuleFallback(), MISSES + TRIED + PAUSE, missed_us=2.0, rule_us=3.0)
-    assert [number for number, one in enumerate(by_rule) if one] == list(range(MISSES, MISSES + TRIED))
-
-
-def test_a_step_that_has_a_plan_ends_the_fallback() -> None:
-    hit = MISSES + TRIED + 3
-    by_rule = run_fallback(RuleFallback(), hit + MISSES + 1, missed_us=3.0, rule_us=2.0, hits=(hit,))
-    assert by_rule[hit]
-    assert not any(by_rule[hit + 1 :])
-
-
-def test_steps_that_hit_now_and_then_are_never_tried_by_the_rule() -> None:
-    hits = tuple(range(0, 100, MISSES - 1))
-    assert not any(run_fallback(RuleFallback(), 100, missed_us=9.0, rule_us=1.0, hits=hits))
-
-
-def test_a_session_whose_plans_keep_missing_follows_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that says that the rule is faster, whatever it is."""
-    shapes = [(2, 128)] * 40
-    budget = share_of_unswapped(Skipping, (2, 128), 0.8)
-    monkeypatch.setattr(RuleFallback, "_decide", _always_by_rule)
-    run = check(Skipping, shapes, budget)
-    assert report_of(run).steps_by_phase["by_rule"] >= TRIED + 8
-
-
-def _always_by_rule(fallback: RuleFallback) -> None:
-    fallback._rule_us = [0.0]
-    _decide(fallback)
-
-
-_decide = RuleFallback._decide

@@ -7,15 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.dense_bytes import dense_bytes
 from chameleon_mm.device import Device
 from chameleon_mm.rerun.step_retry import LEAST_CUT, MAX_RETRIES, tighter
 from chameleon_mm.units import KIB
+from tests._mix_models import bits
 
 SHORT = "out of memory: injected. Tried to allocate 1.00 MiB."
 
@@ -34,10 +32,6 @@ class Fails:
         if self.runs <= self.times:
             raise torch.OutOfMemoryError(SHORT)
         return result
-
-
-def bits(t: Tensor) -> bytes:
-    return t.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def session_for(model: nn.Module | None, device: Device | None = None, **settings: object) -> cm.SwapSession:
@@ -424,26 +418,6 @@ def test_it_is_recorded_again_and_planned_within_a_tighter_budget() -> None:
     assert last.planned_peak_bytes <= device.capacity * (1 - LEAST_CUT) < device.capacity < before.planned_peak_bytes
 
 
-def test_without_plans_the_default_rule_has_the_tighter_budget(sim: cm.SimDevice, model: nn.Module) -> None:
-    step = Fails(1)
-    with session_for(model, sim, plans=False) as session:
-        session.run_step(step)
-    assert step.runs == 2
-
-
-sizes = st.integers(0, 1 << 40)
-
-
-@given(budget=sizes, allocated=sizes, asked=sizes, resting=sizes)
-def test_a_tighter_budget_leaves_half_of_what_can_be_had(budget: int, allocated: int, asked: int, resting: int) -> None:
-    to = tighter(budget, allocated=allocated, asked=asked, resting=resting)
-    reach = min(budget, allocated + asked)
-    assert to <= budget
-    assert to >= min(budget, (reach + resting) // 2)
-    if resting <= reach // 2 and asked <= LEAST_CUT * reach:
-        assert to == reach - int(LEAST_CUT * reach)
-
-
 @pytest.mark.parametrize(
     ("budget", "allocated", "asked", "resting", "expected"),
     [
@@ -459,21 +433,3 @@ def test_a_tighter_budget(budget: int, allocated: int, asked: int, resting: int,
 
 
 # --- which tensors are their bytes
-
-
-def test_dense_bytes_are_all_of_a_tensor_or_nothing() -> None:
-    whole = torch.arange(24, dtype=torch.float32)
-    part = whole[6:18].view(3, 4).t()
-    flat = dense_bytes(part)
-    assert flat is not None
-    assert flat.numel() == 48
-    version = whole._version
-    flat.zero_()
-    assert torch.equal(whole, torch.cat([torch.arange(6.0), torch.zeros(12), torch.arange(18.0, 24.0)]))
-    assert whole._version == version
-    gaps, repeats, overlaps = whole[::2], whole[:1].expand(5), whole.as_strided((2, 3), (2, 1))
-    lazily = torch.ones(2, dtype=torch.complex64).conj()
-    for other in (gaps, repeats, overlaps, lazily, nn.Parameter(whole), whole.to_sparse()):
-        assert dense_bytes(other) is None
-    assert (none := dense_bytes(torch.empty(3, 0, 2))) is not None
-    assert none.numel() == 0

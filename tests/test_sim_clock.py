@@ -67,13 +67,6 @@ def test_a_copy_that_starts_before_the_opposite_one_speeds_up_after_it() -> None
     assert span.end_us == pytest.approx(50.0 + beside + left / 10_000)
 
 
-def test_an_engine_forgets_what_nothing_can_run_beside() -> None:
-    engine, other = CopyEngine(10.0, 5.0), CopyEngine(10.0, 5.0)
-    ends = [engine.schedule(MB, 0.0, other).end_us for _ in range(3)]
-    engine.forget_before(ends[1])
-    assert [span.end_us for span in engine.spans] == ends[1:]
-
-
 def test_the_spans_of_one_direction_do_not_pile_up(device: SimDevice) -> None:
     (a,), (p,) = ordered_buffers(device, 1)
     out = device.new_stream("d2h")

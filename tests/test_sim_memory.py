@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import pytest
 import torch
@@ -36,12 +34,6 @@ def test_memory_is_handed_out_poisoned(sim: SimDevice) -> None:
         x = torch.ones(4, 4)
         made = [torch.empty(N), torch.empty_like(x), x.new_empty(N), torch.empty_strided((4, 4), (1, 4))]
     assert all(is_poison(t) for t in made)
-
-
-def test_what_an_operator_computes_is_not_poisoned(sim: SimDevice) -> None:
-    with sim.compute():
-        assert torch.equal(torch.zeros(4) + torch.ones(4), torch.full((4,), 1.0))
-        assert torch.equal(torch.empty(4).fill_(2), torch.full((4,), 2.0))
 
 
 def test_a_freed_buffer_is_poison_to_whoever_kept_it(lax: SimDevice) -> None:
@@ -96,17 +88,6 @@ def test_a_destination_is_poison_until_somebody_waits(lax: SimDevice) -> None:
     assert dst.tolist() == [3] * N
 
 
-def test_a_wait_by_another_copy_stream_moves_nothing_yet(lax: SimDevice) -> None:
-    d2h, h2d = lax.new_stream("d2h"), lax.new_stream("h2d")
-    src, host, dst = lax.current_stream().alloc(N).fill_(3), lax.alloc_pinned(N), lax.current_stream().alloc(N)
-    d2h.copy(host, src)
-    h2d.wait(d2h.record())
-    h2d.copy(dst, host)
-    assert is_poison(host) and is_poison(dst)
-    lax.current_stream().wait(h2d.record())  # the end of the chain carries out all of it, in order
-    assert host.tolist() == dst.tolist() == [3] * N
-
-
 def test_a_swap_in_that_does_not_wait_for_its_swap_out_brings_poison(lax: SimDevice) -> None:
     d2h, h2d = lax.new_stream("d2h"), lax.new_stream("h2d")
     src, host, dst = lax.current_stream().alloc(N).fill_(3), lax.alloc_pinned(N), lax.current_stream().alloc(N)
@@ -114,30 +95,6 @@ def test_a_swap_in_that_does_not_wait_for_its_swap_out_brings_poison(lax: SimDev
     h2d.copy(dst, host)
     lax.current_stream().wait(h2d.record())
     assert is_poison(dst)
-
-
-def test_a_host_block_refilled_without_its_event_gives_other_bytes(lax: SimDevice) -> None:
-    d2h, h2d = lax.new_stream("d2h"), lax.new_stream("h2d")
-    host, dst = lax.alloc_pinned(N).fill_(3), lax.current_stream().alloc(N)
-    other = lax.current_stream().alloc(N).fill_(4)
-    h2d.copy(dst, host)
-    arrived = h2d.record()
-    d2h.copy(host, other)
-    d2h.record().synchronize()
-    lax.current_stream().wait(arrived)
-    assert dst.tolist() == [4] * N
-
-
-def test_a_read_between_issue_and_wait_of_a_reused_destination_sees_the_old_bytes(lax: SimDevice) -> None:
-    """The second copy must not poison what the first, ordered before it, has yet to read."""
-    d2h, h2d = lax.new_stream("d2h"), lax.new_stream("h2d")
-    host, dst = lax.alloc_pinned(N).fill_(3), lax.current_stream().alloc(N)
-    other = lax.current_stream().alloc(N).fill_(4)
-    h2d.copy(dst, host)
-    d2h.wait(h2d.record())
-    d2h.copy(host, other)
-    lax.current_stream().wait(d2h.record())
-    assert (dst.tolist(), host.tolist()) == ([3] * N, [4] * N)
 
 
 @pytest.mark.parametrize("end", ["source", "destination"])
@@ -270,13 +227,3 @@ def test_a_resized_storage_is_a_new_block(sim: SimDevice) -> None:
             x.add_(1)
         with pytest.raises(SimLifetimeError, match="resized or given other memory"):
             done.synchronize()
-
-
-def test_garbage_cycles_are_booked_when_they_go(sim: SimDevice) -> None:
-    with sim.compute():
-        cycle: list[object] = [torch.ones(N)]
-        cycle.append(cycle)
-        assert sim.allocated_bytes() == 1024
-        del cycle
-        gc.collect()
-        assert sim.allocated_bytes() == 0

@@ -268,9 +268,9 @@ def test_one_that_finds_no_memory_leaves_nothing(sim: cm.SimDevice, monkeypatch:
     faults = Faults(cm.HostMemoryExhausted)
     allocate = cm.PinnedPool.allocate_pageable
 
-    def fails(pool: cm.PinnedPool, nbytes: Any, stream: Any = None) -> Any:
+    def fails(pool: cm.PinnedPool, nbytes: Any) -> Any:
         faults.hit()
-        return allocate(pool, nbytes, stream)
+        return allocate(pool, nbytes)
 
     with sim.compute():
         training = Training("SGD, momentum", sim.torch_device)

@@ -6,7 +6,6 @@ These tests are about the stand-in itself. On a GPU there is nothing to test her
 from __future__ import annotations
 
 import importlib
-import math
 from itertools import product
 from typing import Any
 
@@ -155,20 +154,6 @@ def test_a_mask_gives_the_bits_of_the_cpus() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected_gradients, strict=True))
 
 
-def test_fewer_heads_of_key_and_value() -> None:
-    query, key, value = heads((2, 6, 8, 16), torch.bfloat16, 0), *(heads((2, 2, 8, 16), torch.bfloat16, s) for s in (1, 2))
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        got, gradients, node = attended([query, key, value], "cuda", enable_gqa=True, is_causal=True)
-    assert "Flash" in node.name()
-    with sdpa_kernel(SDPBackend.MATH):
-        expected, expected_gradients, _ = attended(
-            [t.float() for t in (query, key, value)], "cpu", enable_gqa=True, is_causal=True
-        )
-    torch.testing.assert_close(got.float(), expected, atol=2e-2, rtol=2e-2)
-    for got_one, expected_one in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(got_one.float(), expected_one, atol=5e-2, rtol=5e-2)
-
-
 def described(t: Any) -> Any:
     return (t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t
 
@@ -204,16 +189,6 @@ def test_gradients_of_attention_by_differences(dropout_p: float, is_causal: bool
         return result
 
     assert torch.autograd.gradcheck(out, (*inputs, bias), atol=1e-4)
-
-
-def test_dropout_in_attention_keeps_what_it_says() -> None:
-    value = torch.eye(64).expand(2, 4, 64, 64).to(torch.bfloat16).contiguous()
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        zero = torch.zeros_like(value).cuda()
-        kept = F.scaled_dot_product_attention(zero, zero, value.cuda(), dropout_p=0.25)
-    share = (kept != 0).float().mean().item()
-    assert abs(share - 0.75) < 5 * math.sqrt(0.25 * 0.75 / kept.numel())
-    assert kept.max().item() == pytest.approx(1 / 64 / 0.75, rel=1e-2)
 
 
 # --------------------------------------------------------------------------------------------------------------- recurrent
@@ -261,29 +236,6 @@ def test_layers_agree_with_the_cpus(kind: Any) -> None:
 # --------------------------------------------------------------------------------------------------------- nested and sparse
 
 
-def sequences(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Attention of a nested tensor over itself: what it gives, and the gradient of its values."""
-    values = heads((6, 2, 8), dtype, 0).to(device).requires_grad_()
-    offsets = torch.tensor([0, 2, 6], device=device)
-    x = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4).transpose(1, 2)
-    out = F.scaled_dot_product_attention(x, x, x).transpose(1, 2).values()
-    gradient = torch.autograd.grad(out, values, weights(out))[0]
-    return out.detach().cpu(), gradient.cpu()
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_attention_over_sequences_of_different_lengths(dtype: torch.dtype, tolerance: float) -> None:
-    exact = sequences("cpu", torch.float64 if dtype is torch.float32 else torch.float32)
-    for got, expected in zip(sequences("cuda", dtype), exact, strict=True):
-        torch.testing.assert_close(got.to(expected.dtype), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_nested_tensors_are_padded() -> None:
-    rows = [torch.ones(2, 3), torch.full((4, 3), 2.0)]
-    nested = torch.nested.nested_tensor(rows, device="cuda")
-    assert torch.equal((nested * 2).to_padded_tensor(0.0).cpu(), torch.nested.nested_tensor(rows).to_padded_tensor(0.0) * 2)
-
-
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
 @pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")  # in beta, torch says
 def test_sparse_products_and_their_gradients_have_the_cpus_bits(layout: torch.layout) -> None:
@@ -295,14 +247,6 @@ def test_sparse_products_and_their_gradients_have_the_cpus_bits(layout: torch.la
         return [product.detach().cpu(), gradient.cpu(), dense.to_sparse(layout=layout).to_dense().cpu()]
 
     assert all(torch.equal(a, b) for a, b in zip(outcome("cuda"), outcome("cpu"), strict=True))
-
-
-def test_a_sparse_gradient_is_added_up() -> None:
-    table = nn.Embedding(10, 4, sparse=True, device="cuda")
-    for _ in range(2):
-        table(torch.tensor([1, 2, 1], device="cuda")).sum().backward()
-    assert table.weight.grad is not None
-    assert table.weight.grad.to_dense().sum(1).tolist() == [0.0, 16.0, 8.0, *[0.0] * 7]
 
 
 # ------------------------------------------------------------------------------------------------------------------ Triton
@@ -318,6 +262,6 @@ def test_the_language_is_tritons_own_again_after_a_kernel_was_interpreted() -> N
 
     before = own()
     x, out = torch.arange(64, device="cuda"), torch.empty(512, dtype=torch.uint8, device="cuda")
-    pack([x], out, num_programs=1)
+    pack(out, [x.view(torch.uint8)], [0], num_programs=1)
     assert torch.equal(out.view(torch.int64), x)
     assert own() == before

@@ -201,26 +201,6 @@ def test_calls_of_a_graph_run_in_their_place_and_go_with_it(cuda: Runtime) -> No
     assert sorted(log[2:]) == [("drop", 1), ("drop", 2)]
 
 
-def test_torch_captures_and_replays_copies(cuda: Runtime) -> None:
-    """Memory for `x` comes from the graph's own pool, by a cudaMalloc during the capture; the way back is on another stream."""
-    graph, source, back = torch.cuda.CUDAGraph(), torch.ones(100, pin_memory=True), torch.zeros(100, pin_memory=True)
-    side = torch.cuda.Stream()
-    with torch.cuda.graph(graph):
-        x = torch.empty(100, device="cuda")
-        x.copy_(source, non_blocking=True)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            back.copy_(x, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(side)
-    assert back.tolist() == [0.0] * 100
-    for value in (2.0, 3.0):
-        source.fill_(value)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert back.tolist() == [value] * 100
-    assert cuda.violations() == []
-
-
 @pytest.mark.parametrize(("mode", "error", "end"), [(GLOBAL, 900, 901), (THREAD_LOCAL, 0, 0), (RELAXED, 0, 0)])
 def test_what_another_thread_may_do_during_a_capture(cuda: Runtime, mode: int, error: int, end: int) -> None:
     stream, host, device, errors = cuda.stream(), cuda.pinned(64), cuda.malloc(64), []
@@ -266,12 +246,3 @@ def test_cuda_malloc_async_is_refused_with_what_to_use_instead() -> None:
     assert done.returncode == 1
     assert "is not there: use PYTORCH_CUDA_ALLOC_CONF=backend:native" in done.stderr
     assert "operation not supported" in done.stderr
-
-
-def test_expandable_segments_grow_and_go() -> None:
-    done = in_a_process("with_expandable_segments()", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-    assert done.returncode == 0, done.stderr
-    *state, wrong = json.loads(done.stdout)
-    assert state == [True, [True], True, 0, []]
-    assert len(wrong) == 1
-    assert "freed while in use: cuMemUnmap" in wrong[0]

@@ -22,6 +22,7 @@ from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.transfer import Transfer
+from tests._programs import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -101,34 +102,21 @@ def assert_same(expected: list[Problem], got: list[Problem]) -> None:
             assert torch.equal(a, b), f"thread {number}"
 
 
-def test_eight_threads_share_a_device_and_a_pool(device: Device) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["one manager", "a manager each"])
+def test_eight_threads_share_a_device_and_a_pool(shared: bool, device: Device) -> None:
     expected = serial(device)
     problems = [Problem.number(seed, device) for seed in range(THREADS)]
     pool = cm.PinnedPool("8MiB", device=device, chunk_bytes="1MiB")
+    hooks = [cm.save_on_cpu(device=device, pool=pool, min_bytes=0) for _ in range(THREADS)]
 
     def work(number: int) -> None:
         with device.compute():
-            problems[number].train(None, cm.save_on_cpu(device=device, pool=pool, min_bytes=0))
+            problems[number].train(None, hooks[0 if shared else number])
 
     in_threads(work)
     assert_same(expected, problems)
     assert pool.stats().num_live == 0
     assert pool.stats().peak_live_bytes > 0
-
-
-def test_eight_threads_share_one_manager(device: Device) -> None:
-    expected = serial(device)
-    problems = [Problem.number(seed, device) for seed in range(THREADS)]
-    hooks = cm.save_on_cpu(device=device, pool=cm.PinnedPool("8MiB", device=device), min_bytes=0)
-
-    def work(number: int) -> None:
-        with device.compute():
-            problems[number].train(None, hooks)
-
-    in_threads(work)
-    assert_same(expected, problems)
-    assert hooks.pool.stats().num_live == 0
-    assert hooks.pool.stats().peak_live_bytes > 0
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one pool", "a pool each"])
@@ -159,10 +147,10 @@ def test_forward_on_one_thread_backward_on_another(device: Device) -> None:
 
     def forward() -> None:
         with device.compute(), hooks:
-            made.append(chain(x).sum())
+            made.append(deep(x).sum())
 
     with device.compute():
-        (expected,) = torch.autograd.grad(chain(x).sum(), x)
+        (expected,) = torch.autograd.grad(deep(x).sum(), x)
     saver = threading.Thread(target=forward)
     saver.start()
     saver.join()
@@ -170,12 +158,6 @@ def test_forward_on_one_thread_backward_on_another(device: Device) -> None:
         (got,) = torch.autograd.grad(made.pop(), x)
     assert torch.equal(got, expected)
     assert pool.stats().num_live == 0
-
-
-def chain(x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 # --- one claim, two threads

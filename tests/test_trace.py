@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chameleon_mm.trace import NEVER, HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord, Trace, TraceBuilder
+from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from tests._trace_records import HookRecord, OpRecord, TensorRecord, hooks_of, ops_of, tensors_of
 from tests._traces import chain, random_step
 
 
@@ -34,7 +35,7 @@ def small() -> Trace:
 
 def test_records_are_what_the_builder_was_told() -> None:
     trace = small()
-    assert list(trace.ops) == [
+    assert ops_of(trace) == [
         OpRecord(
             tick=tick, name=name, content=content, phase=phase, duration_us=us, reads=reads, writes=writes, inner_bytes=inner
         )
@@ -44,28 +45,17 @@ def test_records_are_what_the_builder_was_told() -> None:
             (4, "aten::mm", 7, StepPhase.BACKWARD, 30.0, (1,), (), 0),
         )
     ]
-    assert list(trace.tensors) == [
+    assert tensors_of(trace) == [
         TensorRecord(nbytes=100, kind=TensorKind.PARAMETER, born=-1, released=NEVER, sendable=NEVER, dies=5),
         TensorRecord(nbytes=1000, kind=TensorKind.ACTIVATION, born=0, released=2, sendable=1, dies=4),
         TensorRecord(nbytes=2000, kind=TensorKind.TEMPORARY, born=2, released=NEVER, sendable=NEVER, dies=2),
     ]
-    assert list(trace.hooks) == [
+    assert hooks_of(trace) == [
         HookRecord(tick=1, use=False, tensor=1, feature=70),
         HookRecord(tick=3, use=True, tensor=1, feature=71),
     ]
     assert trace.op_names == ("aten::mm", "aten::add")
     assert (trace.num_ticks, trace.duration_us, trace.fingerprint) == (5, 60.0, 0xF1)
-
-
-def test_records_are_a_sequence() -> None:
-    trace = small()
-    assert len(trace.ops) == 3
-    assert trace.ops[-1] == trace.ops[2] == list(trace.ops)[2]
-    assert trace.ops[1:] == [trace.ops[1], trace.ops[2]]
-    assert trace.ops[::-2] == [trace.ops[2], trace.ops[0]]
-    for beyond in (3, -4):
-        with pytest.raises(IndexError, match="within 3 records"):
-            trace.ops[beyond]
 
 
 def test_columns_are_read_only() -> None:
@@ -79,39 +69,32 @@ def test_columns_are_read_only() -> None:
 
 def test_a_step_in_which_nothing_happens() -> None:
     trace = TraceBuilder(device="cpu", simulated=False, start_bytes=9).finish()
-    assert (trace.num_ticks, trace.duration_us, list(trace.ops), list(trace.hooks)) == (0, 0.0, [], [])
+    assert (trace.num_ticks, trace.duration_us, ops_of(trace), list(hooks_of(trace))) == (0, 0.0, [], [])
 
 
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
         ("op_us", np.array([1.0, np.nan, 1.0]), "finite times of 0 us or more, got nan for operator 1"),
-        ("op_us", np.array([1.0, 1.0, np.inf]), "got inf for operator 2"),
         ("op_us", np.array([-1.0, 1.0, 1.0]), "got -1.0 for operator 0"),
-        ("op_us", np.array([1.0, 1.0]), "expected 2 values in op_name, got 3; was the trace cut short"),
+        ("op_us", np.array([1.0, 1.0]), "expected 2 values in op_name, got 3; record the step again"),
         ("op_tick", np.array([0, 2, 3], np.int32), "each tick from 0 to 4 once and in order"),
-        ("op_tick", np.array([2, 0, 4], np.int32), "each tick from 0 to 4 once and in order"),
-        ("hook_tick", np.array([1, 9], np.int32), "each tick from 0 to 4 once and in order"),
-        ("op_name", np.array([0, 2, 0], np.int32), "op_name below 2"),
+        ("op_name", np.array([0, 2, 0], np.int32), "op_name from 0 to 1"),
         ("op_names", ("aten::mm", "aten::mm"), "distinct op_names"),
-        ("op_phase", np.array([0, 0, 3], np.uint8), "op_phase to be of StepPhase"),
-        ("tensor_kind", np.array([0, 0, 7], np.uint8), "tensor_kind of TensorKind"),
+        ("op_phase", np.array([0, 0, 3], np.uint8), "op_phase from 0 to 2"),
+        ("tensor_kind", np.array([0, 0, 7], np.uint8), "tensor_kind from 0 to 6"),
         ("read_offsets", np.array([0, 1, 3, 5]), "read_offsets to divide read_tensors among 3 operators"),
-        ("read_offsets", np.array([0, 3, 1, 4]), "read_offsets to divide read_tensors"),
         ("write_tensors", np.array([1, 3], np.int32), "numbers below 3"),
         ("tensor_bytes", np.array([1, -1, 1]), "sizes of 0 bytes or more"),
         ("op_inner_bytes", np.array([0, -1, 0]), "sizes of 0 bytes or more"),
-        ("op_inner_bytes", np.array([0, 0]), "expected 3 values in op_inner_bytes, got 2"),
         ("start_bytes", -1, "sizes of 0 bytes or more"),
-        ("tensor_dies", np.array([5, -1, 2], np.int32), "born, then to die, within 5 ticks"),
-        ("tensor_dies", np.array([5, 6, 2], np.int32), "within 5 ticks"),
-        ("tensor_born", np.array([-2, 0, 2], np.int32), "within 5 ticks"),
-        ("tensor_released", np.array([-2, 5, -2], np.int32), "tensor_released within 5 ticks"),
-        ("tensor_sendable", np.array([-2, 2, -2], np.int32), "tensor_sendable within 2 hooks"),
+        ("tensor_dies", np.array([5, -1, 2], np.int32), "born, then to die"),
+        ("tensor_born", np.array([-2, 0, 2], np.int32), "tensor_born from -1 to 5"),
+        ("tensor_released", np.array([-2, 5, -2], np.int32), "tensor_released from -2 to 4"),
+        ("tensor_sendable", np.array([-2, 2, -2], np.int32), "tensor_sendable from -2 to 1"),
         ("hook_tensor", np.array([1, 3], np.int32), "hook_tensor from -1 to 2"),
-        ("hook_released", np.array([-2, 5], np.int32), "hook_released from the tick of its hook on, within 5 ticks"),
-        ("hook_released", np.array([-2, 2], np.int32), "hook_released from the tick of its hook on"),
-        ("hook_released", np.array([1, -2], np.int32), "hook_released of uses alone, got one of a save"),
+        ("hook_released", np.array([-2, 5], np.int32), "hook_released from -2 to 4"),
+        ("hook_released", np.array([1, -2], np.int32), "hook_released of uses alone"),
     ],
 )
 def test_columns_that_contradict_each_other_are_refused(column: str, values: Any, message: str) -> None:
@@ -121,12 +104,12 @@ def test_columns_that_contradict_each_other_are_refused(column: str, values: Any
 
 def test_made_up_steps_are_of_the_kinds_that_tests_need() -> None:
     trace = chain(layers=3, micro_batches=2)
-    phases = [op.phase for op in trace.ops]
+    phases = [op.phase for op in ops_of(trace)]
     changes = [phases[0]] + [b for a, b in pairwise(phases) if a != b]
     forward, backward = StepPhase.FORWARD, StepPhase.BACKWARD
     assert changes == [forward, backward, forward, backward, StepPhase.OPTIMIZER]
-    assert sum(hook.use for hook in trace.hooks) * 2 == len(trace.hooks) == 60
+    assert sum(hook.use for hook in hooks_of(trace)) * 2 == len(hooks_of(trace)) == 60
     steps = [random_step(Random(seed)) for seed in range(50)]
-    assert any(tensor.released == NEVER for step in steps for tensor in step.tensors)
-    assert any(hook.tensor < 0 for step in steps for hook in step.hooks)
-    assert any(tensor.nbytes % 512 for step in steps for tensor in step.tensors)
+    assert any(tensor.released == NEVER for step in steps for tensor in tensors_of(step))
+    assert any(hook.tensor < 0 for step in steps for hook in hooks_of(step))
+    assert any(tensor.nbytes % 512 for step in steps for tensor in tensors_of(step))

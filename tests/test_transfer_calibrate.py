@@ -1,9 +1,8 @@
-"""Calibration: the simulator's figures, and a cache that trusts nothing it reads."""
+"""Rates of the link: the simulator's figures, and a cache that trusts nothing it reads."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from pathlib import Path as FilePath
 from typing import Any
@@ -12,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from chameleon_mm.adaptive.link_rates import UNMEASURED_LINK, link_cost_for
 from chameleon_mm.device import SPECS, CudaDevice, SimDevice
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.transfer import Calibration, CalibrationCache, calibrate
+from chameleon_mm.transfer import calibrate, keep, kept
 from chameleon_mm.transfer.calibrate import busy_gbps
+from chameleon_mm.transfer.calibration_cache import cache_file
 from tests._fakes import CountingDevice, UnsimulatedDevice, refusing
 
 
@@ -32,26 +33,23 @@ ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=20.0, duplex_
 
 
 @pytest.fixture(scope="module")
-def round_figures() -> Calibration:
-    cost = CostModel(spec=ROUND, copy_us=3.0, batched_copy_us=0.5, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
+def round_figures() -> dict[str, float]:
+    cost = CostModel(spec=ROUND, copy_us=3.0, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
     return calibrate(SimDevice(ROUND, cost=cost))
 
 
-def test_the_simulator_s_rates_are_its_links(round_figures: Calibration) -> None:
+def test_the_simulator_s_rates_are_its_links(round_figures: dict[str, float]) -> None:
     # 32 MiB pieces: 3355 and 1678 us at 10 and 20 GB/s, and 3.1 us fixed.
-    assert round_figures.h2d_gbps == pytest.approx(10.0, rel=0.01)
-    assert round_figures.d2h_gbps == pytest.approx(20.0, rel=0.01)
+    assert round_figures["h2d_gbps"] == pytest.approx(10.0, rel=0.01)
+    assert round_figures["d2h_gbps"] == pytest.approx(20.0, rel=0.01)
     # The first piece was issued before anything ran beside it, and keeps its own rate: hence no closer.
-    assert round_figures.duplex_gbps == pytest.approx(25.0, rel=0.1)
-    assert round_figures.duplex_gbps > 20.0
+    assert round_figures["duplex_gbps"] == pytest.approx(25.0, rel=0.1)
+    assert round_figures["duplex_gbps"] > 20.0
 
 
 def test_on_the_simulator_it_is_the_same_every_time_and_leaves_nothing(no_gc: None) -> None:
     sim, again = SimDevice(), SimDevice()
-    first = calibrate(sim)
-    assert calibrate(again) == first
-    assert (first.simulated, first.device, first.driver) == (True, "simulated H200", "simulated")
-    assert first.versions["torch"] == torch.__version__
+    assert calibrate(sim) == calibrate(again)
     assert sim.allocated_bytes() == 0
 
 
@@ -85,120 +83,86 @@ def test_a_machine_without_the_memory_says_so_and_keeps_none() -> None:
 # --------------------------------------------------------------------------------------------------------------------- cache
 
 
-def _real(driver: str = "CUDA driver 13.0, runtime 13.0") -> UnsimulatedDevice:
-    return UnsimulatedDevice(driver)
+@pytest.fixture
+def home(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> FilePath:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
 
 
-@pytest.fixture(scope="module")
-def measured() -> Calibration:
-    return calibrate(_real())
+RATES = {"h2d_gbps": 50.0, "d2h_gbps": 49.0, "duplex_gbps": 80.0}
 
 
-def test_what_was_stored_is_loaded_for_its_device_and_driver_alone(tmp_path: FilePath, measured: Calibration) -> None:
-    cache = CalibrationCache(tmp_path / "not" / "there yet")
-    assert cache.load(_real()) is None
-    assert cache.store(measured)
-    assert cache.load(_real()) == measured
-    assert CalibrationCache(str(cache.path)).load(_real()) == measured
-    assert cache.load(_real("CUDA driver 13.1, runtime 13.0")) is None
-    names = [file.name for file in cache.path.iterdir()]
-    assert names == ["calibration-simulated-h200-cuda-driver-13.0-runtime-13.0.json"]  # and no half-written one
+def test_what_was_kept_is_there_for_its_device_driver_and_torch_alone(home: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = UnsimulatedDevice("CUDA driver 13.0, runtime 13.0")
+    assert kept(device, "link") is None
+    assert keep(device, "link", RATES)
+    assert kept(device, "link") == RATES
+    assert kept(device, "other") is None
+    assert kept(UnsimulatedDevice("CUDA driver 13.1, runtime 13.0"), "link") is None
+    names = [file.name for file in (home / ".cache" / "chameleon_mm").iterdir()]
+    assert names == ["link-simulated-h200-cuda-driver-13.0-runtime-13.0.json"]  # and no half-written one
+    monkeypatch.setattr(torch, "__version__", "0.1")
+    assert kept(device, "link") is None
 
 
-def test_a_simulated_calibration_is_neither_stored_nor_loaded(tmp_path: FilePath, measured: Calibration) -> None:
-    cache = CalibrationCache(tmp_path)
-    assert not cache.store(dataclasses.replace(measured, simulated=True))
-    assert list(tmp_path.iterdir()) == []
-    cache.store(dataclasses.replace(measured, driver="simulated"))
-    assert cache.load(SimDevice()) is None
+def test_what_is_simulated_is_neither_kept_nor_found(home: FilePath) -> None:
+    assert not keep(SimDevice(), "link", RATES)
+    assert list(home.iterdir()) == []
+    assert keep(UnsimulatedDevice("simulated"), "link", RATES)
+    assert kept(SimDevice(), "link") is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "{", "[]", "7", "{}", '{"schema": "another/1"}', '{"schema": "chameleon_mm.calibration/2"}', "\udcff",
-    ],
-)  # fmt: skip
-def test_a_file_that_is_no_calibration_is_passed_over(tmp_path: FilePath, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    cache, device = CalibrationCache(tmp_path), _real()
-    cache.file(device.name, device.driver).write_bytes(text.encode("utf-8", "surrogateescape"))
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", "\udcff"])
+def test_a_file_that_cannot_be_read_is_passed_over(home: FilePath, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    device = UnsimulatedDevice()
+    keep(device, "link", RATES)
+    cache_file(device, "link").write_bytes(text.encode("utf-8", "surrogateescape"))
     with caplog.at_level(logging.WARNING, logger="chameleon_mm"):
-        assert cache.load(device) is None
+        assert kept(device, "link") is None
     assert "is passed over, as it cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"h2d_gbps": 0.0}, {"h2d_gbps": "fast"}, {"duplex_gbps": None}, {"unknown": 1},
-    ],
-)  # fmt: skip
-def test_a_file_that_was_tampered_with_is_passed_over(
-    tmp_path: FilePath, measured: Calibration, change: dict[str, Any]
-) -> None:
-    cache, device = CalibrationCache(tmp_path), _real()
-    cache.store(measured)
-    file = cache.file(device.name, device.driver)
-    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
-    assert cache.load(device) is None
-
-
-@pytest.mark.parametrize(
-    "change", [{"device": "simulated A100"}, {"driver": "another"}, {"versions": {"torch": "0.1"}}, {"simulated": True}]
+    "change", [{"h2d_gbps": 0.0}, {"h2d_gbps": "fast"}, {"d2h_gbps": None}, {"d2h_gbps": float("nan")}, {"duplex_gbps": None}]
 )
-def test_a_calibration_of_something_else_is_passed_over(
-    tmp_path: FilePath, measured: Calibration, change: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    cache, device = CalibrationCache(tmp_path), _real()
-    cache.store(measured)
-    file = cache.file(device.name, device.driver)
-    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
+def test_rates_that_were_tampered_with_are_passed_over(home: FilePath, change: dict[str, Any]) -> None:
+    device = UnsimulatedDevice()
+    keep(device, "link", RATES)
+    assert link_cost_for(device).h2d_gbps == 50.0
+    keep(device, "link", {**RATES, **change})
+    assert link_cost_for(device) == UNMEASURED_LINK
+
+
+def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(home: FilePath, caplog: pytest.LogCaptureFixture) -> None:
+    (home / ".cache").write_text("", encoding="utf-8")
     with caplog.at_level(logging.INFO, logger="chameleon_mm"):
-        assert cache.load(device) is None
-    assert "expected one of" in caplog.text
-
-
-def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(
-    tmp_path: FilePath, measured: Calibration, caplog: pytest.LogCaptureFixture
-) -> None:
-    taken = tmp_path / "file"
-    taken.write_text("", encoding="utf-8")
-    assert not CalibrationCache(taken).store(measured)
+        assert not keep(UnsimulatedDevice(), "link", RATES)
     assert "cannot be kept" in caplog.text
 
 
-def test_a_write_that_fails_leaves_the_old_file(
-    tmp_path: FilePath, measured: Calibration, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = CalibrationCache(tmp_path)
-    cache.store(measured)
-
+def test_a_write_that_fails_leaves_the_old_file(home: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = UnsimulatedDevice()
+    keep(device, "link", RATES)
     monkeypatch.setattr(FilePath, "replace", refusing(OSError, 28, "No space left on device"))
-    assert not cache.store(dataclasses.replace(measured, h2d_gbps=1.0))
-    assert cache.load(_real()) == measured
-    assert len(list(tmp_path.iterdir())) == 1
+    assert not keep(device, "link", {**RATES, "h2d_gbps": 1.0})
+    assert kept(device, "link") == RATES
+    assert len(list((home / ".cache" / "chameleon_mm").iterdir())) == 1
 
 
-def test_a_user_without_a_home_has_no_cache(measured: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FilePath, "expanduser", refusing(RuntimeError, "Could not determine home directory."))
-    assert not CalibrationCache().store(measured)
-    assert CalibrationCache().load(_real()) is None
-
-
-def test_by_default_it_is_in_the_user_s_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert CalibrationCache().file("a", "b") == tmp_path / ".cache" / "chameleon_mm" / "calibration-a-b.json"
+    assert not keep(UnsimulatedDevice(), "link", RATES)
+    assert kept(UnsimulatedDevice(), "link") is None
 
 
 # ----------------------------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_measured_and_remembered(tmp_path: FilePath) -> None:
-    device, cache = CudaDevice(), CalibrationCache(tmp_path)
-    calibration = calibrate(device)
-    assert cache.store(calibration)
-    assert (calibration.device, calibration.driver, calibration.simulated) == (device.name, device.driver, False)
-    assert min(calibration.h2d_gbps, calibration.d2h_gbps) > 1
-    assert calibration.duplex_gbps > 0
-    assert cache.load(device) == calibration
+def test_a_gpu_is_measured_and_remembered(home: FilePath) -> None:
+    device = CudaDevice()
+    rates = calibrate(device)
+    assert min(rates["h2d_gbps"], rates["d2h_gbps"]) > 1
+    assert rates["duplex_gbps"] > 0
+    assert keep(device, "link", rates)
+    assert kept(device, "link") == rates

@@ -41,7 +41,7 @@ class Link:
 
     def __init__(self) -> None:
         self.device = cm.SimDevice(SLOW_LINK)
-        self.transfer = Transfer(self.device, piece_bytes=PIECE, batch_below_bytes=0)
+        self.transfer = Transfer(self.device, piece_bytes=PIECE)
         self.clock = self.device.new_stream("clock")  # idle: an event of it tells when it was recorded
         self.moves: list[Move] = []
         self.ends: list[tuple[Tensor, Tensor]] = []

@@ -26,11 +26,10 @@ from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
-from chameleon_mm.units import KIB
 from tests._mixes import Mix, Proofs, mixed, totals_of
-from tests._parameter_programs import Plain, Swapped, linears, mlp
+from tests._snapshots import equal
 from tests.observed import SimLifetimeError
-from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, equal, hosted, session_of
+from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, hosted, session_of
 from tests.test_recompute_exact import ALL, grads, leaf, outcome
 
 SIDE = 96
@@ -132,10 +131,6 @@ def test_without_the_counter_a_write_after_the_copy_passes(device: Device, monke
 
 
 # --- a device copy that the model holds is used as it is: it is what eager uses
-
-
-def _by_storage(y: Tensor) -> None:
-    y.untyped_storage().copy_((y.detach() * 3).untyped_storage())
 
 
 def _by_pointer(y: Tensor) -> None:
@@ -294,43 +289,6 @@ def test_what_a_replay_makes_besides_is_compared(monkeypatch: pytest.MonkeyPatch
 
 
 # --- parameters in host memory: the host copy stands for them while no counter moved and nobody holds the storage
-
-
-def _fill(storage: torch.UntypedStorage, number: int) -> None:
-    """Fill a storage as an extension does that is given it: past torch functions, and with a counter of its own."""
-    with torch._C.DisableTorchFunction():
-        torch.empty(0, device=storage.device).set_(storage).fill_(number)
-
-
-def storage_written_between_uses(loop: Plain) -> list[Tensor]:
-    model, optimizer = loop.model(mlp), loop.optimizer()
-    layers = linears(model)
-    seen: list[Tensor] = []
-    held: torch.UntypedStorage | None = None
-    for number in range(4):
-        with loop.step():
-            held = layers[0].weight.untyped_storage() if number == 1 else held
-            model(loop.batch(number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for _ in range(2):  # the first sends it away, and has it back with what the host has
-            torch.stack([layer.weight for layer in layers[2:]])
-            seen.append(layers[0].weight.detach().clone())
-            if held is not None:
-                _fill(held, number)
-        torch.stack([layer.weight for layer in layers[2:]])
-    return [*seen, layers[0].weight.detach().clone()]
-
-
-class SmallWindow(Swapped):
-    """A window for four of the six weights."""
-
-    def opened(self) -> cm.SwapSession:
-        session = super().opened()
-        swap = session._model_swap._parameters
-        assert swap is not None
-        swap.window.limit_bytes = 40 * KIB
-        return session
 
 
 # --- optimizer state at rest

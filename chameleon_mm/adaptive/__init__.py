@@ -5,7 +5,6 @@ from __future__ import annotations
 from chameleon_mm.adaptive.adaptation import Adaptation
 from chameleon_mm.adaptive.agreement import plan_digests
 from chameleon_mm.adaptive.link_rates import link_cost_for
-from chameleon_mm.adaptive.plan_phase import PlanPhase
 from chameleon_mm.adaptive.plan_steps import plan_steps
 
-__all__ = ["Adaptation", "PlanPhase", "link_cost_for", "plan_digests", "plan_steps"]
+__all__ = ["Adaptation", "link_cost_for", "plan_digests", "plan_steps"]

@@ -10,6 +10,9 @@ from operator import or_
 from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes
 
+RECENT_STEPS = 16
+"""Steps that must do with less memory before plans count on less: one in so many may well take more again, as an evaluation."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraMemory:

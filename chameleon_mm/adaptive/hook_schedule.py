@@ -49,7 +49,7 @@ _COLUMN = {RECLAIM: 0, RECLAIM_IN_PART: 0, OUT: 1, BACK: 2}
 class HookSchedule:
     """A plan by hook, for any number of steps, which do not change it."""
 
-    __slots__ = ("_due", "_hooks", "allocated_bytes", "growth", "held", "held_actions", "plan", "storage_actions")
+    __slots__ = ("_due", "_hooks", "allocated_bytes", "backs", "growth", "held", "held_actions", "plan", "storage_actions")
 
     def __init__(
         self,
@@ -70,6 +70,8 @@ class HookSchedule:
         """(ticks,) most bytes allocated during each tick."""
         self.growth = growth
         """Bytes, by hook, that allocation grows at most from when its reclaims are done until the next check of memory."""
+        self.backs = frozenset((action.in_at, action.tensor) for action in plan.swaps)
+        """Hooks at which memory is taken for copies back, each with the storage's number."""
         self.storage_actions = storage_actions
         """Action of each storage, by the hook that saves it for the first time; of other storages nothing is known."""
         self._hooks, self._due = list(due), list(due.values())
@@ -126,7 +128,8 @@ def _memory_of_recomputations(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s,
     moves = rewritten.moves_of(plan.swaps)
     memory = PlannedMemory(rewritten.trace, memory_curve(rewritten.trace), rewritten.hook_of)
     allocated = memory.allocated(moves)
-    growth = memory.growth_until_next_check(moves, allocated)
+    drop_at = [int(rewritten.hook_of[action.reclaim_at]) for action in plan.recomputed]
+    growth = memory.growth_until_next_check(moves, allocated, drop_at)
     return rewritten.by_tick(allocated), growth[rewritten.hook_of]
 
 

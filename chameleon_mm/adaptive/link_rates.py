@@ -19,7 +19,7 @@ from chameleon_mm.policy import LinkCost
 from chameleon_mm.policy.link_cost import FASTEST_GBPS, SLOWEST_GBPS
 from chameleon_mm.saved.timed_spans import CopySpan
 from chameleon_mm.trace.trace import Float64s
-from chameleon_mm.transfer import CalibrationCache
+from chameleon_mm.transfer import kept
 
 UNMEASURED_LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
 """Rates published for an H200 on PCIe 5: used until copies were timed, which the first steps do."""
@@ -38,11 +38,12 @@ _FEW = 9
 
 
 def link_cost_for(device: Device) -> LinkCost:
-    """Link as it was measured on this machine and cached; else as a datasheet has it, until copies of ours were timed."""
-    cached = CalibrationCache().load(device)
-    if cached is None or not (_is_rate(cached.d2h_gbps) and _is_rate(cached.h2d_gbps)):
+    """Link as it was measured on this machine and kept; else as a datasheet has it, until copies of ours were timed."""
+    values = kept(device, "link") or {}
+    rates = [rate for name in ("d2h_gbps", "h2d_gbps", "duplex_gbps") if isinstance(rate := values.get(name), float)]
+    if len(rates) < 3 or not all(map(_is_rate, rates[:2])):
         return UNMEASURED_LINK
-    return _link(UNMEASURED_LINK, cached.d2h_gbps, cached.h2d_gbps, cached.duplex_gbps)
+    return _link(UNMEASURED_LINK, *rates)
 
 
 def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:

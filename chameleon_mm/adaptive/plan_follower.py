@@ -2,15 +2,13 @@
 
     executor.director = PlanFollower(adaptation)    # from the next step on (`plan_steps.py`)
 
-A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged: its hooks are matched by
-features with those of the last one that it agreed with. What is found there goes by that plan, what is not falls to the default
-rule, and memory is checked as if there were no plan: a wrong plan costs time, never correctness or the budget. The methods, and
-the order in which they are called: `executor/director.py`.
+A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged: from there on it goes by
+the default rule, and memory is checked as if there were no plan: a wrong plan costs time, never correctness or the budget. The
+methods, and the order in which they are called: `executor/director.py`.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -20,10 +18,10 @@ from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps, recom
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.hook_schedule import BEHIND_ALL, NO_ACTIONS, HookSchedule, ScheduleCursor
-from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.adaptive.step_memory import StepMemory
+from chameleon_mm.adaptive.structure import MOST_VARIABLES
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, ON_SAVE, Director, HookActions
@@ -40,9 +38,6 @@ from chameleon_mm.saved.timed_spans import StepKind
 
 _NONE = -1
 
-PREDICTIONS = 4
-"""Number of times in a step that sizes which were not known yet may make it another one than predicted."""
-
 
 class PlanFollower(Director):
     """Follows the plan of the cached step that the running one agrees with. `adaptation` says which step is expected, makes
@@ -51,10 +46,10 @@ class PlanFollower(Director):
     plans = True  # so that the executor tells it of every hook
 
     __slots__ = (
-        "_budget", "_cached_hooks", "_checked_at", "_cursor", "_diverged", "_due", "_entry", "_epoch", "_first_bytes",
-        "_first_saves", "_growth_bytes", "_had_plan", "_last_entry", "_matcher", "_may_recompute", "_memory", "_plan_forecast",
-        "_planned", "_predicted", "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps", "_storages",
-        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light",
+        "_budget", "_checked_at", "_cursor", "_diverged", "_due", "_entry", "_epoch", "_first_bytes", "_first_saves",
+        "_growth_bytes", "_had_plan", "_last_entry", "_may_recompute", "_memory", "_plan_forecast", "_planned", "_predicted",
+        "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps", "_storages", "_trace_forecast", "adaptation",
+        "at_rest_until", "followed", "light",
     )  # fmt: skip
 
     def __init__(self, adaptation: Adaptation) -> None:
@@ -87,11 +82,8 @@ class PlanFollower(Director):
         self._forget_step()
         self._epoch, self._budget = epoch, budget
         self._steps, self._recorder = self.adaptation.steps, recorder
-        if self.adaptation.fallback.by_rule:
-            self._diverged = True
-        else:
-            self._follow(self.adaptation.steps.current, budget)
-            self._may_recompute = any(map(recomputes, self.adaptation.steps.entries()))
+        self._follow(self.adaptation.steps.current, budget)
+        self._may_recompute = any(map(recomputes, self.adaptation.steps.entries()))
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
@@ -130,8 +122,6 @@ class PlanFollower(Director):
         self._predicted: list[int] = []
         """Fingerprints of the steps that this one was taken for because of its sizes."""
         self._diverged = False
-        self._cached_hooks = array("i")
-        """Number of the cached step's hook, by hook of this step from its divergence on: until then they are equal."""
         self.at_rest_until = 0
         self._reached = _NONE
         """The furthest of the cached step's hooks so far."""
@@ -143,7 +133,6 @@ class PlanFollower(Director):
         """The trial whose plan this step follows, or did."""
         self._schedule: HookSchedule | None = None
         self._may_recompute = False
-        self._matcher: Matcher | None = None
         self._cursor: ScheduleCursor | None = None
         self._due = NO_ACTIONS
         self._first_bytes = 0
@@ -175,10 +164,11 @@ class PlanFollower(Director):
             if first and saved is not None and saved.part is None and saved.device is not None:
                 saved.note_traced(self._recorder.add_claim(saved.device))
             self._recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
-        cached_hook = self._locate(hook, None, expected=expected)
+        self._locate(hook, expected=expected)
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
-            action = None if self._schedule is None else self._schedule.storage_actions.get(cached_hook)
+            schedule = None if self._diverged else self._schedule
+            action = None if schedule is None else schedule.storage_actions.get(hook)
             saved.assign(action)
             if action is not None:
                 self._storages[action.tensor] = saved
@@ -196,7 +186,7 @@ class PlanFollower(Director):
         if self._recorder is not None:
             self._recorder.all_sendable(over.traced for over in finished)
             self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
-        self._locate(hook, save, expected=expected)
+        self._locate(hook, expected=expected)
 
     def saves_at_rest(self, t: Tensor) -> int:
         hook, cursor = self.light.num_hooks, self._cursor
@@ -204,7 +194,7 @@ class PlanFollower(Director):
         if not (is_first or hook < self.at_rest_until) or not self.light.save_agrees(t):
             return ON_SAVE
         if is_first:
-            self._locate(hook, None, expected=True)
+            self._locate(hook, expected=True)
         return hook
 
     def uses_at_rest(self, saved_at: tuple[int, int]) -> bool:
@@ -224,33 +214,28 @@ class PlanFollower(Director):
 
     # --- which hook of the cached step it is
 
-    def _locate(self, hook: int, save: int | None, *, expected: bool) -> int:
-        """Find the cached step's hook that this hook is, and collect what is due up to it.
-
-        `expected`: it has the feature that the followed step has here. `save`: the hook of this step that saved what is used;
-        None: this is a save itself.
-        """
+    def _locate(self, hook: int, *, expected: bool) -> None:
+        """Find out whether this hook is the cached step's, and collect what is due up to it. `expected`: it has the feature
+        that the followed step has here."""
         assert self._steps is not None and self._budget is not None
         if not self._diverged and (not expected or hook == 0 or self._recorder is not None):
             self._follow_or_diverge(self._steps, self._budget, hook)
-        cached_hook = hook
         if self._diverged:
-            cached_hook = self._matched(hook, save)
-            self._cached_hooks.append(cached_hook)
-        elif self._schedule is not None and self._planned is not None and self._budget.forecast.follows_plan:
+            return
+        if self._schedule is not None and self._planned is not None and self._budget.forecast.follows_plan:
+            self._plan_forecast.hook = hook
             self._plan_forecast.growth_bytes = self._schedule.growth[hook] + self._planned.margin_bytes
         else:
             self._trace_forecast.hook = hook
-        if cached_hook > self._reached:
-            self._reached = cached_hook
+        if hook > self._reached:
+            self._reached = hook
             if self._cursor is not None:
                 self._had_plan = True
-                due = self._cursor.advance_to(cached_hook) if cached_hook >= self._cursor.next_hook else None
+                due = self._cursor.advance_to(hook) if hook >= self._cursor.next_hook else None
                 if due is not None:  # what the step missed before it turned out to be this one comes first
                     self._due = due if self._due is NO_ACTIONS else self._due.with_later(due)
-        if not self._diverged and self._recorder is None:
+        if self._recorder is None:
             self.at_rest_until = BEHIND_ALL if self._cursor is None else self._cursor.next_hook
-        return cached_hook
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
         if steps.follow(hook, self.light.feature) or self._predict(steps, hook):
@@ -266,17 +251,15 @@ class PlanFollower(Director):
                 self._recorder.stop()  # whatever it turns out to be needs no trace
                 self._recorder, self._recorded_hooks = None, hook + 1
         else:
-            self._diverge(budget, hook)
+            self._diverge(budget)
 
-    def _diverge(self, budget: Budget, hook: int) -> None:
+    def _diverge(self, budget: Budget) -> None:
         self._diverged, self.at_rest_until = True, 0
         budget.forecast = budget.highest_forecast
-        if self._matcher is not None:
-            self._matcher.begin_step(hook)
 
     def _predict(self, steps: Steps, hook: int) -> bool:
         """Take the step for one that those recorded tell of: the same but for its sizes."""
-        if len(self._predicted) >= PREDICTIONS:
+        if len(self._predicted) >= MOST_VARIABLES:  # one for each that a step may show
             return False
         predicted = self.adaptation.predict(self.light.beginning)
         if predicted is None:
@@ -307,20 +290,9 @@ class PlanFollower(Director):
         if planned is None or self._diverged or budget is None or hook <= since:
             return
         until = planned.allocated_until
-        more_bytes = growth_bytes - until[hook] + (until[since] if since >= 0 else 0)  # as `allocated_between`
+        more_bytes = growth_bytes - until[hook] + (until[since] if since >= 0 else 0)
         if more_bytes and self._memory.differs(more_bytes, since, hook, planned, self._schedule, budget):
             budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is not enough
-
-    def _matched(self, hook: int, save: int | None) -> int:
-        if self._matcher is None:
-            return _NONE
-        if save is None:
-            found = self._matcher.match(self.light.feature)
-        else:
-            agreed = hook - len(self._cached_hooks)
-            cached_save = _NONE if save < 0 else save if save < agreed else self._cached_hooks[save - agreed]
-            found = self._matcher.match_use(None if cached_save == _NONE else cached_save)
-        return _NONE if found is None else found
 
     def _follow(self, entry: StepEntry | None, budget: Budget) -> None:
         """Follow `entry` from now on, with which the hooks of the step agree so far."""
@@ -333,7 +305,6 @@ class PlanFollower(Director):
         self._schedule = None if self.followed is None else self.followed.schedule
         if planned is not None and self.recompute is not None:
             self.recompute.is_on_trial = not planned.is_decided
-        self._matcher = None if planned is None or self.followed is None else planned.matcher
         self._cursor = None if self._schedule is None else self._schedule.begin_step()
         self._storages = {}
         self._memory = StepMemory()
@@ -342,7 +313,7 @@ class PlanFollower(Director):
         self._due = missed or NO_ACTIONS
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
-            budget.forecast = self._plan_forecast
+            budget.forecast, self._plan_forecast.backs = self._plan_forecast, self._schedule.backs
         elif planned is not None and self._predicted:  # of a size like no step before
             self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
             budget.forecast = self._trace_forecast
@@ -365,7 +336,7 @@ class PlanFollower(Director):
         tensor = planned.trace.hook_tensor[hook]
         if tensor >= 0 and planned.trace.tensor_bytes[tensor] != saved.nbytes:
             structure.note_misprediction()
-            self._diverge(self._budget, hook + 1)
+            self._diverge(self._budget)
             self._steps.forget(planned.record.fingerprint)
 
     # --- what is due
@@ -391,4 +362,4 @@ class PlanFollower(Director):
                     to_drop.append(saved)
         to_reclaim = [(storages[a.tensor], a.nbytes, a.again) for a in reclaims if a.tensor in storages] if reclaims else ()
         prefetches = [storages[a.tensor] for a in ins if a.tensor in storages] if ins else ()
-        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims), prefetches=prefetches, drops=to_drop)
+        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims or drops), prefetches=prefetches, drops=to_drop)

@@ -16,16 +16,12 @@ import dataclasses
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
-from chameleon_mm.adaptive.budgets import Budgets
-from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.extra_memory import RECENT_STEPS, ExtraMemory
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
-from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.structure import Structure
 from chameleon_mm.executor.recompute_plan import RecomputePlan
@@ -41,36 +37,22 @@ from chameleon_mm.trace.trace import Int64s
 from chameleon_mm.units import allocated_size
 
 SAMPLES = 2
-"""Steps under a plan before it is judged."""
+"""Steps under a plan before it is judged: of one alone nobody could tell what was an accident."""
 
 MOST_PLANS = 6
-"""Plans for one step, in all: after that the best of them stays."""
+"""Plans for one step, in all: after that the best of them stays. Trying them all takes a dozen steps."""
 
 WORTH_A_PLAN = 0.01
-"""Share of the step that it must have stalled beyond the prediction before another plan is made."""
-
-RECENT_STEPS = 16
-"""Steps that must do with less memory before plans count on less: one in so many may well take more again."""
+"""Share of the step that it must have stalled beyond the prediction before another plan is made: half of that by which plans on
+trial may differ as simulated."""
 
 
 LINK_OFF = 0.1
-"""Share by which a measured rate of the link must have moved before plans are made for the new one."""
+"""Share by which a measured rate of the link must have moved before plans are made for the new one. At nearly twice the rate
+that it was made for a plan takes 15 to 20 % longer than it need (docs/policy.md), so what is left at this is some 2 %."""
 
 
 _NO_EXTRA = ExtraMemory()
-
-OTHER_BUDGETS = 4
-"""Pairs of budgets other than the one of now whose plans a step keeps."""
-
-
-class _Plans(NamedTuple):
-    """Plans for one pair of budgets and what steps under them have taught: see the attributes of `PlannedStep`."""
-
-    trials: list[PlanTrial]
-    lead_us: dict[int, float]
-    lag_us: dict[int, float]
-    nothing_better: bool
-    link: LinkCost | None
 
 
 class PlannedStep:
@@ -112,21 +94,17 @@ class PlannedStep:
         """Number of latest steps whose `unused` was that of the step before."""
         self.reset_for(ExtraMemory())
 
-    @cached_property
-    def matcher(self) -> Matcher:
-        return Matcher(self.record)
-
     def reset_for(self, extra: ExtraMemory) -> None:
         """Plan from now on for a step that takes that much more memory than was recorded. Forgets the plans made before."""
         self.extra = extra
         self.trace = with_extra(extra.added_to(self._recorded), self.margin_bytes)
         self._curve: Int64s | None = None
         """Bytes allocated during each tick of `trace`, once somebody asked."""
-        self._aside: dict[Budgets, _Plans] = {}
-        """Plans for other budgets, the latest last."""
-        self._forget_plans()
+        self.forget_plans()
 
-    def _forget_plans(self) -> None:
+    def forget_plans(self) -> None:
+        """Forget the plans, and what steps under them have taught: budgets are others from now on."""
+        self._same_unused = 0  # other budgets leave other bytes to spare
         self.trials: list[PlanTrial] = []
         self.lead_us: dict[int, float] = {}
         """How much earlier than predicted each storage's copy back is to be done, by storage."""
@@ -140,25 +118,6 @@ class PlannedStep:
         self._recorded = with_times(self._recorded, self.slowdown)
         self.reset_for(self.extra)
 
-    # --- other budgets
-
-    def has_plans_for(self, budgets: Budgets) -> bool:
-        """Whether plans that were made for these budgets are kept, beside those for the ones of now."""
-        aside = self._aside.get(budgets)
-        return aside is not None and bool(aside.trials)
-
-    def change_budget(self, before: Budgets, now: Budgets) -> None:
-        """Set the plans for the budgets `before` aside, and go on with those for `now`, if there are any."""
-        self._same_unused = 0  # other budgets leave other bytes to spare
-        self._aside[before] = _Plans(self.trials, self.lead_us, self.lag_us, self._nothing_better, self.link)
-        kept = self._aside.pop(now, None)
-        while len(self._aside) > OTHER_BUDGETS:
-            del self._aside[next(iter(self._aside))]
-        if kept is None:
-            self._forget_plans()
-        else:
-            self.trials, self.lead_us, self.lag_us, self._nothing_better, self.link = kept
-
     # --- what may be recomputed
 
     def has_new_refusals(self) -> bool:
@@ -166,7 +125,6 @@ class PlannedStep:
         known, self._planned_without = self._planned_without, len(self.refused)
         if known == self._planned_without:
             return False
-        self._aside.clear()
         if all(trial.recompute is None for trial in self.trials):
             return False
         self.reset_for(self.extra)
@@ -303,12 +261,6 @@ class PlannedStep:
 
     # --- memory that no hook tells of
 
-    def allocated_between(self, hook: int, later: int) -> int:
-        """Bytes that the step allocates between two hooks, freed ones included. -1: its beginning; one past the last hook: its
-        end."""
-        until = self.allocated_until
-        return until[later] - (until[hook] if hook >= 0 else 0)
-
     def growth_after(self, hook: int, checks: int) -> int:
         """Bytes that allocation grows at most from a hook until so many checks of memory behind the next one, if nothing moves
         meanwhile. -1: from the step's beginning. Memory is checked where something is saved or used that may move."""
@@ -327,7 +279,8 @@ class PlannedStep:
             self.margin_bytes = max(self.margin_bytes, self.predicted_by.note_growth(more_bytes))
 
     def ticks_between(self, hook: int, later: int) -> slice:
-        """Ticks of the operators between two hooks, as above; where there are none, the first hook's own."""
+        """Ticks of the operators between two hooks; where there are none, the first hook's own. -1: the step's beginning; one
+        past the last hook: its end."""
         begin, end = self._by_hook[hook] + 1 if hook >= 0 else 0, self._by_hook[later]
         return slice(begin, end) if begin < end else slice(max(0, end - 1), max(1, end))
 
@@ -345,19 +298,17 @@ class PlannedStep:
         inside itself than the most that the latest steps allocated there: more was the recorded step's alone, as when kernels
         were tried out. Returns whether the difference exceeds `spare_bytes`; then the trace is corrected and its plans are
         forgotten."""
-        if self._unused and self._unused[-1] == unused:
-            self._same_unused += 1
-        else:
-            self._same_unused = 0
+        self._same_unused = self._same_unused + 1 if self._unused and self._unused[-1] == unused else 0
         self._unused.append(unused)
         # Once more the same as the latest: what was found then holds.
         if len(self._unused) < RECENT_STEPS or self._same_unused > RECENT_STEPS:
             return False
-        recorded = self._recorded
+        recorded, until = self._recorded, self.allocated_until
         inner_bytes = recorded.op_inner_bytes.copy()
-        for between in unused:
-            most_bytes = self.allocated_between(*between) - min(step.get(between, 0) for step in self._unused)
-            ticks = self.ticks_between(*between)
+        for since, later in unused:
+            allocated = until[later] - (until[since] if since >= 0 else 0)
+            most_bytes = allocated - min(step.get((since, later), 0) for step in self._unused)
+            ticks = self.ticks_between(since, later)
             ops = slice(*np.searchsorted(recorded.op_tick, (ticks.start, ticks.stop)).tolist())
             inner_bytes[ops] = np.minimum(inner_bytes[ops], most_bytes)
         if int((recorded.op_inner_bytes - inner_bytes).max(initial=0)) <= spare_bytes:
@@ -365,7 +316,6 @@ class PlannedStep:
         self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes)
         self.allocated_until = self._cumulative()
         self._unused.clear()
-        self._same_unused = 0
         self.reset_for(self.extra)
         return True
 

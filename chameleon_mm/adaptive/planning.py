@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from chameleon_mm.adaptive.budgets import Budgets
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
@@ -13,7 +13,8 @@ from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
 _log = logging.getLogger(__name__)
 
 TRIAL_PLANS = 2
-"""Plans that are tried for one step, where their simulated times are close."""
+"""Plans that are tried for one step, where their simulated times are close. Of a mixture of experts the second was up to 8 %
+faster than the one that was foreseen to be."""
 
 DRAFTS = 1000
 """Tentative plans that the planner evaluates for a step with few candidates: a fifth of a second between two steps, once."""
@@ -26,7 +27,14 @@ SLACK_BLOCKS = 4
 """Blocks, at a step's peak, for which plans leave room to be larger than asked for, each by `block_slack_bytes`."""
 
 SLACK_PART = 32
-"""A plan leaves at most one part in this many of the budget free for the slack of blocks."""
+"""A plan leaves at most one part in this many of the budget free for the slack of blocks, which matters below 128 MiB alone."""
+
+
+class Budgets(NamedTuple):
+    """Bytes that a plan may take."""
+
+    hbm_bytes: int
+    host_bytes: int
 
 
 class Planning:
@@ -73,7 +81,7 @@ class Planning:
     def plans_within(
         self, budgets: Budgets, planned_steps: Iterable[PlannedStep], link: LinkCost, *, before: Budgets
     ) -> dict[int, list[SwapPlan]]:
-        """Plans of these steps within other budgets than those of `before`, by the `id` of each step that keeps none already.
+        """Plans of these steps within other budgets than those of `before`, by the `id` of each step.
 
         Raises `InfeasibleBudget` where a step that has a plan now would have none; of several the one that asks for the most,
         so that what it names is enough for all.
@@ -81,8 +89,6 @@ class Planning:
         made = dict[int, list[SwapPlan]]()
         refusals = list[InfeasibleBudget]()
         for planned in planned_steps:
-            if planned.has_plans_for(budgets):
-                continue
             at_most = TRIAL_PLANS if planned.predicted_by is None else 1
             try:
                 made[id(planned)] = self.plans_for(planned, budgets, link, at_most=at_most)

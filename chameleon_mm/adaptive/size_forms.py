@@ -27,7 +27,8 @@ Sizes = tuple[int, ...]
 """Values of one size, one for each step."""
 
 _FACTORS = 8
-"""Number of factors at most of which products are looked for."""
+"""Number of factors at most of which products are looked for: twice the variables that a structure may have. Of these and as
+many shifted ones there are 136 products of two, all tried for each size that differs."""
 _SHIFTS = (-1, 1)
 """Shifts of a variable that are looked for in products: the tokens behind the first one, one more for the whole text."""
 

@@ -60,7 +60,6 @@ class StepCache(Generic[_Plan]):
         if capacity < 1:
             raise ValueError(f"StepCache: expected a capacity of 1 or more, got {capacity}; without a plan there is no need")
         self.capacity = capacity
-        self.hits = 0
         self._entries: OrderedDict[int, CachedStep[_Plan]] = OrderedDict()
         """Cached steps by fingerprint, the least recently used first."""
         self._followed_by: dict[_Context, tuple[int, bool]] = {}
@@ -73,17 +72,6 @@ class StepCache(Generic[_Plan]):
         self._current: CachedStep[_Plan] | None = None
         self._agreed = 0
         self._diverged = False
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, fingerprint: int) -> _Plan | None:
-        """Plan of the step with this fingerprint; counts as a use of it."""
-        entry = self._entries.get(fingerprint)
-        if entry is None:
-            return None
-        self._entries.move_to_end(fingerprint)
-        return entry.plan
 
     def put(self, record: StepRecord, plan: _Plan) -> None:
         """Put in `plan` for steps like `record`, in place of an earlier one for them."""
@@ -142,16 +130,6 @@ class StepCache(Generic[_Plan]):
         """The cached step that the running one agrees with; after a divergence the last one that it agreed with."""
         return self._current
 
-    @property
-    def agreed(self) -> int:
-        """Number of first hooks of the running step that are those of `current`, as far as was told."""
-        return self._agreed
-
-    @property
-    def diverged(self) -> bool:
-        """Whether some hook was of no cached step that agreed until then."""
-        return self._diverged
-
     def entries(self) -> tuple[CachedStep[_Plan], ...]:
         """All cached steps, the least recently used first."""
         return tuple(self._entries.values())
@@ -176,7 +154,6 @@ class StepCache(Generic[_Plan]):
             entry = None
         if entry is not None:
             self._entries.move_to_end(record.fingerprint)
-            self.hits += 1
         self._learn(record.fingerprint)
         return entry
 
@@ -205,21 +182,19 @@ class StepCache(Generic[_Plan]):
         goes_on = self._before[-1:] == (fingerprint,)
         # Shorter runs are contexts of two steps; one that goes on is worth keeping where one as long ended before.
         if self._run >= _SHORTEST_RUN and (not goes_on or self._run_so_far in self._runs_ended):
-            self._note(self._runs_ended, self._run_so_far, fingerprint, once_is_enough=False)
+            self._note(self._runs_ended, self._run_so_far, fingerprint, sure=False)
         for context in _contexts(self._before):
-            self._note(self._followed_by, context, fingerprint, once_is_enough=True)
+            self._note(self._followed_by, context, fingerprint, sure=True)
         self._run = self._run + 1 if goes_on else 1
         self._before = (*self._before, fingerprint)[-2:]
 
-    def _note(
-        self, followed_by: dict[_Context, tuple[int, bool]], context: _Context, fingerprint: int, *, once_is_enough: bool
-    ) -> None:
-        # As processors predict branches: what held until now has to fail twice. One evaluation step is no new habit.
-        follower, sure = followed_by.pop(context, (None, once_is_enough))
-        holds = follower == fingerprint
-        if follower is None:
+    def _note(self, followed_by: dict[_Context, tuple[int, bool]], context: _Context, fingerprint: int, *, sure: bool) -> None:
+        """`sure`: whether once is enough."""
+        if context not in followed_by:
             followed_by[context] = (fingerprint, sure)
-        else:
+        else:  # as processors predict branches: what held until now has to fail twice. One evaluation step is no new habit
+            follower, sure = followed_by.pop(context)
+            holds = follower == fingerprint
             followed_by[context] = (follower, holds) if holds or sure else (fingerprint, False)
         while len(followed_by) > CONTEXTS_PER_STEP * self.capacity:
             del followed_by[next(iter(followed_by))]

@@ -24,7 +24,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.extra_memory import RECENT_STEPS, ExtraMemory
 from chameleon_mm.adaptive.size_forms import Form, SizeColumn, SizeForms
 from chameleon_mm.profiler.light import FIXED_STORAGE
 from chameleon_mm.profiler.step_record import Feature, StepRecord, feature_hash, outline, resized, save_parts, sizes_of
@@ -34,26 +34,26 @@ from chameleon_mm.trace.trace import Bools, Float64s, Int64s
 from chameleon_mm.units import allocated_size
 
 STRUCTURES = 16
-"""Structures that are kept, the latest used."""
+"""Structures that are kept, the latest used: each has the traces of `RECORDED` steps at most, some MiB each."""
 
 RECORDED = 6
-"""Steps of one structure that are recorded, at most."""
+"""Steps of one structure that are recorded, at most: a mixture of experts and rows with lengths want two to four."""
 
 _ALIGNED = ("op_phase", "op_tick", "read_offsets", "write_offsets", "hook_tick", "hook_use")
 """Columns in which traces of one structure agree, beside the operators' names and storages."""
 
 MOST_VARIABLES = 4
-"""Sizes of a structure that may change apart from each other. Of more, those that the first save does not tell are open."""
+"""Sizes of a structure that may change apart from each other: rows, a length or two, a padded one. Of more, those that the
+first save does not tell are open."""
 
 OPEN_MARGIN = 2
 """Part of what is left free where sizes are open: so many times the most by which recordings of one storage differ, or by which
-a step took more than was planned."""
-
-_RECENT = 16
-"""Number of steps whose extra memory and times are planned for in others of the structure."""
+a step took more than was planned. With one, a step that is as far beyond the largest recording as that is beyond the smallest
+would pass the budget."""
 
 TIMES_OFF = 0.05
-"""Relative error of operator times above which they are corrected: a recorded step loads kernels, and takes longer."""
+"""Relative error of operator times above which they are corrected: a recorded step loads kernels, and takes longer. Times that
+are wrong by a factor of five cost 3 % of a step at most in the end (`tests/test_plan_feedback.py`)."""
 
 
 class _Recorded(NamedTuple):
@@ -81,7 +81,7 @@ class Structure:
         """Whether some sizes hang on what nothing at the beginning of a step tells."""
         self._most_growth_bytes = 0
         """The most bytes that a step with open sizes allocated between two hooks beyond what was planned."""
-        self._extra: deque[ExtraMemory] = deque(maxlen=_RECENT)
+        self._extra: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._slowdowns: dict[int, deque[float]] = {}
 
     @property
@@ -276,7 +276,7 @@ class Structure:
     def note_slowdown(self, trace: Trace, slowdown: float) -> None:
         """Note that operators of a step with this trace, which was predicted, took that much longer than it says."""
         work_bytes = _work_bytes(trace, trace.tensor_bytes)
-        known = self._slowdowns.setdefault(_octave(work_bytes), deque(maxlen=_RECENT))
+        known = self._slowdowns.setdefault(_octave(work_bytes), deque(maxlen=RECENT_STEPS))
         known.append(slowdown * self._slowdown(work_bytes))
 
     def _slowdown(self, work_bytes: int) -> float:

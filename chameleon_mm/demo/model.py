@@ -9,7 +9,6 @@ logits = head(norm(x))                        # 256 of them: the vocabulary is t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -40,8 +39,6 @@ class GPTConfig:
                 raise ValueError(f"{name}: expected 1 or more, got {value}")
         if self.width % self.heads:
             raise ValueError(f"width: expected a multiple of heads ({self.heads}), got {self.width}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout: expected 0 <= dropout < 1, got {self.dropout}")
 
 
 class Attention(nn.Module):
@@ -95,19 +92,9 @@ class GPT(nn.Module):
             self.norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
-        self._initialise()
-
-    def _initialise(self) -> None:
-        for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                continue
-            if parameter.dim() < 2:
-                nn.init.zeros_(parameter)
-                continue
-            # The projections that write to the residual stream shrink with the number of writers, so that the stream's
-            # variance does not grow with depth.
-            writes_residual = name.endswith(("out.weight", "down.weight"))
-            nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * self.config.layers) if writes_residual else 1.0))
+        for parameter in self.parameters():
+            if parameter.dim() > 1:  # torch's own draws for an embedding are too wide for a head of the same weight
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.dropout(self.tokens(ids) + self.positions[: ids.shape[1]])

@@ -28,7 +28,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,9 +43,6 @@ _log = logging.getLogger(__name__)
 
 REGISTRATION_LIMIT_BYTES = 512 * GIB
 """Size from which on one registration fails in the driver."""
-
-MAX_REGISTRATIONS = 65_000
-"""Registrations that we make in one process. The driver takes about 65,536; the rest is for others: CuPy, NCCL."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
@@ -116,14 +112,12 @@ class PageLocker:
         madvise: Madvise | None = None,
         prefer_pages: PreferPages | None = None,
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        max_registrations: int = MAX_REGISTRATIONS,
     ) -> None:
         self._calls = calls
         self._threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._madvise = madvise or _libc_madvise()
         self._prefer_pages = prefer_pages
         self._scope = scope
-        self._max_registrations = max_registrations
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a pool that the collector ends in here unpins on this very thread
         self._live: dict[int, _Pinned] = {}
@@ -133,8 +127,8 @@ class PageLocker:
         """A flat, page-aligned uint8 tensor of `nbytes` of page-locked memory. Its contents are not defined.
 
         It is one registration, and no other memory shares its pages: a copy inside of it never straddles two.
-        Raises `ValueError` for fewer than 1 byte; `HostMemoryExhausted` for more than the driver registers at once or in all,
-        before anything is done, and when neither way of pinning works; `DeviceUnavailable` in a forked child.
+        Raises `ValueError` for fewer than 1 byte; `HostMemoryExhausted` when neither way of pinning works; `DeviceUnavailable`
+        in a forked child.
         """
         if nbytes < 1:
             raise ValueError(f"pinned memory: expected 1 byte or more, got {nbytes}")
@@ -145,7 +139,6 @@ class PageLocker:
             )
         ways: list[Callable[[int], _Pinned]] = [self._driver_allocated]
         if self._calls.register is not None:
-            self._check_registration(nbytes)
             ways.insert(0, partial(self._registered, self._calls.register))
         reasons = []
         with self._scope():
@@ -190,20 +183,6 @@ class PageLocker:
                     str(error),
                 )
                 self._calls.clear_error()
-
-    def _check_registration(self, nbytes: int) -> None:
-        """Refuse what the driver would, before the pages are made: that takes a minute or more for this much."""
-        if nbytes >= REGISTRATION_LIMIT_BYTES:
-            raise HostMemoryExhausted(
-                f"pinned memory: expected less than {format_size(REGISTRATION_LIMIT_BYTES)}, the first size that the driver "
-                f"does not register at once, got {format_size(nbytes)} ({nbytes} bytes): ask for it in several allocations"
-            )
-        if len(self._registered_at) >= self._max_registrations:
-            raise HostMemoryExhausted(
-                f"pinned memory: expected fewer than {self._max_registrations} registrations, which is about what the driver "
-                f"takes, got {len(self._registered_at)} before this one of {format_size(nbytes)}: ask for fewer and larger "
-                f"ones (chunk_bytes), or give some back first"
-            )
 
     def _registered(self, register: Callable[[int, int], None], nbytes: int) -> _Pinned:
         unregister, held = self._calls.unregister, self._registered_at
@@ -303,12 +282,11 @@ def _libc_madvise() -> Madvise:
 
 
 def _available_text() -> str:
-    """Text of the bytes that the kernel says are available; "unknown" where it does not say: an error message must not raise
-    its own error."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return format_size(int(line.split()[1]) * 1024)
+    """Text of the bytes that are available; "unknown" where nothing says: an error message must not raise its own error."""
+    import psutil  # here: not every import of the library pays for it
+
+    with suppress(psutil.Error, OSError, RuntimeError):
+        return format_size(int(psutil.virtual_memory().available))
     return "unknown"
 
 

@@ -2,7 +2,7 @@
 
     ready = compute.record()              # an event: everything enqueued on `compute` so far
     d2h.wait(ready)                       # orders d2h after it, on the device; the host does not wait
-    d2h.copy(host, hbm)                                 # or many small ones: d2h.copy_batch([(host, hbm), ...])
+    d2h.copy(host, hbm)
     done = d2h.record()
     compute.wait(done); compute.free(hbm); del hbm      # the block is compute's again, in stream order
 
@@ -71,22 +71,12 @@ class Stream(Protocol):
         may write `src` meanwhile; what arrives is then undefined, and the caller knows not to use it. Raises `ValueError`
         for unequal sizes or other dtypes or layouts."""
 
-    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        """Enqueue many copies `(dst, src)`, each as `copy` takes it, as one call where the driver has one.
-
-        All go one way (device to host, host to device, or within the device). They are ordered after what this stream was
-        given before, and not among each other: no destination may share bytes with another end. Lifetimes and `speculative`
-        are as in `copy`. Raises `ValueError`, naming the pair by its index, before anything is enqueued.
-        """
-
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies each of `sources` to `dst` from its offset on; the other bytes of `dst` stay.
 
         All are flat uint8 buffers in device memory and share no bytes, but sources may with one another. Offsets are bytes:
-        those of `packed_offsets`, as they are or with some buffers left out, are what the kernel takes; others cost a copy for
-        each buffer. A batch of sizes that this stream packed before is recognised, and costs the host least. In this stream's
-        order, as an operator's work: the caller keeps the buffers as for `copy`. Raises `ValueError`, naming the buffer by its
-        index, before anything is enqueued.
+        those of `packed_offsets` make accesses wide. In this stream's order, as an operator's work: the caller keeps the
+        buffers as for `copy`. Raises `ValueError`, naming the buffer by its index, before anything is enqueued.
         """
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:

@@ -62,8 +62,8 @@ class Budget:
 
     __slots__ = (
         "_allocated", "_cumulative", "_cumulative_at_begin", "_device", "_limits", "_metrics", "_order", "_storages",
-        "_swap_outs", "_taken", "_unused", "forecast", "headroom", "highest_forecast", "learned_forecast", "lending",
-        "peak_at_begin_bytes", "peak_seen_bytes", "planned", "reclaim",
+        "_swap_outs", "_taken", "_unused", "forecast", "has_room_ahead", "headroom", "highest_forecast", "learned_forecast",
+        "lending", "peak_at_begin_bytes", "peak_seen_bytes", "planned", "reclaim",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +87,8 @@ class Budget:
         self.learned_forecast = LearnedForecast(self.headroom)
         self.highest_forecast = HighestForecast(self.headroom)
         self.forecast: Forecast = self.learned_forecast
+        self.has_room_ahead = True
+        """Whether what is allocated until the next check is known to fit, a plan's copies back included."""
         """How far the model's allocation will grow; another one for as long as a step follows a plan, or may be a new one."""
         self.peak_seen_bytes = 0
         """The most that was allocated at any check: a lower bound of the peak, for where the device's own says nothing."""
@@ -133,12 +135,13 @@ class Budget:
             metrics.memory.append((self._device.host_us, seen_bytes, metrics.pinned_units()))
         self.peak_seen_bytes = max(self.peak_seen_bytes, seen_bytes)
         # Never more than the budget as planned; what hooks do not see, as an input that is kept, may take what plans count on.
-        forecast = self.forecast  # a plan counts on what it reclaims and prefetches at that hook
-        ahead = forecast.growth_bytes if isinstance(forecast, PlanForecast) else forecast.growth()
+        # A plan counts on what it reclaims and prefetches at that hook. As `until_next_check`, without the call.
+        ahead = self.forecast.growth_bytes if isinstance(self.forecast, PlanForecast) else self.forecast.growth()
         if self.lending is not None:
             self.lending.set_limits(budget, ahead, allocated_bytes=self._allocated)
         if ahead is None or self._allocated + ahead > budget:
             self._make_room(0, ahead, exclude=())
+        self.has_room_ahead = self._allocated + (ahead or 0) <= budget
         return growth
 
     def allocated_bytes(self) -> int:
@@ -206,12 +209,16 @@ class Budget:
             self._taken += now.cumulative_bytes - before
             self._allocated = now.allocated_bytes
 
-    def make_room(self, nbytes: int, *, exclude: Collection[SavedStorage]) -> None:
+    def make_room(self, nbytes: int, *, exclude: Collection[SavedStorage], is_planned: bool = False) -> None:
         """Reclaim until `nbytes` and the growth until the next check fit, or nothing is left to reclaim; never `exclude`.
+        `is_planned`: a plan that the step follows has these bytes in its own growth.
 
         Raises `HostMemoryExhausted` where the budget is passed because the host takes no more, pinned or not.
         """
-        self._make_room(nbytes, self.forecast.growth(), exclude)
+        ahead = self.forecast.growth() if is_planned else self.forecast.until_next_check()
+        self._make_room(nbytes, ahead, exclude)
+        if not is_planned:
+            self.has_room_ahead = self._allocated + nbytes + (ahead or 0) <= self.hbm_budget_bytes
 
     def room_was_made(self, nbytes: int, *, exclude: Collection[SavedStorage]) -> bool:
         """Reclaim as `make_room` does, for something that need not be done. Returns whether `nbytes` fit now."""

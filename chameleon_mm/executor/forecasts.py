@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
 from chameleon_mm.policy import Headroom
 
@@ -22,6 +23,14 @@ class Forecast(ABC):
     @abstractmethod
     def growth(self, checks: int = 0) -> int | None:
         """The most that is allocated until the next check, or until any of the next `checks`; None: not known."""
+
+    def has(self, number: int) -> bool:
+        """Whether the copy back of the plan's storage of that number, at this hook, is in the growth."""
+        return False
+
+    def until_next_check(self) -> int | None:
+        """The most that is allocated until the next check, what a plan itself brings back included; None: not known."""
+        return self.growth()
 
 
 class LearnedForecast(Forecast):
@@ -68,13 +77,23 @@ class TraceForecast(Forecast):
 class PlanForecast(Forecast):
     """Forecast of a plan that has room for the model and for its own swap-ins."""
 
-    __slots__ = ("growth_bytes",)
+    __slots__ = ("backs", "growth_bytes", "hook")
 
     follows_plan = True
 
     def __init__(self) -> None:
         self.growth_bytes = 0
-        """Bytes that are allocated at most until the next check, by the plan's own prefetches too."""
+        """Bytes that are allocated at most until the next check, by the plan's own copies back too."""
+        self.hook = 0
+        """Number of the latest hook."""
+        self.backs: AbstractSet[tuple[int, int]] = frozenset()
+        """Hooks at which the plan takes memory for copies back, each with the storage's number."""
+
+    def has(self, number: int) -> bool:
+        return (self.hook, number) in self.backs
 
     def growth(self, checks: int = 0) -> int:
         return 0
+
+    def until_next_check(self) -> int:
+        return self.growth_bytes

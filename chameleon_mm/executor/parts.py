@@ -60,7 +60,7 @@ def assemble(
     """Parts of `executor`, which none of them keeps alive, for `device`."""
     streams = ComputeStreams(device)
     streams.current()
-    transfer = Transfer(device, batch_below_bytes=thresholds.batch_below_bytes)
+    transfer = Transfer(device)
     checksums = Checksums(device, pool)
     metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
     order, registry, claims = UseOrder(), StorageRegistry(), Claims()

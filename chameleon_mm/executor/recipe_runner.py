@@ -133,7 +133,7 @@ class RecipeRunner:
         """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
         storages = self._sources_of(recipe, compute, restore)
         needed = [exclude, *recipe.saved_sources]
-        self._budget.make_room(recipe.peak_bytes, exclude=needed)
+        self._budget.make_room(recipe.peak_bytes, exclude=needed, is_planned=True)
         with self._context.metrics.timing_recomputation(compute):
             return self._run(recipe, storages, compute, exclude=needed)
 

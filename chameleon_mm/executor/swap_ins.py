@@ -88,11 +88,12 @@ class SwapIns:
 
     def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
         """Queue the copies back that are due by plan."""
+        follows_plan = self._budget.forecast.follows_plan
         for saved in due:
             if not saved.may_be_prefetched:
                 continue
-            if not self._budget.forecast.follows_plan and not self._budget.room_for(saved.nbytes):
-                return
+            if not (self._budget.has_room_ahead if follows_plan else self._budget.room_for(saved.nbytes)):
+                return  # its use brings it back
             with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
                 self.prefetch(saved, compute)
 
@@ -117,7 +118,9 @@ class SwapIns:
         if saved.state is State.SWAPPING_OUT:
             saved.cancel_swap_out()
         if saved.state is State.ON_HOST:
-            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,))
+            # What the plan has on the device by now comes back beside all that it allocates until the next check.
+            is_planned = saved.planned is not None and self._budget.forecast.has(saved.planned.tensor)
+            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
         totals.uses_on_device += 1
@@ -127,9 +130,12 @@ class SwapIns:
         assert storage is not None
         return storage
 
-    def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage]) -> _Made:
-        """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that."""
-        self._budget.make_room(nbytes, exclude=exclude)
+    def _allocate(
+        self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage], is_planned: bool = False
+    ) -> _Made:
+        """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that. `is_planned`: as in
+        `Budget.make_room`."""
+        self._budget.make_room(nbytes, exclude=exclude, is_planned=is_planned)
         return self._budget.allocate(nbytes, allocate, exclude=exclude)
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:

@@ -163,7 +163,7 @@ class SwapOuts:
             return
         if saved.nbytes < self._rule.min_bytes:
             return
-        if alone or self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
+        if alone or self._thresholds.path(saved.nbytes) is Path.DIRECT:
             self.swap_out_alone(saved)
         else:  # also where STAY is advised: the rule was told to move it
             self._small.append(saved)

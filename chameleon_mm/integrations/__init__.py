@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 _MODULES = ("accelerate", "lightning", "transformers", "trl")
 
@@ -19,6 +20,18 @@ def __getattr__(name: str) -> ModuleType:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def load_framework(name: str) -> Any:
+    """The package `name`, which is the name of our extra, too. Raises `ImportError` where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(
+            f"{__name__}.{name}: expected {name} to be installed, found none; pip install 'chameleon-mm[{name}]'", name=name
+        ) from error
 
 
 def __dir__() -> list[str]:

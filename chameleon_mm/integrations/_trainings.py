@@ -32,7 +32,10 @@ class Trainings:
         """`what`: the name of the callback, for errors. Raises `TypeError` and `ValueError` for arguments that `SwapSession`
         will not take."""
         check_type("optimizer_state", optimizer_state, bool, "True or False", "pass one of the two")
-        _check_session_args(what, session_args)
+        check_keywords(what, session_args, SwapSession, but=("model", "optimizer"))
+        for name, value in session_args.items():
+            if name in ("hbm_budget", "host_budget", "min_bytes") and value is not None:
+                parse_size(value, what=name)
         self._what = what
         self._session_args = session_args
         self._optimizer_state = optimizer_state
@@ -92,10 +95,3 @@ class Trainings:
         self._key = None
         if self._attachment is not None:
             self._attachment.detach()
-
-
-def _check_session_args(what: str, session_args: dict[str, Any]) -> None:
-    check_keywords(what, session_args, SwapSession, but=("model", "optimizer"))
-    for name, value in session_args.items():
-        if name in ("hbm_budget", "host_budget", "min_bytes") and value is not None:
-            parse_size(value, what=name)

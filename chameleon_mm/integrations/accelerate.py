@@ -17,10 +17,9 @@ from torch import nn
 from chameleon_mm.arguments import check_type
 from chameleon_mm.attach import Attachment
 from chameleon_mm.attach import attach as attach_model
-from chameleon_mm.integrations._framework import Framework
+from chameleon_mm.integrations import load_framework
 
-FRAMEWORK = Framework("accelerate", first=(1, 0), last=(1, 15))
-accelerate = FRAMEWORK.load()
+accelerate = load_framework("accelerate")
 
 
 def attach(
@@ -38,5 +37,4 @@ def attach(
             f"attach: expected a model that this accelerator has prepared, got a {type(model).__name__} that it has not; call "
             f"accelerator.prepare first, and pass what it returns"
         )
-    FRAMEWORK.check_version()
     return attach_model(model, optimizer, **session_args)

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from chameleon_mm.integrations._framework import Framework
+from chameleon_mm.integrations import load_framework
 from chameleon_mm.integrations._trainings import Trainings
 from chameleon_mm.report import SwapReport
 
-FRAMEWORK = Framework("lightning", first=(2, 5), last=(2, 6))
-
 
 def _callback_class() -> Any:
-    FRAMEWORK.load()
+    load_framework("lightning")
     from lightning.pytorch.callbacks import Callback
 
     return Callback
@@ -47,7 +45,6 @@ class SwapCallback(_callback_class()):  # type: ignore[misc]  # mypy does not fo
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the module, which is on its device by now."""
-        FRAMEWORK.check_version()
         self._trainings.begin(trainer, pl_module, trainer.optimizers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

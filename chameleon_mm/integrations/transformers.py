@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from chameleon_mm.integrations._framework import Framework
+from chameleon_mm.integrations import load_framework
 from chameleon_mm.integrations._trainings import Trainings
 from chameleon_mm.report import SwapReport
 
-FRAMEWORK = Framework("transformers", first=(5, 0), last=(5, 23))
 
-
-class SwapCallback(FRAMEWORK.load().TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
+class SwapCallback(load_framework("transformers").TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
     """Swaps what the model of a `Trainer` keeps for backward, while `train` runs.
 
     `session_args` are those of `SwapSession`. With `optimizer_state`, the state of the trainer's optimizer is in host memory
@@ -27,9 +25,6 @@ class SwapCallback(FRAMEWORK.load().TrainerCallback):  # type: ignore[misc]  # m
     callback does, or with `detach`. Raises `TypeError` and `ValueError` for arguments that `SwapSession` refuses; `train`
     raises `InfeasibleBudget` before its first step where the budget is below what lies on the device.
     """
-
-    frameworks: tuple[Framework, ...] = (FRAMEWORK,)
-    """Those whose versions are checked before the first step."""
 
     def __init__(self, *, optimizer_state: bool = False, **session_args: Any) -> None:
         self._trainings = Trainings("SwapCallback", session_args, optimizer_state=optimizer_state)
@@ -48,8 +43,6 @@ class SwapCallback(FRAMEWORK.load().TrainerCallback):  # type: ignore[misc]  # m
             raise ValueError(
                 "SwapCallback: expected activation_offloading=False, got True, which moves the same tensors; leave it out"
             )
-        for framework in self.frameworks:
-            framework.check_version()
         optimizer = kwargs["optimizer"]
         self._trainings.begin(state, kwargs["model"], [] if optimizer is None else [optimizer])
 

@@ -6,14 +6,9 @@ trainer.train()
 
 from __future__ import annotations
 
-from chameleon_mm.integrations import transformers
-from chameleon_mm.integrations._framework import Framework
+from chameleon_mm.integrations import load_framework
+from chameleon_mm.integrations.transformers import SwapCallback
 
-FRAMEWORK = Framework("trl", first=(1, 0), last=(1, 16))
-FRAMEWORK.load()
+__all__ = ["SwapCallback"]
 
-
-class SwapCallback(transformers.SwapCallback):
-    """Swaps what the model of a trainer of TRL keeps for backward, while `train` runs: see `transformers.SwapCallback`."""
-
-    frameworks = (transformers.FRAMEWORK, FRAMEWORK)
+load_framework("trl")

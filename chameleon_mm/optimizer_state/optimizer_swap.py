@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from chameleon_mm.arguments import check_type
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.executor import Executor
-from chameleon_mm.optimizer_state.elsewhere import kept_elsewhere
 from chameleon_mm.optimizer_state.split_step import alone, buckets_of, is_splittable, raw_step
 from chameleon_mm.optimizer_state.state_home import StateHome
 from chameleon_mm.optimizer_state.swapped_state import SwappedState, movable_bytes
@@ -83,7 +82,7 @@ class OptimizerSwap:
         self._home = StateHome(executor, min_bytes=min_bytes)
         self.bucket_bytes = bucket_bytes
         self._splits = is_splittable(optimizer)
-        self._active = self._told = False
+        self._active = False
         self._before: Any = None
         self._ours: Any = None
         self._plain: RemovableHandle | None = None
@@ -187,22 +186,6 @@ class OptimizerSwap:
             return raw(self._optimizer, closure) if closure is not None else raw(self._optimizer)
         finally:
             self._leave(list(self._optimizer.state))
-            self._tell_what_stays()
-
-    def _tell_what_stays(self) -> None:
-        """Say, after the first step, what the optimizer keeps where nobody looks for state."""
-        if self._told:
-            return
-        self._told = True
-        elsewhere = kept_elsewhere(self._optimizer, self._home.device, min_bytes=self._home.min_bytes)
-        if elsewhere:
-            names = ", ".join(f"{name}: {format_size(nbytes)}" for name, nbytes in elsewhere.items())
-            _log.warning(
-                "chameleon_mm: %s keeps tensors beside optimizer.state (%s), which stay on the device; keep them in "
-                "optimizer.state[p] to have them swapped",
-                type(self._optimizer).__name__,
-                names,
-            )
 
     def _state_bytes(self, p: Tensor) -> int:
         state = self._optimizer.state.get(p)

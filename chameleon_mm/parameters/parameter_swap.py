@@ -222,6 +222,7 @@ class ParameterSwap:
     # --- what a watch asks
 
     def find(self, t: Tensor) -> HostedStorage | None:
+        """Find the entry of the storage that `t` lies in; None: it never leaves."""
         if t.layout is not torch.strided or not torch._C._has_storage(t):
             return None
         try:
@@ -230,6 +231,7 @@ class ParameterSwap:
             return None
 
     def use(self, entries: Sequence[HostedStorage], what: str) -> None:
+        """Have `entries` on the device, for a function of that name."""
         self._pickled.clear()  # what is done now may write them
         away = sum(entry.nbytes for entry in entries if entry.where is Where.ON_HOST)
         if away:
@@ -244,13 +246,17 @@ class ParameterSwap:
             self.window.use_by(torch._C._current_autograd_node(), entry)
 
     def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
+        """Whether there is room for all of `entries` at once."""
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
     def sees_saves(self) -> bool:
+        """Whether autograd tells it of what is saved now, and of its use."""
         hooks = saved_tensor_hooks_on_top()
         return hooks is not None and hooks[0] is self._save
 
     def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
+        """Have `entries` on the device whenever one of `nodes` runs."""
+
         def use(gradients: Sequence[Tensor]) -> None:
             with torch._C.DisableTorchFunction():
                 for entry in entries:
@@ -261,6 +267,7 @@ class ParameterSwap:
             node.register_prehook(use)
 
     def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
+        """A copy of `t` in ordinary host memory, in a storage that all tensors over the same one share."""
         memory = self._pickled.get(id(entry))
         if memory is None:
             with self._home.entered() as compute:

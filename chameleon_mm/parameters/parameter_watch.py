@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from chameleon_mm.hosted import HostedStorage
+
+if TYPE_CHECKING:
+    from chameleon_mm.parameters.parameter_swap import ParameterSwap
 
 _NEEDS_NO_BYTES = frozenset((
     "__hash__", "__len__", "_is_view", "can_cast", "detach", "dim", "element_size", "empty_like", "full_like", "get_device",
@@ -71,34 +74,12 @@ _LISTS = "_foreach_"
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
-class Hosts(Protocol):
-    """Whoever knows what is away."""
-
-    def find(self, t: Tensor) -> HostedStorage | None:
-        """Find the entry of the storage that `t` lies in; None: it never leaves."""
-
-    def use(self, entries: Sequence[HostedStorage], what: str) -> None:
-        """Have `entries` on the device, for a function of that name."""
-
-    def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
-        """Whether there is room for all of `entries` at once."""
-
-    def sees_saves(self) -> bool:
-        """Whether autograd tells it of what is saved now, and of its use."""
-
-    def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
-        """Have `entries` on the device whenever one of `nodes` runs."""
-
-    def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
-        """A copy of `t` in ordinary host memory, in a storage that all tensors over the same one share."""
-
-
 class ParameterWatch(TorchFunctionMode):
     """Has what a torch function is given on the device before it runs."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, swap: ParameterSwap) -> None:
         super().__init__()
-        self._hosts = hosts
+        self._swap = swap
 
     def __torch_function__(
         self, func: Callable[..., Any], kinds: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -119,13 +100,13 @@ class ParameterWatch(TorchFunctionMode):
         if not entries:
             return func(*args, **kwargs)
         if name == "untyped_storage" and caller is not None and _is_pickled(caller):
-            return self._hosts.pickled(args[0], entries[0]).untyped_storage()
+            return self._swap.pickled(args[0], entries[0]).untyped_storage()
         if name in _GIVES_MEMORY:
             self._note_hidden(args)
         if name == "__dlpack__" or func == _ARRAY_INTERFACE:
-            self._hosts.use(entries, name)
+            self._swap.use(entries, name)
             entries[0].is_refused = True  # whoever has its memory now never says when that ends
-        if (name.startswith(_LISTS) or name == _UNSCALE) and not self._hosts.fit_together(entries):
+        if (name.startswith(_LISTS) or name == _UNSCALE) and not self._swap.fit_together(entries):
             parts = list(self._parts(args, kwargs))
             if len(parts) > 1:
                 return self._in_parts(func, name, parts)
@@ -144,19 +125,19 @@ class ParameterWatch(TorchFunctionMode):
         kwargs: dict[str, Any],
         entries: Sequence[HostedStorage],
     ) -> Any:
-        self._hosts.use(entries, name)
+        self._swap.use(entries, name)
         for entry in self._entries_of(_may_write(func, name, args, kwargs)):
             entry.host_is_current = False
-        if self._hosts.sees_saves() or not torch.is_grad_enabled():
+        if self._swap.sees_saves() or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         begin = torch._C._autograd._get_sequence_nr()
         out = func(*args, **kwargs)
-        self._hosts.use_at(_nodes_since(begin, out), entries)
+        self._swap.use_at(_nodes_since(begin, out), entries)
         return out
 
     def _entries_of(self, values: Any) -> list[HostedStorage]:
         found: dict[int, HostedStorage] = {}
-        find = self._hosts.find
+        find = self._swap.find
         stack = [values]
         while stack:
             value = stack.pop()
@@ -184,7 +165,7 @@ class ParameterWatch(TorchFunctionMode):
         start = 0
         while start < length:
             end = start + 1
-            while end < length and self._hosts.fit_together(self._entries_of(_cut((*args, *kwargs.values()), start, end + 1))):
+            while end < length and self._swap.fit_together(self._entries_of(_cut((*args, *kwargs.values()), start, end + 1))):
                 end += 1
             yield _cut(args, start, end), dict(zip(kwargs, _cut(tuple(kwargs.values()), start, end), strict=True))
             start = end

@@ -28,13 +28,15 @@ from chameleon_mm.parameters.use_sequence import UseSequence
 _log = logging.getLogger(__name__)
 
 NEXT_USES = 4
-"""Keys used next that leave only where nothing else can: they would have to come back at once."""
+"""Keys used next that leave only where nothing else can, as they would have to come back at once: a layer's weight and bias,
+and the next one's. Not measured."""
 
 MOST_AHEAD = 32
-"""Keys used next that are looked at for prefetches."""
+"""Keys used next that are looked at for prefetches, so that a use costs the host the same in any model. Not
+measured."""
 
 AHEAD_SHARE = 0.5
-"""Share of the limit that prefetched storages may take before they are used."""
+"""Share of the limit that prefetched storages may take before they are used: what is in use has as much. Not measured."""
 
 
 class Window:

@@ -18,7 +18,8 @@ MIN_BYTES = 64 * KIB
 
 WINDOW_SHARE = 0.4
 """Share that parameters and gradients may take together, where they do not all fit, of what the budget leaves beside what never
-moves: the rest is for activations, optimizer state and what operators hold."""
+moves: the rest is for activations, optimizer state and what operators hold. Not
+measured."""
 
 LEAST_STORAGES = 3
 """Storages, as large as the largest, for which there must be room: a parameter, its gradient, and what comes next."""

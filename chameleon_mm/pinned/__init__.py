@@ -7,7 +7,7 @@
 
 | for | take |
 |---|---|
-| the pool, and what it gives | `PinnedPool`, `PinnedBlock`, `PageableBlock`, `Reservation`, `PoolStats` |
+| the pool, and what it gives | `PinnedPool`, `PinnedBlock`, `PageableBlock`, `PoolStats` |
 | bugs: writes beside a block, second releases, blocks never released | `CheckingAllocator` |
 | CuPy | `pool.as_cupy_allocator()` |
 | how much there is | `available_host_bytes`, `auto_limit_bytes` |
@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from chameleon_mm.pinned.block import PinnedBlock
 from chameleon_mm.pinned.checking import CheckingAllocator
-from chameleon_mm.pinned.growth import Reservation
 from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
 from chameleon_mm.pinned.ledger import PoolStats
 from chameleon_mm.pinned.pageable import PageableBlock
 from chameleon_mm.pinned.pool import PinnedPool, pool_for
 
 __all__ = [
-    "CheckingAllocator", "PageableBlock", "PinnedBlock", "PinnedPool", "PoolStats", "Reservation", "auto_limit_bytes",
+    "CheckingAllocator", "PageableBlock", "PinnedBlock", "PinnedPool", "PoolStats", "auto_limit_bytes",
     "available_host_bytes", "pool_for",
 ]  # fmt: skip

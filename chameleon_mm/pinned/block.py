@@ -57,9 +57,9 @@ class Owner(Protocol):
 class PinnedBlock:
     """`nbytes` of pinned host memory, made by an allocator alone.
 
-    What `tensor`, `numpy`, `as_memoryview` and the protocols of NumPy, DLPack and Python's buffers give are views: each holds
-    the block. `buffer` is none: hold the block as long as that is in use. One thread at a time uses a block; `release`, and
-    dropping it, may happen on any thread at any point, the garbage collector's included.
+    What `tensor`, `numpy` and the protocols of NumPy and DLPack give are views: each holds the block. `buffer` is none: hold
+    the block as long as that is in use. One thread at a time uses a block; `release`, and dropping it, may happen on any thread
+    at any point, the garbage collector's included.
 
     Dropping a block and its views is safe while the device uses it, on any stream: whoever gets the bytes next waits for all
     work that the process's devices were given by then. That is an event where the driver has one for a whole device (CUDA 12.5
@@ -121,14 +121,6 @@ class PinnedBlock:
         too."""
         sizes, kind = plain_shape("numpy", shape), plain_dtype(dtype)
         return as_array(self._view(nbytes_of("numpy", sizes, kind, self.nbytes), "numpy"), sizes, kind)
-
-    def as_memoryview(self) -> memoryview:
-        """The memory as a memoryview: all `nbytes`, flat and writable, under the conditions of `tensor`. From Python 3.12 on,
-        `memoryview(block)` is the same."""
-        return memoryview(self._bytes("as_memoryview"))
-
-    def __buffer__(self, flags: int) -> memoryview:
-        return memoryview(self._bytes("as_memoryview"))
 
     @property
     def __array_interface__(self) -> dict[str, Any]:

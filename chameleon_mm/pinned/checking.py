@@ -93,18 +93,13 @@ class _Guarded:
 class _CheckedBlock(PinnedBlock):
     """A block between the zones of a pool's, which raises when it is released twice."""
 
-    __slots__ = ("_allocated_at", "_pageable", "_released_at")
+    __slots__ = ("_allocated_at", "_released_at")
 
     def __init__(self, owner: CheckingAllocator, serial: int, guarded: _Guarded) -> None:
         inner = guarded.inner
         super().__init__(owner, (serial, ZONE_BYTES), inner.buffer, ZONE_BYTES, guarded.nbytes, ())
-        self._pageable = inner.pageable
         self._allocated_at = guarded.allocated_at
         self._released_at = "a place unknown"
-
-    @property
-    def pageable(self) -> bool:
-        return self._pageable
 
     def release(self, after: Event | None = None) -> None:
         """Release as `PinnedBlock.release` does, but raise `BlockReleasedError` at a second call."""

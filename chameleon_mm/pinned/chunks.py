@@ -81,11 +81,6 @@ class Chunks:
     def hold_memory(self) -> bool:
         return bool(self._chunks or self._arrived or self._leaving)
 
-    @property
-    def largest_bytes(self) -> int:
-        """The size of a chunk that holds no large request, and of those that memory is reserved in ahead of need."""
-        return DEFAULT_CHUNK_BYTES if self._chunk_bytes is None else self._chunk_bytes
-
     def of(self, offset: int) -> Chunk:
         """Chunk that the block at `offset` lies in."""
         return self._chunks[bisect_right(self._bases, offset) - 1]

@@ -67,7 +67,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     `root` is where `proc` and `sys` lie. Without /proc/meminfo (not Linux) psutil is asked instead. Read it again whenever more
     is to be taken: other processes come and go, and a virtual machine may be given memory only as it uses what it has.
     """
-    limits = [*_of_machine(root), *_of_cgroups(root)]
+    limits = [*of_machine(root), *_of_cgroups(root)]
     return max(0, min(limits, default=0))
 
 
@@ -107,7 +107,8 @@ def local_ranks(
     return ranks
 
 
-def _of_machine(root: Path) -> Iterator[int]:
+def of_machine(root: Path) -> Iterator[int]:
+    """The bytes that the machine has available, whatever control groups leave of them; nothing where it does not say."""
     for line in kernel_text(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()

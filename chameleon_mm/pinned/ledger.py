@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -49,10 +49,6 @@ class PoolStats:
     """Ordinary memory of pageable blocks, beside all of the above: live ones, and released ones that the device still uses."""
     peak_pageable_bytes: int = 0
     """The most `pageable_bytes` has been."""
-
-    def to_dict(self) -> dict[str, int]:
-        """The fields by name, for JSON."""
-        return asdict(self)
 
 
 class Ledger:

@@ -1,11 +1,10 @@
 """Pinned host memory in blocks of any size, out of a few large chunks.
 
     allocate(n, stream): returned blocks back to the free list                          `ledger`
-                         best fit over all chunks  |  else another chunk  |  else `on_full`      `growth`
+                         best fit over all chunks  |  else another chunk     `growth`
                          the block takes the events left on its bytes; stream waits for them, the host does not
     limit_bytes = n:     unused chunks go; while live blocks hold more, new ones are refused   `growth`
     release(after):      a ticket onto a deque; nothing else, for it runs in the middle of any line
-    reserve(n):          chunks ahead of need, on a thread of its own if asked          `growth`
 
 Pinning is slow (a few GB/s) and holds locks of the driver, so it happens by the chunk. Rounding every request to a power of
 two, or one list per size, can waste as much as it serves on activations of many sizes; best fit with immediate coalescing does
@@ -17,12 +16,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from heapq import nlargest
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -31,11 +29,11 @@ from chameleon_mm.arguments import check_type
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device, Event, Stream
-from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
+from chameleon_mm.errors import PoolStateError
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 from chameleon_mm.pinned.chunks import Chunks
 from chameleon_mm.pinned.free_list import Units
-from chameleon_mm.pinned.growth import Growth, Progress, Reservation
+from chameleon_mm.pinned.growth import Growth
 from chameleon_mm.pinned.host_memory import MemoryLimit
 from chameleon_mm.pinned.ledger import Ledger, PoolStats
 from chameleon_mm.pinned.pageable import PageableBlock, PageableSource
@@ -46,9 +44,6 @@ if TYPE_CHECKING:
     from chameleon_mm.pinned.cupy_allocator import CupyAllocator
 
 _log = logging.getLogger(__name__)
-
-OnFull = Literal["raise", "pageable", "wait"]
-"""Reaction of `allocate` where the limit, or the device, gives no more pinned memory."""
 
 
 def close_at_exit(close: Callable[[], None], error: BaseException | None, what: str) -> None:
@@ -71,10 +66,6 @@ class PinnedPool:
     `chunks`. A chunk is smaller where the limit leaves less, larger for a request that is. `device` is a Device, or what names
     one; None is CUDA where there is one, else the simulator. Reserves nothing before the first block.
 
-    `on_full` says what happens where the limit is reached or pinning fails: "raise" `HostMemoryExhausted`; "pageable" serves
-    the block from ordinary memory (`block.pageable`), beside `max_bytes`; "wait" waits at most `max_wait_s` seconds for other
-    threads to release blocks, then raises.
-
     Every block holds its pool. `close`, or leaving `with pool:`, gives the memory back; a pool that is dropped without it does
     so once its blocks are gone, except in a forked child and while the interpreter ends, where no device may be called. In a
     forked child there is nothing to use: pinned memory is not passed on, so that blocks there have addresses without memory.
@@ -86,9 +77,6 @@ class PinnedPool:
         max_bytes: int | str | None = "8GiB",
         device: Device | str | None = None,
         chunk_bytes: int | str | None = None,
-        *,
-        on_full: OnFull = "raise",
-        max_wait_s: float = 30.0,
     ) -> None:
         limit = MemoryLimit(max_bytes)
         chunk = None if chunk_bytes is None else parse_size(chunk_bytes, what="chunk_bytes")
@@ -97,13 +85,7 @@ class PinnedPool:
                 f"chunk_bytes: expected more than 0 bytes and less than {format_size(REGISTRATION_LIMIT_BYTES)}, the most that "
                 f"the driver registers at once, got {chunk}; leave it out for a size that grows with the pool"
             )
-        if on_full not in get_args(OnFull):
-            raise ValueError(f"on_full: expected one of {', '.join(get_args(OnFull))}, got {on_full!r}")
-        if not 0 <= max_wait_s < float("inf"):
-            raise ValueError(f"max_wait_s: expected a finite number of seconds, 0 or more, got {max_wait_s}")
         self._limit = limit
-        self._on_full = on_full
-        self._max_wait_s = max_wait_s
         self.device = resolve_device(device)
         self._chunks = Chunks(self.device, chunk)
         self._ledger = Ledger(self._chunks)
@@ -138,8 +120,8 @@ class PinnedPool:
         `stream`, the one that will touch the block first, waits for the earlier users of its bytes; without one their events
         are left in `block.pending_events`. The host waits for the device in one case only: instead of failing, where the limit
         leaves room only after an unused chunk is given back and the device is not done with it.
-        Raises `HostMemoryExhausted` past the limit, or where the device can pin no more, unless `on_full` says otherwise: the
-        pool stays usable, and the same request may succeed later.
+        Raises `HostMemoryExhausted` past the limit, or where the device can pin no more: the pool stays usable, and the same
+        request may succeed later. `allocate_pageable` has ordinary memory.
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = parse_size(nbytes, what="allocate")
@@ -151,7 +133,7 @@ class PinnedPool:
                 ledger.drain()
             block = ledger.allocate(self, nbytes)
         if block is None:
-            block = self._grow_for(nbytes)
+            block = self._growth.allocate_or_pin(self, nbytes)
         # Outside of the lock, and with the block whole: should the device fail here, the block still returns itself.
         if block.pending_events:
             block.forget_complete()
@@ -159,12 +141,12 @@ class PinnedPool:
                 block.wait_on(stream)
         return block
 
-    def allocate_pageable(self, nbytes: int | str, stream: Stream | None = None) -> PageableBlock:
-        """A block of `nbytes` of ordinary memory, whatever `on_full` says: outside of `max_bytes`, bounded by what the machine
-        and the process's control groups leave.
+    def allocate_pageable(self, nbytes: int | str) -> PageableBlock:
+        """A block of `nbytes` of ordinary memory, for where no more can be pinned: outside of `max_bytes`, bounded by what the
+        machine and the process's control groups leave.
 
-        `stream` is there for the likeness to `allocate`: the memory has no earlier user to wait for. It is kept until the event
-        that the block is released with is complete. Raises `HostMemoryExhausted`.
+        It has no earlier user to wait for. It is kept until the event that the block is released with is complete. Raises
+        `HostMemoryExhausted`.
         """
         nbytes = parse_size(nbytes, what="allocate")
         memory = self._pageable_source.allocate(nbytes)
@@ -208,34 +190,6 @@ class PinnedPool:
 
     # --- memory
 
-    def reserve(self, nbytes: int | str, *, background: bool = False, progress: Progress | None = None) -> Reservation:
-        """Pin `nbytes` more (int bytes or "8GiB") ahead of need, in chunks. Pinning runs at 2 to 11 GB/s.
-
-        With `background` a thread does it, and this returns at once: allocations that fit what is there go on, one that does
-        not waits for the chunk under way. Otherwise the reservation that this returns is done. `progress(done_bytes,
-        total_bytes)` is called after each chunk, on the thread that pins. Closing the pool ends it, and so does dropping it.
-        Raises `HostMemoryExhausted` past the limit, before anything is pinned, and where the device pins no more; in the
-        background the latter is raised by `Reservation.wait`. What was pinned stays.
-        """
-        asked = parse_size(nbytes, what="nbytes")
-        total = self._chunks.free_list.round_up(asked)
-        with self._ledger.lock:
-            self._ledger.check_open("reserve")
-        self._growth.check_room(asked, total)
-        reservation = Reservation(total, progress)
-        if background:
-            # Weakly: what nobody can allocate from any more need not be pinned. A daemon: nor need it at exit.
-            pool = weakref.ref(self)
-            threading.Thread(
-                target=reservation.carry_out_aside,
-                args=(lambda left: None if (held := pool()) is None else held._growth.pin_ahead(left),),
-                name="chameleon-reserve",
-                daemon=True,
-            ).start()
-        else:
-            reservation.carry_out(self._growth.pin_ahead)
-        return reservation
-
     def trim(self) -> int:
         """Free the chunks that hold no block and that no device work is left on; returns their bytes."""
         with self._ledger.lock:
@@ -262,8 +216,8 @@ class PinnedPool:
     def close(self) -> None:
         """Free all memory, once the device is done with it (the host waits). A second call does nothing.
 
-        A reservation ends; the chunk it is pinning is waited for. In a forked child it does nothing: the memory is the
-        parent's. Raises `PoolStateError`, and changes nothing, while blocks are live.
+        In a forked child it does nothing: the memory is the parent's. Raises `PoolStateError`, and changes nothing, while
+        blocks are live.
         """
         if os.getpid() != self._pid:  # asked first: another thread may have held the lock when the process forked
             return
@@ -297,19 +251,6 @@ class PinnedPool:
             f"<PinnedPool on {self.device.name}: {live} live blocks, "
             f"{format_size(self._chunks.reserved_bytes)} of {format_size(self._limit.nbytes)} reserved>"
         )
-
-    def _grow_for(self, nbytes: int) -> PinnedBlock:
-        """Allocate a block where no free one is large enough: out of another chunk, else as `on_full` says."""
-        try:
-            return self._growth.allocate_or_pin(self, nbytes)
-        except HostMemoryExhausted as refusal:
-            if self._on_full == "raise":
-                raise
-            reason = str(refusal)  # its text alone: kept, it would keep frames, and the blocks there
-        if self._on_full == "wait":
-            return self._growth.wait_for(self, nbytes, reason, self._max_wait_s)
-        _log.debug("chameleon_mm: %d bytes of pageable memory instead: %s", nbytes, reason)
-        return self.allocate_pageable(nbytes)
 
 
 def _free_all(device: Device, ledger: Ledger, pid: int) -> None:

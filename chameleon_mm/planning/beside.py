@@ -1,7 +1,7 @@
 """Memory that a step needs beside the window of parameters and the optimizer's state on the host, by arithmetic over its trace.
 
     trace = beside(step, swapped)                       what a session's recorder sees, and so what its plans are made of
-    least_budget(step, swapped)                         the smallest budget of which a session has a plan
+    left_beside_window(step, swapped, hbm_budget)       what a budget leaves for it
 
 parameters, gradients, state from MIN_BYTES on   -> no part of it; a gradient is, from its product to its accumulation
 each of the optimizer's operators                -> holds three buckets of state: one comes, one is stepped, one leaves
@@ -18,10 +18,9 @@ from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.parameters.window_size import MIN_BYTES
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.planning.session_run import Swapped
-from chameleon_mm.policy import least_memory
 from chameleon_mm.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.trace.trace import Int64s
-from chameleon_mm.units import allocated_size, format_size_up, parse_size
+from chameleon_mm.units import allocated_size
 
 BUCKETS_AT_ONCE = 3
 
@@ -63,21 +62,6 @@ def _last_backward_write(trace: Trace) -> Int64s:
     return last
 
 
-def least_budget(step: RecordedStep, swapped: Swapped) -> int:
-    """The smallest budget of which a session has a plan for `step`, rounded up to what prints exactly."""
-    rest = least_memory(beside(step, swapped)).nbytes
-    if not swapped.parameters:
-        return _printable(rest)
-    low, high = rest, rest + step.window(_NO_LIMIT)
-    while low < high:  # what is left beside the window grows with the budget
-        middle = (low + high) // 2
-        if left_beside_window(step, swapped, middle) >= rest:
-            high = middle
-        else:
-            low = middle + 1
-    return _printable(low)
-
-
 def left_beside_window(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
     """Bytes of a budget beside its window; below 0 where the window has no room."""
     if not swapped.parameters:
@@ -96,7 +80,3 @@ def host_bytes_beside(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> 
         kinds.append(TensorKind.GRADIENT)  # where all fit the window together, gradients stay there
     leaves = np.isin(trace.tensor_kind, kinds) & (trace.tensor_bytes >= MIN_BYTES)
     return int(trace.tensor_bytes[leaves].sum())
-
-
-def _printable(budget: int) -> int:
-    return parse_size(format_size_up(budget))

@@ -34,11 +34,8 @@ _DROPOUT_P = 4
 
 _RMS_NORMS = (F.rms_norm, torch.rms_norm)
 
-PLANNED_ON = "cpu"
-"""Device of the tensors of a step without a GPU."""
-
-_PLANNED_ON = {"cuda": PLANNED_ON}
-"""Device for which autocast acts instead, by the one that it is asked for."""
+PLANNED_ON, PLANNED_FOR = "cpu", "cuda"
+"""Device of the tensors of a step without a GPU, and the one for which autocast acts there instead."""
 
 _IN_FLOAT32 = frozenset({
     "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
@@ -115,9 +112,8 @@ def gpu_autocast() -> Iterator[None]:
     original = autocast.__init__
 
     def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        planned_on = _PLANNED_ON.get(device_type)
-        if planned_on is not None:
-            device_type, dtype = planned_on, dtype or torch.get_autocast_dtype(device_type)
+        if device_type == PLANNED_FOR:
+            device_type, dtype = PLANNED_ON, dtype or torch.get_autocast_dtype(device_type)
         original(self, device_type, dtype, *args, **kwargs)
 
     # The one place that all spellings of it pass: torch.autocast, torch.amp's, torch.cuda.amp's, and those imported by name.

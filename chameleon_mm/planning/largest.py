@@ -3,9 +3,9 @@
     answer = largest("batch", request_of)            # request_of(8): the request with a batch of 8
     answer.size, answer.next.bound                   # 37, Bound.DEVICE: 38 takes more than the device's budget
 
-Sizes grow until one does not fit, to where a straight line through what the last two needed says; then the gap is cut there and
-in the middle by turns. Memory decides, by arithmetic over a recorded step. A session that swaps more than activations then runs
-its first steps at the answer, which is made smaller where these do not keep within the budget.
+Sizes double until one does not fit; then the gap is halved. Memory decides, by arithmetic over a recorded step. A session that
+swaps more than activations then runs its first steps at the answer, which is made smaller where these do not keep within the
+budget.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ SEQ_STEP = 64
 """Tokens by which rows grow: kernels take them in multiples of that."""
 
 MOST = 1 << 20
-"""Multiple of the step beyond which nobody looks."""
+"""Multiple of the step beyond which nobody looks: a model may need no more memory however large it is."""
 
 _STEPS = 2
 """Steps of a session that are run at an answer: the first, by the default rule, and one by a plan."""
 
 _SMALLER = (0.02, 0.05, 0.1)
-"""Shares by which a size is made smaller, one after the other, where a session's first steps do not keep within the budget."""
+"""Shares by which a size is made smaller, in turn, where a session's first steps pass the budget: the default rule takes a few
+percent more than arithmetic says."""
 
 
-class Bound(enum.Enum):
+class Bound(enum.StrEnum):
     """Limit that keeps a size from being larger."""
 
     DEVICE = "device"
     """Device memory."""
     HOST = "host"
     """Pinned host memory."""
-    MODEL = "model"
+    MODEL = "the model itself"
     """The model itself: it is built for no more, as a table of positions is."""
-    NOTHING = "nothing"
+    NOTHING = "nothing that was looked at"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +80,6 @@ class Largest:
     """None: not even the smallest fits."""
     next: Tried
     """The size that does not fit, and why."""
-    tried: tuple[int, ...]
-    """Sizes that were recorded, in order."""
     hbm_budget_bytes: int
     host_budget_bytes: int | None
     run: SessionRun | None = None
@@ -96,11 +95,10 @@ class Largest:
         return {
             "what": self.what,
             "size": self.size,
-            "bound": None if self.next.bound is None else self.next.bound.value,
+            "bound": self.next.bound,
             "hbm_budget_bytes": self.hbm_budget_bytes,
             "host_budget_bytes": self.host_budget_bytes,
-            "next": asdict(self.next) | {"bound": None if self.next.bound is None else self.next.bound.value},
-            "tried": list(self.tried),
+            "next": asdict(self.next),
             "session": None if self.run is None else self.run.to_dict(),
         }
 
@@ -112,8 +110,7 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
     Raises `ModelUnusable` where the model takes not even the smallest.
     """
     by = SEQ_STEP if what == "seq" else 1
-    search = _Search(request_of, by, recompute)
-    low, high = search.find()
+    low, high = _Search(request_of, by, recompute).find()
     if low is None and high.bound is Bound.MODEL:
         raise ModelUnusable(high.said)
     size, run = None if low is None else low.size, None
@@ -124,7 +121,6 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
         what=what,
         size=size,
         next=high,
-        tried=tuple(search.tried),
         hbm_budget_bytes=request.hbm_budget_bytes,
         host_budget_bytes=request.host_budget_bytes,
         run=run,
@@ -149,52 +145,26 @@ def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by:
 
 
 class _Search:
-    """Sizes that were tried, and which to try next."""
+    """Search for the largest size: doubled, then halved."""
 
     def __init__(self, request_of: Callable[[int], RunRequest], by: int, recompute: Collection[str]) -> None:
         self._request_of = request_of
         self._by = by
         self._recompute = recompute
-        self.tried: dict[int, Tried] = {}
 
     def find(self) -> tuple[Tried | None, Tried]:
         """The largest size that fits, None where none does, and the next one, which does not."""
-        by = self._by
-        low, high = self._try(by), None
-        if low.bound is not None:
-            return None, low
-        before = low
-        while high is None:
-            size = 2 * low.size if before is low else min(max(low.size + by, self._crossing(before, low) + by), 16 * low.size)
+        by, low = self._by, None
+        high = self._try(by)
+        while high.bound is None:
+            low, size = high, 2 * high.size
             if size > MOST * by:
                 return low, Tried(size=size, bound=Bound.NOTHING)
-            tried = self._try(size)
-            if tried.bound is None:
-                before, low = low, tried
-            else:
-                high = tried
-        was_cut = False
-        while high.size - low.size > by:
-            half = (low.size + high.size) // 2
-            by_line = high.device_bytes > 0 and not was_cut
-            size = self._crossing(low, high) if by_line else half
-            size = min(max(size // by * by, low.size + by), high.size - by)
-            was_cut = by_line and not was_cut
-            tried = self._try(size)
+            high = self._try(size)
+        while low is not None and high.size - low.size > by:
+            tried = self._try((low.size + high.size) // 2 // by * by)
             low, high = (tried, high) if tried.bound is None else (low, tried)
         return low, high
-
-    def _crossing(self, a: Tried, b: Tried) -> int:
-        """The size at which a straight line through what `a` and `b` need meets what there is: a guess."""
-        request = self._request_of(self._by)
-        sizes = []
-        for needs, has in (
-            ((a.device_bytes, b.device_bytes), b.device_left_bytes),
-            ((a.host_bytes, b.host_bytes), request.host_budget_bytes),
-        ):
-            if has is not None and needs[1] > needs[0]:
-                sizes.append(a.size + (has - needs[0]) * (b.size - a.size) // (needs[1] - needs[0]))
-        return max(0, min(sizes, default=16 * b.size)) // self._by * self._by
 
     def _try(self, size: int) -> Tried:
         try:
@@ -205,14 +175,13 @@ class _Search:
         trace = beside(step, request.swapped)
         left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
         elsewhere = host_bytes_beside(step, request.swapped, request.hbm_budget_bytes)
-        found = self.tried[size] = Tried(
+        return Tried(
             size=size,
             bound=self._bound(request, trace, left, elsewhere),
             device_bytes=least_memory(trace).nbytes,
             device_left_bytes=left,
             host_bytes=elsewhere + max(0, peak_memory(trace).nbytes - left),
         )
-        return found
 
     def _bound(self, request: RunRequest, trace: Trace, left: int, elsewhere: int) -> Bound | None:
         if least_memory(trace).nbytes > left:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def own_function(text: str, *, batch: int | None, seq: int | None, layers: int |
     given = _arguments(text, function, {"batch": batch, "seq": seq, "layers": layers})
 
     def build() -> Workload:
-        with _working_directory_on_path(), told_as(f"{text} failed under fake tensors"):
+        with told_as(f"{text} failed under fake tensors"):
             returned = function(**given)
         model, data, loss_fn = _checked(text, returned)
 
@@ -54,7 +53,9 @@ def _find(text: str) -> Callable[..., Any]:
     if not module_name or not function_name:
         raise ModelUnusable(f"MODEL: expected module:function, got {text!r}")
     imported = told_as(f"MODEL: expected a module that can be imported, got {module_name!r}")
-    with _working_directory_on_path(), gpu_autocast(), imported:  # autocast as a decorator is made when it is imported
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` has it, and a console script has not
+    with gpu_autocast(), imported:  # autocast as a decorator is made when it is imported
         module = importlib.import_module(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -113,16 +114,3 @@ def _described(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-@contextmanager
-def _working_directory_on_path() -> Iterator[None]:
-    """Context that puts the working directory on the path, as `python -m` has it, and a console script has not. Modules may be
-    imported inside the function, too."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)

@@ -1,10 +1,10 @@
-"""`chameleon-mm plan`: arguments in, a step under fake tensors, tables, files and an exit code out.
+"""`chameleon-mm plan`: arguments in, a step under fake tensors, tables, a file and an exit code out.
 
 check everything that can be checked          # bad usage costs a moment
 step = record(request)                        # seconds, whatever the model's size
 prediction = predict(step, ...)               # a fraction of one; or, where a session swaps more than activations,
                                               # predict_session(request): its first steps; or largest(...): a search
-tables, JSON, PNG; 0: there is a plan, 1: there is none within the budgets
+tables, JSON; 0: there is a plan, 1: there is none within the budgets
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,14 @@ from rich.console import Console
 
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.specs import GpuSpec, spec_by_name
+from chameleon_mm.device.specs import spec_by_name
 from chameleon_mm.outputs import check_outputs, print_line, tell_written
 from chameleon_mm.planning.builtin import BUILT_IN, built_in
 from chameleon_mm.planning.hugging_face import hugging_face
 from chameleon_mm.planning.largest import SIZES, largest, say
 from chameleon_mm.planning.own_function import own_function
 from chameleon_mm.planning.prediction import REPLAYED, default_budget, predict
-from chameleon_mm.planning.prediction_text import save_plot, show
+from chameleon_mm.planning.prediction_text import show
 from chameleon_mm.planning.record import AUTOCAST, DTYPES, OPTIMIZERS
 from chameleon_mm.planning.session_prediction import predict_session, record, show_session
 from chameleon_mm.planning.session_run import RunRequest, Swapped
@@ -64,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     out = parser.add_argument_group("what it writes")
     out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
-    out.add_argument("--png", type=Path, metavar="FILE.png", help="memory over the step as a plot (needs matplotlib)")
 
 
 def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
@@ -117,12 +114,6 @@ def _add_session_arguments(beside: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="parameters and gradients come in their turn, as with SwapSession(parameters='swap')",
     )
-    beside.add_argument(
-        "--ratio",
-        type=float,
-        metavar="N",
-        help="both of these, within the device memory that the step takes unswapped divided by N (instead of --hbm-budget)",
-    )
 
 
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
@@ -131,127 +122,68 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
     Raises `ValueError` for bad usage, before anything is built where that can be known, and `OSError` for a file that cannot be
     written.
     """
-    asked = _Asked.of(args)
+    check_outputs({"--json": args.json})
+    _check_swapped(args)
+    recompute = () if args.no_recompute else REPLAYED
     if args.largest is not None:
         with console.status(f"searching for the largest {args.largest}"):
-            found = largest(args.largest, asked.with_size(args.largest), recompute=asked.recompute)
+            found = largest(args.largest, lambda size: _request(args, **{args.largest: size}), recompute=recompute)
         for text in say(found):
             print_line(console, text, style="bold" if found.fits else "bold red")
-        _write(args.json, {"schema": LARGEST_SCHEMA, "predicted": True, **found.to_dict()}, asked.spec, console, environment)
-        return 0 if found.fits else 1
-    if asked.swapped:
+        told, held = {"schema": LARGEST_SCHEMA, "predicted": True, **found.to_dict()}, found.fits
+    elif (request := _request(args)).swapped:
         with console.status("running a session's first steps on shapes alone"):
-            session = predict_session(asked.request(), ratio=args.ratio)
+            session = predict_session(request)
         show_session(session, console)
-        _write(args.json, session.to_dict({}), asked.spec, console, environment)
-        return 0 if session.holds else 1
-    with console.status("recording one step under fake tensors"):
-        step = record(asked.request(), in_buckets=False)
-    with console.status("planning"):
-        prediction = predict(step, asked.spec, asked.hbm_budget_bytes, asked.host_budget_bytes, asked.recompute)
-    show(prediction, console)
-    if args.png is not None:
-        save_plot(prediction, args.png)
-        tell_written(console, args.png)
-    _write(args.json, prediction.to_dict({}), asked.spec, console, environment)
-    return 0 if prediction.infeasible is None else 1
+        told, held = session.to_dict(), session.holds
+    else:
+        with console.status("recording one step under fake tensors"):
+            step = record(request, in_buckets=False)
+        with console.status("planning"):
+            prediction = predict(step, request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute)
+        show(prediction, console)
+        told, held = prediction.to_dict(), prediction.infeasible is None
+    if args.json is not None:
+        told = {**environment("plan", SimDevice(spec_by_name(args.gpu))), **told}
+        args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        tell_written(console, args.json)
+    return 0 if held else 1
 
 
-def _write(path: Path | None, told: Mapping[str, Any], spec: GpuSpec, console: Console, environment: Environment) -> None:
-    if path is not None:
-        told = {**environment("plan", SimDevice(spec)), **told}
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        tell_written(console, path)
+def _request(args: argparse.Namespace, **size: int) -> RunRequest:
+    """Request that the arguments make, with a batch, rows or number of layers of another `size`.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """Request that the arguments make, checked as far as it can be before anything is built."""
-
-    args: argparse.Namespace
-    spec: GpuSpec
-    hbm_budget_bytes: int
-    host_budget_bytes: int | None
-    min_bytes: int
-    dtype: torch.dtype
-    autocast: torch.dtype | None
-    swapped: Swapped
-    recompute: Collection[str]
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> _Asked:
-        """Raises `ValueError` for what makes no sense."""
-        check_outputs({"--json": args.json, "--png": args.png})
-        _check_png(args.png)
-        _check_swapped(args)
-        spec = spec_by_name(args.gpu)
-        hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
-        if hbm_budget == 0:
-            raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
-        autocast = None if args.autocast is None else AUTOCAST[args.autocast]
-        both = args.ratio is not None
-        return cls(
-            args=args,
-            spec=spec,
-            hbm_budget_bytes=hbm_budget,
-            host_budget_bytes=None if args.host_budget is None else parse_size(args.host_budget, what="--host-budget"),
-            min_bytes=DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes"),
-            dtype=DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")],
-            autocast=autocast,
-            swapped=Swapped(optimizer=args.swap_optimizer or both, parameters=args.swap_parameters or both),
-            recompute=() if args.no_recompute else REPLAYED,
-        )
-
-    def request(self, **size: int) -> RunRequest:
-        """The request, with a batch, rows or number of layers of another `size`. Raises as `source_of` does."""
-        sizes = {"batch": self.args.batch, "seq": self.args.seq, "layers": None, **size}
-        return RunRequest(
-            build=source_of(self.args.model, dtype=self.dtype, **sizes),
-            spec=self.spec,
-            swapped=self.swapped,
-            hbm_budget_bytes=self.hbm_budget_bytes,
-            host_budget_bytes=self.host_budget_bytes,
-            dtype=self.dtype,
-            optimizer=self.args.optimizer,
-            min_bytes=self.min_bytes,
-            autocast=self.autocast,
-        )
-
-    def with_size(self, what: str) -> Callable[[int], RunRequest]:
-        """Function of a size of `what` to the request with it."""
-        return lambda size: self.request(**{what: size})
+    Raises `ValueError` for what makes no sense, and as `source_of` does; nothing is built.
+    """
+    spec = spec_by_name(args.gpu)
+    hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
+    if hbm_budget == 0:
+        raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
+    autocast = None if args.autocast is None else AUTOCAST[args.autocast]
+    dtype = DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")]
+    return RunRequest(
+        build=source_of(args.model, dtype=dtype, **{"batch": args.batch, "seq": args.seq, "layers": None, **size}),
+        spec=spec,
+        swapped=Swapped(optimizer=args.swap_optimizer, parameters=args.swap_parameters),
+        hbm_budget_bytes=hbm_budget,
+        host_budget_bytes=None if args.host_budget is None else parse_size(args.host_budget, what="--host-budget"),
+        dtype=dtype,
+        optimizer=args.optimizer,
+        min_bytes=DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes"),
+        autocast=autocast,
+    )
 
 
 def _check_swapped(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options about swapping that contradict each other."""
-    ratio, which = args.ratio, "--ratio" if args.ratio is not None else "--swap-optimizer"
-    if ratio is not None and not 1 <= ratio < float("inf"):
-        raise ValueError(f"--ratio: expected 1 or more, by which the unswapped peak is divided, got {ratio:g}")
-    if ratio is not None and args.hbm_budget is not None:
-        raise ValueError(
-            "--ratio: expected without --hbm-budget, which is the unswapped peak divided by it; leave one of them out"
-        )
-    if args.optimizer == "none" and (ratio is not None or args.swap_optimizer):
-        raise ValueError(f"{which}: expected an optimizer, whose state is swapped, got --optimizer none; name one")
-    if args.png is not None and (ratio is not None or args.swap_optimizer or args.swap_parameters or args.largest):
-        raise ValueError("--png: expected a plan for activations alone, whose memory it draws; leave --png out")
+    if args.optimizer == "none" and args.swap_optimizer:
+        raise ValueError("--swap-optimizer: expected an optimizer, whose state is swapped, got --optimizer none; name one")
     if args.largest is None:
         return
-    if ratio is not None:
-        raise ValueError("--largest: expected a budget that is the same for all sizes, got --ratio; say --hbm-budget")
     if args.swap_parameters and not args.swap_optimizer:
         raise ValueError("--largest: expected --swap-optimizer beside --swap-parameters, for what state needs; say both")
     if args.largest != "layers" and getattr(args, args.largest) is not None:
         raise ValueError(f"--largest {args.largest}: expected no --{args.largest}, which is searched for; leave it out")
-
-
-def _check_png(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--png: expected a file name that ends in .png, got {path}")
-    if find_spec("matplotlib") is None:
-        raise ValueError("--png: expected matplotlib to be installed, found none; pip install 'chameleon-mm[plan]'")
 
 
 def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:

@@ -2,7 +2,6 @@
 
 prediction = predict(step, spec, hbm_budget, host_budget, recompute)
 prediction.ways             no swapping, the plan, swap only, swap everything, full recomputation: peak, stall, step time
-prediction.classes          bytes at the peak that the plan keeps, swaps, recomputes, and holds for that (classes.py)
 prediction.infeasible       why there is no plan within the budget, where there is none
 prediction.needs            device memory by class of storages: the most, and at the peak
 peak_phase(trace, peak)     forward, backward or optimizer
@@ -16,7 +15,7 @@ need not have a plan that is as good.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,7 +25,6 @@ import numpy as np
 from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.planning.classes import MemoryClass, classes_of
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.policy import (
     DEFAULT_BUDGET_SHARE,
@@ -153,14 +151,14 @@ class Way:
 
     name: str
     peak_bytes: int
-    host_bytes: int
-    moved_bytes: int
-    """Bytes that are copied out; as many come back."""
-    stall_us: float
-    device_copy_us: float
-    """Time of copies within device memory: of the parts that stay, where storages move in part."""
-    recompute_us: float
     step_us: float
+    host_bytes: int = 0
+    moved_bytes: int = 0
+    """Bytes that are copied out; as many come back."""
+    stall_us: float = 0.0
+    device_copy_us: float = 0.0
+    """Time of copies within device memory: of the parts that stay, where storages move in part."""
+    recompute_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,10 +192,6 @@ class Prediction:
     timeline: Timeline | None
     ideal_us: float | None
     """Lower bound T* of the step's time (docs/policy.md) within the budget; of plans that recompute, if they may."""
-    swap_ideal_us: float | None
-    """Lower bound of the step's time where storages may be swapped alone."""
-    classes: tuple[MemoryClass, ...]
-    """What becomes of the storages that are idle at the peak under `plan`; none without a plan."""
 
     @property
     def fits(self) -> bool:
@@ -216,22 +210,13 @@ class Prediction:
             return None
         return self.ideal_us / self.plan.step_us if self.plan.step_us else 1.0
 
-    def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Dictionary of everything as plain data; all of it is predicted, but for `planning_ms`. `environment` comes first:
-        device, simulated, commit, versions."""
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of everything as plain data; all of it is predicted, but for `planning_ms`."""
         trace, plan = self.step.trace, self.plan
         return {
-            **environment,
             "schema": SCHEMA,
             "predicted": True,
-            "model": self.step.about,
-            "notes": list(self.step.notes),
-            "num_parameters": self.step.num_parameters,
-            "dtype": self.step.dtype,
-            "parameters_by_dtype": dict(self.step.parameters_by_dtype),
-            "autocast": self.step.autocast,
-            "optimizer": self.step.optimizer,
-            "min_bytes": self.step.min_bytes,
+            **self.step.to_dict(),
             "num_operators": len(trace.op_us),
             "num_saves_and_uses": len(trace.hook_tick),
             "hbm_budget_bytes": self.hbm_budget_bytes,
@@ -248,7 +233,6 @@ class Prediction:
             "hidden_within": HIDDEN_WITHIN,
             "planning_ms": self.planning_ms,
             "ideal_us": self.ideal_us,
-            "swap_ideal_us": self.swap_ideal_us,
             "ideal_share": self.ideal_share,
             "ways": [asdict(way) for way in self.ways],
             "plan": None if plan is None else self._plan_dict(plan),
@@ -261,7 +245,6 @@ class Prediction:
             "num_recomputed": len(plan.recomputed),
             "num_held": len(plan.held),
             "recompute_us": plan.recompute_us,
-            "classes": [asdict(group) for group in self.classes],
         }
 
 
@@ -283,21 +266,19 @@ def predict(
     trace, cost = step.trace, link_of(spec)
     peak = peak_memory(trace)
     least = least_memory(trace)
-    plan, infeasible, planning_ms, ideal_us, swap_ideal_us = None, None, None, None, None
+    plan, infeasible, planning_ms, ideal_us = None, None, None, None
     smallest = least.nbytes
     began = time.perf_counter()
     try:
         plan = generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute)
         planning_ms = (time.perf_counter() - began) * 1e3
         ideal_us = ideal(trace, hbm_budget, cost, recompute=recompute).step_us
-        swap_ideal_us = ideal(trace, hbm_budget, cost).step_us
     except InfeasibleBudget as error:
         infeasible, smallest = str(error), error.smallest_bytes or smallest
     if host_budget is not None:
         smallest = smallest_within(trace, smallest, peak.nbytes, host_budget, cost, recompute)
-        smallest = (
-            smallest if plan is None else min(smallest, hbm_budget)
-        )  # `smallest_within` tries few budgets: this one has a plan
+        if plan is not None:  # `smallest_within` tries few budgets: this one has a plan
+            smallest = min(smallest, hbm_budget)
     return Prediction(
         step=step,
         spec=spec,
@@ -316,15 +297,13 @@ def predict(
         planning_ms=planning_ms,
         timeline=None if plan is None else simulate(trace, plan, cost),
         ideal_us=ideal_us,
-        swap_ideal_us=swap_ideal_us,
-        classes=() if plan is None else classes_of(trace, plan),
     )
 
 
 def _ways(
     trace: Trace, peak: Peak, plan: SwapPlan | None, hbm_budget: int, host_budget: int | None, cost: LinkCost
 ) -> tuple[Way, ...]:
-    ways = [_unmoved("no swapping", peak.nbytes, trace.duration_us)]
+    ways = [Way(name="no swapping", peak_bytes=peak.nbytes, step_us=trace.duration_us)]
     if plan is not None:
         ways.append(_planned("this plan", trace, plan))
     if plan is not None and plan.recomputed:
@@ -334,21 +313,10 @@ def _ways(
         ways.append(_planned("swap everything", trace, swap_all(trace, cost)))
     recomputed = full_recomputation(trace)
     again_us = recomputed.recomputed_us
-    ways.append(_unmoved("full recomputation", recomputed.peak_bytes, recomputed.step_us, recompute_us=again_us))
-    return tuple(ways)
-
-
-def _unmoved(name: str, peak_bytes: int, step_us: float, *, recompute_us: float = 0.0) -> Way:
-    return Way(
-        name=name,
-        peak_bytes=peak_bytes,
-        host_bytes=0,
-        moved_bytes=0,
-        stall_us=0.0,
-        device_copy_us=0.0,
-        recompute_us=recompute_us,
-        step_us=step_us,
+    ways.append(
+        Way(name="full recomputation", peak_bytes=recomputed.peak_bytes, step_us=recomputed.step_us, recompute_us=again_us)
     )
+    return tuple(ways)
 
 
 def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:

@@ -2,16 +2,13 @@
 
 show(prediction, console)
 verdicts(prediction), assumptions(prediction)        # lines; pure, so that tests read them
-save_plot(prediction, Path("plan.png"))              # memory over the step: without swapping, with the plan, and the budget
 
-Time is predicted. In the picture, stalls of compute are the gaps by which the plan's phases are longer.
+Time is predicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -23,17 +20,9 @@ from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.outputs import print_line, print_table
 from chameleon_mm.planning.prediction import HIDDEN_WITHIN, MemoryNeed, Prediction, Way, default_budget
 from chameleon_mm.planning.record import RecordedStep
-from chameleon_mm.policy import EngineSpan, Peak, memory_curve
-from chameleon_mm.trace import StepPhase, Trace
-from chameleon_mm.trace.trace import Float64s, Int64s
-from chameleon_mm.units import GIB, MIB, format_size, format_size_up, format_us
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-_MOST_WIDTH = 38
-"""Characters of a column in which the table of classes is 80 wide."""
+from chameleon_mm.policy import Peak
+from chameleon_mm.trace import StepPhase
+from chameleon_mm.units import format_size, format_size_up, format_us
 
 _UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attention_math"})
 """Operator that torch's fused attention becomes where no fused kernel takes its arguments."""
@@ -44,13 +33,16 @@ def show(prediction: Prediction, console: Console) -> None:
     head(prediction.step, prediction.spec, console)
     print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
     print_table(console, _ways(prediction))
-    if prediction.plan is not None and prediction.plan.actions:
-        print_table(console, _classes(prediction))
-    for text in verdicts(prediction):
-        print_line(console, text, style="bold" if prediction.infeasible is None else "bold red")
+    conclude(verdicts(prediction), assumptions(prediction), console, holds=prediction.infeasible is None)
+
+
+def conclude(verdicts: Sequence[str], assumptions: Sequence[str], console: Console, *, holds: bool) -> None:
+    """Print what the figures mean, and what they rest on."""
+    for text in verdicts:
+        print_line(console, text, style="bold" if holds else "bold red")
     print_line(console, "assumptions:")
     lines = Table.grid(padding=(0, 1))
-    for text in assumptions(prediction):
+    for text in assumptions:
         lines.add_row("-", Text(text))  # Text, not str: a model's name may look like markup
     console.print(lines)
 
@@ -75,12 +67,9 @@ def verdicts(prediction: Prediction) -> list[str]:
         lines = [f"fits as it is: {format_size(peak.nbytes)} of {budget}; nothing needs to move"]
     else:
         lines = [f"does not fit as it is, {format_size(peak.nbytes)} of {budget}; with this plan it does"]
-    if prediction.ideal_us is not None and prediction.swap_ideal_us is not None:
-        ideal, swap = format_us(prediction.ideal_us), format_us(prediction.swap_ideal_us)
-        lines.append(
-            f"ideal bound T* within this budget: {ideal}, and {swap} for swapping alone; this plan reaches "
-            f"{prediction.ideal_share:.1%} of T*"
-        )
+    if prediction.ideal_us is not None:
+        ideal = format_us(prediction.ideal_us)
+        lines.append(f"ideal bound T* within this budget: {ideal}; this plan reaches {prediction.ideal_share:.1%} of it")
     if prediction.can_be_lowered:
         # Rounded up: each of these texts may be given back as --hbm-budget.
         smallest, hidden = (
@@ -178,24 +167,6 @@ def _ways(prediction: Prediction) -> Table:
     return table
 
 
-def _classes(prediction: Prediction) -> Table:
-    table = Table(title="what this plan makes of what is idle at the peak", title_justify="left")
-    for title in ("", "bytes", "storages"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    table.add_column("most of it, by who made it", no_wrap=True)
-    for group in prediction.classes:
-        most = ""
-        for maker, nbytes in group.most:
-            longer = f"{most}{', ' * bool(most)}{_short(maker)} {format_size(nbytes)}"
-            most = longer if len(longer) <= _MOST_WIDTH else most
-        table.add_row(group.name, format_size(group.nbytes), str(group.count), most or "-")
-    return table
-
-
-def _short(maker: str) -> str:
-    return "attention" if "attention" in maker else maker.strip("_")[:24]
-
-
 def _slower(way: Way, unswapped: Way) -> str:
     if way is unswapped:
         return "-"
@@ -223,83 +194,3 @@ def _count(number: int) -> str:
 
 def _phase(phase: StepPhase) -> str:
     return {StepPhase.FORWARD: "forward", StepPhase.BACKWARD: "backward", StepPhase.OPTIMIZER: "the optimizer"}[phase]
-
-
-_UNSWAPPED, _PLANNED, _BUDGET = "#9a6324", "#1f5fa8", "#b3261e"
-_PHASES = {StepPhase.FORWARD: "#9ec5e8", StepPhase.BACKWARD: "#f2b680", StepPhase.OPTIMIZER: "#b7d7a8"}
-_OUT, _BACK = "#5b7db1", "#7a9e5f"
-
-
-def save_plot(prediction: Prediction, path: Path) -> None:
-    """Write the picture as PNG. Needs matplotlib; raises `OSError` where the file cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure  # without pyplot: no state of the process, no display
-
-    figure = Figure(figsize=(11, 6.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    memory, rows = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1.3))
-    _draw_memory(prediction, memory)
-    _draw_rows(prediction, rows)
-    title = f"{prediction.step.about} on {prediction.spec.name}, one training step (predicted)"
-    figure.suptitle(title, fontsize=12)
-    figure.savefig(path, format="png")
-
-
-def _draw_memory(prediction: Prediction, axes: Axes) -> None:
-    trace, timeline = prediction.step.trace, prediction.timeline
-    peak, budget = prediction.peak.nbytes, prediction.hbm_budget_bytes
-    in_sight = budget <= 3 * peak  # a budget far above would press the curve flat
-    highest = max(peak, budget) if in_sight else peak
-    unit, unit_bytes = ("GiB", GIB) if highest >= GIB else ("MiB", MIB)
-    ms, curve = _steps(trace.clock_us()[:-1], memory_curve(trace), trace.duration_us)
-    label = f"no swapping, peak {format_size(peak)}"
-    axes.plot(ms, curve / unit_bytes, color=_UNSWAPPED, linewidth=1.0, label=label)
-    if timeline is not None and prediction.plan is not None and prediction.plan.actions:
-        ms, curve = _steps(timeline.tick_us, timeline.allocated_bytes, timeline.step_us)
-        label = f"this plan, peak {format_size(timeline.peak_bytes)}"
-        axes.plot(ms, curve / unit_bytes, color=_PLANNED, linewidth=1.0, label=label)
-    label = f"budget {format_size(budget)}{'' if in_sight else ', above'}"
-    axes.axhline(budget / unit_bytes, color=_BUDGET, linewidth=1.2, linestyle="--", label=label)
-    axes.set_ylabel(f"device memory ({unit})")
-    axes.set_ylim(0, 1.06 * highest / unit_bytes)
-    axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
-
-
-def _draw_rows(prediction: Prediction, axes: Axes) -> None:
-    trace, timeline = prediction.step.trace, prediction.timeline
-    rows = ["no swapping"]
-    _draw_phases(axes, 0, trace, trace.clock_us())
-    if timeline is not None and prediction.plan is not None and prediction.plan.actions:
-        rows += ["this plan", "copies out", "copies back"]
-        _draw_phases(axes, 1, trace, np.append(timeline.tick_us, timeline.step_us))
-        _draw_copies(axes, 2, timeline.out_spans, _OUT)
-        _draw_copies(axes, 3, timeline.in_spans, _BACK)
-    for phase, color in _PHASES.items():
-        axes.broken_barh([], (0, 0), facecolors=color, label=phase.name.lower())
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set_ylim(3.6, -0.6)  # four rows, whether all are there or not: bars of one height
-    axes.set_xlabel("time in the step (ms, predicted)")
-    axes.set_xlim(left=0)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.42), ncols=3, frameon=False)
-
-
-def _draw_phases(axes: Axes, row: int, trace: Trace, edges_us: Float64s) -> None:
-    """Bars from each change of phase to the next. edges_us: (ticks + 1,)."""
-    changes = np.flatnonzero(np.diff(trace.op_phase, prepend=np.uint8(255)))
-    starts = edges_us[trace.op_tick[changes]] / 1e3
-    ends = np.append(starts[1:], edges_us[-1] / 1e3)
-    spans = list(zip(starts.tolist(), (ends - starts).tolist(), strict=True))
-    colors = [_PHASES[StepPhase(int(phase))] for phase in trace.op_phase[changes]]
-    axes.broken_barh(spans, (row - 0.35, 0.7), facecolors=colors)
-
-
-def _draw_copies(axes: Axes, row: int, spans: tuple[EngineSpan, ...], color: str) -> None:
-    bars = [(span.start_us / 1e3, (span.end_us - span.start_us) / 1e3) for span in spans]
-    axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=color)
-
-
-def _steps(tick_us: Float64s, nbytes: Int64s, end_us: float) -> tuple[Float64s, Float64s]:
-    """Points of a line that keeps each tick's value until the next; milliseconds and bytes."""
-    edges = np.append(tick_us, end_us) / 1e3
-    return np.repeat(edges, 2)[1:-1], np.repeat(nbytes.astype(np.float64), 2)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ OPTIMIZERS = {
 """Name -> what it is."""
 
 _STATE_PER_PARAMETER = 2
-"""Tensors of a parameter's size that an optimizer is taken to make for it, before it has."""
+"""Tensors of a parameter's size that an optimizer is taken to make for it, before it has: Adam's two moments."""
 
 
 class _NoTensorMemo(FakeTensorConverter):
@@ -92,6 +93,19 @@ class RecordedStep:
     def dtype(self) -> str:
         """dtype of the parameters; where they have several, all of them."""
         return " and ".join(self.parameters_by_dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of what was recorded, as plain data, without the trace."""
+        return {
+            "model": self.about,
+            "notes": list(self.notes),
+            "num_parameters": self.num_parameters,
+            "dtype": self.dtype,
+            "parameters_by_dtype": dict(self.parameters_by_dtype),
+            "autocast": self.autocast,
+            "optimizer": self.optimizer,
+            "min_bytes": self.min_bytes,
+        }
 
 
 def record_step(

@@ -1,37 +1,31 @@
 """A step in a session that swaps more than activations, predicted: what it needs, what its first steps come to, what would do.
 
-prediction = predict_session(request, asked)          # budget: asked.hbm_budget bytes, or the unswapped peak / asked.ratio
+prediction = predict_session(request)
 prediction.run                                        # the session's first steps, on shapes alone (session_run.py)
-prediction.smallest_budget_bytes                      # of which a session has a plan, by arithmetic (beside.py)
 show_session(prediction, console)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.model_swap import bucket_bytes_within
-from chameleon_mm.outputs import print_line, print_table
-from chameleon_mm.planning.beside import host_bytes_beside, least_budget
+from chameleon_mm.outputs import print_table
+from chameleon_mm.planning.beside import host_bytes_beside, left_beside_window
 from chameleon_mm.planning.prediction import MemoryNeed, needs_of, peak_phase
-from chameleon_mm.planning.prediction_text import head, needs_table, rooflines
+from chameleon_mm.planning.prediction_text import conclude, head, needs_table, rooflines
 from chameleon_mm.planning.record import RecordedStep, record_step
 from chameleon_mm.planning.session_run import RunRequest, SessionRun, StepRun, run_session
 from chameleon_mm.policy import Peak, peak_memory
 from chameleon_mm.trace import StepPhase
-from chameleon_mm.units import format_size, format_size_up, format_us
+from chameleon_mm.units import format_size, format_us
 
 SCHEMA = "chameleon_mm.plan_session/1"
-
-_MOST_ROUNDS = 4
-"""Times that the smallest budget is found again for the buckets of the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,16 +33,12 @@ class SessionPrediction:
     """A step of a session on one GPU within one budget."""
 
     request: RunRequest
-    ratio: float | None
-    """Unswapped peak over the budget, where that was asked for."""
     step: RecordedStep
     needs: tuple[MemoryNeed, ...]
     peak: Peak
     phase: StepPhase
     window_bytes: int
     """Bytes of the budget that are set aside for parameters and gradients; 0: for none."""
-    smallest_budget_bytes: int | None
-    """The smallest budget of which a session has a plan; None: not known, where parameters are swapped and state is not."""
     host_bytes_beside: int
     """Pinned memory of parameters, gradients and state."""
     run: SessionRun
@@ -58,30 +48,20 @@ class SessionPrediction:
         """Whether every step keeps within the budget."""
         return self.run.holds
 
-    def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Dictionary of everything as plain data; all of it is predicted. `environment` comes first."""
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of everything as plain data; all of it is predicted."""
         step, request = self.step, self.request
         return {
-            **environment,
             "schema": SCHEMA,
             "predicted": True,
-            "model": step.about,
-            "notes": list(step.notes),
-            "num_parameters": step.num_parameters,
-            "dtype": step.dtype,
-            "parameters_by_dtype": dict(step.parameters_by_dtype),
-            "autocast": step.autocast,
-            "optimizer": step.optimizer,
-            "min_bytes": step.min_bytes,
+            **step.to_dict(),
             "hbm_budget_bytes": request.hbm_budget_bytes,
             "host_budget_bytes": request.host_budget_bytes,
-            "ratio": self.ratio,
             "needs": [asdict(need) for need in self.needs],
             "peak_bytes": self.peak.nbytes,
             "peak_phase": self.phase.name.lower(),
             "unswapped_step_us": step.trace.duration_us,
             "window_bytes": self.window_bytes,
-            "smallest_budget_bytes": self.smallest_budget_bytes,
             "host_bytes_beside": self.host_bytes_beside,
             "session": self.run.to_dict(),
         }
@@ -101,56 +81,22 @@ def record(request: RunRequest, *, in_buckets: bool) -> RecordedStep:
     )
 
 
-def predict_session(request: RunRequest, *, ratio: float | None = None) -> SessionPrediction:
-    """Predict the session of `request`. `ratio`: its budget is the unswapped peak divided by that.
-
-    Raises `ValueError` for a ratio whose budget has no plan.
-    """
+def predict_session(request: RunRequest) -> SessionPrediction:
+    """Predict the session of `request`."""
     unswapped = record(request, in_buckets=False)
     peak = peak_memory(unswapped.trace)
-    if ratio is not None:
-        request = replace(request, hbm_budget_bytes=int(peak.nbytes / ratio))
     step = record(request, in_buckets=True)
-    smallest = smallest_budget(request)
-    if ratio is not None and smallest is not None and request.hbm_budget_bytes < smallest:
-        raise ValueError(
-            f"--ratio: expected {peak.nbytes / smallest:.2f} at most, for the smallest budget of which there is a plan is "
-            f"{format_size_up(smallest)} of the {format_size(peak.nbytes)} that the step takes unswapped, got {ratio:g}; lower "
-            f"the ratio, or take a smaller batch"
-        )
+    left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
     return SessionPrediction(
         request=request,
-        ratio=ratio,
         step=unswapped,
         needs=needs_of(unswapped.trace, peak),
         peak=peak,
         phase=peak_phase(unswapped.trace, peak),
-        window_bytes=_window(step, request),
-        smallest_budget_bytes=smallest,
+        window_bytes=request.hbm_budget_bytes - left if left >= 0 else 0,  # else the run says that there is no room
         host_bytes_beside=host_bytes_beside(step, request.swapped, request.hbm_budget_bytes),
         run=run_session(request),
     )
-
-
-def smallest_budget(request: RunRequest) -> int | None:
-    """The smallest budget of which a session has a plan; None: not known."""
-    if request.swapped.parameters and not request.swapped.optimizer:
-        return None
-    found = request.hbm_budget_bytes
-    for _ in range(_MOST_ROUNDS):  # buckets are the smaller the smaller the budget is
-        before, found = found, least_budget(record(replace(request, hbm_budget_bytes=found), in_buckets=True), request.swapped)
-        if bucket_bytes_within(found) == bucket_bytes_within(before) or not request.swapped.optimizer:
-            break
-    return found
-
-
-def _window(step: RecordedStep, request: RunRequest) -> int:
-    if not request.swapped.parameters:
-        return 0
-    try:
-        return step.window(request.hbm_budget_bytes)
-    except InfeasibleBudget:  # the run says so
-        return 0
 
 
 def show_session(prediction: SessionPrediction, console: Console) -> None:
@@ -159,14 +105,7 @@ def show_session(prediction: SessionPrediction, console: Console) -> None:
     print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
     if prediction.run.steps:
         print_table(console, _steps(prediction))
-        print_table(console, _moved(prediction.run))
-    for text in session_verdicts(prediction):
-        print_line(console, text, style="bold" if prediction.holds else "bold red")
-    print_line(console, "assumptions:")
-    lines = Table.grid(padding=(0, 1))
-    for text in session_assumptions(prediction):
-        lines.add_row("-", Text(text))
-    console.print(lines)
+    conclude(session_verdicts(prediction), session_assumptions(prediction), console, holds=prediction.holds)
 
 
 def session_verdicts(prediction: SessionPrediction) -> list[str]:
@@ -183,8 +122,6 @@ def session_verdicts(prediction: SessionPrediction) -> list[str]:
     else:
         most = max(step.peak_bytes for step in run.steps[1:] or run.steps)
         lines = [f"does not keep within {budget}: it takes {format_size(most)}"]
-    if prediction.smallest_budget_bytes is not None:
-        lines.append(f"smallest budget: {format_size_up(prediction.smallest_budget_bytes)} with any plan")
     return lines
 
 
@@ -228,13 +165,4 @@ def _steps(prediction: SessionPrediction) -> Table:
     table.add_row("pinned host", "0 B", "", format_size(run.host_bytes))
     if max(prediction.peak.nbytes, first.peak_bytes, last.peak_bytes) > budget:
         table.caption, table.caption_justify = "* over the budget", "left"
-    return table
-
-
-def _moved(run: SessionRun) -> Table:
-    table = Table(title="what crosses the link in a later step", title_justify="left")
-    for title in ("", "out", "back"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for moved in run.moved:
-        table.add_row(moved.what, format_size(moved.out_bytes), format_size(moved.back_bytes))
     return table

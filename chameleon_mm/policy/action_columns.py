@@ -199,16 +199,18 @@ class PlannedMemory:
             level[tick] = max(int(level[tick]), nbytes)
         return level
 
-    def growth_until_next_check(self, moves: ActionColumns, allocated: Int64s) -> Int64s:
+    def growth_until_next_check(self, moves: ActionColumns, allocated: Int64s, drop_at: Sequence[int] = ()) -> Int64s:
         """(hooks,) maximum growth of device memory from the end of each hook's reclaims until the next check of memory.
 
-        Memory is checked at each hook that reclaims, at each hook of a storage that may move, and at the first hook, which
-        stands for what comes before any check. Growth and what is allocated then never exceed the plan's peak. `allocated`:
-        the result of `self.allocated(moves)`.
+        Memory is checked at each hook that reclaims or drops, at each hook of a storage that may move, and at the first hook,
+        which stands for what comes before any check. Growth and what is allocated then never exceed the plan's peak. A step
+        that proves a recipe keeps what the plan drops: so each drop has its check.
+
+        `allocated`: the result of `self.allocated(moves)`. `drop_at`: hooks that drop.
         """
         if not len(self._tick):
             return np.zeros(0, np.int64)
-        checks = np.union1d(np.append(self._movable, 0), moves.reclaim_at)
+        checks = np.unique(np.concatenate((self._movable, [0], moves.reclaim_at, np.array(drop_at, np.int64))))
         back = np.zeros(len(self._tick), np.int64)
         np.add.at(back, moves.in_at, moves.reclaimed)
         level_after_reclaims = self._left(moves)[self._tick] - back

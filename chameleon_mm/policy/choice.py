@@ -27,7 +27,7 @@ from chameleon_mm.units import allocated_size
 
 NUM_PRICES = 48
 
-_LEAST_PRICE = 1e-15
+LEAST_PRICE = 1e-15
 """Price above 0, below all that a device could have: there are times that cannot be halved."""
 
 
@@ -119,7 +119,7 @@ class _Pricing:
         ratio = ratio[ratio > 0]
         if not len(ratio):
             return np.array([0.0, 1.0])
-        ratio = np.maximum(ratio, _LEAST_PRICE)
+        ratio = np.maximum(ratio, LEAST_PRICE)
         return np.geomspace(ratio.min() * 0.5, ratio.max() * 8, NUM_PRICES)
 
     def path(self) -> ChoicePath:

@@ -38,7 +38,7 @@ _WAITS = 1e-4
 _REPAIRS = 8
 """Number of times that what cannot be rebuilt for want of room is no longer dropped."""
 _FINER = 8
-"""Number of mixes between two prices."""
+"""Number of mixes between two prices. Without mixes plans of the built-in models take 0.6 % longer, and up to 6.5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

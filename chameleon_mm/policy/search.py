@@ -35,7 +35,8 @@ _CLIMBS = 3
 _STRICTNESS = 30.0
 """One over the share by which, on average, a change of the local search may be worse."""
 _MOST_VARIED = 16
-"""Candidates up to which there is a local search: of more a single one hardly matters, and ranks find as much."""
+"""Candidates up to which there is a local search: of more a single one hardly matters, and ranks find as much. Without it three
+of 40 small steps take 1 % longer or more, one 13.8 %."""
 _NO_WORSE_US = 1e-6
 """Difference of times below which they are the same: what is left is rounding."""
 _CLOSE_TO_ESTIMATE = 1.02

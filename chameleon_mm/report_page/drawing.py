@@ -13,13 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from chameleon_mm.report_page.step_picture import Bar, Memory, merged
+from chameleon_mm.report_page.step_picture import Bar, Memory
 from chameleon_mm.units import format_us
 
 WIDTH, HEIGHT = 1000, 100
-
-MOST_BARS = 6_000
-"""Bars of one engine on the page. Where there are more, neighbours are drawn as one."""
 
 MOST_POINTS = 3_000
 """Points of a curve. Where there are more, each point is the most of a stretch of time."""
@@ -31,14 +28,6 @@ CSS = {"in part": "part"}
 def number(value: float) -> str:
     """Text of a coordinate, to a thousandth, without zeros at its end."""
     return f"{value:.3f}".rstrip("0").rstrip(".") or "0"
-
-
-def thinned_bars(bars: Sequence[Bar], end_us: float) -> list[Bar]:
-    """At most `MOST_BARS` of `bars`, neighbours merged where there are more."""
-    thin, closer_than_us = list(bars), end_us / 4 / MOST_BARS
-    while len(thin) > MOST_BARS:
-        thin, closer_than_us = merged(bars, closer_than_us), closer_than_us * 2
-    return thin
 
 
 def thinned_memory(memory: Memory) -> Memory:

@@ -96,19 +96,6 @@ if (data.step) {
     return parts.join(" \u00b7 ");
   });
 }
-if (data.measured) {
-  const found = data.measured;
-  chart("measured", found.end_us, (us) => {
-    const parts = [time(us)], waits = within(found.compute, us);
-    parts.push(waits < 0 ? "compute does not wait" : found.compute.kind[waits] === "recompute" ? "compute recomputes a tensor"
-      : "compute waits " + time(found.compute.to[waits] - found.compute.from[waits]));
-    for (const [way, bars] of [["to the host", found.out], ["back", found.back]]) {
-      const i = within(bars, us);
-      if (i >= 0) parts.push(way + ": " + size(bars.bytes[i]) + " in " + time(bars.to[i] - bars.from[i]));
-    }
-    return parts.join(" \u00b7 ");
-  });
-}
 if (data.steps) {
   const rows = data.steps, told = $("#steps .readout"), root = $("#steps .chart");
   let at = rows.length - 1;
@@ -142,7 +129,7 @@ if (data.tensors) {
   const matching = () => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const found = rows.filter((row) => (!kind || row[at.does] === kind)
-      && words.every((word) => (row[at.name] + " " + row[at.made_by]).toLowerCase().includes(word)));
+      && words.every((word) => row[at.name].toLowerCase().includes(word)));
     const sign = down ? -1 : 1, key = at[sort];
     return found.sort((a, b) => {
       const x = a[key], y = b[key];

@@ -1,9 +1,9 @@
 """The report's page: one HTML file of its own, which asks no network for anything.
 
-    text = page_html(PageData(...))
+    text = page_html(device="H200", simulated=True, rows=..., figures=..., picture=..., steps=...)
 
-The shapes, the figures and the largest tensors are in it as they are; a script adds what tells the number under the pointer,
-the zoom, and the table's order and filter. It works with JSON in the page.
+The shapes and the figures are in it as they are; a script adds what tells the number under the pointer, the zoom, and the table
+of tensors. It works with JSON in the page.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ import html
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from chameleon_mm.report_page.measured_section import measured_columns, measured_section
-from chameleon_mm.report_page.measured_step import MeasuredStep
 from chameleon_mm.report_page.step_picture import StepPicture
 from chameleon_mm.report_page.step_section import step_columns, step_section
 from chameleon_mm.report_page.steps_section import MOST_STEPS, steps_section
@@ -28,42 +25,33 @@ from chameleon_mm.units import format_size, format_us
 _PART = re.compile(r"<!--(\w+)-->")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageData:
-    """All that the page shows."""
-
-    device: str
-    simulated: bool
-    rows: Sequence[tuple[str, str]]
-    """Label and text of each figure."""
-    figures: Mapping[str, Any]
-    """The report's dict."""
-    picture: StepPicture | None
-    """The step planned last; None: there is none."""
-    measured: MeasuredStep | None
-    """The latest step that was timed in full."""
-    steps: Sequence[StepFigures]
-
-
-def page_html(data: PageData) -> str:
-    """Text of the page."""
-    title = f"Swap report: {data.device}"
-    clock = "All times are of the simulator's virtual clock." if data.simulated else "Times are of the device's clock."
+def page_html(
+    *,
+    device: str,
+    simulated: bool,
+    rows: Sequence[tuple[str, str]],
+    figures: Mapping[str, Any],
+    picture: StepPicture | None,
+    steps: Sequence[StepFigures],
+) -> str:
+    """Text of the page. `rows`: label and text of each figure; `figures`: the report's dict; `picture`: the step planned last,
+    None where there is none."""
+    title = f"Swap report: {device}"
+    clock = "All times are of the simulator's virtual clock." if simulated else "Times are of the device's clock."
     parts = {
         "title": html.escape(title),
         "style": _file("page.css"),
         "script": _file("page.js"),
         "clock": clock,
-        "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in data.rows if label == "PROBLEM"),
-        "tiles": _tiles(data),
-        "step": step_section(data.picture),
-        "tensors": tensor_section(data.picture),
-        "measured": measured_section(data.measured, simulated=data.simulated),
-        "steps": steps_section(data.steps),
+        "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in rows if label == "PROBLEM"),
+        "tiles": _tiles(figures),
+        "step": step_section(picture),
+        "tensors": tensor_section(picture),
+        "steps": steps_section(steps),
         "figures": "".join(
-            f'<tr><th scope="row">{html.escape(label)}</th><td>{html.escape(text)}</td></tr>' for label, text in data.rows
+            f'<tr><th scope="row">{html.escape(label)}</th><td>{html.escape(text)}</td></tr>' for label, text in rows
         ),
-        "data": _json(_data(data)),
+        "data": _json(_data(figures, picture, steps)),
     }
     return _PART.sub(lambda match: parts[match[1]], _file("page.html"))
 
@@ -78,11 +66,7 @@ def _json(data: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-# --- in short
-
-
-def _tiles(data: PageData) -> str:
-    figures = data.figures
+def _tiles(figures: Mapping[str, Any]) -> str:
     hidden, stall = figures["hidden_fraction"], figures["stall_us"]
     tiles = [
         ("budget", format_size(figures["hbm_budget_bytes"]), "device memory"),
@@ -99,17 +83,12 @@ def _tiles(data: PageData) -> str:
     )
 
 
-# --- for the script
-
-
-def _data(data: PageData) -> dict[str, Any]:
-    found: dict[str, Any] = {"figures": data.figures}
-    if data.picture is not None:
-        found["step"] = step_columns(data.picture)
-        if data.picture.tensors:
-            found["tensors"] = tensor_columns(data.picture)
-    if data.measured is not None:
-        found["measured"] = measured_columns(data.measured)
-    if data.steps:
-        found["steps"] = [step.to_dict() for step in data.steps[-MOST_STEPS:]]
+def _data(figures: Mapping[str, Any], picture: StepPicture | None, steps: Sequence[StepFigures]) -> dict[str, Any]:
+    found: dict[str, Any] = {"figures": figures}
+    if picture is not None:
+        found["step"] = step_columns(picture)
+        if picture.tensors:
+            found["tensors"] = tensor_columns(picture)
+    if steps:
+        found["steps"] = [step.to_dict() for step in steps[-MOST_STEPS:]]
     return found

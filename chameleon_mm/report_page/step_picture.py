@@ -89,8 +89,6 @@ class TensorRow:
 
     tensor: int
     name: str
-    made_by: str
-    phase: str
     nbytes: int
     does: str
     """One of `WHAT_PLANS_DO`."""
@@ -258,14 +256,12 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
         goes = swap or (action if kind == RECOMPUTED else None)
         back_us = None if goes is None else float(hook_us[goes.in_at]) if swap is None else arrives_us.get(number)
         measured_us = None if latest is None else latest.out_stalls_us.get(number, 0.0) + latest.in_stalls_us.get(number, 0.0)
-        used_at = first_use[number] if number in first_use else _use_at(action)
+        used_at = first_use[number] if number in first_use or action is None else action.use_at
         born = int(trace.tensor_born[number])
         rows.append(
             TensorRow(
                 tensor=number,
-                name=names[number].name,
-                made_by=names[number].made_by,
-                phase=names[number].phase,
+                name=names[number],
                 nbytes=nbytes,
                 does=kind,
                 moved_bytes=0 if swap is None else swap.nbytes,
@@ -285,20 +281,3 @@ def _kind(trace: Trace, tensor: int, does: Mapping[int, _Done]) -> str:
         return KEPT
     kind, action = does[tensor]
     return IN_PART if kind == SWAPPED and action.nbytes < trace.tensor_bytes[tensor] else kind
-
-
-def _use_at(action: Action | None) -> int:
-    assert action is not None  # what is no candidate is here for its action
-    return action.use_at
-
-
-def merged(bars: Sequence[Bar], closer_than_us: float) -> list[Bar]:
-    """Bars of one row with those of one kind that are less than that apart as one each: a pixel cannot tell them apart."""
-    together: list[Bar] = []
-    for bar in bars:
-        last = together[-1] if together else None
-        if last is not None and last.kind == bar.kind and 0 <= bar.start_us - last.end_us < closer_than_us:
-            together[-1] = Bar(bar.kind, last.start_us, bar.end_us, -1, last.nbytes + bar.nbytes)
-        else:
-            together.append(bar)
-    return together

@@ -23,11 +23,13 @@ def step_section(picture: StepPicture | None) -> str:
         )
     end_us, most = _frame(picture)
     measured = "" if picture.measured_step_us is None else f", {format_us(picture.measured_step_us)} measured"
+    thin = max(len(picture.planned.at_us), len(picture.unswapped.at_us)) > drawing.MOST_POINTS
+    thinned = f" Each point of a curve is the most within a {drawing.MOST_POINTS}th of the step." if thin else ""
     unlike = (
         " Nobody recorded a step of these sizes: its trace follows from those of others." if picture.sizes_predicted else ""
     )
     rows = (("compute", "compute", picture.compute), ("out", "to the host", picture.out), ("back", "back", picture.back))
-    lanes = drawing.lanes(((name, label, drawing.thinned_bars(bars, end_us)) for name, label, bars in rows), end_us)
+    lanes = drawing.lanes(rows, end_us)
     memory = drawing.memory_shapes(
         drawing.thinned_memory(picture.planned),
         drawing.thinned_memory(picture.unswapped),
@@ -41,11 +43,11 @@ def step_section(picture: StepPicture | None) -> str:
         f"{format_us(picture.stall_us)} and runs operators again for {format_us(picture.recompute_us)}; without swapping "
         f"{format_us(picture.unswapped_us)}. "
         f"Memory: {format_size(picture.planned.peak_bytes)} at most by the plan, {format_size(picture.unswapped.peak_bytes)} "
-        f"without swapping, within a budget of {format_size(picture.hbm_budget_bytes)}.{unlike}</p>"
+        f"without swapping, within a budget of {format_size(picture.hbm_budget_bytes)}.{unlike}{thinned}</p>"
         f"{_legend(picture)}"
         f'<div class="chart" tabindex="0" aria-label="The step over time; arrow keys move, + and - zoom">'
         f'<div class="lane memory"><span><b>{format_size(most)}</b><b>device memory</b><b>0</b></span>{memory}</div>'
-        f'{lanes}<div class="cursor"></div></div>{drawing.below_chart(end_us)}{_thinning(picture, end_us)}</section>'
+        f'{lanes}<div class="cursor"></div></div>{drawing.below_chart(end_us)}</section>'
     )
 
 
@@ -74,22 +76,6 @@ def _legend(picture: StepPicture) -> str:
     return f'<ul class="legend">{"".join(rules + items)}</ul>'
 
 
-def _thinning(picture: StepPicture, end_us: float) -> str:
-    """Sentences about what is drawn together."""
-    told = []
-    for label, bars in (
-        ("copies to the host", picture.out),
-        ("copies back", picture.back),
-        ("bars of compute", picture.compute),
-    ):
-        drawn = len(drawing.thinned_bars(bars, end_us))
-        if drawn < len(bars):
-            told.append(f"{len(bars)} {label} are drawn as {drawn}, neighbours together.")
-    if max(len(picture.planned.at_us), len(picture.unswapped.at_us)) > drawing.MOST_POINTS:
-        told.append(f"Each point of a curve is the most within a {drawing.MOST_POINTS}th of the step.")
-    return f'<p class="note">{" ".join(told)}</p>' if told else ""
-
-
 def step_columns(picture: StepPicture) -> dict[str, Any]:
     """Both curves and all bars as drawn, for the script."""
     end_us, _ = _frame(picture)
@@ -98,7 +84,7 @@ def step_columns(picture: StepPicture) -> dict[str, Any]:
         thin = drawing.thinned_memory(memory)
         found[name] = {"at_us": _rounded(thin.at_us.tolist()), "bytes": thin.nbytes.tolist(), "end_us": thin.end_us}
     for name, bars in (("compute", picture.compute), ("out", picture.out), ("back", picture.back)):
-        found[name] = drawing.columns(drawing.thinned_bars(bars, end_us), kinds=name == "compute")
+        found[name] = drawing.columns(bars, kinds=name == "compute")
     return found
 
 

@@ -10,10 +10,7 @@ from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.units import format_size, format_us
 
 MOST_STEPS = 1_000
-"""Steps on the page, the latest ones."""
-
-STATIC_ROWS = 100
-"""Rows of the table of steps, the latest ones."""
+"""Steps on the page, the latest ones: a bar for each is a pixel wide."""
 
 _STEP_CLASS = {
     StepKind.PLANNED: "planned-step",
@@ -42,7 +39,7 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
     before = len(all_steps) - len(steps)
     older = f" The {before} before them are left out." if before else ""
     return (
-        f'<section id="steps"><h2>Steps</h2><p class="note">{_count(len(steps), "step")}, from {steps[0].index} to '
+        f'<section id="steps"><h2>Steps</h2><p class="note">Steps {steps[0].index} to '
         f"{steps[-1].index}: peak of device memory against the budget, time, and stall. A step that was not timed has no time."
         f'{older}</p><ul class="legend">{legend}<li><i class="rule dash" style="--c:var(--budget)"></i>budget</li></ul>'
         f'<div class="chart" tabindex="0" aria-label="Steps; arrow keys move">'
@@ -52,34 +49,5 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
         f"{drawing.strip('time', times, most_us, 'time of each step')}</div>"
         f'<div class="lane"><span>stall, to {format_us(most_stall)}</span>'
         f"{drawing.strip('stall', stalls, most_stall, 'stall of each step')}</div></div>"
-        f'<p class="readout needs-script" aria-live="polite">Point at a step, or tap it, to read it.</p>'
-        f"{_step_table(steps)}</section>"
+        f'<p class="readout needs-script" aria-live="polite">Point at a step, or tap it, to read it.</p></section>'
     )
-
-
-def _step_table(steps: Sequence[StepFigures]) -> str:
-    heads = ("step", "what it was", "peak", "budget", "host", "out", "back", "time", "stall", "hidden")
-    rows = []
-    for step in reversed(steps[-STATIC_ROWS:]):
-        hidden = step.hidden_fraction
-        texts = (
-            str(step.kind), format_size(step.peak_hbm_bytes), format_size(step.hbm_budget_bytes), format_size(step.host_bytes),
-            format_size(step.bytes_out), format_size(step.bytes_in), _or_dash(step.step_us), _or_dash(step.stall_us),
-            "&ndash;" if hidden is None else f"{100 * hidden:.1f} %",
-        )  # fmt: skip
-        cells = "".join(f'<td data-label="{head}">{text}</td>' for head, text in zip(heads[1:], texts, strict=True))
-        rows.append(f'<tr data-step="{step.index}"><td>step {step.index}</td>{cells}</tr>')
-    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
-    return (
-        f"<details><summary>The latest {len(rows)} as a table</summary>"
-        f'<div class="scroll"><table class="wide cards"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></details>"
-    )
-
-
-def _or_dash(us: float | None) -> str:
-    return "&ndash;" if us is None else format_us(us)
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,6 +1,6 @@
 """Names of a trace's storages for people: where they were saved, by the module's path where it is known, and what made them.
 
-    names_of(trace, numbers, modules)[number].name        "blocks.3.mlp.fc1: gelu"
+    names_of(trace, numbers, modules)[number]        "blocks.3.mlp.fc1: gelu"
 
 Two storages of one name are told apart by a number: "gelu #2".
 """
@@ -9,51 +9,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from chameleon_mm.trace import StepPhase, TensorKind, Trace
+from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.replayable import VIEWS, base_name
 
 
-@dataclass(frozen=True, slots=True)
-class TensorName:
-    """Name of a storage, the operator that made it and the phase in which that ran."""
-
-    name: str
-    made_by: str
-    phase: str
-
-
-def names_of(trace: Trace, numbers: Sequence[int], modules: Mapping[int, str]) -> dict[int, TensorName]:
+def names_of(trace: Trace, numbers: Sequence[int], modules: Mapping[int, str]) -> dict[int, str]:
     """Names of the storages `numbers` of `trace`, in the trace's order. `modules`: paths by the number of the hook."""
     makers, saved_in = _makers(trace), _modules(trace, modules)
-    plain: dict[int, TensorName] = {}
+    plain: dict[int, str] = {}
     for number in sorted(numbers):
-        kind = TensorKind(int(trace.tensor_kind[number]))
-        made_by, phase = makers.get(number, (kind.name.lower(), ""))
+        made_by = makers.get(number) or TensorKind(int(trace.tensor_kind[number])).name.lower()
         module = saved_in.get(number, "")
-        plain[number] = TensorName(f"{module}: {made_by}" if module else made_by, made_by, phase)
-    count = Counter(name.name for name in plain.values())
-    seen = Counter[str]()
+        plain[number] = f"{module}: {made_by}" if module else made_by
+    count, seen = Counter(plain.values()), Counter[str]()
     for number, name in plain.items():
-        if count[name.name] > 1:
-            seen[name.name] += 1
-            plain[number] = TensorName(f"{name.name} #{seen[name.name]}", name.made_by, name.phase)
+        if count[name] > 1:
+            seen[name] += 1
+            plain[number] = f"{name} #{seen[name]}"
     return plain
 
 
-def _makers(trace: Trace) -> dict[int, tuple[str, str]]:
-    """Name, without its library and overload, and phase of the first operator that wrote each storage and is no view."""
+def _makers(trace: Trace) -> dict[int, str]:
+    """Name, without its library and overload, of the first operator that wrote each storage and is no view."""
     names = [base_name(name) for name in trace.op_names]
     op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
-    found: dict[int, tuple[str, str]] = {}
-    for tensor, name, phase in zip(
-        trace.write_tensors.tolist(), trace.op_name[op].tolist(), trace.op_phase[op].tolist(), strict=True
-    ):
+    found: dict[int, str] = {}
+    for tensor, name in zip(trace.write_tensors.tolist(), trace.op_name[op].tolist(), strict=True):
         if tensor not in found and names[name] not in VIEWS:
-            found[tensor] = names[name].rpartition("::")[2], StepPhase(phase).name.lower()
+            found[tensor] = names[name].rpartition("::")[2]
     return found
 
 

@@ -1,23 +1,18 @@
-"""Section of the page about the planned step's tensors: a table that the script sorts and filters.
+"""Section of the page about the planned step's tensors: a table that the script fills, sorts and filters.
 
 tensor_section(picture), tensor_columns(picture)      # HTML; the rows for the script
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 from typing import Any
 
-from chameleon_mm.report_page import drawing
 from chameleon_mm.report_page.step_picture import WHAT_PLANS_DO, StepPicture, TensorRow
-from chameleon_mm.units import format_size, format_us
+from chameleon_mm.units import format_size
 
 MOST_TENSORS = 8_000
-"""Tensors in the page's table, the largest ones."""
-
-STATIC_ROWS = 100
-"""Rows of a table that are there without the script."""
+"""Tensors in the page's table, the largest ones: 5000 make a page of 2 MiB."""
 
 _COLUMNS = (
     ("name", "tensor"), ("does", "plan"), ("bytes", "size"), ("moved_bytes", "crosses"), ("saved_us", "made"),
@@ -41,41 +36,24 @@ def tensor_section(picture: StepPicture | None) -> str:
         f'<button type="button" data-key="{key}">{text}</button></th>'
         for key, text in _COLUMNS
     )
-    listed = picture.tensors[:MOST_TENSORS]
     left = picture.tensors[MOST_TENSORS:]
     out = f" The {len(left)} smallest, {format_size(sum(row.nbytes for row in left))} in all, are left out." if left else ""
     return (
-        '<section id="tensors"><h2>Its tensors <span class="badge">predicted</span></h2>'
+        '<section id="tensors" class="needs-script"><h2>Its tensors <span class="badge">predicted</span></h2>'
         '<p class="note">What autograd saves and may move, and what is held for others to be recomputed from it. Pick a row '
         f"to see its copies in the chart above.{out}</p>"
-        '<div class="controls needs-script"><input type="search" placeholder="filter by name or operator" '
-        f'aria-label="Filter by name or operator">{buttons}</div>'
-        f'<p class="note count">The {min(STATIC_ROWS, len(listed))} largest of {len(picture.tensors)}</p>'
+        '<div class="controls"><input type="search" placeholder="filter by name" '
+        f'aria-label="Filter by name">{buttons}</div>'
+        '<p class="note count"></p>'
         f'<div class="scroll"><table class="wide cards tensors"><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{''.join(map(_tensor_row, listed[:STATIC_ROWS]))}</tbody></table></div>"
-        '<div class="controls needs-script"><button type="button" class="more" hidden>show more</button></div></section>'
+        "<tbody></tbody></table></div>"
+        '<div class="controls"><button type="button" class="more" hidden>show more</button></div></section>'
     )
-
-
-def _tensor_row(row: TensorRow) -> str:
-    cells = [
-        f"<td>{html.escape(row.name)}</td>",
-        f'<td data-label="plan"><i class="mark {drawing.CSS.get(row.does, row.does)}"></i>{row.does}</td>',
-    ]
-    for key, label in _COLUMNS[2:]:
-        value = row.nbytes if key == "bytes" else getattr(row, key)
-        shown = "&ndash;" if value is None or (key == "moved_bytes" and not value) else _shown(key, value)
-        cells.append(f'<td class="n" data-label="{label}">{shown}</td>')
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _shown(key: str, value: float) -> str:
-    return format_size(value) if key.endswith("bytes") else format_us(value)
 
 
 def tensor_columns(picture: StepPicture) -> dict[str, Any]:
     """Rows of the table, for the script."""
-    names = ("tensor", "name", "made_by", *(key for key, _ in _COLUMNS[1:]))
+    names = ("tensor", *(key for key, _ in _COLUMNS))
     return {"columns": names, "rows": [_values(row, names) for row in picture.tensors[:MOST_TENSORS]]}
 
 

@@ -39,7 +39,7 @@ class GradientOnHost:
         try:
             self._block: PinnedBlock = pool.allocate(source.numel(), compute)
         except HostMemoryExhausted:
-            self._block = pool.allocate_pageable(source.numel(), compute)
+            self._block = pool.allocate_pageable(source.numel())
         self._device = device
         self._of = TensorWeakRef(grad)
         self._like = _form(grad)

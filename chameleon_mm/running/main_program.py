@@ -8,14 +8,13 @@ ending = program.run()             # Ending(exit_code=0, error=None); what it ra
 from __future__ import annotations
 
 import builtins
-import importlib.abc
-import importlib.util
 import io
 import os
+import runpy
 import sys
 import types
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 
@@ -62,8 +61,10 @@ class Program:
     def run(self) -> Ending:
         """Run it to its end. `sys.modules["__main__"]`, `sys.argv` and `sys.path[0]` are the program's from here on."""
         try:
-            code, main = self._module() if self.is_module else self._script()
-            exec(code, main.__dict__)
+            if self.is_module:
+                self._run_module()
+            else:
+                self._run_script()
         except SystemExit as done:
             return Ending(exit_code=_exit_code(done), error=None)
         except BaseException as error:  # noqa: BLE001  # whatever ends a program: told as Python tells it
@@ -71,59 +72,28 @@ class Program:
             return Ending(exit_code=130 if isinstance(error, KeyboardInterrupt) else 1, error=error)
         return Ending(exit_code=0, error=None)
 
-    def _script(self) -> tuple[types.CodeType, types.ModuleType]:
+    def _run_module(self) -> None:
+        sys.argv = ["-m", *self.arguments]
+        _first_in_path(str(Path.cwd()))
+        _main()
+        runpy._run_module_as_main(self.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
+
+    def _run_script(self) -> None:
         path = os.path.join(os.getcwd(), self.name)  # noqa: PTH109, PTH118  # os.path: "./" and links stay in `__file__`, as Python has them
         sys.argv = [self.name, *self.arguments]
         _first_in_path(str(Path(path).resolve().parent))
-        main = _main(path, SourceFileLoader("__main__", path))
+        main = _main(
+            __cached__=None, __file__=path, __loader__=SourceFileLoader("__main__", path), __package__=None, __spec__=None
+        )
         with io.open_code(path) as file:
             source = file.read()
-        return compile(source, path, "exec", dont_inherit=True), main
-
-    def _module(self) -> tuple[types.CodeType, types.ModuleType]:
-        sys.argv = ["-m", *self.arguments]  # as long as packages around the module are imported
-        _first_in_path(str(Path.cwd()))
-        spec = _find(self.name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            package, spec = self.name, _find(f"{self.name}.__main__")
-            if spec is None:
-                raise ModuleMissing(
-                    f"No module named {package}.__main__; {package!r} is a package and cannot be directly executed"
-                )
-        if spec is None or spec.origin is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
-            raise ModuleMissing(f"No module named {self.name}")
-        code = spec.loader.get_code(spec.name)
-        if not isinstance(code, types.CodeType):
-            raise ModuleMissing(f"No code object available for {spec.name}")
-        main = _main(spec.origin, spec.loader, spec)
-        sys.argv = [spec.origin, *self.arguments]
-        return code, main
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 
 
-class ModuleMissing(ImportError):
-    """There is no module of the name that was given, or it is none that can be run."""
-
-
-def _find(name: str) -> ModuleSpec | None:
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:  # of the package around it
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            return None
-        raise
-
-
-def _main(path: str, loader: object, spec: ModuleSpec | None = None) -> types.ModuleType:
+def _main(**names: object) -> types.ModuleType:
     """Make the module that is `__main__` from here on, and stays it: exit handlers, threads and pickles look there."""
     main = types.ModuleType("__main__")
-    main.__dict__.update(
-        __builtins__=builtins,
-        __cached__=None if spec is None else spec.cached,
-        __file__=path,
-        __loader__=loader,
-        __package__=None if spec is None else spec.parent,
-        __spec__=spec,
-    )
+    main.__dict__.update(__builtins__=builtins, **names)
     if sys.version_info < (3, 14):
         main.__dict__.update(__annotations__={})
     sys.modules["__main__"] = main
@@ -153,9 +123,6 @@ def _tell(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    if isinstance(error, ModuleMissing):
-        sys.stderr.write(f"{sys.executable}: {error}\n")
-        return
     error.__traceback__ = trace
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)

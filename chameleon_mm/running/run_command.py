@@ -68,12 +68,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     none, and `ProgramInterrupted` where an interrupt ended it."""
     program = _program(args.program)
     program.check()
-    files = {"--report": args.report, "--html": args.html, "--trace": args.trace}
     ranks = LaunchedRank.started_by_launcher()
-    check_outputs({option: path if path is None else ranks.own(path) for option, path in files.items()})
+    given = {"--report": args.report, "--html": args.html, "--trace": args.trace}
+    files = {option: ranks.own(path) for option, path in given.items() if path is not None}
+    check_outputs(files)
     watch = TrainingWatch(_session_maker(args, told=ranks.rank == 0))
     end = End(watch, files, Console(stderr=True), ranks)
-    end.begin()
     watch.begin()
     warnings.filterwarnings("ignore", _COMPILED_UNDER_GLOBAL_HOOKS, UserWarning)
     atexit.register(end.tell)  # runs after the program's own

@@ -214,7 +214,7 @@ class Copier:
         try:
             return self._pool.allocate(nbytes, compute)
         except HostMemoryExhausted:
-            return self._pool.allocate_pageable(nbytes, compute)
+            return self._pool.allocate_pageable(nbytes)
 
 
 def _typed(copy: TensorCopy) -> Tensor:

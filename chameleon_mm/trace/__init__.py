@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from chameleon_mm.trace.builder import TraceBuilder
-from chameleon_mm.trace.files import load_trace, save_trace
-from chameleon_mm.trace.trace import NEVER, HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord, Trace
+from chameleon_mm.trace.trace import NEVER, StepPhase, TensorKind, Trace
 
-__all__ = [
-    "NEVER", "HookRecord", "OpRecord", "StepPhase", "TensorKind", "TensorRecord", "Trace", "TraceBuilder", "load_trace",
-    "save_trace",
-]  # fmt: skip
+__all__ = ["NEVER", "StepPhase", "TensorKind", "Trace", "TraceBuilder"]

@@ -11,9 +11,16 @@ trace = b.finish(fingerprint)
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import Any
 
-from chameleon_mm.trace.trace import NEVER, StepPhase, TensorKind, Trace, growing_columns, trace_columns
+import numpy as np
+
+from chameleon_mm.trace.trace import COLUMNS, NEVER, StepPhase, TensorKind, Trace
+
+_CODES = {np.float64: "d", np.uint64: "Q", np.bool_: "B", np.uint8: "B"}
+"""Codes of the columns' arrays while they grow; of all others: of 64-bit whole numbers."""
 
 
 class TraceBuilder:
@@ -24,7 +31,9 @@ class TraceBuilder:
         self._simulated = simulated
         self._start_bytes = start_bytes
         self._names: dict[str, int] = {}
-        self._columns = growing_columns()
+        self._columns: dict[str, array[Any]] = {name: array(_CODES.get(dtype, "q")) for name, dtype in COLUMNS.items()}
+        self._columns["read_offsets"].append(0)
+        self._columns["write_offsets"].append(0)
 
     @property
     def num_ticks(self) -> int:
@@ -106,7 +115,7 @@ class TraceBuilder:
 
     def finish(self, fingerprint: int = 0) -> Trace:
         """The trace: what has not died outlives the step. Raises what `Trace` raises."""
-        columns = trace_columns(self._columns)
+        columns: dict[str, Any] = {name: np.array(self._columns[name], dtype) for name, dtype in COLUMNS.items()}
         dies = columns["tensor_dies"]
         dies[dies == NEVER] = self.num_ticks
         return Trace(

@@ -1,7 +1,6 @@
 """One step's operators, storages and hook calls, in columns: a million operators are a few arrays, not a million objects.
 
-    trace.ops[i], trace.tensors[j], trace.hooks[k]        records, made when asked for, one at a time
-    trace.op_us, trace.tensor_bytes, trace.hook_tick ...  the columns, for arithmetic
+    trace.op_us, trace.tensor_bytes, trace.hook_tick ...  by the numbers of operators, storages, hooks
 
 tick   0        1        2        3        4 ...          every operator and every hook of the step is one tick
        op       save     op       save     op             numbered from 0: two things on one clock
@@ -10,10 +9,7 @@ tick   0        1        2        3        4 ...          every operator and eve
 from __future__ import annotations
 
 import enum
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +24,6 @@ UInt64s = NDArray[np.uint64]
 UInt8s = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 
-_Record = TypeVar("_Record")
-
 COLUMNS: dict[str, type[np.generic]] = {
     "op_name": np.int32, "op_content": np.uint64, "op_phase": np.uint8, "op_us": np.float64, "op_tick": np.int32,
     "read_offsets": np.int64, "read_tensors": np.int32, "write_offsets": np.int64, "write_tensors": np.int32,
@@ -40,8 +34,6 @@ COLUMNS: dict[str, type[np.generic]] = {
     "hook_feature": np.uint64,
 }  # fmt: skip
 """Columns of a `Trace`, and what each holds."""
-
-_INT32 = np.iinfo(np.int32)
 
 
 class StepPhase(enum.IntEnum):
@@ -72,59 +64,6 @@ class TensorKind(enum.IntEnum):
     """Made in the step, and neither saved nor kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpRecord:
-    """One operator that ran."""
-
-    tick: int
-    name: str
-    """Name as torch has it: "aten::mm"."""
-    content: int
-    """64-bit hash of its name, its tensors' shapes, strides and dtypes, and its plain arguments: the same in every process."""
-    phase: StepPhase
-    duration_us: float
-    """Time on the device until the next operator could begin; stalls on copies are not in it."""
-    reads: tuple[int, ...]
-    """Numbers of the storages of its tensor arguments."""
-    writes: tuple[int, ...]
-    """Numbers of the storages that it returned or changed."""
-    inner_bytes: int
-    """Device memory that it allocates and frees again before it ends: at most so much beside its inputs and results."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRecord:
-    """One storage. Its memory is there from tick `born` to tick `dies`, both included, where nothing is swapped."""
-
-    nbytes: int
-    kind: TensorKind
-    born: int
-    """Tick at which it is made; -1: before the step."""
-    released: int
-    """Last tick before its first use during which somebody beside a handle of ours held it, so that dropping it after that tick
-    frees its memory. NEVER: nobody saved it, or somebody held it until it was used."""
-    sendable: int
-    """Number of the first hook at which the operator that saved it is over, so that it may be copied; NEVER: not saved."""
-    dies: int
-    """Last tick of its life; the number of ticks: it outlives the step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HookRecord:
-    """One call of autograd's two hooks."""
-
-    tick: int
-    use: bool
-    """Whether it is a use; False: a save."""
-    tensor: int
-    """Number of the storage; -1: one that nobody may move (a parameter, a small one)."""
-    feature: int
-    """64-bit hash of what the light profiler knows of this call: shape, dtype and more. Comparable within a process alone."""
-    released: int = NEVER
-    """Last tick after a use, before the next use of the storage, during which somebody beside a handle of ours held it, so that
-    dropping it after that tick frees its memory until the next use. NEVER: a save, or somebody held it until it was used."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """One step. n operators, m storages, k hook calls, n + k ticks. Columns are read-only.
@@ -142,29 +81,41 @@ class Trace:
     """Distinct names; `op_name` points here."""
     op_name: Int32s
     op_content: UInt64s
+    """64-bit hash of its name, its tensors' shapes, strides and dtypes, and its plain arguments: the same in every process."""
     op_phase: UInt8s
     op_us: Float64s
+    """Time on the device until the next operator could begin; stalls on copies are not in it."""
     op_tick: Int32s
     read_offsets: Int64s
     """(n + 1,) offsets: operator i reads `read_tensors[read_offsets[i] : read_offsets[i + 1]]`."""
     read_tensors: Int32s
+    """Numbers of the storages of its tensor arguments."""
     write_offsets: Int64s
     write_tensors: Int32s
+    """Numbers of the storages that it returned or changed."""
     op_inner_bytes: Int64s
     """Device memory, as the allocator counts it, that each holds for itself while it runs, beside its inputs and results."""
 
     tensor_bytes: Int64s
     tensor_kind: UInt8s
     tensor_born: Int32s
+    """Tick at which it is made; -1: before the step."""
     tensor_released: Int32s
+    """Last tick before its first use during which somebody beside a handle of ours held it, so that dropping it after that tick
+    frees its memory. NEVER: nobody saved it, or somebody held it until it was used."""
     tensor_sendable: Int32s
+    """First hook at which the operator that saved it is over, so that it may be copied; NEVER: not saved."""
     tensor_dies: Int32s
+    """Last tick of its life; the number of ticks: it outlives the step."""
 
     hook_tick: Int32s
     hook_use: Bools
     hook_tensor: Int32s
+    """Number of the storage; -1: one that nobody may move (a parameter, a small one)."""
     hook_released: Int32s
+    """The same after a use, before the next use of the storage. NEVER: a save, or somebody held it until that."""
     hook_feature: UInt64s
+    """64-bit hash of what the light profiler knows of this call. Comparable within a process alone."""
 
     fingerprint: int = 0
     """Hash of the sequence of hook features, as the light profiler has it. Comparable within one process alone."""
@@ -173,20 +124,6 @@ class Trace:
         self._check()
         for column in COLUMNS:
             getattr(self, column).flags.writeable = False
-
-    # Made when asked for: kept, they would hold the trace that holds them, until the collector runs.
-
-    @property
-    def ops(self) -> Sequence[OpRecord]:
-        return _Records(len(self.op_us), self._op)
-
-    @property
-    def tensors(self) -> Sequence[TensorRecord]:
-        return _Records(len(self.tensor_bytes), self._tensor)
-
-    @property
-    def hooks(self) -> Sequence[HookRecord]:
-        return _Records(len(self.hook_tick), self._hook)
 
     @property
     def num_ticks(self) -> int:
@@ -210,40 +147,9 @@ class Trace:
         np.cumsum(self.op_us, out=clock[1:])
         return clock[operators_before]
 
-    def _op(self, i: int) -> OpRecord:
-        return OpRecord(
-            tick=int(self.op_tick[i]),
-            name=self.op_names[self.op_name[i]],
-            content=int(self.op_content[i]),
-            phase=StepPhase(int(self.op_phase[i])),
-            duration_us=float(self.op_us[i]),
-            reads=tuple(self.read_tensors[self.read_offsets[i] : self.read_offsets[i + 1]].tolist()),
-            writes=tuple(self.write_tensors[self.write_offsets[i] : self.write_offsets[i + 1]].tolist()),
-            inner_bytes=int(self.op_inner_bytes[i]),
-        )
-
-    def _tensor(self, j: int) -> TensorRecord:
-        return TensorRecord(
-            nbytes=int(self.tensor_bytes[j]),
-            kind=TensorKind(int(self.tensor_kind[j])),
-            born=int(self.tensor_born[j]),
-            released=int(self.tensor_released[j]),
-            sendable=int(self.tensor_sendable[j]),
-            dies=int(self.tensor_dies[j]),
-        )
-
-    def _hook(self, k: int) -> HookRecord:
-        return HookRecord(
-            tick=int(self.hook_tick[k]),
-            use=bool(self.hook_use[k]),
-            tensor=int(self.hook_tensor[k]),
-            released=int(self.hook_released[k]),
-            feature=int(self.hook_feature[k]),
-        )
-
     def _check(self) -> None:
         n, m, k = len(self.op_us), len(self.tensor_bytes), len(self.hook_tick)
-        cut = "was the trace cut short? Record the step again"
+        cut = "record the step again"
         lengths = {"op": n, "tensor": m, "hook": k}
         for column in COLUMNS:
             values, of = getattr(self, column), column.split("_")[0]
@@ -268,45 +174,22 @@ class Trace:
                 raise ValueError(
                     f"trace: expected {name}_offsets to divide {name}_tensors among {n} operators, numbers below {m}; {cut}"
                 )
-        if len(set(self.op_names)) < len(self.op_names) or not _within(self.op_name, 0, len(self.op_names)):
-            raise ValueError(f"trace: expected distinct op_names and op_name below {len(self.op_names)}; {cut}")
-        if not (_within(self.op_phase, 0, len(StepPhase)) and _within(self.tensor_kind, 0, len(TensorKind))):
-            raise ValueError("trace: expected op_phase to be of StepPhase and tensor_kind of TensorKind; record the step again")
+        if len(set(self.op_names)) < len(self.op_names):
+            raise ValueError(f"trace: expected distinct op_names; {cut}")
         if (self.tensor_bytes < 0).any() or (self.op_inner_bytes < 0).any() or self.start_bytes < 0:
             raise ValueError("trace: expected sizes of 0 bytes or more, got one below; record the step again")
-        lives = _within(self.tensor_born, -1, n + k + 1) and _within(self.tensor_dies, -1, n + k + 1)
-        if not lives or (self.tensor_dies < self.tensor_born).any():
-            raise ValueError(f"trace: expected every storage to be born, then to die, within {n + k} ticks; {cut}")
-        if not (_within(self.tensor_released, NEVER, n + k) and _within(self.tensor_sendable, NEVER, k)):
-            raise ValueError(
-                f"trace: expected tensor_released within {n + k} ticks and tensor_sendable within {k} hooks; {cut}"
-            )
+        for column, low, high in (
+            ("op_name", 0, len(self.op_names)), ("op_phase", 0, len(StepPhase)), ("tensor_kind", 0, len(TensorKind)),
+            ("tensor_born", -1, n + k + 1), ("tensor_dies", -1, n + k + 1), ("tensor_released", NEVER, n + k),
+            ("tensor_sendable", NEVER, k), ("hook_tensor", -1, m), ("hook_released", NEVER, n + k),
+        ):  # fmt: skip
+            if not _within(getattr(self, column), low, high):
+                raise ValueError(f"trace: expected {column} from {low} to {high - 1}; {cut}")
+        if (self.tensor_dies < self.tensor_born).any():
+            raise ValueError(f"trace: expected every storage to be born, then to die; {cut}")
         known = self.hook_released != NEVER
-        if not _within(self.hook_released, NEVER, n + k) or (known & (self.hook_released < self.hook_tick)).any():
-            raise ValueError(f"trace: expected hook_released from the tick of its hook on, within {n + k} ticks; {cut}")
-        if (known & ~self.hook_use).any():
-            raise ValueError("trace: expected hook_released of uses alone, got one of a save; record the step again")
-        if not _within(self.hook_tensor, -1, m):
-            raise ValueError(f"trace: expected hook_tensor from -1 to {m - 1}; {cut}")
-
-
-def growing_columns() -> dict[str, array[Any]]:
-    """The columns of a trace of nothing yet, to append to. Whole numbers may be larger there than a trace takes."""
-    codes = {np.float64: "d", np.uint64: "Q", np.bool_: "B", np.uint8: "B"}
-    columns = {name: array(codes.get(dtype, "q")) for name, dtype in COLUMNS.items()}
-    columns["read_offsets"].append(0)
-    columns["write_offsets"].append(0)
-    return columns
-
-
-def trace_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """`columns` as `Trace` takes them. Numbers of ticks, hooks and tensors that are too large become ones that it refuses."""
-    return {
-        name: np.clip(np.array(columns[name], np.int64), _INT32.min, _INT32.max).astype(dtype)
-        if dtype is np.int32
-        else np.array(columns[name], dtype)
-        for name, dtype in COLUMNS.items()
-    }
+        if (known & (~self.hook_use | (self.hook_released < self.hook_tick))).any():
+            raise ValueError(f"trace: expected hook_released of uses alone, from the tick of its hook on; {cut}")
 
 
 def _are_the_ticks(count: int, *columns: Int32s) -> bool:
@@ -327,32 +210,3 @@ def _rises(values: Int32s | Int64s) -> bool:
 def _within(values: Int32s | UInt8s, low: int, high: int) -> bool:
     """Whether all are from `low` to below `high`."""
     return len(values) == 0 or bool(values.min() >= low and values.max() < high)
-
-
-class _Records(Sequence[_Record]):
-    """Records of one kind, each made when it is asked for."""
-
-    __slots__ = ("_length", "_make")
-
-    def __init__(self, length: int, make: Callable[[int], _Record]) -> None:
-        self._length = length
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> _Record: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[_Record]: ...
-
-    def __getitem__(self, index: int | slice) -> _Record | list[_Record]:
-        if isinstance(index, slice):
-            return [self._make(i) for i in range(*index.indices(self._length))]
-        if not -self._length <= index < self._length:
-            raise IndexError(f"expected an index within {self._length} records, got {index}")
-        return self._make(index % self._length)
-
-    def __iter__(self) -> Iterator[_Record]:
-        return (self._make(i) for i in range(self._length))

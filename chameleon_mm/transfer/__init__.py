@@ -6,12 +6,11 @@ together, for any thread).
 
 from __future__ import annotations
 
-from chameleon_mm.transfer.calibrate import Calibration, calibrate
-from chameleon_mm.transfer.calibration_cache import CalibrationCache
+from chameleon_mm.transfer.calibrate import calibrate
+from chameleon_mm.transfer.calibration_cache import keep, kept
 from chameleon_mm.transfer.copy_queue import OUTSTANDING, PIECE_BYTES, CopyQueue, Move, Piece, Transfer
 from chameleon_mm.transfer.route import Path, Thresholds
 
 __all__ = [
-    "OUTSTANDING", "PIECE_BYTES", "Calibration", "CalibrationCache", "CopyQueue", "Move", "Path", "Piece", "Thresholds",
-    "Transfer", "calibrate",
+    "OUTSTANDING", "PIECE_BYTES", "CopyQueue", "Move", "Path", "Piece", "Thresholds", "Transfer", "calibrate", "keep", "kept",
 ]  # fmt: skip

@@ -1,100 +1,69 @@
-"""Cache of calibrations from one process to the next: a JSON file for each device and driver.
+"""What was measured of a device, kept from one process to the next: a JSON file for each kind, device and driver.
 
-    CalibrationCache().store(calibrate(device))     # `chameleon-mm doctor` does
-    CalibrationCache().load(device)                 # None: nothing was stored for this device, driver and versions
+    keep(device, "link", {"h2d_gbps": 55.4})     # `chameleon-mm doctor` does; False where it cannot be written
+    kept(device, "link")                         # None: nothing was kept for this device, driver and torch
 
-What cannot be read, is another's or was measured with other versions is passed over with a line in the log, never an error.
+A simulated device has no file: it is quick to measure again. What cannot be read is passed over with a line in the log.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from chameleon_mm.device import Device
-from chameleon_mm.transfer.calibrate import Calibration, installed_versions
 
 _log = logging.getLogger(__name__)
 
-SCHEMA = "chameleon_mm.calibration/2"
-
-_NO_FOLDER = (OSError, RuntimeError)  # the disk refuses; the user has no home
+FOLDER = Path("~", ".cache", "chameleon_mm")
 
 
-class CalibrationCache:
-    """Calibrations in the folder `path` (None: `~/.cache/chameleon_mm`), which the first `store` makes.
+def kept(device: Device, kind: str) -> dict[str, Any] | None:
+    """Values of this kind for this device under this driver and this torch; None where there are none."""
+    if device.simulated:
+        return None
+    try:
+        record = json.loads(cache_file(device, kind).read_text(encoding="utf-8"))
+        return dict(record["values"]) if record["about"] == _about(device) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # RuntimeError: the user has no home
+        _log.warning("chameleon_mm: %s of %s in %s is passed over, as it cannot be read: %s", kind, device.name, FOLDER, error)
+        return None
 
-    Safe for several processes: a file is replaced whole. A simulated calibration is never kept: it is quick to have again.
-    """
 
-    def __init__(self, path: Path | str | None = None) -> None:
-        self.path = Path("~", ".cache", "chameleon_mm") if path is None else Path(path)
-
-    def load(self, device: Device) -> Calibration | None:
-        """Calibration of this device under this driver and with the versions installed now; None where there is none."""
-        if device.simulated:
-            return None
-        file: Path | None = None
+def keep(device: Device, kind: str, values: Mapping[str, Any]) -> bool:
+    """Keep `values`, which JSON can hold. Returns False for a simulated device, and where the disk refuses, which is logged."""
+    if device.simulated:
+        return False
+    try:
+        file = cache_file(device, kind)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # replaced whole: another process never reads a half
         try:
-            file = self.file(device.name, device.driver)
-            calibration = Calibration.from_dict(read_record(file, SCHEMA))
-        except FileNotFoundError:
-            return None
-        except (*_NO_FOLDER, ValueError, TypeError, KeyError, AttributeError) as error:  # AttributeError: JSON, but no object
-            _log.warning("chameleon_mm: the calibration in %s is passed over, as it cannot be read: %s", file, str(error))
-            return None
-        expected = (device.name, device.driver, installed_versions(), False)
-        found = (calibration.device, calibration.driver, calibration.versions, calibration.simulated)
-        if found != expected:
-            _log.info("chameleon_mm: the calibration in %s is passed over: expected one of %s, got %s", file, expected, found)
-            return None
-        return calibration
-
-    def store(self, calibration: Calibration) -> bool:
-        """Store `calibration` for its device and driver. Returns whether it was stored: not if simulated, nor where the disk
-        refuses, which is logged."""
-        if calibration.simulated:
-            return False
-        try:
-            write_record(self.file(calibration.device, calibration.driver), SCHEMA, calibration.to_dict())
-        except _NO_FOLDER as error:
-            _log.warning(
-                "chameleon_mm: the calibration of %s cannot be kept in %s: %s", calibration.device, self.path, str(error)
-            )
-            return False
-        return True
-
-    def file(self, device: str, driver: str, *, kind: str = "calibration") -> Path:
-        """Path of the file of that kind for that device and driver. Raises `RuntimeError` for a user without a home."""
-        return self.path.expanduser() / f"{kind}-{_slug(device)}-{_slug(driver)}.json"
-
-
-def read_record(file: Path, schema: str) -> dict[str, Any]:
-    """Values in `file`. Raises `ValueError` where they are of another schema, and what reading raises."""
-    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if (found := values.pop("schema")) != schema:
-        raise ValueError(f"expected schema {schema}, got {found}")
-    return values
-
-
-def write_record(file: Path, schema: str, values: Mapping[str, Any]) -> None:
-    """Replace `file` whole, so that a reader never sees a half; its folder is made where there is none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as written:
-        new = Path(written.name)
-        try:
-            written.write(json.dumps({"schema": schema, **values}, indent=2) + "\n")
-            written.flush()
+            new.write_text(json.dumps({"about": _about(device), "values": values}, indent=2) + "\n", encoding="utf-8")
             new.replace(file)
-        except OSError:
+        finally:
             new.unlink(missing_ok=True)
-            raise
+    except (OSError, RuntimeError) as error:
+        _log.info("chameleon_mm: %s of %s cannot be kept in %s: %s", kind, device.name, FOLDER, error)
+        return False
+    return True
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+def cache_file(device: Device, kind: str) -> Path:
+    """Path of the file of that kind for that device and its driver. Raises `RuntimeError` for a user without a home."""
+    name, driver = (re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") for text in (device.name, device.driver))
+    return FOLDER.expanduser() / f"{kind}-{name}-{driver}.json"
+
+
+def _about(device: Device) -> dict[str, str]:
+    """What the values depend on."""
+    return {"device": device.name, "driver": device.driver, "torch": str(torch.__version__)}

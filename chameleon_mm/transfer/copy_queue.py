@@ -25,7 +25,6 @@ from torch import Tensor
 
 from chameleon_mm.device import Device, Event, Stream
 from chameleon_mm.errors import TransferFailed
-from chameleon_mm.transfer.route import Thresholds
 from chameleon_mm.units import MIB
 
 _log = logging.getLogger(__name__)
@@ -89,13 +88,6 @@ class Move:
         return self.done is not None or self.cancelled or self.failed
 
 
-def _late_events(move: Move) -> Sequence[Event]:
-    """Events that a move comes after, because its source was written since the move was queued."""
-    if move.written is None or all(counter._version == version for counter, version in move.written[0]):
-        return ()
-    return move.written[1]()
-
-
 class CopyQueue:
     """The moves of one direction, on a stream of its own. Not thread-safe: `Transfer` holds the lock."""
 
@@ -105,7 +97,6 @@ class CopyQueue:
         piece_bytes: int,
         outstanding: int,
         *,
-        batch_below_bytes: int,
         speculative: bool,
         synchronize: Callable[[], None],
     ) -> None:
@@ -113,7 +104,6 @@ class CopyQueue:
         self._synchronize = synchronize
         self._speculative = speculative
         self._piece_bytes = piece_bytes
-        self._batch_below_bytes = batch_below_bytes
         self._limit = outstanding
         self.queued: deque[Move] = deque()
         """Moves that wait to be handed over. Others only read it."""
@@ -151,7 +141,7 @@ class CopyQueue:
     def issue_in_order(self, move: Move) -> Event:
         """Hand over all of a move, behind all that was queued before it. Returns the event after it."""
         while not move.ended and self.queued[0] is not move:
-            self._hand_over_front(before=move)
+            self._hand_over_front()
         return self.issue(move)
 
     def issue(self, move: Move) -> Event:
@@ -187,53 +177,13 @@ class CopyQueue:
         while self._running and self._running[0].query():
             self._running.popleft()
 
-    def _hand_over_front(self, *, before: Move | None = None) -> None:
-        """Hand over a piece of the oldest move, or several small moves together, none of them behind `before`.
-
-        A refused copy is logged, and its owner sees `failed`.
-        """
-        together = self._small_ones_in_front(before) if len(self.queued) > 1 else ()
+    def _hand_over_front(self) -> None:
+        """Hand over a piece of the oldest move. A refused copy is logged, and its owner sees `failed`."""
         try:
-            if len(together) > 1:
-                self._hand_over_together(together)
-            else:
-                self._hand_over_piece(self.queued[0])
+            self._hand_over_piece(self.queued[0])
         except RuntimeError as error:  # whoever owns the move finds it failed, and the tensor stays where it is
             # The text alone: a log record that kept the error would keep its frames, and the buffers that they hold.
             _log.warning("chameleon_mm: a copy on %s was refused: %s", self.stream.name, str(error))
-
-    def _small_ones_in_front(self, before: Move | None) -> list[Move]:
-        """Moves that one call may carry: small ones in a row from the oldest on, of which nothing was handed over, up to a
-        piece."""
-        together, room = [], self._piece_bytes
-        for move in self.queued:
-            room -= move.nbytes
-            if move is before or move.begun or move.nbytes >= self._batch_below_bytes or room < 0:
-                break
-            together.append(move)
-        return together
-
-    def _hand_over_together(self, moves: Sequence[Move]) -> None:
-        """Enqueue whole moves in one call. If it is refused, all of them have failed."""
-        timed = next((move for move in moves if move.timed), None)
-        try:
-            late = [event for move in moves for event in _late_events(move)]
-            for event in dict.fromkeys([*(event for move in moves for event in move.after), *late]):
-                self.stream.wait(event)  # orders the copies after their sources were written and their destinations' last use
-            start = None if timed is None else self.stream.record(timed=True)
-            pairs = [(move.dst, move.src) for move in moves if move.dst is not None and move.src is not None]
-            self.stream.copy_batch(pairs, speculative=self._speculative)
-            event = self.stream.record(timed=timed is not None)  # orders the reuse of all buffers after these copies
-        except BaseException:
-            for move in moves:
-                self._fail(move)
-            raise
-        self._running.append(event)
-        if timed is not None and start is not None:
-            timed.pieces.append(Piece(start, event, sum(move.nbytes for move in moves)))
-        for move in moves:
-            move.next_byte, move.done = move.nbytes, event
-            self._dequeue(move)
 
     def _hand_over_piece(self, move: Move) -> None:
         """Enqueue the next piece. After the last, or when it is refused, the move is in the queue no more."""
@@ -292,29 +242,13 @@ class CopyQueue:
 
 
 class Transfer:
-    """The two copy queues of one device. Thread-safe: forward and backward may run on different threads.
+    """The two copy queues of one device. Thread-safe: forward and backward may run on different threads."""
 
-    Waiting moves of less than `batch_below_bytes` share one call.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        *,
-        piece_bytes: int = PIECE_BYTES,
-        outstanding: int = OUTSTANDING,
-        batch_below_bytes: int = Thresholds().batch_below_bytes,
-    ) -> None:
+    def __init__(self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING) -> None:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
         self._lock = threading.Lock()  # not re-entrant: nothing that a finaliser does takes it
-        queue = partial(
-            CopyQueue,
-            piece_bytes=piece_bytes,
-            outstanding=outstanding,
-            batch_below_bytes=batch_below_bytes,
-            synchronize=device.synchronize,
-        )
+        queue = partial(CopyQueue, piece_bytes=piece_bytes, outstanding=outstanding, synchronize=device.synchronize)
         self._out = queue(device.new_stream("d2h"), speculative=True)
         self._in = queue(device.new_stream("h2d"), speculative=False)
         self.queued = self._out.queued, self._in.queued

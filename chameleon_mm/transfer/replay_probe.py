@@ -17,12 +17,10 @@ from torch import Tensor
 
 from chameleon_mm.device import Device
 from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
-from chameleon_mm.transfer.calibrate import installed_versions
-from chameleon_mm.transfer.calibration_cache import CalibrationCache, read_record, write_record
+from chameleon_mm.transfer.calibration_cache import keep, kept
 
 _log = logging.getLogger(__name__)
 
-SCHEMA = "chameleon_mm.replays/1"
 _KIND = "replays"
 
 _REPEATS = 3
@@ -34,18 +32,16 @@ _known: dict[tuple[str, str], frozenset[str]] = {}
 """Products that were tried in this process, by device and driver."""
 
 
-def replayable_on(device: Device, cache: CalibrationCache | None = None) -> frozenset[str]:
+def replayable_on(device: Device) -> frozenset[str]:
     """Base names of the operators that may run again on `device`. Tries the products the first time, in less than a second and
     16 MiB of device memory; without that memory no product is admitted."""
     key = device.name, device.driver
     if key not in _known:
-        cache = CalibrationCache() if cache is None else cache
-        products = None if device.simulated else _load(device, cache)
-        if products is None:
-            products = exact_products(device)
-            if not device.simulated:
-                _store(device, cache, products)
-        _known[key] = products
+        products = (kept(device, _KIND) or {}).get("exact_products")
+        if not isinstance(products, list):
+            products = sorted(exact_products(device))
+            keep(device, _KIND, {"exact_products": products})
+        _known[key] = frozenset(map(str, products)) & PRODUCTS
     return DEFAULT | _known[key]
 
 
@@ -118,22 +114,3 @@ def _products(device: torch.device) -> Iterator[tuple[tuple[str, ...], Run]]:
         ],
     )
     yield ("convolution", "cudnn_convolution", "mkldnn_convolution"), convolutions
-
-
-def _load(device: Device, cache: CalibrationCache) -> frozenset[str] | None:
-    """Products that were found with the versions installed now; None where nothing was kept, or it cannot be read."""
-    try:
-        kept = read_record(cache.file(device.name, device.driver, kind=_KIND), SCHEMA)
-        if kept["versions"] != installed_versions():
-            return None
-        return frozenset(map(str, kept["exact_products"])) & PRODUCTS
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _store(device: Device, cache: CalibrationCache, products: frozenset[str]) -> None:
-    kept = {"versions": installed_versions(), "exact_products": sorted(products)}
-    try:
-        write_record(cache.file(device.name, device.driver, kind=_KIND), SCHEMA, kept)
-    except (OSError, RuntimeError) as error:
-        _log.info("chameleon_mm: which products run again exactly is not kept: %s", str(error))

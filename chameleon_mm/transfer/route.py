@@ -1,6 +1,6 @@
 """Chooses the way of a buffer across the link, by its size.
 
-thresholds.path(nbytes) -> Path.STAY | PACK | BATCH | DIRECT         # by size, smallest first
+thresholds.path(nbytes) -> Path.STAY | PACK | DIRECT         # by size, smallest first
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ class Path(enum.Enum):
     """The buffer stays: below `stay_below_bytes` moving costs more than the memory is worth."""
     PACK = "pack"
     """Packed with others of its kind: one kernel packs them, one copy moves them. Below `pack_below_bytes`."""
-    BATCH = "batch"
-    """A copy of its own, handed over with others that wait in one call. Below `batch_below_bytes`."""
     DIRECT = "direct"
-    """A copy of its own, in pieces. From `batch_below_bytes` on."""
+    """A copy of its own, in pieces. From `pack_below_bytes` on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +36,13 @@ class Thresholds:
     """Size from which a copy takes the link about as long as it takes the host to ask for it: 2.4 us at the 55 GB/s published
     for an H200, against 2.3-7 us for cudaMemcpyAsync."""
 
-    batch_below_bytes: int = MIB
-    """Size from which a copy alone reaches most of the link's rate: 86 % with a fixed cost of 3.1 us, as published for an
-    H200."""
-
     staging_bytes: int = 64 * MIB
     """Device memory that packed groups may take, on their way out and back together: sixteen groups of 4 MiB. Where it is used
     up, compute is ordered after the oldest group's copy, whose memory goes, before another is made."""
 
     def __post_init__(self) -> None:
         previous = 0
-        for name in ("stay_below_bytes", "pack_below_bytes", "batch_below_bytes"):
+        for name in ("stay_below_bytes", "pack_below_bytes"):
             nbytes = getattr(self, name)
             if nbytes < previous:
                 raise ValueError(f"{name}: expected {previous} bytes or more, as the paths follow each other, got {nbytes}")
@@ -62,12 +56,10 @@ class Thresholds:
     @classmethod
     def direct(cls) -> Thresholds:
         """Thresholds by which every buffer moves alone, whatever its size."""
-        return cls(stay_below_bytes=0, pack_below_bytes=0, batch_below_bytes=0)
+        return cls(stay_below_bytes=0, pack_below_bytes=0)
 
     def path(self, nbytes: int) -> Path:
         """Path of a buffer of `nbytes`."""
         if nbytes < self.stay_below_bytes:
             return Path.STAY
-        if nbytes < self.pack_below_bytes:
-            return Path.PACK
-        return Path.BATCH if nbytes < self.batch_below_bytes else Path.DIRECT
+        return Path.PACK if nbytes < self.pack_below_bytes else Path.DIRECT

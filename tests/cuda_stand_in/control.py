@@ -51,10 +51,3 @@ def violations() -> list[str]:
         if length < room:
             return into.value.decode().splitlines()
         room = length + 1
-
-
-def set_total_bytes(size: int) -> None:
-    """Sets how much memory a device has."""
-    from tests.cuda_stand_in import library
-
-    library.set_total(size)

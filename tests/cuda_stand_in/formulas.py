@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.cuda_stand_in import attention, attention_varlen, recurrent
+from tests.cuda_stand_in import attention, recurrent
 from tests.cuda_stand_in.random_state import Draws
 
 aten = torch.ops.aten
@@ -87,6 +87,5 @@ def table() -> dict[Any, Any]:
         aten.addmm.dtype: product_as,
         aten.baddbmm.dtype: product_as,
         **attention.table(),
-        **attention_varlen.table(),
         **recurrent.table(),
     }

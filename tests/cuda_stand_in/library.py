@@ -38,7 +38,6 @@ capture_call = _function("standin_capture_call", None, ctypes.c_void_p, CALL, CA
 count = _function("standin_count", ctypes.c_long, ctypes.c_char_p)
 pending = _function("standin_pending", ctypes.c_long)
 copy_kind = _function("standin_copy_kind", ctypes.c_int, ctypes.c_int)
-set_total = _function("standin_set_total", None, ctypes.c_size_t)
 READ, WRITE, WRITE_IN_PLACE = 0, 1, 2
 """Kinds of access. Written in place is a tensor that was there before the operator."""
 

@@ -93,9 +93,7 @@ memory, random programs and mixes."""
 OPERATORS: dict[str, str] = {
     "_cudnn_*, cudnn_*, miopen_*": "another library's kernels; `torch.backends.cudnn.enabled` is off",
     "_scaled_dot_product_cudnn_attention": "cuDNN's attention is switched off: SDPA picks flash, memory-efficient or math",
-    "_flash_attention_forward and _efficient_attention_forward with a window, ALiBi, a bias or other keys than queries": (
-        "of attention over sequences of different lengths, only what nested tensors ask for is written"
-    ),
+    "_flash_attention_forward, _efficient_attention_forward": "attention over sequences of different lengths",
     "batch_norm_stats, batch_norm_elemt, batch_norm_gather_stats*": "SyncBatchNorm among several processes",
     "_sparse_semi_structured_*, _cslt_*": "the 2:4 sparsity of tensor cores",
     "_weight_int4pack_mm, _mixed_dtypes_linear, _scaled_grouped_mm*": "quantised products of tensor cores",

@@ -14,11 +14,10 @@ from tests.cuda_stand_in import library
 
 
 def install() -> None:
-    """Has `CudaStream.copy` and `copy_batch` say so from here on."""
+    """Has `CudaStream.copy` say so from here on."""
     from chameleon_mm.device.cuda.cuda_stream import CudaStream
 
     CudaStream.copy = _telling(CudaStream.copy)  # type: ignore[method-assign]  # for the whole process: there is no other place
-    CudaStream.copy_batch = _telling(CudaStream.copy_batch)  # type: ignore[method-assign]  # as above
 
 
 def _telling(method: Callable[..., None]) -> Callable[..., None]:

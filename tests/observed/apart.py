@@ -1,6 +1,6 @@
 """Check that the ends of copies or of a pack share no bytes. By address, not by storage: two storages may share memory.
 
-check_apart("copy_batch", pairs)
+check_apart("pack", pairs)
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class _Range(NamedTuple):
 
 _NAMES = {
     "copy": ("dst", "src"),
-    "copy_batch": ("dst of pair {}", "src of pair {}"),
     "pack": ("the place of buffer {}", "buffer {}"),
     "unpack": ("buffer {}", "the place of buffer {}"),
 }

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.sim import SimObserver, SimStream
-from chameleon_mm.device.sim.sim_memory import Buffer, held_by_caller_alone
+from chameleon_mm.device.sim.sim_memory import Buffer
 from tests.observed.apart import check_apart
 from tests.observed.errors import SimLifetimeError, SimRaceError
+from tests.observed.holders import held_by_caller_alone
 from tests.observed.late_copy import LateCopy, all_pending, carry_out, poison
 from tests.observed.shadow import HOST, Access, Clock, Extent, Shadow, extent_of, join
 

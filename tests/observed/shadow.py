@@ -150,10 +150,6 @@ class Shadow:
                     f"expected an event of the earlier one waited on (or seen complete) before the later one was issued"
                 )
 
-    def foreign_to(self, actor: Actor) -> bool:
-        """Whether anyone but `actor` has touched the buffer: only then can handing it back to `actor` race."""
-        return any(access.actor != actor for access in self.accesses)
-
 
 def _stands_for(new: Access, old: Access, clock: Clock) -> bool:
     """Whether whoever is ordered after `new`, and so sees all it was ordered after, needs no look at `old` any more.

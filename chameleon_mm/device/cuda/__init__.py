@@ -9,10 +9,10 @@ The only package that talks to torch.cuda, CuPy or CUDA's own bindings. Importin
 from __future__ import annotations
 
 from chameleon_mm.device.cuda.cuda_device import CudaDevice, CupyPinning
-from chameleon_mm.device.cuda.cuda_stream import BatchCopies, CudaEvent, CudaStream
+from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
 from chameleon_mm.device.cuda.gpus import VisibleGpu, cuda_is_available, visible_gpus
 
 __all__ = [
-    "BatchCopies", "CudaDevice", "CudaEvent", "CudaStream", "CupyPinning", "VisibleGpu",
+    "CudaDevice", "CudaEvent", "CudaStream", "CupyPinning", "VisibleGpu",
     "cuda_is_available", "visible_gpus",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor
 from chameleon_mm.device.checksummer import Checksummer
 from chameleon_mm.device.cuda.all_work import events_after_all_work
 from chameleon_mm.device.cuda.cuda_allocator_hook import CudaAllocatorHook, helper
-from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream, batch_copies
+from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
 from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
 from chameleon_mm.device.cuda.memory_reader import reader
 from chameleon_mm.device.cuda.pinning_calls import cupy_runtime, pinning_calls
@@ -69,8 +69,6 @@ class CudaDevice:
         self.index = torch.cuda.current_device() if index is None else index
         self.cupy_runtime = cupy_runtime(self.index)
         """CuPy's binding of the CUDA runtime, or None where it is not installed or does not work with this driver."""
-        self.batch_copies = batch_copies()
-        """Many copies in one call, or None where CUDA's own bindings are not installed or do not have it."""
         self.torch_device = torch.device("cuda", self.index)
         self._known_streams: dict[int, CudaStream] = {}
         node = near_node(pci_id(torch.cuda.get_device_properties(self.index)))
@@ -188,11 +186,6 @@ class CudaDevice:
 
     def compute(self) -> AbstractContextManager[Any]:
         return nullcontext()
-
-    def as_current(self) -> AbstractContextManager[Any]:
-        """Context that makes this the calling thread's current device, for calls that act on that one. Does nothing where it
-        is."""
-        return nullcontext() if self.is_current() else torch.cuda.device(self.index)
 
     def is_current(self) -> bool:
         """Whether this is the calling thread's current device."""

@@ -2,15 +2,12 @@
 
 stream.alloc(n)         = torch.empty on that stream        # the caching allocator: stream-ordered, OOM as torch raises it
 stream.copy(d, s)       = cudaMemcpyAsync(d, s, n, default, stream)
-stream.copy_batch       = cudaMemcpyBatchAsync by CUDA's bindings, where they and the driver have it, else copies
 stream.pack, unpack     = one Triton kernel on that stream, where Triton works, else copies         # see packing.py
 stream.record()         = an untimed event; stream.wait(e) = cudaStreamWaitEvent
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -19,59 +16,13 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.checksummer import check_sum
-from chameleon_mm.device.packing import PackPlans, check_ends
+from chameleon_mm.device.packing import check_ends, check_packed
 from chameleon_mm.device.protocols import Event
 
 if TYPE_CHECKING:
     from chameleon_mm.device.cuda.cuda_device import CudaDevice
 
-
-_log = logging.getLogger(__name__)
-
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
-_LEGACY_HANDLES = (0, 1)  # the null stream: which of the two it is, is settled when the runtime is loaded; and cudaStreamLegacy
-
-
-class BatchCopies:
-    """cudaMemcpyBatchAsync of CUDA's bindings, of version 12.9 (which returns a failed copy's index, too) or 13.
-
-    Thread-safe. Where a driver turns out not to have it, it is not asked again.
-    """
-
-    def __init__(self, runtime: Any) -> None:
-        self._runtime = runtime
-        self._supported = True
-        self._attributes = runtime.cudaMemcpyAttributes()
-        self._attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-        # A hint to use the copy engines, not kernels of the driver's own.
-        self._attributes.flags = int(runtime.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
-
-    def enqueue(self, dsts: list[int], srcs: list[int], sizes: list[int], handle: int) -> bool:
-        """Enqueue copies between addresses on a stream that is not the null stream, of the current device.
-
-        Returns whether they were. If not they may all be enqueued again: the same bytes to the same places.
-        """
-        if not self._supported:
-            return False
-        runtime = self._runtime
-        status = runtime.cudaMemcpyBatchAsync(dsts, srcs, sizes, len(sizes), [self._attributes], [0], 1, handle)[0]
-        if status == runtime.cudaError_t.cudaSuccess:
-            return True
-        runtime.cudaGetLastError()  # or the bindings' next caller gets it
-        errors = runtime.cudaError_t
-        lacking = (errors.cudaErrorNotSupported, errors.cudaErrorCallRequiresNewerDriver, errors.cudaErrorInsufficientDriver)
-        self._supported = status not in lacking
-        _log.info("chameleon_mm: a batch of %d copies is enqueued one by one, as the driver refused it: %s", len(sizes), status)
-        return False
-
-
-def batch_copies() -> BatchCopies | None:
-    """The call that takes many copies, if CUDA's bindings are installed and have it, else None."""
-    try:
-        return BatchCopies(importlib.import_module("cuda.bindings.runtime"))
-    except (ImportError, AttributeError, RuntimeError) as error:
-        _log.info("chameleon_mm: small copies are enqueued one by one, as CUDA's bindings cannot be used: %s", str(error))
-        return None
 
 
 class CudaEvent:
@@ -102,13 +53,12 @@ class CudaEvent:
 class CudaStream:
     """A `torch.cuda.Stream` of one device. It is never made current for longer than one allocation or copy."""
 
-    __slots__ = ("_device", "_handle", "_plans", "name", "raw")
+    __slots__ = ("_device", "_handle", "name", "raw")
 
     def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
         self._device = device
         self.name = name
         self._handle = int(raw.cuda_stream)
-        self._plans = PackPlans(device.torch_device)
         self.raw = raw
 
     def __repr__(self) -> str:
@@ -137,40 +87,20 @@ class CudaStream:
         if dst.numel():
             self._copy(dst, src)
 
-    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        """Copy as `Stream.copy_batch` does, `speculative` as in `copy`. Whether ends share bytes only the simulator checks."""
-        for i, (dst, src) in enumerate(pairs):
-            check_ends(f"copy_batch: pair {i}", dst, src)
-        ways = [(dst.is_cuda, src.is_cuda) for dst, src in pairs]
-        if ways.count(ways[0] if ways else (True, True)) != len(ways):
-            other = next(i for i, way in enumerate(ways) if way != ways[0])
-            raise ValueError(
-                f"copy_batch: expected all pairs to go one way, but pair {other} does not go as pair 0 does: "
-                f"make a batch per direction"
-            )
-        moved = [(dst, src) for dst, src in pairs if dst.numel()]  # the driver takes no copy of nothing
-        batch = self._device.batch_copies
-        if len(moved) > 1 and batch is not None and self._handle not in _LEGACY_HANDLES:
-            dsts, srcs = [dst.data_ptr() for dst, _ in moved], [src.data_ptr() for _, src in moved]
-            with self._device.as_current():
-                if batch.enqueue(dsts, srcs, [dst.numel() for dst, _ in moved], self._handle):
-                    return
-        for dst, src in moved:
-            self._copy(dst, src)
-
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        """Pack as `Stream.pack` does. Whether places share bytes, or sources the staging buffer's, is checked where a kernel
-        runs."""
+        """Pack as `Stream.pack` does. Whether ends share bytes only the simulator checks."""
+        check_packed("pack", sources, dst, offsets, self._device.torch_device)
         with self._as_current():
-            if self._device.packer.pack(self._plans, dst, sources, offsets):
+            if self._device.packer.pack(dst, sources, offsets):
                 return
         for source, offset in zip(sources, offsets, strict=True):
             self.copy(dst[offset : offset + source.numel()], source)
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         """Unpack as `Stream.unpack` does, checked as `pack` is."""
+        check_packed("unpack", destinations, src, offsets, self._device.torch_device)
         with self._as_current():
-            if self._device.packer.unpack(self._plans, destinations, src, offsets):
+            if self._device.packer.unpack(src, destinations, offsets):
                 return
         for destination, offset in zip(destinations, offsets, strict=True):
             self.copy(destination, src[offset : offset + destination.numel()])

@@ -48,13 +48,12 @@ class CostModel:
     event_us: float = 0.5
     """Host time of an untimed event, a wait or a query."""
     copy_us: float = 3.0
-    """Host time of one asynchronous copy, or of the one call of a batch of them."""
-    batched_copy_us: float = 0.5
-    """Host time of each copy in a batch, beside the call. Assumed: a sixth of a call, for want of a published figure."""
+    """Host time of one asynchronous copy."""
     triton_launch_us: float = 10.0
     """Host time of one launch of a Triton kernel: published as 9-11 us."""
     packed_tensor_us: float = 0.3
-    """Host time of each buffer that a kernel packs or unpacks, for its row in the table: the goal, not a measurement."""
+    """Host time of each buffer that a kernel packs or unpacks, for its row in the table. Assumed: a CPU took
+    0.6, of which half are checks, with 64 buffers."""
 
     def __post_init__(self) -> None:
         for name in ("matmul_efficiency", "memory_efficiency"):

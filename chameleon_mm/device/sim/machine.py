@@ -20,7 +20,6 @@ from chameleon_mm.device.checksummer import add_by_operators
 from chameleon_mm.device.packing import check_ends, check_packed
 from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel, Span, touched_bytes
 from chameleon_mm.device.sim.observer import SimObserver
-from chameleon_mm.device.sim.sim_allocator_hook import HeldStorages
 from chameleon_mm.device.sim.sim_memory import Buffer, Ledger, plain_bytes
 from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
 
@@ -35,8 +34,7 @@ class Machine:
         self.cost = cost
         self.moves_bytes = moves_bytes
         self.host_us = 0.0
-        self.held = HeldStorages(self)
-        self.ledger = Ledger(capacity, self.held.reclaim)
+        self.ledger = Ledger(capacity)
         self.observe(SimObserver())
         self._streams: list[SimStream] = []
         spec = cost.spec
@@ -156,37 +154,17 @@ class Machine:
 
     def copy(self, stream: SimStream, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         check_ends("copy", dst, src, _MEMORY)
-        self._copy(stream, "copy", [(dst, src)], speculative, self.cost.copy_us)
-
-    def copy_batch(self, stream: SimStream, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        for i, (dst, src) in enumerate(pairs):
-            check_ends(f"copy_batch: pair {i}", dst, src, _MEMORY)
-        if pairs:
-            host_us = self.cost.copy_us + self.cost.batched_copy_us * len(pairs)
-            self._copy(stream, "copy_batch", pairs, speculative, host_us)
-
-    def _copy(
-        self, stream: SimStream, what: str, pairs: Sequence[tuple[Tensor, Tensor]], speculative: bool, host_us: float
-    ) -> None:
-        self.observer.check_move(what, pairs)
+        self.observer.check_move("copy", [(dst, src)])
         with self.lock:
             self.ledger.settle()
-            ways = [(self._adopt(dst).host, self._adopt(src).host) for dst, src in pairs]
-            if (True, True) in ways:
-                which = "" if what == "copy" else f": pair {ways.index((True, True))}"
-                raise ValueError(f"{what}{which}: expected at least one end in device memory, got two of pinned host memory")
-            if (other := next((i for i, way in enumerate(ways) if way != ways[0]), None)) is not None:
-                raise ValueError(
-                    f"copy_batch: expected all pairs to go one way, but pair {other} does not go as pair 0 does: "
-                    f"make a batch per direction"
-                )
-            to_host, from_host = ways[0]
-            self.host_us += host_us
+            to_host, from_host = self._adopt(dst).host, self._adopt(src).host
+            if to_host and from_host:
+                raise ValueError("copy: expected at least one end in device memory, got two of pinned host memory")
+            self.host_us += self.cost.copy_us
             self.observer.launch(stream)
             direction = "d2h" if to_host else "h2d" if from_host else "d2d"
-            self.observer.move(stream, f"{direction} copy", pairs, speculative=speculative)
-            for _, src in pairs:
-                self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
+            self.observer.move(stream, f"{direction} copy", [(dst, src)], speculative=speculative)
+            self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
 
     def pack(self, stream: SimStream, what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> None:
         """Run one pack or unpack kernel, as `what` says."""

@@ -44,7 +44,7 @@ class SimObserver:
         """The host reads or writes `t`, which lies in `buffer`, pinned memory."""
 
     def check_move(self, what: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """The pairs `(dst, src)` are to be moved by one call `what`: "copy", "copy_batch", "pack" or "unpack"."""
+        """The pairs `(dst, src)` are to be moved by one call `what`: "copy", "pack" or "unpack"."""
 
     def move(self, stream: SimStream, what: str, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool) -> None:
         """Move the bytes of the pairs `(dst, src)`, in any order, by the time that the next work after them begins."""

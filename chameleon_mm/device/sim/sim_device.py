@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from chameleon_mm.device.allocator_hook import AllocatorHook
 from chameleon_mm.device.pinning import pageable_memory
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim.compute import SimCompute
 from chameleon_mm.device.sim.cost_model import CostModel, Span
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.observer import SimObserver
-from chameleon_mm.device.sim.sim_allocator_hook import SimAllocatorHook
 from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.units import parse_size
@@ -31,7 +31,6 @@ class SimDevice:
     """A simulated GPU: virtual clocks, two copy engines and a capacity.
 
     `spec` names a GPU (`chameleon_mm.device.SPECS`) or is a `GpuSpec`; `hbm_bytes` overrides its capacity.
-    `allocator_hook`: its allocator reclaims what sessions lend to it, as a GPU's does where the C++ helper for it is built.
     `moves_bytes` off: memory is counted and copies take their time, but none of it is written, so that it takes no physical
     memory; for steps whose operators compute nothing either.
     Thread-safe; all threads count as one host. What runs outside `compute()` is not seen: its tensors count from their first
@@ -45,14 +44,12 @@ class SimDevice:
         hbm_bytes: int | str | None = None,
         *,
         cost: CostModel | None = None,
-        allocator_hook: bool = False,
         moves_bytes: bool = True,
     ) -> None:
         self.spec = spec_by_name(spec) if isinstance(spec, str) else spec
         self.capacity = self.spec.hbm_bytes if hbm_bytes is None else parse_size(hbm_bytes, what="hbm_bytes")
         self.cost = cost or CostModel(spec=self.spec)
         self._machine = Machine(self.capacity, self.cost, moves_bytes=moves_bytes)
-        self._has_allocator_hook = allocator_hook
 
     @property
     def name(self) -> str:
@@ -137,8 +134,9 @@ class SimDevice:
             ledger.settle()
             return MemoryReading(ledger.allocated_bytes, ledger.cumulative_bytes, ledger.peak_bytes)
 
-    def allocator_hook(self) -> SimAllocatorHook | None:
-        return SimAllocatorHook(self._machine) if self._has_allocator_hook else None
+    def allocator_hook(self) -> AllocatorHook | None:
+        """None: its allocator reclaims nothing by itself."""
+        return None
 
     # --- streams
 

@@ -7,7 +7,6 @@ ledger.settle() -> bytes subtracted
 
 from __future__ import annotations
 
-import sys
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
@@ -25,22 +24,6 @@ def plain_bytes(nbytes: int) -> Tensor:
     """Memory of the simulator's own making, which no active mode sees, prices or replaces."""
     with torch._C._DisableTorchDispatch():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-
-def held_by_caller_alone(buffer: Tensor) -> bool:
-    """Whether `buffer`, and at most one reference beside it to its storage, is all that keeps its memory.
-
-    Says no when unsure. The references of this function's own are measured, not assumed: they differ between Pythons.
-    """
-    tensors, references = _holders(buffer)
-    least_tensors, least_references = _holders(plain_bytes(1))
-    return tensors == least_tensors and references <= least_references + 1
-
-
-def _holders(buffer: Tensor) -> tuple[int, int]:
-    """Numbers of the tensors (and the Python object) that hold the storage, and of the Python references to that object."""
-    storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 class Buffer:
@@ -66,19 +49,15 @@ def _address(buffer: Buffer) -> int:
 
 
 class Ledger:
-    """Every storage seen, what is allocated now and at most, and the deaths that are still to be counted.
-
-    `reclaim(nbytes)` reclaims what was lent to the allocator, where so many more bytes do not fit.
-    """
+    """Every storage seen, what is allocated now and at most, and the deaths that are still to be counted."""
 
     observer: SimObserver
 
-    def __init__(self, capacity: int, reclaim: Callable[[int], None]) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.cumulative_bytes = 0
-        self._reclaim = reclaim
         self._buffers: dict[int, Buffer] = {}
         self._host: list[Buffer] = []  # by address
         self._deaths: deque[tuple[int, Buffer]] = deque()
@@ -136,8 +115,6 @@ class Ledger:
 
     def make_room(self, nbytes: int) -> None:
         """Raise `torch.OutOfMemoryError` as the caching allocator does when `nbytes` more do not fit."""
-        if nbytes:
-            self._reclaim(nbytes)
         if nbytes and self.allocated_bytes + nbytes > self.capacity:
             raise torch.OutOfMemoryError(
                 f"out of memory on the simulated device. Tried to allocate {format_size(nbytes)}. It has a capacity of "

@@ -81,11 +81,6 @@ class SimStream:
         """Copy as `Stream.copy` does. Raises `ValueError` also if both ends lie in host memory."""
         self._machine.copy(self, dst, src, speculative=speculative)
 
-    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        """Copy as `Stream.copy_batch` does. The host pays for one call and a little for each copy; on the engine each copy
-        takes what it takes alone, which is conservative. Raises as `copy` does."""
-        self._machine.copy_batch(self, pairs, speculative=speculative)
-
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Pack as `Stream.pack` does, for one launch and the bytes' way through device memory. Raises `ValueError` also for
         host memory."""

@@ -224,6 +224,5 @@ API void standin_capture_call(cudaStream_t handle, void (*run)(void*), void (*dr
   node.data = std::shared_ptr<void>(data, [drop](void* held) {
     if (drop) drop(held);
   });
-  node.what = intern(what);
   stream->capture->graph->nodes.push_back(std::move(node));
 }

@@ -104,9 +104,6 @@ API cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyK
 API cudaError_t cudaMemcpyPeerAsync(void* dst, int, const void* src, int, size_t bytes, cudaStream_t stream) {
   return copy(dst, src, bytes, stream, false);
 }
-API cudaError_t cudaMemcpyPeer(void* dst, int, const void* src, int, size_t bytes) {
-  return copy(dst, src, bytes, nullptr, true);
-}
 API cudaError_t cudaMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width, size_t height,
                                   cudaMemcpyKind, cudaStream_t stream) {
   for (size_t row = 0; row < height; row++) {

@@ -72,10 +72,6 @@ API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t
   *exec = (cudaGraphExec_t) new GraphHandle{handle_of(graph)->graph};
   return answer(cudaSuccess);
 }
-API cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long flags) {
-  return cudaGraphInstantiateWithFlags(exec, graph, flags);
-}
-API cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return answer(cudaSuccess); }
 
 API cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   std::shared_ptr<Graph> graph = handle_of(exec)->graph;  // before the lock: it may be the last holder when this returns
@@ -103,21 +99,6 @@ API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, siz
   if (nodes)
     for (size_t i = 0; i < std::min(*count, held.size()); i++) nodes[i] = (cudaGraphNode_t)&held[i];
   *count = held.size();
-  return answer(cudaSuccess);
-}
-
-API cudaError_t cudaGraphDebugDotPrint(cudaGraph_t graph, const char* path, unsigned) {
-  Lock lock(state.mutex);
-  FILE* file = fopen(path, "w");
-  if (!file) return answer(cudaErrorOperatingSystem);
-  fprintf(file, "digraph captured {\n");
-  size_t number = 0;
-  for (auto& node : handle_of(graph)->graph->nodes) {
-    const char* kinds[] = {"copy, fill or host function", "event record", "event wait", node.what};
-    fprintf(file, "  n%zu [label=\"%s\"];\n", number++, kinds[node.kind]);
-  }
-  fprintf(file, "}\n");
-  fclose(file);
   return answer(cudaSuccess);
 }
 

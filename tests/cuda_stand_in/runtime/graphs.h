@@ -11,7 +11,6 @@ struct Graph {
     std::shared_ptr<EventState> event;            // record, wait: an external event's, at each launch
     std::shared_ptr<void> data;                   // call: freed by `drop` with the last graph that holds it
     void (*run)(void*) = nullptr;
-    const char* what = nullptr;
   };
   struct Use {
     uintptr_t begin;

@@ -100,10 +100,3 @@ API long standin_pending() {
   for (Stream* stream : state.streams) pending += stream->given - stream->done;
   return pending;
 }
-API void standin_set_total(size_t bytes) {
-  Lock lock(state.mutex);
-  state.total_bytes = bytes;
-}
-API const char* standin_mode() {
-  return settings().mode == Mode::late ? "late" : settings().mode == Mode::early ? "early" : "threads";
-}

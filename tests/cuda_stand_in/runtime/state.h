@@ -111,13 +111,13 @@ struct Stream {
 // ------------------------------------------------------------------------------------------------ memory
 
 struct Allocation {
-  enum Kind { host, device, registered, mapped } kind;  // mapped: physical memory at an address range that was reserved
+  enum Kind { host, device, registered } kind;
   size_t bytes;
   int device_index;
   long number;                         // counts within its kind, for messages
   std::vector<int> lanes{};            // of the streams that have used it
   std::vector<int> computing_lanes{};  // of those that ran operators on it
-  bool on_device() const { return kind == device || kind == mapped; }
+  bool on_device() const { return kind == device; }
 };
 
 constexpr int most_devices = 64;

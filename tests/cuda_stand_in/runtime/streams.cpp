@@ -28,16 +28,6 @@ API cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
   *priority = stream_of(handle)->priority;
   return answer(cudaSuccess);
 }
-API cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
-  Lock lock(state.mutex);
-  *flags = stream_of(handle)->nonblocking ? cudaStreamNonBlocking : cudaStreamDefault;
-  return answer(cudaSuccess);
-}
-API cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
-  Lock lock(state.mutex);
-  *device = stream_of(handle)->device;
-  return answer(cudaSuccess);
-}
 
 API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Lock lock(state.mutex);

@@ -3,7 +3,7 @@
 program = Program(config, rows, where)                  # the same lines with and without swapping
 plain = train_plain(config, rows, torch_device)         # every loss and gradient norm, the final weights, the random state
 unswapped = train(config, rows, device)
-swapped = train(config, rows, device, session_of)       # session_of(program) -> SwapSession
+swapped = train(config, rows, device, {"hbm_budget": "20GiB"})
 first_difference(plain, swapped.values)
 """
 
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import gc
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +25,15 @@ from torch.utils.checkpoint import get_device_states
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
-from chameleon_mm.units import MIB
-
-if TYPE_CHECKING:
-    from chameleon_mm.session import SwapSession
+from chameleon_mm.report import SwapReport
+from chameleon_mm.session import SwapSession
 
 Rows = Sequence[tuple[Tensor, Tensor]]
 
 
 def read_text() -> bytes:
-    """The first 2 MiB of the `*.py` files of Python's standard library, in the order of their names."""
-    text = b""
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= 2 * MIB:
-            break
-    return text[: 2 * MIB]
+    """The `*.py` files of Python's standard library, in the order of their names."""
+    return b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
 
 
 def draw_rows(text: bytes, *, steps: int, batch: int, context: int) -> Rows:
@@ -66,16 +59,14 @@ def draw_rows(text: bytes, *, steps: int, batch: int, context: int) -> Rows:
 
 
 class Program:
-    """A training on `where` from a fixed seed, one step for each element of `rows`. Seeds torch's default generators.
+    """A training from a fixed seed, one step for each element of `rows`. Seeds torch's default generators.
 
-    `built`: where the model is built. With `stays` it stays there, for a session that moves it.
+    The model is built on the CPU, and with `stays` it stays there, for a session that moves it to `where` part by part.
     """
 
-    def __init__(
-        self, config: GPTConfig, rows: Rows, where: torch.device, *, built: torch.device | None = None, stays: bool = False
-    ) -> None:
+    def __init__(self, config: GPTConfig, rows: Rows, where: torch.device, *, stays: bool = False) -> None:
         torch.manual_seed(0)
-        self.model = GPT(config, device=built or where)
+        self.model = GPT(config)
         if not stays:
             self.model.to(where)
         # fused: one kernel, on a GPU and on the CPU that the simulator prices. By default torch would take a dozen small
@@ -116,74 +107,58 @@ class RunResult:
     """`Program.values()` after the last step."""
     step_us: list[float]
     """Time of each step on the compute stream, by device events (simulated time on the simulator)."""
-    step_peak_bytes: list[int]
-    """Peak of device memory in each step, model and optimizer included."""
     peak_bytes: int
     """Peak of device memory, in steps and before them."""
+    report: SwapReport | None
 
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of the figures and the losses, ready for JSON."""
         losses = [value.item() for name, value in self.values.items() if name.startswith("loss")]
-        figures = {name: getattr(self, name) for name in ("step_us", "step_peak_bytes", "peak_bytes")}
-        return {**figures, "losses": losses}
+        return {"step_us": self.step_us, "peak_bytes": self.peak_bytes, "losses": losses}
 
 
-def train_plain(
-    config: GPTConfig, rows: Rows, where: torch.device, *, built: torch.device | None = None
-) -> Mapping[str, Tensor]:
+def train_plain(config: GPTConfig, rows: Rows, where: torch.device) -> Mapping[str, Tensor]:
     """Train in eager PyTorch on `where`, with nothing of the library around it: the values that all runs are compared with.
 
     torch's deterministic kernels are used, as in every run of the demo.
     """
     with reproducible():
-        program = Program(config, rows, where, built=built)
+        program = Program(config, rows, where)
         program.place()
         for number in range(len(rows)):
             program.step(number)
         return program.values()
 
 
-def train(
-    config: GPTConfig,
-    rows: Rows,
-    device: Device,
-    session_of: Callable[[Program], SwapSession] | None = None,
-    *,
-    built: torch.device | None = None,
-) -> RunResult:
-    """Train on `device`, one step per element of `rows`, in `session_of(program)` where it is given.
+def train(config: GPTConfig, rows: Rows, device: Device, swap: Mapping[str, Any] | None = None) -> RunResult:
+    """Train on `device`, one step per element of `rows`, in a `SwapSession(**swap)` where that is given.
 
-    `built`: where the model is built, and stays for a session. Resets the device's peaks, also before each step. Raises what
-    the session raises, and `torch.OutOfMemoryError` if the run does not fit.
+    With `parameters="swap"` the optimizer's state moves, too, and the model stays on the host but for what a step uses. Resets
+    the device's peaks. Raises what the session raises, and `torch.OutOfMemoryError` if the run does not fit.
     """
+    stays = swap is not None and swap.get("parameters") == "swap"
     gc.collect()  # a cycle of torch's keeps the last run's optimizer and with it the model: it is not this run's memory
     device.reset_peaks()
-    with reproducible(), ExitStack() as stack:
-        stays = built is not None and session_of is not None
-        if stays:  # outside of `compute()`, within which what is made is the device's
-            program = Program(config, rows, device.torch_device, built=built, stays=True)
-        stack.enter_context(device.compute())
-        if not stays:
-            program = Program(config, rows, device.torch_device, built=built)
-        program.place()
-        peaks = [device.peak_allocated_bytes()]
-        marks = [device.current_stream().record(timed=True)]
-        session = None if session_of is None else session_of(program)
-        with session or nullcontext():
-            peaks[0] = device.peak_allocated_bytes()
-            for number in range(len(rows)):
-                device.reset_peaks()
-                with nullcontext() if session is None else session.step():
-                    program.step(number)
-                marks.append(device.current_stream().record(timed=True))
-                peaks.append(device.peak_allocated_bytes())
-        marks[-1].synchronize()
-    device.synchronize()
+    with reproducible():
+        with nullcontext() if stays else device.compute():  # within which what is made is the device's
+            program = Program(config, rows, device.torch_device, stays=stays)
+        with device.compute():
+            program.place()
+            optimizer = program.optimizer if stays else None
+            session = None if swap is None else SwapSession(device=device, model=program.model, optimizer=optimizer, **swap)
+            marks = [device.current_stream().record(timed=True)]
+            with session or nullcontext():
+                for number in range(len(rows)):
+                    with nullcontext() if session is None else session.step():
+                        program.step(number)
+                    marks.append(device.current_stream().record(timed=True))
+                peak_bytes = device.peak_allocated_bytes()  # as the session ends, all that it swapped comes back
+        device.synchronize()
     return RunResult(
         values=program.values(),  # outside compute(): these copies are the host's, not part of what the simulator counts
         step_us=[end.elapsed_us(start) for start, end in pairwise(marks)],
-        step_peak_bytes=peaks[1:],
-        peak_bytes=max(peaks),
+        peak_bytes=peak_bytes,
+        report=None if session is None else session.report(),
     )
 
 
@@ -198,11 +173,7 @@ def first_difference(reference: Mapping[str, Tensor], other: Mapping[str, Tensor
             return f"{name}: only in the {'second' if a is None else 'first'} run"
         if a.dtype != b.dtype or a.shape != b.shape:
             return f"{name}: {a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
-        if differing := (_bits(a) != _bits(b)).any(dim=1).nonzero().flatten().tolist():
+        one, two = (tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (a, b))  # a row of bytes per value
+        if differing := (one != two).any(dim=1).nonzero().flatten().tolist():
             return f"{name}: {len(differing)} of {a.numel()} values differ, the first at flat index {differing[0]}"
     return None
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Bytes of a tensor, one row per value."""
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)

@@ -1,23 +1,22 @@
-"""The hook in the simulated allocator: storages that it may reclaim when an allocation does not fit.
+"""A simulated GPU whose allocator reclaims what sessions lend to it, as a GPU's does where the C++ helper for it is built.
 
-    held = machine.held                          # of all sessions, oldest first
-    held.reclaim(nbytes)                         # while so many more do not fit: those of the current stream
+    device = LendingDevice(...)                  # a SimDevice with an allocator hook
+    device.held                                  # of all sessions, oldest first
+    device.held.reclaim(nbytes)                  # while so many more do not fit: those of the current stream
 
 It does as the C++ helper for CUDA does, and knows what that is not told: how much is wanted.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from chameleon_mm.device.holders import held_alone
-from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
-
-if TYPE_CHECKING:
-    from chameleon_mm.device.protocols import Event, Stream
-    from chameleon_mm.device.sim.machine import Machine
+from chameleon_mm.device.protocols import Event, Stream
+from chameleon_mm.device.sim import SimDevice, SimEvent, SimStream
+from chameleon_mm.device.sim.machine import Machine
 
 
 class SimHeldStorage:
@@ -38,7 +37,7 @@ class SimHeldStorage:
         machine = self.hook.machine
         with machine.lock:
             if not (self.reclaimed or self._withdrawn):
-                machine.held.entries.remove(self)
+                self.hook.held.entries.remove(self)
             self._withdrawn = True
             return not self.reclaimed
 
@@ -75,20 +74,60 @@ class HeldStorages:
 class SimAllocatorHook:
     """Hook in the simulated allocator, for one session."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, held: HeldStorages) -> None:
         self.machine = machine
+        self.held = held
         self.reclaimed = 0
         self.limit_bytes = machine.ledger.capacity
 
     def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream, tensors: int) -> SimHeldStorage:
         """Hold as `AllocatorHook.hold` does."""
-        if not isinstance(done, SimEvent) or not isinstance(owner, SimStream):
-            raise TypeError(f"hold: expected a simulated event and stream, got {type(done).__name__}, {type(owner).__name__}")
+        assert isinstance(done, SimEvent)
+        assert isinstance(owner, SimStream)
         held = SimHeldStorage(self, storage, done, owner, tensors)
         with self.machine.lock:
-            self.machine.held.entries.append(held)
+            self.held.entries.append(held)
         return held
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
         """Set the limit. The growth is of no use here: an allocation says what it wants."""
         self.limit_bytes = limit_bytes
+
+
+class GreedyHook(SimAllocatorHook):
+    """Has everything that is lent reclaimed at the next allocation."""
+
+    def __init__(self, machine: Machine, held: HeldStorages) -> None:
+        super().__init__(machine, held)
+        self.limit_bytes = 0
+
+    def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
+        pass
+
+
+class LendingDevice(SimDevice):
+    """A simulated GPU to whose allocator storages may be lent, as `SimDevice` takes its arguments."""
+
+    hook = SimAllocatorHook
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.held = HeldStorages(self._machine)
+        ledger = self._machine.ledger
+        make_room = ledger.make_room
+
+        def reclaiming(nbytes: int) -> None:
+            if nbytes:
+                self.held.reclaim(nbytes)
+            make_room(nbytes)
+
+        ledger.make_room = reclaiming  # type: ignore[method-assign]  # of this ledger alone
+
+    def allocator_hook(self) -> SimAllocatorHook:
+        return self.hook(self._machine, self.held)
+
+
+class GreedyDevice(LendingDevice):
+    """A simulated GPU whose allocator reclaims all that it may, whether memory is short or not."""
+
+    hook = GreedyHook

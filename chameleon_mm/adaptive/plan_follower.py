@@ -27,6 +27,7 @@ from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, ON_SAVE, Director, HookActions
 from chameleon_mm.executor.forecasts import PlanForecast, TraceForecast
 from chameleon_mm.executor.recompute_plan import RecomputePlan
+from chameleon_mm.executor.way import Way
 from chameleon_mm.policy import ActionKind, StorageAction
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.recorder import Recorder
@@ -207,6 +208,35 @@ class PlanFollower(Director):
         if self._schedule is not None:
             saved.assign(StorageAction(number, self._schedule.held_actions.get(number)))
             self._storages[number] = saved
+
+    # --- the loop
+
+    def way(self) -> Way | None:
+        planned, trial, budget = self._planned, self.followed, self._budget
+        if planned is None or trial is None or budget is None or self._cursor is None or self._diverged:
+            return None
+        if self._recorder is not None or self._may_recompute or budget.forecast is not self._plan_forecast:
+            return None
+        if self._due is not NO_ACTIONS or (program := planned.program_of(trial)) is None:
+            return None
+        return Way(
+            program=program,
+            epoch=self._epoch,
+            hook=self.light.num_hooks - 1,
+            numbers=self.light.numbers(),
+            storages=self._storages,
+            first_saves=self._first_saves,
+            actions=trial.schedule.storage_actions,
+            forecast=self._plan_forecast,
+            margin_bytes=planned.margin_bytes,
+        )
+
+    def rejoin(self, hook: int, thread: int, numbers: dict[int, int]) -> None:
+        self.light.rejoin(hook, thread, numbers)
+        self._reached = hook
+        if self._cursor is not None:
+            self._cursor.advance_to(hook)  # the loop has done it
+            self.at_rest_until = self._cursor.next_hook
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         if self._recorder is not None:

@@ -39,12 +39,22 @@ def _save_hook(executor: Executor) -> _Save:
     pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.rule.min_bytes
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
     held, (queued_out, queued_in) = parts.context.held, parts.context.transfer.queued
-    saves_at_rest, executor_save = director.saves_at_rest, executor.save
+    saves_at_rest, executor_save, loop = director.saves_at_rest, executor.save, executor.loop
+    retire_ended, settle = hook_lock.retire_ended, hook_lock.settle
 
     def save(t: Tensor) -> Handle:
         counts.saves += 1
         if not recording.is_over or (num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
             return executor_save(t)
+        if loop.follows:
+            with lock:
+                if ended:
+                    retire_ended()
+                handle = loop.save(t)
+            if ended or errors:
+                settle()
+            if handle is not None:
+                return handle
         if (kind := type(t)) is Parameter:
             reason = "parameter"
         elif kind is not Tensor:
@@ -72,6 +82,8 @@ def _save_hook(executor: Executor) -> _Save:
                 hook = saves_at_rest(t)
                 if hook != ON_SAVE:
                     totals.kept_by_reason[reason] += 1
+                    if hook == 0:
+                        executor.enter_loop(hook)
                     return KeptTensor(t, (registry.epoch, hook), by_reference=reason == "parameter")
         return executor_save(t)
 
@@ -83,10 +95,21 @@ def _use_hook(executor: Executor) -> _Use:
     counts, recording, pid, lock = executor.hook_counts, executor.recording, ThisProcess.pid, hook_lock.lock
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
     held, (queued_out, queued_in) = parts.context.held, parts.context.transfer.queued
-    plans, uses_at_rest, executor_use = director.plans, director.uses_at_rest, executor.use
+    plans, uses_at_rest, executor_use, loop = director.plans, director.uses_at_rest, executor.use, executor.loop
+    retire_ended, settle = hook_lock.retire_ended, hook_lock.settle
 
     def use(handle: Handle) -> Tensor:
         counts.uses += 1
+        if loop.follows and recording.is_over and not (num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
+            handle.check_version()
+            with lock:
+                if ended:
+                    retire_ended()
+                used = loop.use(handle)
+            if ended or errors:
+                settle()
+            if used is not None:
+                return used
         if type(handle) is KeptTensor and recording.is_over:
             t = handle.tensor
             if t._version == handle.expected:

@@ -27,6 +27,7 @@ from chameleon_mm.executor.hook_lock import Ended, HookLock
 from chameleon_mm.executor.parts import assemble
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.executor.retiring import Retiring
+from chameleon_mm.executor.step_loop import StepLoop
 from chameleon_mm.executor.weak_calls import weak_before_write, weak_settle
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
@@ -82,6 +83,7 @@ class Executor:
         self.hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
         self._pid = self.hook_lock.pid
         self.hook_counts = HookCounts()
+        self.loop = StepLoop(self)
         self._in_step = False
         self._saved_any = self._used_any = False
 
@@ -141,6 +143,8 @@ class Executor:
         handle.saved_at = (self._registry.epoch, hook)
         if not self.recording.is_over:
             self.recomputing.note_saved(t, handle)
+        elif is_hook:
+            self.enter_loop(hook)
         return handle
 
     def _use(self, handle: Handle, *, is_hook: bool) -> Tensor:
@@ -189,7 +193,7 @@ class Executor:
         if saved.proof is not None:
             self.recomputing.prove(saved, self._ins.restore)
         storage = self._ins.restore(saved, compute)
-        self._count_use(handle, saved)
+        self.count_use(handle, saved)
         if is_hook:
             director.note_restored(saved, storage)
         if prefetches:
@@ -242,6 +246,7 @@ class Executor:
     def _begin_step(self, timed: bool) -> tuple[Recorder | None, CallWatch | None]:
         if self.checksums is not None:
             self.checksums.prepare()  # before anything of the step is counted
+        self.loop.forget()
         self._registry.begin_epoch()
         if self.director.plans:
             self.budget.begin_step()
@@ -265,7 +270,13 @@ class Executor:
             return None
         return self.hook_lock.run(self._end_step, recorder, completed)
 
+    def enter_loop(self, hook: int) -> None:
+        """Have the loop run the hooks behind `hook`, where the director follows a plan that the loop can run."""
+        if self.loop.may_follow(hook) and (way := self.director.way()) is not None:
+            self.loop.follow(way, self.director)
+
     def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
+        self.loop.leave()
         if self._saved_any or self._used_any or self._outs.have_work:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
@@ -370,13 +381,18 @@ class Executor:
         return found.claim, False
 
     def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
+        claim = self.new_claim(t, saved_bytes, compute, part)
+        self._outs.add(claim.saved)
+        return claim
+
+    def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
+        """A claim on the storage of `t`, or on that part of it. The caller knows when the operator that saves it is over."""
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
         make = SavedStorage if part is None else partial(SavedPart, part=part)
         saved = make(t, saved_bytes, compute, self.parts.context, epoch=self._registry.epoch, index=self._registry.next_index)
         self._registry.add(saved)
         self._saved_any = True
-        self._outs.add(saved)
         claim = Claim(saved, self.on_claim_end)
         self._claims.add(claim)
         return claim
@@ -386,7 +402,8 @@ class Executor:
         with self.recording.paused():
             self.hook_lock.run(self.parts.rescue.run, value.relied_on())
 
-    def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
+    def count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
+        """Count a use of `handle`, of the storage `saved`."""
         if saved.epoch == self._registry.epoch:
             self._used_any = True
             self._order.used(saved.index)

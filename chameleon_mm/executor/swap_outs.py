@@ -19,6 +19,7 @@ from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import HookActions
 from chameleon_mm.policy import DefaultRule
+from chameleon_mm.reclaim import Lending
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
@@ -136,6 +137,10 @@ class SwapOuts:
                 self.swap_out(saved)
             else:
                 self.swap_out_planned(saved, last_bytes)
+        self.hand_over(lending)
+
+    def hand_over(self, lending: Lending | None) -> None:
+        """Give the link and the allocator what is ready for them, and drop what is copied."""
         if self._small:
             self._pack_waiting()
         if lending is not None and lending.memory_is_short:
@@ -181,7 +186,7 @@ class SwapOuts:
                 saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if last_bytes < saved.nbytes or not self._went_to_pageable(saved, refusal):
-                self._note_refusal(refusal)
+                self.note_refusal(refusal)
                 return
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
@@ -216,7 +221,7 @@ class SwapOuts:
             saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if not self._went_to_pageable(saved, refusal):
-                self._note_refusal(refusal)
+                self.note_refusal(refusal)
                 return
         self._budget.reclaim.add(saved)
         if self._budget.lending is not None:
@@ -232,7 +237,8 @@ class SwapOuts:
             return True
         return False
 
-    def _note_refusal(self, refusal: Exception) -> None:
+    def note_refusal(self, refusal: Exception) -> None:
+        """Count what stays, as its copy out was refused."""
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))
         self._context.metrics.totals.fallbacks += 1
 

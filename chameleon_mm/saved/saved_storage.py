@@ -40,10 +40,12 @@ from chameleon_mm.saved.verify import StorageChecksum
 from chameleon_mm.saved.version import SavedBytes, cover_all
 
 if TYPE_CHECKING:
+    from chameleon_mm.pinned import PinnedBlock
     from chameleon_mm.profiler.calls import Relied
     from chameleon_mm.profiler.storages import TracedStorage
     from chameleon_mm.saved.recipe import Proof
     from chameleon_mm.saved.saved_part import Part
+    from chameleon_mm.transfer import Move
 
 _log = logging.getLogger(__name__)
 
@@ -326,6 +328,14 @@ class SavedStorage:
         context.metrics.moved(out, "out", host_bytes)
         context.metrics.totals.pageable_swap_outs += pageable
         self._began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` has it
+        self._to(State.SWAPPING_OUT)
+
+    def leaves_by(self, block: PinnedBlock, out: Move) -> None:
+        """Note that `out`, which was handed to the device, takes all of it to `block`."""
+        copy = self.copy = HostCopy()
+        copy.block, copy.out = block, out
+        self._began_in = None
+        self._context.metrics.moved(out, "out", self.nbytes)
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form) -> None:

@@ -1,0 +1,357 @@
+"""Runs a compiled plan: at each hook of a step that is the compiled one, the next row's ops, and nothing else.
+
+loop.follow(way, director)             # after a hook at which the director follows a plan: the loop has those behind it
+handle = loop.save(t)                  # None: this hook is none of the program's, or asks for more than the loop does
+t = loop.use(handle)                   # None likewise
+loop.leave()                           # the director has the rest of the step, with all that came so far
+
+    hook += 1; the row's key is this hook's?  ->  run the row's ops, make or use the handle
+                                          no  ->  leave: the director and the executor go on with the same storages
+
+The slots, the copies, the order of waits and the budget are the executor's own: leaving converts nothing. What the loop does
+without is finding out: which hook this is, what is due at it, which storage is meant. Every op looks at the storage's state
+first, so that what somebody else has done to it meanwhile, under pressure, needs no word between them.
+
+A key says less than the step's features: not which node asks, nor how long ago a storage was saved. A step that has all the
+keys of a plan, and is another one, runs by that plan with eager's bits: slots are found by the storage itself, memory goes
+where nobody else refers to it, and is checked. Note [No plan, no harm].
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from chameleon_mm.device import Event
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.executor.director import Director
+from chameleon_mm.executor.way import Way
+from chameleon_mm.policy.step_program import FIRST, KEPT, NO_CHECK, RECLAIM, USE, Row
+from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
+from chameleon_mm.saved.classify import facts_of
+from chameleon_mm.saved.handles import Handle, KeptTensor, SwappedView
+from chameleon_mm.saved.state import State
+from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.transfer import Move
+
+if TYPE_CHECKING:
+    from chameleon_mm.executor.executor import Executor
+
+MOST_RETURNS = 16
+"""Hooks of one step that the loop leaves to the executor and goes on behind, at most: each costs as much as a divergence."""
+
+_BEHIND = Row(key=None, kind=USE + 1)
+"""Row behind the last: no hook is like it."""
+
+_ON_DEVICE, _LEAVING = State.ON_DEVICE, State.SWAPPING_OUT  # asked at every op: an enum's attribute is a lookup
+
+
+class StepLoop:
+    """Runs programs for one executor, which holds its lock."""
+
+    __slots__ = (
+        "_back", "_budget", "_claims", "_compute", "_context", "_device", "_director", "_epoch", "_executor", "_held",
+        "_ins", "_latest", "_leaving", "_nbytes", "_numbers", "_operators", "_out", "_outs", "_protected", "_queued_in",
+        "_queued_out", "_ready", "_reasons", "_returns", "_rows", "_thread", "_totals", "_way", "follows", "hook",
+    )  # fmt: skip
+
+    def __init__(self, executor: Executor) -> None:
+        parts, context = executor.parts, executor.parts.context
+        self._executor = weakref.ref(executor)
+        self._device, self._context, self._protected = executor.device, context, executor.protected
+        self._claims, self._budget, self._outs, self._ins = parts.claims, parts.budget, parts.outs, parts.ins
+        self._out, self._back = context.transfer.streams
+        self._queued_out, self._queued_in = context.transfer.queued
+        self._held, self._leaving, self._totals = context.held, parts.budget.reclaim.entries, context.metrics.totals
+        self._ready: Event | None = None
+        """Event that compute records for each copy out."""
+        self.follows = False
+        """Whether the next hook is expected to be a program's."""
+        self.hook = -1
+        """The latest hook that was."""
+        self._returns = 0
+        """How often the step came back to its program so far."""
+        self._way: Way | None = None
+        self._rows: tuple[Row, ...] = ()
+        self._reasons: list[str | None] = []
+
+    # --- a step
+
+    def may_follow(self, hook: int) -> bool:
+        """Whether a step whose latest hook is `hook` may go on by the loop: behind its first hook, and behind one that the loop
+        had left to the executor, a few times."""
+        if self.follows:
+            return False
+        if hook == 0:
+            self._returns = 0
+            return True
+        return hook == self.hook + 1 and self._returns < MOST_RETURNS
+
+    def follow(self, way: Way, director: Director) -> None:
+        """Follow `way` from the next hook on, where nothing is under way that the loop knows nothing of."""
+        compute, outs, known = self._device.current_stream(), self._outs, {}
+        for saved, operator in outs.fresh:
+            if saved.planned is None:
+                return
+            known[saved.planned.tensor] = operator
+        if not self._context.streams.is_only(compute) or self._context.checksums is not None or outs.waiting_bytes:
+            return
+        outs.fresh.clear()
+        if self._way is None or way.program is not self._way.program:
+            self._rows, self._reasons = (*way.program.rows, _BEHIND), [None] * len(way.program.rows)
+        self._way, self._director, self._compute, self._nbytes = way, director, compute, way.program.nbytes
+        self._epoch, self._numbers, self._operators = way.epoch, way.numbers, known
+        self._thread, self._latest = get_ident(), (-1, 0)
+        if self._ready is None:
+            self._ready = compute.record()
+        self._returns += 1
+        self.hook, self.follows = way.hook, True
+
+    def leave(self) -> None:
+        """Leave the step to the director from the next hook on."""
+        way = self._way
+        if not self.follows or way is None:
+            return
+        self.follows = False
+        for number, operator in self._operators.items():
+            saved = way.storages.get(number)
+            if saved is None or saved.op_is_over:
+                continue
+            if self._is_over(operator):
+                saved.op_ended()
+            elif saved.state is _ON_DEVICE:
+                self._outs.fresh.append((saved, operator))
+        self._director.rejoin(self.hook, self._thread, self._numbers)
+
+    def forget(self) -> None:
+        """Forget a step that did not end, and where the one that begins may follow from."""
+        self.follows, self.hook, self._returns = False, -1, 0
+
+    # --- the two hooks
+
+    def save(self, t: Tensor) -> Handle | None:
+        """Autograd saves `t`. Returns the handle; None: the executor has to make it."""
+        hook, now, thread = self.hook + 1, sequence_nr(), get_ident()
+        row = self._rows[hook]
+        kind = row.kind
+        try:
+            if kind >= USE or row.key != (type(t), t.shape, t.dtype, now - self._numbers.get(thread, now)):
+                self.leave()
+                return None
+            storage = None if kind == KEPT else t.untyped_storage()
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ):  # a nested one has no shape, a sparse one no storage
+            self.leave()
+            return None
+        if storage is not None and not self._may_move(t, storage, row.number):
+            self.leave()
+            return None
+        if not self._run(row, hook):
+            self.leave()
+            return None
+        operator = this_thread.number, now
+        handle = self._kept(t, hook) if storage is None else self._moving(t, storage, row, hook, operator)
+        if handle is None:
+            self.leave()
+            return None
+        self.hook, self._thread, self._latest, self._numbers[thread] = hook, thread, operator, now
+        if row.ins:
+            self._prefetch(row.ins)
+        handle.saved_at = (self._epoch, hook)
+        return handle
+
+    def use(self, handle: Handle) -> Tensor | None:
+        """Autograd uses what `handle` has, which nobody wrote to. Returns it; None: the executor has to do it."""
+        hook, saved_at = self.hook + 1, handle.saved_at
+        row = self._rows[hook]
+        if row.kind != USE or saved_at[1] != row.key or saved_at[0] != self._epoch or not self._run(row, hook):
+            self.leave()
+            return None
+        if type(handle) is KeptTensor:
+            t = handle.tensor
+        elif type(handle) is SwappedView:
+            t = self._restored(handle)
+        else:
+            self.leave()
+            return None
+        self.hook = hook
+        if row.ins:
+            self._prefetch(row.ins)
+        return t
+
+    # --- saves
+
+    def _may_move(self, t: Tensor, storage: torch.UntypedStorage, number: int) -> bool:
+        """Whether `t` is what the row's storage was: an activation of that size. The reasons are those of `facts_of`."""
+        base = t._base
+        holder = t if base is None else base
+        if type(holder) is not Tensor or t.layout is not torch.strided or storage.nbytes() != self._nbytes[number]:
+            return False
+        if t.requires_grad and not holder.requires_grad:  # a view that a custom function made, of a parameter perhaps
+            return not facts_of(t, self._device, self._protected).kind
+        if (holder.requires_grad and holder.is_leaf) or t._is_zerotensor() or not storage.resizable():
+            return False
+        if id(storage) in self._protected.refs and storage in self._protected:
+            return False
+        return self._device.owns(t)
+
+    def _kept(self, t: Tensor, hook: int) -> KeptTensor | None:
+        """The handle of what stays whatever the plan."""
+        reason = self._reasons[hook]
+        if reason is None:
+            executor, facts = self._executor(), facts_of(t, self._device, self._protected)
+            assert executor is not None
+            reason = executor.rule.reason_to_keep(facts) or facts.kind
+            if not reason:
+                return None
+            self._reasons[hook] = reason
+        self._totals.kept_by_reason[reason] += 1
+        kind = type(t)
+        if kind is Tensor and reason == "parameter":  # a view of one, when it was looked at
+            return KeptTensor(t, by_reference=facts_of(t, self._device, self._protected).kind == "parameter")
+        return KeptTensor(t, by_reference=kind is Parameter)
+
+    def _moving(
+        self, t: Tensor, storage: torch.UntypedStorage, row: Row, hook: int, operator: OperatorNumber
+    ) -> SwappedView | None:
+        """The handle of what the plan may move. Note [Identity]."""
+        way, number, compute = self._way, row.number, self._compute
+        assert way is not None
+        if not compute.is_current():
+            return None
+        ref = self._claims.by_storage.get(id(storage))
+        if row.kind == FIRST:
+            executor = self._executor()
+            if ref is not None or executor is None:
+                return None  # it may be claimed already: the executor knows
+            saved_bytes = SavedBytes(t)
+            claim = executor.new_claim(t, saved_bytes, compute)
+            saved = claim.saved
+            saved.assign(way.actions.get(hook))
+            way.storages[number] = way.first_saves[hook] = saved
+        else:
+            known, expected = None if ref is None else ref(), way.storages.get(number)
+            if known is None or expected is None or known.saved is not expected:
+                return None
+            claim, saved = known, expected
+            if saved.slot.storage is not storage or saved.state is not _ON_DEVICE or saved.alloc_stream is not compute:
+                return None  # its copy has begun, perhaps without these bytes
+            saved_bytes = SavedBytes(t)
+            saved.slot.include(saved_bytes)
+            saved.add_view(saved_bytes)
+            saved.op_began()
+        saved.note_save(self._epoch, hook)
+        self._operators[number] = operator
+        return SwappedView(claim, saved_bytes)
+
+    # --- uses
+
+    def _restored(self, handle: SwappedView) -> Tensor:
+        """The tensor of `handle`, on the device."""
+        executor, saved = self._executor(), handle.claim.saved
+        assert executor is not None
+        storage = self._ins.restore(saved, self._compute)
+        executor.count_use(handle, saved)
+        if storage is saved.slot.storage and not saved.gathered:
+            return handle.saved.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
+        return handle.saved.over(storage)
+
+    # --- the ops
+
+    def _run(self, row: Row, hook: int) -> bool:
+        """Do what is due before the hook's own storage. Returns whether the step still follows."""
+        waiting = self._held or self._queued_out or self._queued_in or self._leaving
+        way, lending = self._way, self._budget.lending
+        assert way is not None
+        way.forecast.hook = hook
+        if not (waiting or row.ops or row.growth != NO_CHECK):
+            return True
+        if not self._compute.is_current() or self._budget.forecast is not way.forecast:
+            return False  # another stream or device, or a capture; or memory is not what the plan counts on
+        if lending is not None:
+            lending.settle()
+        if self._held:
+            self._outs.let_go_of_held()
+        try:
+            for op, number in row.ops:
+                if op == RECLAIM:
+                    self._reclaim(number)
+                else:
+                    self._copy_out(number)
+        except (RuntimeError, HostMemoryExhausted) as error:  # a refused copy, or no memory for it: the storage stays
+            self._outs.note_refusal(error)
+            return False
+        if waiting or lending is not None:
+            self._outs.hand_over(lending)
+        return row.growth == NO_CHECK or self._check(row, hook)
+
+    def _check(self, row: Row, hook: int) -> bool:
+        """Check memory. Returns whether the plan is still trusted."""
+        way, budget = self._way, self._budget
+        assert way is not None
+        way.forecast.growth_bytes = row.growth + way.margin_bytes
+        self._director.note_growth(budget.check_memory(), at_hook=row.number >= 0, hook=hook)
+        return budget.forecast is way.forecast
+
+    def _is_over(self, operator: OperatorNumber) -> bool:
+        """Whether that operator of a thread is over. Note [Swap-out]. Of another thread than this one its latest save tells."""
+        latest = (operator[0], sequence_nr()) if operator[0] == this_thread.number else self._latest
+        return operator[0] == latest[0] and operator[1] < latest[1]
+
+    def _copy_out(self, number: int) -> None:
+        """Queue the copy out, once the operator that saved it is over. Note [Swap-out]. Raises `HostMemoryExhausted`, and
+        `RuntimeError` where the device refuses it, with nothing changed."""
+        way, context, out = self._way, self._context, self._out
+        assert way is not None and self._ready is not None
+        saved, operator = way.storages.get(number), self._operators.get(number)
+        if saved is None or saved.state is not _ON_DEVICE:
+            return
+        if not saved.op_is_over:
+            if operator is None or not self._is_over(operator):
+                return
+            saved.op_ended()
+        storage, metrics = saved.slot.storage, context.metrics
+        if not saved.is_copyable or storage is None:
+            return
+        block = context.pool.allocate(saved.nbytes, out)  # Note [Host block]: its last use -> this copy
+        try:
+            self._compute.record_again(self._ready)
+            out.wait(self._ready)  # Note [Swap-out]: the operators that wrote it -> its copy
+            start = out.record(timed=True) if metrics.timed else None
+            out.copy_storage(storage, block.buffer, out=True)
+            done = out.record(timed=metrics.timed)
+        except BaseException:
+            context.transfer.synchronize()  # some of it may be running, with no event to tell when it ends
+            block.release()
+            raise
+        saved.leaves_by(block, Move.issued(saved.nbytes, done, start))
+        self._budget.planned.add(saved)
+        if self._budget.lending is not None:
+            self._budget.lending.add(saved)
+
+    def _reclaim(self, number: int) -> None:
+        """Order compute after the copy out, and let the memory go. Note [Reclaim]."""
+        way = self._way
+        assert way is not None
+        saved = way.storages.get(number)
+        if saved is None:
+            return
+        if saved.state is _ON_DEVICE:
+            self._copy_out(number)
+        if saved.state is _LEAVING:
+            saved.reclaim(in_plan_order=True)
+
+    def _prefetch(self, numbers: Sequence[int]) -> None:
+        """Take memory and queue the copies back. Note [Swap-in]. What finds none is brought back by its use."""
+        way = self._way
+        assert way is not None
+        due = [saved for number in numbers if (saved := way.storages.get(number)) is not None]
+        self._ins.prefetch_planned(due, self._compute)

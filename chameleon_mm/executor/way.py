@@ -1,0 +1,33 @@
+"""What a step has to follow from one hook on: a compiled plan, and what the step has saved so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from chameleon_mm.executor.forecasts import PlanForecast
+from chameleon_mm.policy import StorageAction
+from chameleon_mm.policy.step_program import StepProgram
+from chameleon_mm.saved.saved_storage import SavedStorage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A program, and where in it the step is. Whoever follows it adds what the step saves."""
+
+    program: StepProgram
+    epoch: int
+    """Number of the step."""
+    hook: int
+    """The latest hook, which is done."""
+    numbers: dict[int, int]
+    """Autograd's number of operators at the latest save of each thread."""
+    storages: dict[int, SavedStorage]
+    """Storages that were saved, by the plan's number."""
+    first_saves: dict[int, SavedStorage]
+    """The same by the hook that saved them first."""
+    actions: Mapping[int, StorageAction]
+    """Action of each storage, by the hook that saves it first."""
+    forecast: PlanForecast
+    margin_bytes: int
+    """Bytes that are left free until each next check, beside a row's growth."""

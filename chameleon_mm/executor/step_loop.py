@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from chameleon_mm.device import Event
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.way import Way
-from chameleon_mm.policy.step_program import FIRST, KEPT, NO_CHECK, RECLAIM, USE, Row
+from chameleon_mm.policy.step_program import DROP, FIRST, KEPT, NO_CHECK, OUT, USE, Row
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.saved.classify import facts_of
 from chameleon_mm.saved.handles import Handle, KeptTensor, SwappedView
@@ -281,11 +282,11 @@ class StepLoop:
         if self._held:
             self._outs.let_go_of_held()
         try:
-            for op, number in row.ops:
-                if op == RECLAIM:
-                    self._reclaim(number)
+            for op, number, nbytes in row.ops:
+                if op == OUT:
+                    self._copy_out(number, nbytes)
                 else:
-                    self._copy_out(number)
+                    self._reclaim(number, nbytes, again=op == DROP)
         except (RuntimeError, HostMemoryExhausted) as error:  # a refused copy, or no memory for it: the storage stays
             self._outs.note_refusal(error)
             return False
@@ -306,7 +307,7 @@ class StepLoop:
         latest = (operator[0], sequence_nr()) if operator[0] == this_thread.number else self._latest
         return operator[0] == latest[0] and operator[1] < latest[1]
 
-    def _copy_out(self, number: int) -> None:
+    def _copy_out(self, number: int, nbytes: int) -> None:
         """Queue the copy out, once the operator that saved it is over. Note [Swap-out]. Raises `HostMemoryExhausted`, and
         `RuntimeError` where the device refuses it, with nothing changed."""
         way, context, out = self._way, self._context, self._out
@@ -318,6 +319,9 @@ class StepLoop:
             if operator is None or not self._is_over(operator):
                 return
             saved.op_ended()
+        if nbytes < saved.nbytes:
+            self._outs.swap_out_planned(saved, nbytes)
+            return
         storage, metrics = saved.slot.storage, context.metrics
         if not saved.is_copyable or storage is None:
             return
@@ -337,17 +341,22 @@ class StepLoop:
         if self._budget.lending is not None:
             self._budget.lending.add(saved)
 
-    def _reclaim(self, number: int) -> None:
-        """Order compute after the copy out, and let the memory go. Note [Reclaim]."""
+    def _reclaim(self, number: int, nbytes: int, *, again: bool) -> None:
+        """Order compute after the copy out, and let the memory go. Note [Reclaim]. `again`: the host may have the bytes."""
         way = self._way
         assert way is not None
         saved = way.storages.get(number)
         if saved is None:
             return
+        if again and saved.state is State.RESTORED:
+            with suppress(torch.OutOfMemoryError):  # of one that moved in part after all: for what of it stays
+                saved.drop_restored()
         if saved.state is _ON_DEVICE:
-            self._copy_out(number)
+            self._copy_out(number, nbytes)
         if saved.state is _LEAVING:
             saved.reclaim(in_plan_order=True)
+            if saved.form.device_bytes:
+                self._budget.note_allocated(saved.form.device_bytes)
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
         """Take memory and queue the copies back. Note [Swap-in]. What finds none is brought back by its use."""

@@ -20,14 +20,19 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from chameleon_mm.policy import action_columns
+from chameleon_mm.policy.action_columns import BACK, ActionColumns, in_order
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.trace import Trace
 
 KEPT, FIRST, AGAIN, USE = range(4)
 """Kinds of rows: a save of what stays whatever the plan, a storage's first save and a later one, and a use."""
 
-RECLAIM, OUT = range(2)
-"""Ops before the hook's own storage is used, in the order in which they run."""
+RECLAIM, DROP, OUT = range(3)
+"""Ops: wait for a copy out and let the memory go; let it go, as the host has the bytes since an earlier action; copy out."""
+
+Op = tuple[int, int, int]
+"""An op, the storage's number, and the bytes that move: its last ones."""
 
 NO_CHECK = -1
 
@@ -46,8 +51,8 @@ class Row(NamedTuple):
     kind: int
     number: int = -1
     """Number of the storage in the trace; -1: it stays whatever the plan."""
-    ops: tuple[tuple[int, int], ...] = ()
-    """Ops before the hook's own storage is used, each with a storage's number."""
+    ops: tuple[Op, ...] = ()
+    """What is due before the hook's own storage is used, in this order."""
     growth: int = NO_CHECK
     """Bytes, as `PlannedMemory.growth_until_next_check`, where memory is checked; else `NO_CHECK`."""
     ins: tuple[int, ...] = ()
@@ -75,41 +80,40 @@ def compile_program(
     save of each use, negative for a save; `growth`: by hook, bytes as in `Row`. `plain_classes`: those whose tensors need no
     taking apart.
 
-    None where the loop cannot run it: where something moves in part, is away twice or is recomputed, and where a hook is of a
-    wrapper class, of a part of a storage, of a save in backward or of an earlier step.
+    None where the loop cannot run it: where something is recomputed, and where a hook is of a wrapper class, of a part of a
+    storage, of a save in backward or of an earlier step.
     """
-    nbytes: list[int] = trace.tensor_bytes.tolist()
-    if len(plan.swaps) < len(plan.actions) or any(a.again or a.nbytes != nbytes[a.tensor] for a in plan.swaps):
+    if len(plan.swaps) < len(plan.actions):
         return None
-    ops, ins, checks = _due(plan)
+    ops, ins, reclaims = _due(trace, plan)
     rows: list[Row] = []
     numbers: list[int] = trace.hook_tensor.tolist()
     for hook, (feature, save, number) in enumerate(zip(features, save_of, numbers, strict=True)):
         known = _use_row(rows, save) if len(feature) < _SAVE_PARTS else _save_row(feature, number, plain_classes)
         if known is None:
             return None
-        checked = known.number >= 0 or hook in checks
+        checked = known.number >= 0 or hook in reclaims
         rows.append(
             known._replace(
                 ops=tuple(ops.get(hook, ())), ins=tuple(ins.get(hook, ())), growth=growth[hook] if checked else NO_CHECK
             )
         )
-    return StepProgram(tuple(rows), tuple(nbytes))
+    return StepProgram(tuple(rows), tuple(trace.tensor_bytes.tolist()))
 
 
-def _due(plan: SwapPlan) -> tuple[dict[int, list[tuple[int, int]]], dict[int, list[int]], set[int]]:
+def _due(trace: Trace, plan: SwapPlan) -> tuple[dict[int, list[Op]], dict[int, list[int]], set[int]]:
     """By hook: ops before its own storage is used, copies back behind that; and the hooks that reclaim."""
-    ops: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    ins: dict[int, list[int]] = defaultdict(list)
-    for action in plan.swaps:
-        ops[action.reclaim_at].append((RECLAIM, action.tensor))
-        if action.out_at < action.reclaim_at:  # the others begin with the reclaim that waits for them
-            ops[action.out_at].append((OUT, action.tensor))
-        if action.in_at < action.use_at:  # the others begin with the use that waits for them
-            ins[action.in_at].append(action.tensor)
-    for of_hook in ops.values():
-        of_hook.sort(key=lambda op: op[0])  # stable: each kind in the plan's order
-    return ops, ins, {action.reclaim_at for action in plan.swaps}
+    swaps, ops, ins, reclaims = plan.swaps, defaultdict[int, list[Op]](list), defaultdict[int, list[int]](list), set[int]()
+    for hook, kind, j in zip(*(column.tolist() for column in in_order(ActionColumns.of(swaps, trace))), strict=True):
+        action = swaps[j]
+        if kind == BACK:
+            ins[hook].append(action.tensor)
+        elif kind == action_columns.OUT:
+            ops[hook].append((OUT, action.tensor, action.nbytes))
+        elif kind != action_columns.USE:
+            ops[hook].append((DROP if action.again else RECLAIM, action.tensor, action.nbytes))
+            reclaims.add(hook)
+    return ops, ins, reclaims
 
 
 def _save_row(feature: tuple[Hashable, ...], number: int, plain_classes: frozenset[Hashable]) -> Row | None:

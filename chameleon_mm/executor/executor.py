@@ -113,8 +113,12 @@ class Executor:
         if capturing or (num_modes() and tracer_is_on()):  # the device is asked for nothing
             with self.hook_lock.lock:
                 return self._keep(t, "capturing" if capturing else "tracing")
-        facts = facts_of(t, self.device, self.protected)
         handle: Handle | None = None
+        if self.loop.follows and is_hook:
+            handle = self.hook_lock.run(self.loop.save, t)
+            if handle is not None:
+                return handle
+        facts = facts_of(t, self.device, self.protected)
         if facts.kind == "subclass":
             handle = save_parts(t, lambda part: self._save(part, is_hook=False))
         return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
@@ -149,6 +153,10 @@ class Executor:
 
     def _use(self, handle: Handle, *, is_hook: bool) -> Tensor:
         handle.check_version()
+        if self.loop.follows and is_hook and self.hook_lock.may_ask_device() and not tracer_is_on():
+            used = self.hook_lock.run(self.loop.use, handle)
+            if used is not None:
+                return used
         if isinstance(handle, SwappedView):
             return self._use_view(handle, is_hook=is_hook)
         if isinstance(handle, KeptTensor) and (on := handle.relied) and on.dependents and self.hook_lock.may_ask_device():

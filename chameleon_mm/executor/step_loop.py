@@ -325,6 +325,8 @@ class StepLoop:
         storage, metrics = saved.slot.storage, context.metrics
         if not saved.is_copyable or storage is None:
             return
+        if self._queued_out:
+            context.transfer.hand_over_all_out()  # what moves in part: each direction copies in the plan's order
         block = context.pool.allocate(saved.nbytes, out)  # Note [Host block]: its last use -> this copy
         try:
             self._compute.record_again(self._ready)

@@ -86,7 +86,7 @@ class SimStream:
         with torch._C._DisableTorchDispatch():  # an active mode would take it for an operator of the model's
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         dst, src = (host, whole) if out else (whole, host)
-        self._machine.copy(self, dst, src, speculative=out)
+        self.copy(dst, src, speculative=out)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Pack as `Stream.pack` does, for one launch and the bytes' way through device memory. Raises `ValueError` also for

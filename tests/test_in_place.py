@@ -76,6 +76,10 @@ class Hidden(torch.autograd.Function):
         return gradients[0]
 
 
+def in_a_context(y: Tensor) -> Any:
+    return Hidden.apply(y.detach().requires_grad_())  # type: ignore[no-untyped-call]  # torch annotates no `apply`
+
+
 def in_a_closure(y: Tensor) -> Any:
     row = y[3]
     return lambda: row
@@ -115,7 +119,7 @@ HOLDERS: dict[str, Holder] = {
     "a closure": in_a_closure,
     "a cycle": in_a_cycle,
     "a module's forward hook": in_a_hook_of_a_module,
-    "the context of a function": lambda y: Hidden.apply(y.detach().requires_grad_()),  # type: ignore[no-untyped-call]  # torch annotates no `apply`
+    "the context of a function": in_a_context,
     "other hooks": by_other_hooks,
     "a bucket": in_a_bucket,
     "an optimizer": lambda y: torch.optim.SGD([y.detach().requires_grad_()]),

@@ -197,7 +197,7 @@ class Executor:
         if saved.planned is None or not self.budget.forecast.follows_plan:
             self._ins.prefetch_after(saved, compute)
         bytes_of = handle.saved
-        if storage is saved.slot.storage and not saved.gathered:
+        if storage is saved.slot.storage and not saved.slot.is_packed:
             return bytes_of.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
         return bytes_of.over(storage)
 
@@ -353,7 +353,7 @@ class Executor:
         assert found.claim is not None
         saved = found.claim.saved
         if found.begins_again:
-            saved.begin_again(saved_bytes, compute)
+            self._outs.begin_again(saved, saved_bytes, compute)
         if (found.extends_copy or found.begins_again) and saved.state is State.ON_DEVICE:
             self._outs.add(saved)
 
@@ -363,7 +363,8 @@ class Executor:
         found = self._claims.find_whole(t, saved_bytes, compute)
         if found.claim is None:
             claim = self._new_claim(t, saved_bytes, compute)
-            claim.saved.hold_for_recipes()
+            claim.saved.is_held_for_recipes = True
+            claim.saved.uses.forget_handle()
             return claim, True
         self._include(found, saved_bytes, compute)
         found.claim.saved.add_alias(saved_bytes)

@@ -50,7 +50,7 @@ class SwapIns:
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """Return the storage on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
-        if not isinstance(saved, SavedPart) or not saved.gathered:
+        if not isinstance(saved, SavedPart) or not saved.slot.is_packed:
             return self._restore_held(saved, compute)
         storage = saved.in_place(compute)
         if storage is not None:
@@ -108,8 +108,13 @@ class SwapIns:
         totals = self._context.metrics.totals
         if saved.swap_in_failed:
             saved.drop_restored()  # it never got its bytes
-        elif saved.needs_another_stream(compute) and not saved.drop_restored():  # of another stream's pool: ours gives its own
-            return self._allocate(saved.nbytes, lambda: saved.copied_on(compute), exclude=(saved,))
+        elif (
+            saved.slot.came_back
+            and saved.slot.alloc_stream is not compute
+            and saved.state in (State.SWAPPING_IN, State.RESTORED)
+            and not saved.drop_restored()
+        ):  # of another stream's pool: ours gives its own
+            return self._allocate(saved.nbytes, lambda: self._copied_on(saved, compute), exclude=(saved,))
         group = saved.form.group
         if group is not None and saved.state is State.ON_HOST:
             self._unpack(group, saved, compute)
@@ -129,6 +134,10 @@ class SwapIns:
         storage = saved.device
         assert storage is not None
         return storage
+
+    def _copied_on(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+        saved.arrive(compute)
+        return saved.slot.copied_on(compute, self._context.streams)
 
     def _allocate(
         self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage], is_planned: bool = False

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import torch
 
+from chameleon_mm.device import Stream
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
@@ -21,11 +22,13 @@ from chameleon_mm.executor.director import HookActions
 from chameleon_mm.policy import DefaultRule
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.saved.claims import StorageRegistry
+from chameleon_mm.saved.loan import Loan
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
 from chameleon_mm.saved.partial_form import PartialForm
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
+from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Path, Thresholds
 from chameleon_mm.units import MIB
 
@@ -75,7 +78,7 @@ class SwapOuts:
     def add(self, saved: SavedStorage) -> None:
         """Add a storage that the calling thread saves now, in an op that has not ended."""
         if saved.op_is_over:
-            saved.op_began()
+            saved.op_is_over = False
         self.fresh.append((saved, (this_thread.number, sequence_nr())))  # as `current_operator` has it
 
     @property
@@ -110,7 +113,7 @@ class SwapOuts:
         for saved, _ in waiting:
             over.pop(saved, None)  # another operator has saved bytes of it since, and has not ended
         for saved in over:
-            saved.op_ended()
+            saved.op_is_over = True
         return list(over)
 
     def carry_out(self, due: HookActions) -> None:
@@ -147,10 +150,34 @@ class SwapOuts:
         if lending is not None:
             lending.lend()
 
+    def begin_again(self, saved: SavedStorage, saved_bytes: SavedBytes, compute: Stream) -> None:
+        """Have its copy begin anew, as the one that there is, or that runs, lacks these bytes, saved now on `compute`.
+
+        The storage has them all: it is on the device, as somebody else refers to it.
+        """
+        saved.copies += 1
+        if saved.state is State.SWAPPING_OUT and not saved.cancel_swap_out() and saved.state is State.SWAPPING_OUT:
+            assert saved.copy is not None
+            saved.wait_for_copy_out(self._context.transfer.issue_out(saved.copy.out))
+            saved.stay_on_device()
+        if saved.state is State.SWAPPING_IN:
+            saved.arrive(compute)
+        if saved.state is State.RESTORED:
+            saved.stay_on_device()
+        assert saved.state is State.ON_DEVICE
+        slot = saved.slot
+        if slot.alloc_stream is not compute:
+            compute.wait(slot.alloc_stream.record())  # what was saved there -> what is copied behind `compute`
+            slot.alloc_stream = compute
+        slot.include(saved_bytes)
+
     def let_go_of_held(self) -> None:
         """Let the memory of what others held go, where they do no more."""
         for saved in tuple(self._context.held):
-            saved.try_to_go()
+            if saved.state is not State.RESTORED:
+                self._context.held.pop(saved, None)
+            elif saved.slot.is_alone() and (not saved.form.device_bytes or saved.form.kept(saved.slot)):
+                saved.empty()
 
     def swap_out(self, saved: SavedStorage, *, alone: bool = False) -> None:
         """Swap out by the default rule: gather a small view; queue its copy, or let it wait for others of its kind. `alone`: it
@@ -185,7 +212,7 @@ class SwapOuts:
                 return
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
-            self._budget.lending.add(saved)
+            self._budget.lending.add(Loan(saved))
 
     def _pack_waiting(self) -> None:
         """Pack the small storages that wait, once they fill a group, the link is idle, or it is not known what comes next."""
@@ -219,8 +246,8 @@ class SwapOuts:
                 self._note_refusal(refusal)
                 return
         self._budget.reclaim.add(saved)
-        if self._budget.lending is not None:
-            self._budget.lending.add(saved)
+        if self._budget.lending is not None and not isinstance(saved, PackedGroup):  # `Staging` asks for groups at every hook
+            self._budget.lending.add(Loan(saved))
 
     def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
         """Queue the copy out to ordinary memory, where none could be pinned and the storage must not stay. Returns whether that

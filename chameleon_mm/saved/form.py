@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from chameleon_mm.saved.packed_group import PackedGroup
     from chameleon_mm.saved.recipe import Recipe
     from chameleon_mm.saved.recomputed_form import Original
+    from chameleon_mm.saved.slot import Slot
 
 
 class Form:
@@ -42,6 +43,15 @@ class Form:
 
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
         """Keep on the device what stays of the storage, which is dropped next. May raise `torch.OutOfMemoryError`."""
+
+    def kept(self, slot: Slot) -> bool:
+        """Keep as `keep` does, of the storage in `slot`. Returns whether there was memory for it."""
+        try:
+            assert slot.storage is not None
+            self.keep(slot.storage, slot.alloc_stream)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def put_back(self, whole: Tensor, compute: Stream) -> None:
         """Put what stayed on the device where it was, on `compute`."""

@@ -36,8 +36,6 @@ from chameleon_mm.units import round_up
 class PackedGroup(SavedStorage):
     """The packed bytes of several small storages. It retires with its last member."""
 
-    may_be_lent = False  # `Staging` asks what is on the device at every hook
-
     def __init__(self, members: Sequence[SavedStorage], compute: Stream, context: SwapContext, *, epoch: int) -> None:
         """Pack `members`, all of them ON_DEVICE, on `compute`, the current stream.
 
@@ -45,7 +43,7 @@ class PackedGroup(SavedStorage):
         """
         places, total = packed_offsets([member.nbytes for member in members])
         packed = compute.alloc(total)
-        alloc_streams = list(dict.fromkeys(member.alloc_stream for member in members))
+        alloc_streams = list(dict.fromkeys(member.slot.alloc_stream for member in members))
         for alloc_stream in alloc_streams:
             # Note [Swap-out]: the sources were written by others, and `compute` reads them
             context.streams.join_all(alloc_stream)
@@ -58,7 +56,7 @@ class PackedGroup(SavedStorage):
         super().__init__(
             packed, SavedBytes(packed), compute, context, epoch=epoch, index=max(member.index for member in members)
         )
-        self.op_ended()
+        self.op_is_over = True
         self._checksum = None  # each member has its own, which names its tensor
         # Weak: members hold their group, and nothing here may need the collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]

@@ -114,22 +114,22 @@ class SavedPart(SavedStorage):
         The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
         """
         storage = self.device
-        assert self.state is State.ON_DEVICE and storage is not None and not self.gathered
+        assert self.state is State.ON_DEVICE and storage is not None and not self.slot.is_packed
         # Note [Swap-out]: the source was written by others, and `current` reads it
-        self._context.streams.join_all(self.alloc_stream)
+        self._context.streams.join_all(self.slot.alloc_stream)
         with annotation("chameleon::gather"):
             packed = self.part.pack(storage)
-        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner comes after that read
+        self._context.streams.join_all(self.slot.alloc_stream)  # Note [Reclaim]: its next owner comes after that read
         self.slot.keep_instead(packed)
-        self.alloc_stream.free(flat_bytes(storage))
-        self.alloc_stream, self.gathered = current, True
+        self.slot.alloc_stream.free(flat_bytes(storage))
+        self.slot.alloc_stream = current
         self.nbytes = packed.nbytes()
         self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
 
     @property
     def may_be_prefetched(self) -> bool:
         """Whether it may be as any other, and no use would find its bytes where they were."""
-        return super().may_be_prefetched and not (self.gathered and self._is_whole())
+        return super().may_be_prefetched and not (self.slot.is_packed and self._is_whole())
 
     def _is_whole(self) -> bool:
         """Whether somebody holds the saved storage, which was never empty."""

@@ -37,8 +37,8 @@ from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.claims import Claim, Found
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
+from chameleon_mm.saved.gathered_part import Part
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
-from chameleon_mm.saved.saved_part import Part, SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.timed_spans import StepKind
@@ -197,7 +197,7 @@ class Executor:
         if saved.planned is None or not self.budget.forecast.follows_plan:
             self._ins.prefetch_after(saved, compute)
         bytes_of = handle.saved
-        if storage is saved.slot.storage and not saved.slot.is_packed:
+        if storage is saved.slot.storage and saved.gathered is None:
             return bytes_of.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
         return bytes_of.over(storage)
 
@@ -373,8 +373,9 @@ class Executor:
     def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
-        make = SavedStorage if part is None else partial(SavedPart, part=part)
-        saved = make(t, saved_bytes, compute, self.parts.context, epoch=self._registry.epoch, index=self._registry.next_index)
+        epoch, index = self._registry.epoch, self._registry.next_index
+        saved = SavedStorage(t, saved_bytes, compute, self.parts.context, epoch=epoch, index=index)
+        saved.part = part
         self._registry.add(saved)
         self._saved_any = True
         self._outs.add(saved)

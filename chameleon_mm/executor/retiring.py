@@ -46,7 +46,7 @@ class Retiring:
             self._recording.retired(saved.slot.traced)
             if group is not None and not group.members_left:
                 self._registry.packed_groups.discard(group)
-                group.retire()
+                group.packed.retire()
         finally:
             still_held = None if storage is None or saved.state is not State.RETIRED else storage()
             if still_held is not None:

@@ -22,10 +22,10 @@ from chameleon_mm.executor.director import HookActions
 from chameleon_mm.policy import DefaultRule
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.saved.claims import StorageRegistry
+from chameleon_mm.saved.gathered_part import GatheredPart
 from chameleon_mm.saved.loan import Loan
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
 from chameleon_mm.saved.partial_form import PartialForm
-from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.saved.version import SavedBytes
@@ -184,7 +184,7 @@ class SwapOuts:
         does not wait, as nobody knows of room for packing."""
         if saved.state is not State.ON_DEVICE or not saved.is_copyable:
             return
-        if isinstance(saved, SavedPart):
+        if saved.part is not None:
             self._gather(saved)
         elif saved.copies > MOST_COPIES:
             return
@@ -237,8 +237,8 @@ class SwapOuts:
             elif self._staging.make_room(packed_offsets([member.nbytes for member in together]).total_bytes):
                 self._pack(together)  # else they stay; a check of memory may still swap them out one by one
 
-    def swap_out_alone(self, saved: SavedStorage) -> None:
-        """Queue its copy out alone; where the host takes no more it stays."""
+    def swap_out_alone(self, saved: SavedStorage, *, may_be_lent: bool = True) -> None:
+        """Queue its copy out alone; where the host takes no more it stays. `may_be_lent`: to the allocator meanwhile."""
         try:
             saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
@@ -246,7 +246,7 @@ class SwapOuts:
                 self._note_refusal(refusal)
                 return
         self._budget.reclaim.add(saved)
-        if self._budget.lending is not None and not isinstance(saved, PackedGroup):  # `Staging` asks for groups at every hook
+        if self._budget.lending is not None and may_be_lent:
             self._budget.lending.add(Loan(saved))
 
     def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
@@ -266,14 +266,14 @@ class SwapOuts:
     def _pack(self, members: Sequence[SavedStorage]) -> None:
         with suppress(torch.OutOfMemoryError):  # then they stay
             group = PackedGroup(members, self._context.streams.current(), self._context, epoch=self._registry.epoch)
-            self._budget.note_allocated(group.nbytes)
+            self._budget.note_allocated(group.packed.nbytes)
             self._registry.packed_groups.add(group)
             self._context.metrics.totals.packed_groups += 1
-            self.swap_out_alone(group)
+            self.swap_out_alone(group.packed, may_be_lent=False)  # `Staging` asks for groups at every hook
 
-    def _gather(self, saved: SavedPart) -> None:
+    def _gather(self, saved: SavedStorage) -> None:
         """Gather the view and free the rest of its storage; where there is no memory for that, all of it moves."""
         with suppress(torch.OutOfMemoryError):
-            saved.gather(self._context.streams.current())
+            saved.hold_gathered(GatheredPart(saved, self._context.streams.current(), self._context.streams))
             self._context.metrics.totals.gathers += 1
             self._budget.note_allocated(saved.nbytes)

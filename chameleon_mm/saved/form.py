@@ -6,7 +6,7 @@
     form.drop()                             # nobody needs the bytes any more, or the storage stays
 
 A new form is a new subclass in a file of its own: `PartialForm`, `PackedForm`, `RecomputedForm`. They say nothing about when
-anything moves. A `SavedPart` is none of them: it holds less on the device to begin with, and takes any of these forms.
+anything moves. A `GatheredPart` is none of them: it is less on the device to begin with, and takes any of these forms.
 """
 
 from __future__ import annotations

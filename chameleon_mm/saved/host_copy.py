@@ -92,9 +92,9 @@ class HostCopy:
 
     # --- back
 
-    def begin_back(self, destination: Tensor, compute: Stream) -> bool:
-        """Queue the copy back to `destination`, which lies in memory that `compute` has just given. Returns whether the device
-        took it."""
+    def begin_back(self, destination: Tensor, compute: Stream) -> Move | None:
+        """Queue the copy back to `destination`, which lies in memory that `compute` has just given. Returns None if the device
+        refuses it."""
         context = self.context
         assert self.block is not None
         assert self.out.done is not None, "device memory was reclaimed before its copy out was issued"
@@ -104,9 +104,9 @@ class HostCopy:
         with annotation("chameleon::swap_in"):
             back = context.transfer.swap_in(destination, self.block.buffer, after, timed=context.metrics.timed)
         if back.failed:
-            return False
+            return None
         self.back, self.arrived_on = back, None
-        return True
+        return back
 
     @property
     def back_failed(self) -> bool:

@@ -30,23 +30,17 @@ from chameleon_mm.saved.version import SavedBytes
 
 if TYPE_CHECKING:
     from chameleon_mm.profiler.calls import Relied
+    from chameleon_mm.saved.gathered_part import GatheredPart, Part
     from chameleon_mm.saved.recipe import Proof
-    from chameleon_mm.saved.saved_part import Part
 
 
 class SavedStorage:
-    """A storage that autograd saved, with the state machine that copies it out and back.
-
-    A `PackedGroup` is one that stands for several small ones, a `SavedPart` one of which only a view was saved.
-    """
+    """A storage that autograd saved, with the state machine that copies it out and back."""
 
     __slots__ = (
-        "__weakref__", "_checksum", "_context", "copies", "copy", "dtype", "epoch", "form", "index", "is_held_for_recipes",
-        "nbytes", "op_is_over", "planned", "proof", "relied", "slot", "state", "uses",
+        "__weakref__", "_context", "checksum", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
+        "is_held_for_recipes", "nbytes", "op_is_over", "part", "planned", "proof", "relied", "slot", "state", "uses",
     )  # fmt: skip
-
-    part: Part | None = None
-    """Bytes of the storage that were saved; None: all of them."""
 
     def __init__(
         self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
@@ -54,6 +48,10 @@ class SavedStorage:
         storage = t.untyped_storage()
         self.slot = Slot(storage, saved, alloc_stream)
         self.uses = Uses()
+        self.part: Part | None = None
+        """Bytes of the storage that were saved; None: all of them."""
+        self.gathered: GatheredPart | None = None
+        """Those bytes alone, once they are held in place of the storage."""
         self.copy: HostCopy | None = None
         """The copy on the host. None: not yet, or its form has the bytes without one."""
         self.state = State.ON_DEVICE
@@ -67,7 +65,7 @@ class SavedStorage:
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
         """dtype of all its elements, where the first view of it covers it; else None."""
         self._context = context
-        self._checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
+        self.checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
         self.copies = 1
         """Number of copies of all of the storage so far."""
         self.op_is_over = False
@@ -107,6 +105,12 @@ class SavedStorage:
         if self.slot.lent is not None:
             self.take_back()  # the allocator knows of one less
         self.slot.add_alias(saved)
+
+    def hold_gathered(self, gathered: GatheredPart) -> None:
+        """Note that the bytes of its part alone are held from now on."""
+        assert self.slot.storage is not None
+        self.gathered, self.nbytes = gathered, self.slot.storage.nbytes()
+        self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
 
     def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
         """Include these bytes, written on `compute`, in its copy out, if that begins later than now. Returns whether it does.
@@ -156,20 +160,19 @@ class SavedStorage:
 
         Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
         """
-        slot, context, storage = self.slot, self._context, self.slot.storage
+        slot, context, storage, first_bytes = self.slot, self._context, self.slot.storage, form.device_bytes
         assert self.state is State.ON_DEVICE and storage is not None
-        first_bytes = form.device_bytes
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(self.nbytes - first_bytes)
         source = flat_bytes(storage)[first_bytes:] if first_bytes else flat_bytes(storage)
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         after = [slot.alloc_stream.record(), *block.pending_events]
         at_once = slot.has_uncovered()
         if at_once:
-            self._checksum = None  # of the other bytes anything may arrive
-        if self._checksum is not None:
+            self.checksum = None  # of the other bytes anything may arrive
+        if self.checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
             context.streams.join_all(slot.alloc_stream)
-            self._checksum.close(flat_bytes(storage))
+            self.checksum.close(flat_bytes(storage))
         self.copy = HostCopy.begin(block, source, slot.saves, after, context, at_once=at_once)
         self.form = form
         context.metrics.totals.pageable_swap_outs += pageable
@@ -181,11 +184,9 @@ class SavedStorage:
 
         Whoever read it ran on a stream that the allocating stream has joined since.
         """
-        storage = self.slot.storage
-        assert self.state is State.ON_DEVICE and storage is not None
-        if self._checksum is not None:
-            self._checksum.close(flat_bytes(storage))
-        del storage
+        assert self.state is State.ON_DEVICE and self.slot.storage is not None
+        if self.checksum is not None:
+            self.checksum.close(flat_bytes(self.slot.storage))
         self.slot.note_begun()
         self.form = form
         self._let_go()
@@ -297,12 +298,12 @@ class SavedStorage:
         assert self.state is State.ON_HOST and copy is not None and storage is not None
         compute.resize(storage, self.nbytes)
         whole = flat_bytes(storage)
-        if not copy.begin_back(whole[self.form.device_bytes :] if self.form.device_bytes else whole, compute):
+        back = copy.begin_back(whole[self.form.device_bytes :] if self.form.device_bytes else whole, compute)
+        if back is None:
             compute.resize(storage, 0)
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
         self.form.put_back(whole, compute)
-        assert copy.back is not None
-        self._context.metrics.moved(copy.back, "in", self.transfer_bytes)
+        self._context.metrics.moved(back, "in", self.transfer_bytes)
         self.slot.alloc_stream, self.slot.came_back = compute, True
         self.uses.note_swap_in()
         self._to(State.SWAPPING_IN)
@@ -312,8 +313,8 @@ class SavedStorage:
         """Note that its form has put its bytes into the storage, on `compute`, the current stream."""
         storage = self.slot.storage
         assert self.state is State.ON_HOST and self.copy is None and storage is not None
-        if self._checksum is not None:
-            self._checksum.check(flat_bytes(storage))
+        if self.checksum is not None:
+            self.checksum.check(flat_bytes(storage))
         self.slot.alloc_stream, self.slot.came_back = compute, True
         self.uses.note_swap_in()
         self._to(State.RESTORED)
@@ -326,15 +327,16 @@ class SavedStorage:
         if copy is None or copy.back is None:
             return storage  # its form put it there, on the stream that allocated it; or it never left
         copy.arrive(compute, None if self.planned is None else self.planned.tensor, prefetched=prefetched)
-        if self._checksum is not None and self.state is State.SWAPPING_IN:
-            self._checksum.check(flat_bytes(storage))
+        if self.checksum is not None and self.state is State.SWAPPING_IN:
+            self.checksum.check(flat_bytes(storage))
         self._to(State.RESTORED)
         return storage
 
     @property
     def may_be_prefetched(self) -> bool:
         """Whether a copy of its own is to be brought back, and may be, before its use."""
-        return self.state is State.ON_HOST and self.form.has_copy
+        may_be = self.state is State.ON_HOST and self.form.has_copy
+        return may_be and (self.gathered is None or not self.gathered.is_whole())
 
     @property
     def swap_in_failed(self) -> bool:
@@ -361,8 +363,6 @@ class SavedStorage:
         form keeps it: its first bytes are nowhere else."""
         if not self.form.device_bytes:
             self._context.held[self] = None
-
-    # --- the end
 
     def retire(self) -> None:
         """Release the block and let go of the storage, once the last handle is gone.

@@ -18,7 +18,7 @@ from torch import Tensor
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.policy import StorageAction
-from chameleon_mm.saved.calling_thread import annotation
+from chameleon_mm.saved.calling_thread import annotation, call_site, sequence_nr, this_thread
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.host_copy import HostCopy
@@ -92,8 +92,6 @@ class SavedStorage:
         if self.slot.lent is not None:
             self.take_back()
         return None if self.state is State.ON_HOST else self.slot.storage
-
-    # --- saves
 
     def add_view(self, saved: SavedBytes) -> None:
         """Note one more handle, of these bytes."""
@@ -176,7 +174,7 @@ class SavedStorage:
         self.copy = HostCopy.begin(block, source, slot.saves, after, context, at_once=at_once)
         self.form = form
         context.metrics.totals.pageable_swap_outs += pageable
-        slot.note_begun()
+        slot.began_in = (this_thread.number, sequence_nr()), call_site()  # as `note_begun` does, without a call
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form) -> None:
@@ -232,7 +230,8 @@ class SavedStorage:
         """Order compute after the copy out and let the device memory go. `in_plan_order`: copies cross the link in the order of
         the plan."""
         assert self.copy is not None
-        self.take_back()
+        if self.slot.lent is not None:
+            self.take_back()
         if self.state is not State.SWAPPING_OUT:
             return
         done = self.copy.hand_over(self.nbytes, in_plan_order=in_plan_order)

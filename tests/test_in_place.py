@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
@@ -76,6 +79,10 @@ class Hidden(torch.autograd.Function):
         return gradients[0]
 
 
+def in_a_context(y: Tensor) -> Any:
+    return Hidden.apply(y.detach().requires_grad_())  # type: ignore[no-untyped-call]  # torch annotates no `apply`
+
+
 def in_a_closure(y: Tensor) -> Any:
     row = y[3]
     return lambda: row
@@ -115,7 +122,7 @@ HOLDERS: dict[str, Holder] = {
     "a closure": in_a_closure,
     "a cycle": in_a_cycle,
     "a module's forward hook": in_a_hook_of_a_module,
-    "the context of a function": lambda y: Hidden.apply(y.detach().requires_grad_()),  # type: ignore[no-untyped-call]
+    "the context of a function": in_a_context,
     "other hooks": by_other_hooks,
     "a bucket": in_a_bucket,
     "an optimizer": lambda y: torch.optim.SGD([y.detach().requires_grad_()]),
@@ -147,6 +154,68 @@ def test_what_somebody_holds_is_never_empty_and_goes_once_nobody_does(name: str,
         assert states == [State.RESTORED, State.ON_HOST]
         assert sim.allocated_bytes() <= before - NBYTES
         assert torch.equal(swapper.use(handle), expected)
+
+
+def test_a_bucket_of_ddps_is_never_empty(sim: cm.SimDevice) -> None:
+    """Its reducer holds it in C++ alone, and gathers the gradients of the next backward in it."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with sim.compute():
+            swapper = executor(sim)
+            layer = nn.Linear(SIDE, SIDE, bias=False)
+            model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+            for _ in range(3):  # in the second it makes its buckets anew
+                layer.weight.grad = None
+                model(made(sim)).square().sum().backward()
+            assert layer.weight.grad is not None
+            expected = layer.weight.grad.clone()
+            handle, bucket = saved(swapper, layer.weight.grad), weakref.ref(layer.weight.grad.untyped_storage())
+            layer.weight.grad = None
+            for _ in range(3):
+                hook(swapper)
+            states, storage = [handle.claim.saved.state], bucket()  # it was copied, and stays
+            assert storage is not None
+            assert storage.nbytes() == NBYTES
+            del storage
+            assert torch.equal(swapper.use(handle), expected)
+            del model
+            gc.collect()
+            hook(swapper)
+            states.append(handle.claim.saved.state)
+            assert states == [State.RESTORED, State.ON_HOST]
+            assert torch.equal(swapper.use(handle), expected)
+    finally:
+        dist.destroy_process_group()
+
+
+def ddp_steps(device: Device) -> list[Tensor]:
+    """Gradients of steps whose loss is of the gradients that the step before left in the buckets."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE), nn.Tanh()).to(device.torch_device)
+    model = DistributedDataParallel(layers, gradient_as_bucket_view=True)
+    seen = []
+    for _ in range(4):
+        x = torch.randn(SIDE, SIDE, device=device.torch_device)
+        old = [p.grad for p in layers.parameters() if p.grad is not None]
+        loss = model(x).square().sum() + sum((p * g).sum() for p, g in zip(layers.parameters(), old, strict=False))
+        for p in layers.parameters():
+            p.grad = None
+        loss.backward()
+        seen += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+    return seen
+
+
+def test_steps_that_save_what_lies_in_ddps_buckets_are_plain_pytorchs(sim: cm.SimDevice) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with sim.compute():
+            expected = ddp_steps(sim)
+            with cm.save_on_cpu(device=sim, min_bytes=1024):
+                got = ddp_steps(sim)
+        assert len(got) == 16
+        assert all(map(torch.equal, got, expected))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_weak_reference_to_a_tensor_holds_nothing(sim: cm.SimDevice) -> None:

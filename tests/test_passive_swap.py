@@ -324,6 +324,10 @@ class Holding:
         torch.zeros((), requires_grad=True) * 1.0  # another operator: the one that saved is over
         return handle  # type: ignore[return-value]  # of nothing it is another handle, which nobody asks
 
+    def hook(self) -> None:
+        with self.device.compute():
+            self._save(0)
+
     def use(self, mib: int) -> None:
         with self.device.compute():
             assert bool((self.executor.use(self.handles[mib]) == mib).all())
@@ -373,10 +377,12 @@ def test_what_is_on_its_way_out_goes_first_and_costs_no_other_copy() -> None:
 def test_what_the_host_has_too_goes_before_what_it_has_not_unless_it_is_in_use() -> None:
     held = Holding([4, 16, 8, 2], copied=20)
     assert held.reclaim_some(1) == 4 + 16
-    held.use(16)  # and 4, which is used next, is brought back ahead
+    held.use(16)  # it goes at the next hook; and 4, which is used next, is brought back ahead
+    held.hook()
     here = held.storage(4)
     assert held.reclaim_some(2 * MIB, [here]) == 2
     del here
     assert held.reclaim_some(2 * MIB) == 4
     held.use(4)
+    held.hook()
     assert held.reclaim_some(2 * MIB) == 8

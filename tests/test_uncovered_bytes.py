@@ -27,7 +27,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.policy import Limits
-from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.version import SavedBytes, cover_all
 from tests.cuda_stand_in import control
 from tests.observed import SimRaceError
@@ -292,7 +292,7 @@ def test_what_is_restored_does_not_undo_what_its_owner_wrote(sim: cm.SimDevice) 
 
 
 def _wait_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SavedStorage, "_reads_uncovered", lambda self: False)
+    monkeypatch.setattr(Slot, "has_uncovered", lambda self: False)
 
 
 def test_where_such_copies_wait_in_the_queue_the_simulator_names_the_race(monkeypatch: pytest.MonkeyPatch) -> None:

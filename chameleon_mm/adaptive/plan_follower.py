@@ -157,20 +157,20 @@ class PlanFollower(Director):
         if saved is None:
             since = FIXED_STORAGE
         else:
-            first, hooks_ago = saved.note_save(self._epoch, hook)
+            first, hooks_ago = saved.slot.note_save(self._epoch, hook)
             since = NEW_STORAGE if hooks_ago is None else hooks_ago
         expected = self.light.saved(t, since)
         if self._recorder is not None:
-            self._recorder.all_sendable(over.traced for over in finished)
+            self._recorder.all_sendable(over.slot.traced for over in finished)
             if first and saved is not None and saved.part is None and saved.device is not None:
-                saved.note_traced(self._recorder.add_claim(saved.device))
-            self._recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
+                saved.slot.note_traced(self._recorder.add_claim(saved.device))
+            self._recorder.on_save([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
         self._locate(hook, expected=expected)
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
             schedule = None if self._diverged else self._schedule
             action = None if schedule is None else schedule.storage_actions.get(hook)
-            saved.assign(action)
+            saved.planned = action
             if action is not None:
                 self._storages[action.tensor] = saved
             if self._planned is not None and self._planned.predicted_by is not None and not self._diverged:
@@ -185,8 +185,8 @@ class PlanFollower(Director):
         hook = self.light.num_hooks
         expected = self.light.used(save)
         if self._recorder is not None:
-            self._recorder.all_sendable(over.traced for over in finished)
-            self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
+            self._recorder.all_sendable(over.slot.traced for over in finished)
+            self._recorder.on_use([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
         self._locate(hook, expected=expected)
 
     def saves_at_rest(self, t: Tensor) -> int:
@@ -206,7 +206,7 @@ class PlanFollower(Director):
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
         if self._schedule is not None:
-            saved.assign(StorageAction(number, self._schedule.held_actions.get(number)))
+            saved.planned = StorageAction(number, self._schedule.held_actions.get(number))
             self._storages[number] = saved
 
     # --- the loop
@@ -240,7 +240,7 @@ class PlanFollower(Director):
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         if self._recorder is not None:
-            self._recorder.restored(saved.traced, storage)
+            self._recorder.restored(saved.slot.traced, storage)
 
     # --- which hook of the cached step it is
 
@@ -353,7 +353,7 @@ class PlanFollower(Director):
             budget.forecast = budget.learned_forecast
         for hook, saved in self._first_saves.items():
             action = None if self._schedule is None else self._schedule.storage_actions.get(hook)
-            saved.assign(action)
+            saved.planned = action
             if action is not None:
                 self._storages[action.tensor] = saved
 

@@ -38,8 +38,8 @@ from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.claims import Claim, Found
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
+from chameleon_mm.saved.gathered_part import Part
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
-from chameleon_mm.saved.saved_part import Part, SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.timed_spans import StepKind
@@ -209,7 +209,7 @@ class Executor:
         if saved.planned is None or not self.budget.forecast.follows_plan:
             self._ins.prefetch_after(saved, compute)
         bytes_of = handle.saved
-        if storage is saved.slot.storage and not saved.gathered:
+        if storage is saved.slot.storage and saved.gathered is None:
             return bytes_of.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
         return bytes_of.over(storage)
 
@@ -372,7 +372,7 @@ class Executor:
         assert found.claim is not None
         saved = found.claim.saved
         if found.begins_again:
-            saved.begin_again(saved_bytes, compute)
+            self._outs.begin_again(saved, saved_bytes, compute)
         if (found.extends_copy or found.begins_again) and saved.state is State.ON_DEVICE:
             self._outs.add(saved)
 
@@ -382,7 +382,8 @@ class Executor:
         found = self._claims.find_whole(t, saved_bytes, compute)
         if found.claim is None:
             claim = self._new_claim(t, saved_bytes, compute)
-            claim.saved.hold_for_recipes()
+            claim.saved.is_held_for_recipes = True
+            claim.saved.uses.forget_handle()
             return claim, True
         self._include(found, saved_bytes, compute)
         found.claim.saved.add_alias(saved_bytes)
@@ -397,8 +398,9 @@ class Executor:
         """A claim on the storage of `t`, or on that part of it. The caller knows when the operator that saves it is over."""
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
-        make = SavedStorage if part is None else partial(SavedPart, part=part)
-        saved = make(t, saved_bytes, compute, self.parts.context, epoch=self._registry.epoch, index=self._registry.next_index)
+        epoch, index = self._registry.epoch, self._registry.next_index
+        saved = SavedStorage(t, saved_bytes, compute, self.parts.context, epoch=epoch, index=index)
+        saved.part = part
         self._registry.add(saved)
         self._saved_any = True
         claim = Claim(saved, self.on_claim_end)

@@ -225,7 +225,7 @@ class Recomputing:
         if saved.device is None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)  # memory was short for a copy of a source
         if number not in plan.proven:
-            self._streams.join_all(saved.alloc_stream)  # what wrote it -> its checksum
+            self._streams.join_all(saved.slot.alloc_stream)  # what wrote it -> its checksum
             saved.proof = Proof(recipe, self._original(saved, recipe), partial(plan.note_refusal, number))
             self._count_sources(recipe)
             return AT_ITS_USE
@@ -237,9 +237,9 @@ class Recomputing:
         assert self.watch is not None and saved.device is not None
         value = self.watch.value_of(saved.device)
         assert value is not None and value.call is not None and value.result is not None
-        self._streams.join_all(saved.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._streams.join_all(saved.slot.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
         original = self._original(saved, recipe)
-        self._streams.join_all(saved.alloc_stream)  # the checksum -> the next owner of the memory
+        self._streams.join_all(saved.slot.alloc_stream)  # the checksum -> the next owner of the memory
         self._count_sources(recipe)
         me = weakref.ref(saved)
         for source in recipe.sources:

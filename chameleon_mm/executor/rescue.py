@@ -58,7 +58,7 @@ class Rescue:
             self.run(relied)
 
     def _rescue(self, saved: SavedStorage, compute: Stream) -> None:
-        home = saved.alloc_stream
+        home = saved.slot.alloc_stream
         try:
             self._ins.restore(saved, compute)
         except RuntimeError as error:

@@ -37,16 +37,16 @@ class Retiring:
 
     def _retire(self, saved: SavedStorage) -> None:
         # Its bytes never left: what outlives its saves is a buffer or an input, which moving frees nothing of.
-        storage = saved.slot.first if saved.part is None and not saved.came_back else None
+        storage = saved.slot.first if saved.part is None and not saved.slot.came_back else None
         try:
             self._registry.remove(saved)
             self._claims.forget(saved)
             group = saved.form.group
             saved.retire()
-            self._recording.retired(saved.traced)
+            self._recording.retired(saved.slot.traced)
             if group is not None and not group.members_left:
                 self._registry.packed_groups.discard(group)
-                group.retire()
+                group.packed.retire()
         finally:
             still_held = None if storage is None or saved.state is not State.RETIRED else storage()
             if still_held is not None:

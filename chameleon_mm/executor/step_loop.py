@@ -37,6 +37,7 @@ from chameleon_mm.policy.step_program import DROP, FIRST, KEPT, NO_CHECK, OUT, U
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.saved.classify import facts_of
 from chameleon_mm.saved.handles import Handle, KeptTensor, SwappedView
+from chameleon_mm.saved.host_copy import HostCopy
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Move
@@ -243,13 +244,13 @@ class StepLoop:
             if known is None or expected is None or known.saved is not expected:
                 return None
             claim, saved = known, expected
-            if saved.slot.storage is not storage or saved.state is not _ON_DEVICE or saved.alloc_stream is not compute:
+            if saved.slot.storage is not storage or saved.state is not _ON_DEVICE or saved.slot.alloc_stream is not compute:
                 return None  # its copy has begun, perhaps without these bytes
             saved_bytes = SavedBytes(t)
             saved.slot.include(saved_bytes)
             saved.add_view(saved_bytes)
             saved.op_began()
-        saved.note_save(self._epoch, hook)
+        saved.slot.note_save(self._epoch, hook)
         self._operators[number] = operator
         return SwappedView(claim, saved_bytes)
 
@@ -261,7 +262,7 @@ class StepLoop:
         assert executor is not None
         storage = self._ins.restore(saved, self._compute)
         executor.count_use(handle, saved)
-        if storage is saved.slot.storage and not saved.gathered:
+        if storage is saved.slot.storage and saved.gathered is None:
             return handle.saved.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
         return handle.saved.over(storage)
 
@@ -338,7 +339,7 @@ class StepLoop:
             context.transfer.synchronize()  # some of it may be running, with no event to tell when it ends
             block.release()
             raise
-        saved.leaves_by(block, Move.issued(saved.nbytes, done, start))
+        saved.leaves_by(HostCopy.issued(block, Move.issued(saved.nbytes, done, start), context))
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
             self._budget.lending.add(saved)

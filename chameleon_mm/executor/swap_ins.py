@@ -19,7 +19,6 @@ from chameleon_mm.executor.recipe_runner import RecipeRunner
 from chameleon_mm.policy import UseOrder
 from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
-from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
 
@@ -50,14 +49,15 @@ class SwapIns:
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """Return the storage on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
-        if not isinstance(saved, SavedPart) or not saved.gathered:
+        gathered = saved.gathered
+        if gathered is None:
             return self._restore_held(saved, compute)
-        storage = saved.in_place(compute)
+        storage = gathered.in_place(compute)
         if storage is not None:
             self._context.metrics.totals.uses_on_device += 1
             return storage
         packed = self._restore_held(saved, compute)
-        return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), exclude=(saved,))
+        return self._allocate(gathered.whole_bytes, lambda: gathered.unpack(packed, compute), exclude=(saved,))
 
     def fetch_for_recomputation(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
         """Bring back what recomputing `saved` reads from the host, then queue the copies back that are `due` by plan: they run
@@ -72,7 +72,7 @@ class SwapIns:
         for index in self._order.upcoming(saved.index, PREFETCH_WINDOW):
             coming = self._registry.get(index)
             if coming is not None and coming.form.group is not None and coming.state is State.ON_HOST:
-                coming = coming.form.group
+                coming = coming.form.group.packed
                 if not self._staging.fits(coming.nbytes):
                     return
             if coming is None or not coming.may_be_prefetched:
@@ -108,8 +108,13 @@ class SwapIns:
         totals = self._context.metrics.totals
         if saved.swap_in_failed:
             saved.drop_restored()  # it never got its bytes
-        elif saved.needs_another_stream(compute) and not saved.drop_restored():  # of another stream's pool: ours gives its own
-            return self._allocate(saved.nbytes, lambda: saved.copied_on(compute), exclude=(saved,))
+        elif (
+            saved.slot.came_back
+            and saved.slot.alloc_stream is not compute
+            and saved.state in (State.SWAPPING_IN, State.RESTORED)
+            and not saved.drop_restored()
+        ):  # of another stream's pool: ours gives its own
+            return self._allocate(saved.nbytes, lambda: self._copied_on(saved, compute), exclude=(saved,))
         group = saved.form.group
         if group is not None and saved.state is State.ON_HOST:
             self._unpack(group, saved, compute)
@@ -130,6 +135,10 @@ class SwapIns:
         assert storage is not None
         return storage
 
+    def _copied_on(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+        saved.arrive(compute)
+        return saved.slot.copied_on(compute, self._context.streams)
+
     def _allocate(
         self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage], is_planned: bool = False
     ) -> _Made:
@@ -140,20 +149,20 @@ class SwapIns:
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
         """Unpack `wanted` and others of the group; its own memory goes if none is left in it."""
-        if self._unpack_some(group, wanted, compute) and group.state is State.RESTORED:
-            group.drop_restored()
+        if self._unpack_some(group, wanted, compute) and group.packed.state is State.RESTORED:
+            group.packed.drop_restored()
 
     def _unpack_some(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> bool:
         """Unpack `wanted` and what else waits in the group, as far as there is room, by one kernel: what was saved together is
         used together. Returns whether that was all of them."""
-        if group.state is State.ON_HOST:
-            self._staging.make_room(group.nbytes)  # where copies are refused it comes back all the same: a use needs it
-        packed = self._restore_held(group, compute)
+        if group.packed.state is State.ON_HOST:
+            self._staging.make_room(group.packed.nbytes)  # where copies are refused it comes back all the same: a use needs it
+        packed = self._restore_held(group.packed, compute)
         waiting = group.packed_members()
         members, nbytes, room = [], wanted.nbytes, self._budget.spare_until_used_bytes()
         for member, place in sorted(waiting, key=lambda entry: self._order.rank(entry[0].index)):
             if member is wanted or nbytes + member.nbytes <= room:
                 members.append((member, place))
                 nbytes += 0 if member is wanted else member.nbytes
-        self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group,))
+        self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group.packed,))
         return len(members) == len(waiting)

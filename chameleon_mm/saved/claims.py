@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Stream
 from chameleon_mm.policy import DefaultRule, SaveFacts
-from chameleon_mm.saved.saved_part import Part
+from chameleon_mm.saved.gathered_part import Part
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.slot import LastSave
 from chameleon_mm.saved.version import SavedBytes
@@ -216,7 +216,7 @@ class StorageRegistry:
 
     def all(self) -> list[SavedStorage]:
         """All claimed storages, and the packed groups: whatever holds device memory."""
-        return [*self._storages.values(), *self.packed_groups]
+        return [*self._storages.values(), *(group.packed for group in self.packed_groups)]
 
     def begin_epoch(self) -> None:
         self.epoch += 1

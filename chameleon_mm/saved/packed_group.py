@@ -33,10 +33,8 @@ from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.units import round_up
 
 
-class PackedGroup(SavedStorage):
-    """The packed bytes of several small storages. It retires with its last member."""
-
-    may_be_lent = False  # `Staging` asks what is on the device at every hook
+class PackedGroup:
+    """Several small storages, whose bytes are packed in one. That retires with its last member."""
 
     def __init__(self, members: Sequence[SavedStorage], compute: Stream, context: SwapContext, *, epoch: int) -> None:
         """Pack `members`, all of them ON_DEVICE, on `compute`, the current stream.
@@ -44,27 +42,27 @@ class PackedGroup(SavedStorage):
         Raises `torch.OutOfMemoryError` with nothing changed.
         """
         places, total = packed_offsets([member.nbytes for member in members])
-        packed = compute.alloc(total)
-        alloc_streams = list(dict.fromkeys(member.alloc_stream for member in members))
+        buffer = compute.alloc(total)
+        alloc_streams = list(dict.fromkeys(member.slot.alloc_stream for member in members))
         for alloc_stream in alloc_streams:
             # Note [Swap-out]: the sources were written by others, and `compute` reads them
             context.streams.join_all(alloc_stream)
         # Made once for both: on the host a flat tensor costs several times what packing it does.
         sources = [flat_bytes(member.device) for member in members if member.device is not None]
         with annotation("chameleon::pack"):
-            compute.pack(packed, sources, places)
+            compute.pack(buffer, sources, places)
         for alloc_stream in alloc_streams:
             context.streams.join_all(alloc_stream)  # Note [Reclaim]: the next owner of a source comes after that read
-        super().__init__(
-            packed, SavedBytes(packed), compute, context, epoch=epoch, index=max(member.index for member in members)
-        )
-        self.op_ended()
-        self._checksum = None  # each member has its own, which names its tensor
+        index = max(member.index for member in members)
+        self.packed = SavedStorage(buffer, SavedBytes(buffer), compute, context, epoch=epoch, index=index)
+        """The saved storage that has their bytes, and moves as any other."""
+        self.packed.op_is_over = True
+        self.packed.checksum = None  # each member has its own, which names its tensor
         # Weak: members hold their group, and nothing here may need the collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0
         """Number of members that still need the group."""
-        del sources
+        del sources, buffer
         for member in members:
             member.leave_in(PackedForm(self))
             self.members_left += 1
@@ -122,7 +120,7 @@ class Staging:
 
     @property
     def used_bytes(self) -> int:
-        return sum(group.nbytes for group in self._registry.packed_groups if group.device is not None)
+        return sum(packed.nbytes for packed in self._packed() if packed.device is not None)
 
     def batches(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
         """Divide `members`, in their order, so that each batch, packed, takes at most `at_most` bytes and the limit."""
@@ -138,16 +136,19 @@ class Staging:
         if load:
             yield load
 
-    def make_room(self, nbytes: int, *, exclude: PackedGroup | None = None) -> bool:
-        """Reclaim groups, oldest first and never `exclude`, until `nbytes` more fit. Returns whether they do: not where the
+    def _packed(self) -> list[SavedStorage]:
+        return [group.packed for group in self._registry.packed_groups]
+
+    def make_room(self, nbytes: int) -> bool:
+        """Reclaim groups, oldest first, until `nbytes` more fit. Returns whether they do: not where the
         device refused copies that were to free some."""
         if self.fits(nbytes):
             return True
-        for group in sorted(self._registry.packed_groups, key=lambda group: (group.epoch, group.index)):
-            if group is not exclude and group.state is State.SWAPPING_OUT:
-                group.reclaim()
-            elif group is not exclude and group.state in (State.SWAPPING_IN, State.RESTORED):
-                group.drop_restored()
+        for packed in sorted(self._packed(), key=lambda packed: (packed.epoch, packed.index)):
+            if packed.state is State.SWAPPING_OUT:
+                packed.reclaim()
+            elif packed.state in (State.SWAPPING_IN, State.RESTORED):
+                packed.drop_restored()
             if self.fits(nbytes):
                 return True
         return False

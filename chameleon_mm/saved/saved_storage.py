@@ -10,26 +10,15 @@ says how the bytes are kept off the device. The storage object stays; its memory
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.device.allocator_hook import AllocatorHook, HeldStorage
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.policy import StorageAction
-from chameleon_mm.saved.calling_thread import (
-    CallSite,
-    OperatorNumber,
-    annotation,
-    call_site,
-    current_operator,
-    made_before,
-    sequence_nr,
-    this_thread,
-)
+from chameleon_mm.saved.calling_thread import annotation, call_site, sequence_nr, this_thread
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.host_copy import HostCopy
@@ -37,43 +26,32 @@ from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.state import NEXT, State, SwapContext
 from chameleon_mm.saved.uses import Uses
 from chameleon_mm.saved.verify import StorageChecksum
-from chameleon_mm.saved.version import SavedBytes, cover_all
+from chameleon_mm.saved.version import SavedBytes
 
 if TYPE_CHECKING:
-    from chameleon_mm.pinned import PinnedBlock
     from chameleon_mm.profiler.calls import Relied
-    from chameleon_mm.profiler.storages import TracedStorage
+    from chameleon_mm.saved.gathered_part import GatheredPart, Part
     from chameleon_mm.saved.recipe import Proof
-    from chameleon_mm.saved.saved_part import Part
-    from chameleon_mm.transfer import Move
-
-_log = logging.getLogger(__name__)
 
 
 class SavedStorage:
-    """A storage that autograd saved, with the state machine that copies it out and back.
-
-    A `PackedGroup` is one that stands for several small ones, a `SavedPart` one of which only a view was saved.
-    """
+    """A storage that autograd saved, with the state machine that copies it out and back."""
 
     __slots__ = (
-        "__weakref__", "_began_in", "_checksum", "_context", "_lent", "alloc_stream", "came_back", "copies", "copy", "dtype",
-        "epoch", "form", "index", "is_held_for_recipes", "nbytes", "noted_in", "op_is_over", "planned", "proof", "relied",
-        "slot", "state", "traced", "uses",
+        "__weakref__", "_context", "checksum", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
+        "is_held_for_recipes", "nbytes", "op_is_over", "part", "planned", "proof", "relied", "slot", "state", "uses",
     )  # fmt: skip
-
-    part: Part | None = None
-    """Bytes of the storage that were saved; None: all of them."""
-    gathered = False
-    """Whether only the bytes of `part` are held, side by side: on the device as on the host."""
-    may_be_lent = True
 
     def __init__(
         self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
     ) -> None:
         storage = t.untyped_storage()
-        self.slot = Slot(storage, saved)
+        self.slot = Slot(storage, saved, alloc_stream)
         self.uses = Uses()
+        self.part: Part | None = None
+        """Bytes of the storage that were saved; None: all of them."""
+        self.gathered: GatheredPart | None = None
+        """Those bytes alone, once they are held in place of the storage."""
         self.copy: HostCopy | None = None
         """The copy on the host. None: not yet, or its form has the bytes without one."""
         self.state = State.ON_DEVICE
@@ -82,30 +60,19 @@ class SavedStorage:
         self.epoch = epoch
         """The step in which it was saved, and the `index` of the save within it."""
         self.index = index
-        self.alloc_stream = alloc_stream
-        """The stream whose allocator the device memory belongs to."""
-        self.came_back = False
-        """Whether what is on the device was put there by swapping, ordered on `alloc_stream`, and never by the model."""
         self.nbytes = storage.nbytes()
         """Bytes that are held and moved: those of the saved storage, until it is gathered."""
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
         """dtype of all its elements, where the first view of it covers it; else None."""
         self._context = context
-        self._checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
-        self._lent: HeldStorage | None = None
-        self._began_in: tuple[OperatorNumber, CallSite | None] | None = None
-        """The operator at one of whose hooks the copy out was begun."""
+        self.checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
         self.copies = 1
         """Number of copies of all of the storage so far."""
         self.op_is_over = False
         """Whether the ops that saved it have ended, so that it may be copied."""
         # What others note.
-        self.traced: TracedStorage | None = None
-        """Its record in the trace, where the step that saved it is recorded."""
         self.planned: StorageAction | None = None
         """Its action in the plan; None: no plan knows it."""
-        self.noted_in = -1
-        """The last step in which the profiler saw a save of it."""
         self.relied: Relied | None = None
         """What rests on its bytes, in a step that recomputes."""
         self.proof: Proof | None = None
@@ -122,19 +89,9 @@ class SavedStorage:
     @property
     def device(self) -> torch.UntypedStorage | None:
         """The storage, taken back from the allocator, where it has memory or is about to; else None."""
-        if self._lent is not None:
+        if self.slot.lent is not None:
             self.take_back()
         return None if self.state is State.ON_HOST else self.slot.storage
-
-    # --- saves
-
-    def op_began(self) -> None:
-        """Note that an operator that has not ended saves it."""
-        self.op_is_over = False
-
-    def op_ended(self) -> None:
-        """Note that every operator that has saved it is over."""
-        self.op_is_over = True
 
     def add_view(self, saved: SavedBytes) -> None:
         """Note one more handle, of these bytes."""
@@ -143,124 +100,36 @@ class SavedStorage:
 
     def add_alias(self, saved: SavedBytes) -> None:
         """Note one more alias of ours over the storage."""
-        if self._lent is not None:
+        if self.slot.lent is not None:
             self.take_back()  # the allocator knows of one less
-        if self.gathered:
-            saved.move_to(None)
-        self.slot.views.append(saved)
-        if self.traced is not None:
-            self.traced.aliases += 1
+        self.slot.add_alias(saved)
 
-    def note_traced(self, traced: TracedStorage) -> None:
-        """Note its record in the trace of this step."""
-        self.traced = traced
-        traced.aliases += len(self.slot.views)
-
-    def hold_for_recipes(self) -> None:
-        """Note that autograd saved none of it: there is no handle."""
-        self.is_held_for_recipes = True
-        self.uses.forget_handle()
-
-    def assign(self, action: StorageAction | None) -> None:
-        """Note its action in the plan that the step follows now; None: that has none for it."""
-        self.planned = action
-
-    def note_save(self, epoch: int, hook: int) -> tuple[bool, int | None]:
-        """It is saved at that hook of a step. Returns whether that is the first time in the step for this record, and how many
-        hooks ago its storage was saved last in it, under any record; None: it was not."""
-        first, self.noted_in = self.noted_in != epoch, epoch
-        last = self.slot.last_save
-        hooks_ago = hook - last.hook if last.epoch == epoch else None
-        last.epoch, last.hook = epoch, hook
-        return first, hooks_ago
-
-    def is_allocated_on(self, compute: Stream) -> bool:
-        return self.alloc_stream is compute
+    def hold_gathered(self, gathered: GatheredPart) -> None:
+        """Note that the bytes of its part alone are held from now on."""
+        assert self.slot.storage is not None
+        self.gathered, self.nbytes = gathered, self.slot.storage.nbytes()
+        self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
 
     def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
         """Include these bytes, written on `compute`, in its copy out, if that begins later than now. Returns whether it does.
 
         A copy that began at another hook of the operator that saves `t` is not too early for what that operator was given.
         """
-        if not self.is_allocated_on(compute) or self.gathered:
+        if self.slot.alloc_stream is not compute or self.slot.is_packed:
             return False
-        if self.state is not State.ON_DEVICE and not self._was_given(saved, t):
+        if self.state is not State.ON_DEVICE and not self.slot.was_given(saved, t):
             return False
         self.slot.include(saved)
         return True
-
-    def _was_given(self, saved: SavedBytes, t: Tensor) -> bool:
-        """Whether the operator that saves `t` was given it, and began the copy out.
-
-        Who made `t` does not tell: operators that write in place save what they were given (`a.hypot_(b)`), and a function of
-        one's own writes between operators that it calls. So a counter that has not moved since before the copy must say so.
-        """
-        if self._began_in is None:
-            return False
-        operator, site = self._began_in
-        if operator != current_operator() or not self.slot.includes(saved, same_bytes=True) or not made_before(t, operator):
-            return False
-        return site == call_site()
-
-    def begin_again(self, saved: SavedBytes, compute: Stream) -> None:
-        """Have its copy begin anew, as the one that there is, or that runs, lacks these bytes, saved now on `compute`.
-
-        The storage has them all: it is on the device, as somebody else refers to it.
-        """
-        self.copies += 1
-        if self.state is State.SWAPPING_OUT and not self.cancel_swap_out() and self.state is State.SWAPPING_OUT:
-            assert self.copy is not None
-            self._wait_for_copy_out(self._context.transfer.issue_out(self.copy.out))
-            self._stay()
-        if self.state is State.SWAPPING_IN:
-            self.arrive(compute)
-        if self.state is State.RESTORED:
-            self._stay()
-        assert self.state is State.ON_DEVICE
-        if self.alloc_stream is not compute:
-            compute.wait(self.alloc_stream.record())  # what was saved there -> what is copied behind `compute`
-            self.alloc_stream = compute
-        self.slot.include(saved)
-
-    # --- who holds it
 
     @property
     def is_private(self) -> bool:
         """True if only the session can reach its bytes: nobody else refers to the storage, or they are on the host alone."""
         return self.device is None or self.slot.is_alone()
 
-    @property
-    def is_lent(self) -> bool:
-        return self._lent is not None
-
-    @property
-    def copy_is_handed_over(self) -> bool:
-        """Whether no part of the copy out waits any more to be handed to the device."""
-        return self.copy is None or self.copy.out.ended
-
-    def lend(self, hook: AllocatorHook) -> None:
-        """Lend the device memory to the allocator, if its copy out is handed over and all of it is to go. The allocator takes
-        it where nobody else refers to the storage by then."""
-        copy = self.copy
-        if self.state is not State.SWAPPING_OUT or self.form is not WHOLE or not self.may_be_lent or copy is None:
-            return
-        if copy.out.done is None or copy.out.failed or copy.block is None or self.gathered:
-            return
-        storage = self.slot.storage
-        if storage is not None and storage.resizable():
-            self._lent = hook.hold(storage, copy.out.done, self.alloc_stream, len(self.slot.views))
-
-    def settle(self) -> None:
-        """Note it if the allocator has reclaimed the device memory."""
-        if self._lent is not None and self._lent.reclaimed:
-            self.take_back()
-
     def take_back(self) -> None:
         """Take the device memory back if the allocator has not reclaimed it, else note that it has."""
-        if self._lent is None:
-            return
-        lent, self._lent = self._lent, None
-        if not lent.withdraw():
+        if not self.slot.is_back():
             totals = self._context.metrics.totals
             totals.bytes_reclaimed += self.nbytes
             totals.bytes_reclaimed_by_allocator += self.nbytes
@@ -272,70 +141,45 @@ class SavedStorage:
     def is_copyable(self) -> bool:
         """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
         that was written to raises anyway. What only recipes need is not copied while the model holds it."""
-        storage = self.slot.storage if self._lent is None else self.device
+        storage = self.slot.storage if self.slot.lent is None else self.device
         if storage is None or storage.nbytes() != self.nbytes:
             return False
         if self.is_held_for_recipes and not self.is_private:
             return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
-        for saved in self.slot.saves:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
-            if saved.alias._version == saved.expected:
-                return True
-        return False
+        return self.slot.has_unwritten()
 
     @property
     def transfer_bytes(self) -> int:
         """Bytes that cross the link."""
         return self.nbytes - self.form.device_bytes
 
-    def _reads_uncovered(self) -> bool:
-        """Whether a copy reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered, we alone
-        write."""
-        return not self.gathered and not cover_all(self.slot.saves, self.nbytes)
-
     def swap_out(self, form: Form = WHOLE, *, pageable: bool = False) -> None:
         """Queue the copy out, in that form. `pageable`: to ordinary memory, beyond the pool's limit.
 
         Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
         """
-        storage, saves = self.slot.storage, self.slot.saves
+        slot, context, storage, first_bytes = self.slot, self._context, self.slot.storage, form.device_bytes
         assert self.state is State.ON_DEVICE and storage is not None
-        context = self._context
-        first_bytes, host_bytes = form.device_bytes, self.nbytes - form.device_bytes
-        block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(host_bytes)
+        block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(self.nbytes - first_bytes)
         source = flat_bytes(storage)[first_bytes:] if first_bytes else flat_bytes(storage)
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
-        after = [self.alloc_stream.record(), *block.pending_events]
-        first = saves[0]
-        versions: list[tuple[Tensor, int]] = []
-        for saved in saves:
-            versions.append((saved.alias, saved.expected))  # noqa: PERF401 - a comprehension is one more call
-        is_all = first.is_dense and first.begin == 0 and first.end >= self.nbytes  # as a rule
-        at_once = not is_all and self._reads_uncovered()
+        after = [slot.alloc_stream.record(), *block.pending_events]
+        at_once = slot.has_uncovered()
         if at_once:
-            self._checksum = None  # of the other bytes anything may arrive
-        if self._checksum is not None:
+            self.checksum = None  # of the other bytes anything may arrive
+        if self.checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
-            context.streams.join_all(self.alloc_stream)
-            self._checksum.close(flat_bytes(storage))
-        with annotation("chameleon::swap_out"):
-            written, timed = (versions, context.streams.record_each), context.metrics.timed
-            out = context.transfer.swap_out(block.buffer, source, after, timed=timed, written=written, at_once=at_once)
-        if out.failed:
-            block.release()
-            raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
-        self.form, self.copy = form, HostCopy()
-        self.copy.block, self.copy.out = block, out
-        context.metrics.moved(out, "out", host_bytes)
+            context.streams.join_all(slot.alloc_stream)
+            self.checksum.close(flat_bytes(storage))
+        self.copy = HostCopy.begin(block, source, slot.saves, after, context, at_once=at_once)
+        self.form = form
         context.metrics.totals.pageable_swap_outs += pageable
-        self._began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` has it
+        slot.began_in = (this_thread.number, sequence_nr()), call_site()  # as `note_begun` does, without a call
         self._to(State.SWAPPING_OUT)
 
-    def leaves_by(self, block: PinnedBlock, out: Move) -> None:
-        """Note that `out`, which was handed to the device, takes all of it to `block`."""
-        copy = self.copy = HostCopy()
-        copy.block, copy.out = block, out
-        self._began_in = None
-        self._context.metrics.moved(out, "out", self.nbytes)
+    def leaves_by(self, copy: HostCopy) -> None:
+        """Note that `copy` takes all of it out, which was handed to the device."""
+        self.copy, self.slot.began_in = copy, None
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form) -> None:
@@ -343,38 +187,29 @@ class SavedStorage:
 
         Whoever read it ran on a stream that the allocating stream has joined since.
         """
-        storage = self.slot.storage
-        assert self.state is State.ON_DEVICE and storage is not None
-        if self._checksum is not None:
-            self._checksum.close(flat_bytes(storage))
-        del storage
-        self._began_in = current_operator(), call_site()
+        assert self.state is State.ON_DEVICE and self.slot.storage is not None
+        if self.checksum is not None:
+            self.checksum.close(flat_bytes(self.slot.storage))
+        self.slot.note_begun()
         self.form = form
         self._let_go()
-
-    # --- reclaim
 
     def _let_go(self) -> None:
         """Let the device memory go, as its bytes are elsewhere: now if we alone refer to the storage, else at a later hook."""
         if self.slot.is_alone():
-            self._empty()
+            self.empty()
             return
         self._to(State.RESTORED)
         self._context.held[self] = None
 
-    def _empty(self) -> None:
-        storage = self.slot.storage
-        assert storage is not None
-        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
-        self.alloc_stream.resize(storage, 0)
+    def empty(self) -> None:
+        """Let the device memory go, as its bytes are elsewhere and nobody else refers to the storage."""
+        self.slot.empty(self._context.streams)
         self._emptied()
 
     def _emptied(self) -> None:
         self._context.held.pop(self, None)
-        if not self.gathered:
-            self.slot.last_save.emptied = True
-        if self.traced is not None:
-            self.traced.emptied(self.traced)
+        self.slot.note_emptied()
         self._to(State.ON_HOST)
 
     @property
@@ -388,12 +223,11 @@ class SavedStorage:
         if self.copy.out.failed:
             self._undo_swap_out()
             return False
-        if self.copy.out.done is None or not self.copy.out.done.query():
+        if not self.copy.is_complete:
             return False
-        if self._lent is not None:
-            self.take_back()
-            if self.state is not State.SWAPPING_OUT:
-                return True
+        self.take_back()
+        if self.state is not State.SWAPPING_OUT:
+            return True
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
         return self._reclaim()
 
@@ -401,76 +235,57 @@ class SavedStorage:
         """Order compute after the copy out and let the device memory go. `in_plan_order`: copies cross the link in the order of
         the plan."""
         assert self.copy is not None
-        if self._lent is not None:
+        if self.slot.lent is not None:
             self.take_back()
-            if self.state is not State.SWAPPING_OUT:
-                return
-        issue = self._context.transfer.issue_out_in_order if in_plan_order else self._context.transfer.issue_out
-        try:
-            done = issue(self.copy.out)
-        except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device
-            _log.warning("chameleon_mm: %d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
+        if self.state is not State.SWAPPING_OUT:
+            return
+        done = self.copy.hand_over(self.nbytes, in_plan_order=in_plan_order)
+        if done is None:
             self._undo_swap_out()
             return
         with annotation("chameleon::reclaim"):
-            self._wait_for_copy_out(done)
+            self.wait_for_copy_out(done)
             self._reclaim()
 
-    def _wait_for_copy_out(self, done: Event) -> None:
+    def wait_for_copy_out(self, done: Event) -> None:
+        """Order compute after the copy out, which was handed over and ends at `done`."""
         # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out was
         # handed over all the same, and what compute writes to it next comes after that.
-        self._context.metrics.wait(self.alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
+        self._context.metrics.wait(self.slot.alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
 
     def _reclaim(self) -> bool:
         """Let the device memory go, behind the copy out. Returns whether all went well: else there was no memory for what stays
         of it, and all of it stays."""
-        copy, storage = self.copy, self.slot.storage
-        assert copy is not None and storage is not None
-        if copy.block is None:  # nobody wants it any more
-            self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]
-            self.alloc_stream.free(flat_bytes(storage))
+        assert self.copy is not None
+        if self.copy.block is None:  # nobody wants it any more
+            self._context.streams.join_all(self.slot.alloc_stream)  # Note [Reclaim]
+            self.slot.free()
             self._context.metrics.totals.bytes_reclaimed += self.nbytes
-            self._clear()
+            self.slot.clear()
             self._to(State.RETIRED)
             return True
-        del storage
-        if self.form.device_bytes and self.slot.is_alone() and not self._keep_stationary_part():
+        if self.form.device_bytes and self.slot.is_alone() and not self.form.kept(self.slot):
             self._undo_swap_out()
             return False
         self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes
         self._let_go()
         return True
 
-    def _keep_stationary_part(self) -> bool:
-        """Copy what is to stay on the device into a buffer of its own. Returns whether there was memory for it."""
-        assert self.slot.storage is not None
-        try:
-            self.form.keep(self.slot.storage, self.alloc_stream)
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
     def cancel_swap_out(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was cancelled."""
         assert self.copy is not None
-        if self._lent is not None:
-            self.take_back()
-        if self.state is not State.SWAPPING_OUT:
-            return False
-        if not (self.copy.out.failed or self._context.transfer.cancel_out(self.copy.out)):
+        self.take_back()
+        if self.state is not State.SWAPPING_OUT or not self.copy.cancel_out():
             return False
         self._undo_swap_out()
         return True
 
     def _undo_swap_out(self) -> None:
         self._context.metrics.totals.bytes_swapped_out -= self.transfer_bytes
-        self._stay()
+        self.stay_on_device()
 
     def stay_on_device(self) -> None:
         """Note that it is on the device alone: its form lets go of what it needed to put its bytes there."""
-        self._stay()
-
-    def _stay(self) -> None:
         if self.copy is not None:
             self.copy.release()
         self.form.drop()
@@ -484,24 +299,16 @@ class SavedStorage:
         """Take memory on `compute` and queue the copy back, into the storage returned. Raises `torch.OutOfMemoryError` or
         `TransferFailed` with nothing changed."""
         copy, storage = self.copy, self.slot.storage
-        assert self.state is State.ON_HOST and copy is not None and copy.block is not None and storage is not None
-        done_out = copy.out.done
-        assert done_out is not None, "device memory was reclaimed before its copy out was issued"
+        assert self.state is State.ON_HOST and copy is not None and storage is not None
         compute.resize(storage, self.nbytes)
         whole = flat_bytes(storage)
-        destination = whole[self.form.device_bytes :] if self.form.device_bytes else whole
-        # Note [Swap-in]: an earlier owner of the device memory may still be running on compute; and the copy out must be
-        # complete before the host copy is read.
-        after = [compute.record(), done_out]
-        with annotation("chameleon::swap_in"):
-            back = self._context.transfer.swap_in(destination, copy.block.buffer, after, timed=self._context.metrics.timed)
-        if back.failed:
+        back = copy.begin_back(whole[self.form.device_bytes :] if self.form.device_bytes else whole, compute)
+        if back is None:
             compute.resize(storage, 0)
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
         self.form.put_back(whole, compute)
-        copy.back, copy.arrived_on = back, None
         self._context.metrics.moved(back, "in", self.transfer_bytes)
-        self.alloc_stream, self.came_back = compute, True
+        self.slot.alloc_stream, self.slot.came_back = compute, True
         self.uses.note_swap_in()
         self._to(State.SWAPPING_IN)
         return storage
@@ -510,9 +317,9 @@ class SavedStorage:
         """Note that its form has put its bytes into the storage, on `compute`, the current stream."""
         storage = self.slot.storage
         assert self.state is State.ON_HOST and self.copy is None and storage is not None
-        if self._checksum is not None:
-            self._checksum.check(flat_bytes(storage))
-        self.alloc_stream, self.came_back = compute, True
+        if self.checksum is not None:
+            self.checksum.check(flat_bytes(storage))
+        self.slot.alloc_stream, self.slot.came_back = compute, True
         self.uses.note_swap_in()
         self._to(State.RESTORED)
 
@@ -523,44 +330,22 @@ class SavedStorage:
         assert storage is not None
         if copy is None or copy.back is None:
             return storage  # its form put it there, on the stream that allocated it; or it never left
-        arrived = copy.read = self._context.transfer.issue_in(copy.back)
-        if copy.arrived_on is not compute:
-            if not arrived.query():
-                tensor = None if self.planned is None else self.planned.tensor
-                with annotation("chameleon::wait"):  # Note [Swap-in]: use after the bytes are there
-                    self._context.metrics.wait(compute, arrived, "in", tensor, prefetched=prefetched)
-            elif prefetched:
-                self._context.metrics.on_time()
-            copy.arrived_on = compute
-        if self._checksum is not None and self.state is State.SWAPPING_IN:
-            self._checksum.check(flat_bytes(storage))
+        copy.arrive(compute, None if self.planned is None else self.planned.tensor, prefetched=prefetched)
+        if self.checksum is not None and self.state is State.SWAPPING_IN:
+            self.checksum.check(flat_bytes(storage))
         self._to(State.RESTORED)
         return storage
 
     @property
     def may_be_prefetched(self) -> bool:
         """Whether a copy of its own is to be brought back, and may be, before its use."""
-        return self.state is State.ON_HOST and self.form.has_copy
+        may_be = self.state is State.ON_HOST and self.form.has_copy
+        return may_be and (self.gathered is None or not self.gathered.is_whole())
 
     @property
     def swap_in_failed(self) -> bool:
         """Whether its copy back was refused after it was queued: it is still on the host."""
-        copy = self.copy
-        return self.state is State.SWAPPING_IN and copy is not None and copy.back is not None and copy.back.failed
-
-    def needs_another_stream(self, compute: Stream) -> bool:
-        """Whether swapping brought it back for another stream than `compute`, whose pool the memory belongs to."""
-        return self.came_back and self.alloc_stream is not compute and self.state in (State.SWAPPING_IN, State.RESTORED)
-
-    def copied_on(self, compute: Stream) -> torch.UntypedStorage:
-        """A copy of its bytes, which came back on another stream, in memory of `compute`'s own. Raises
-        `torch.OutOfMemoryError`."""
-        storage = self.arrive(compute)
-        compute.wait(self.alloc_stream.record())
-        whole = compute.alloc(self.nbytes)
-        compute.copy(whole, flat_bytes(storage))
-        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner comes after that read
-        return whole.untyped_storage()
+        return self.state is State.SWAPPING_IN and self.copy is not None and self.copy.back_failed
 
     def drop_restored(self) -> bool:
         """Let the device memory go, whose bytes are elsewhere too: nothing has to be copied. Returns whether it went: else it
@@ -568,12 +353,13 @@ class SavedStorage:
         no memory for what of it stays."""
         assert self.state in (State.SWAPPING_IN, State.RESTORED) and self.slot.storage is not None
         if self.state is State.SWAPPING_IN:
-            self._settle_arrival()
+            assert self.copy is not None
+            self.copy.settle_back(self.slot.alloc_stream, self.transfer_bytes)
         if not self.slot.is_alone():
             self._context.held[self] = None
             return False
-        self.form.keep(self.slot.storage, self.alloc_stream)
-        self._empty()
+        self.form.keep(self.slot.storage, self.slot.alloc_stream)
+        self.empty()
         return True
 
     def drop_used(self) -> None:
@@ -582,49 +368,24 @@ class SavedStorage:
         if not self.form.device_bytes:
             self._context.held[self] = None
 
-    def try_to_go(self) -> None:
-        """Let go of the device memory that others held at the last hook, if they do no more."""
-        if self.state is not State.RESTORED:
-            self._context.held.pop(self, None)
-        elif self.slot.is_alone() and (not self.form.device_bytes or self._keep_stationary_part()):
-            self._empty()
-
-    def _settle_arrival(self) -> None:
-        copy = self.copy
-        assert copy is not None and copy.back is not None
-        if copy.back.failed:
-            copy.back = None
-            return
-        if self._context.transfer.cancel_in(copy.back):
-            self._context.metrics.totals.bytes_swapped_in -= self.transfer_bytes
-            copy.back = None
-            return
-        arrived = copy.read = self._context.transfer.issue_in(copy.back)
-        if not arrived.query():
-            # Note [Reclaim]: the copy must be done before the device memory is reused
-            self._context.metrics.wait(self.alloc_stream, arrived, "in")
-
-    # --- the end
-
     def retire(self) -> None:
         """Release the block and let go of the storage, once the last handle is gone.
 
         A copy out that still reads the device memory keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
         """
-        if self._lent is not None:
-            self.take_back()
+        self.take_back()
         if self.state is State.RETIRED:
             return
         try:
             if self.state is State.SWAPPING_OUT and not self.cancel_swap_out():
                 assert self.copy is not None
-                self._context.metrics.totals.bytes_swapped_out -= self._context.transfer.truncate_out(self.copy.out)
+                self.copy.truncate_out()
                 self.copy.release()
                 return
             if self.state is State.SWAPPING_IN:
-                self._settle_arrival()
-                assert self.slot.storage is not None
-                self.alloc_stream.free(flat_bytes(self.slot.storage))
+                assert self.copy is not None
+                self.copy.settle_back(self.slot.alloc_stream, self.transfer_bytes)
+                self.slot.free()
         except BaseException:
             # The device did not take an order that what follows rests on: the host waits instead.
             self._context.transfer.synchronize()
@@ -639,10 +400,5 @@ class SavedStorage:
         self.form.drop()
         self.form = WHOLE
         self._context.held.pop(self, None)
-        self._clear()
-        self._to(State.RETIRED)
-
-    def _clear(self) -> None:
-        if self.traced is not None:
-            self.traced.aliases -= len(self.slot.views)
         self.slot.clear()
+        self._to(State.RETIRED)

@@ -100,7 +100,7 @@ class Source:
     @property
     def written_on(self) -> Stream | None:
         """The stream that its bytes are ordered on."""
-        return self._stream if self.claim is None else self.claim.saved.alloc_stream
+        return self._stream if self.claim is None else self.claim.saved.slot.alloc_stream
 
     @property
     def is_alone(self) -> bool:

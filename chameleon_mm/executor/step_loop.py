@@ -126,7 +126,7 @@ class StepLoop:
             if saved is None or saved.op_is_over:
                 continue
             if self._is_over(operator):
-                saved.op_ended()
+                saved.op_is_over = True
             elif saved.state is _ON_DEVICE:
                 self._outs.fresh.append((saved, operator))
         self._director.rejoin(self.hook, self._thread, self._numbers)
@@ -237,7 +237,7 @@ class StepLoop:
             saved_bytes = SavedBytes(t)
             claim = executor.new_claim(t, saved_bytes, compute)
             saved = claim.saved
-            saved.assign(way.actions.get(hook))
+            saved.planned = way.actions.get(hook)
             way.storages[number] = way.first_saves[hook] = saved
         else:
             known, expected = None if ref is None else ref(), way.storages.get(number)
@@ -249,7 +249,7 @@ class StepLoop:
             saved_bytes = SavedBytes(t)
             saved.slot.include(saved_bytes)
             saved.add_view(saved_bytes)
-            saved.op_began()
+            saved.op_is_over = False
         saved.slot.note_save(self._epoch, hook)
         self._operators[number] = operator
         return SwappedView(claim, saved_bytes)
@@ -319,7 +319,7 @@ class StepLoop:
         if not saved.op_is_over:
             if operator is None or not self._is_over(operator):
                 return
-            saved.op_ended()
+            saved.op_is_over = True
         if nbytes < saved.nbytes:
             self._outs.swap_out_planned(saved, nbytes)
             return
@@ -340,9 +340,7 @@ class StepLoop:
             block.release()
             raise
         saved.leaves_by(HostCopy.issued(block, Move.issued(saved.nbytes, done, start), context))
-        self._budget.planned.add(saved)
-        if self._budget.lending is not None:
-            self._budget.lending.add(saved)
+        self._outs.note_planned(saved)
 
     def _reclaim(self, number: int, nbytes: int, *, again: bool) -> None:
         """Order compute after the copy out, and let the memory go. Note [Reclaim]. `again`: the host may have the bytes."""

@@ -215,6 +215,10 @@ class SwapOuts:
             if last_bytes < saved.nbytes or not self._went_to_pageable(saved, refusal):
                 self.note_refusal(refusal)
                 return
+        self.note_planned(saved)
+
+    def note_planned(self, saved: SavedStorage) -> None:
+        """Note that its copy out was queued by a plan, which says when its memory goes."""
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
             self._budget.lending.add(Loan(saved))

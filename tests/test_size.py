@@ -16,7 +16,7 @@ MOST_LIBRARY_LINES = 35_174
 MOST_BENCH_AND_KERNELS_LINES = 5_678
 """Python of `bench` and `kernels`."""
 
-MOST_TEST_LINES = 54_660
+MOST_TEST_LINES = 54_661
 """Python and C++ of `tests`, the CUDA stand-in included."""
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -184,8 +184,10 @@ def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
     ids=["recorded", "planned", "by the rule"],
 )
 def test_after_a_step_that_ran_out_of_memory_the_next_is_right_and_nothing_leaks(
-    shortage: Faults, short_step: int, plans: bool
+    shortage: Faults, short_step: int, plans: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not plans:  # so that uses swap in, and find no memory
+        monkeypatch.setattr("chameleon_mm.executor.swap_ins.PREFETCH_WINDOW", 0)
     expected = Run(short_step, plain=True, plans=plans)
     count = number_of_allocations(expected, shortage, again=False)
     escaped = retried = 0
@@ -200,7 +202,7 @@ def test_after_a_step_that_ran_out_of_memory_the_next_is_right_and_nothing_leaks
         assert 0 < escaped < 10
         assert retried > count / 2
     else:  # an operator's shortage goes on; a swap-in's own does not, whether somebody waits for it or not
-        assert count / 2 < escaped < count - retried
+        assert count / 2 < escaped <= count - retried - plans
         assert plans or retried > 0
 
 

@@ -26,7 +26,7 @@ class SimHeldStorage:
         self, hook: SimAllocatorHook, storage: torch.UntypedStorage, done: SimEvent, owner: SimStream, tensors: int
     ) -> None:
         self.hook = hook
-        self._storage = storage
+        self.storage = storage
         self.reclaimed = False
         self._withdrawn = False
         self._done = done
@@ -43,13 +43,12 @@ class SimHeldStorage:
 
     def reclaim(self) -> bool:
         """Reclaim its memory behind its copy, unless somebody else refers to the storage. Returns whether it went."""
-        storage = self._storage
-        if not (held_alone(storage, self._tensors, attributes=2) and storage.resizable()) or self._withdrawn:
+        if not (held_alone(self, self._tensors, more_attributes=1) and self.storage.resizable()) or self._withdrawn:
             return False  # a finaliser may have withdrawn it
         self.reclaimed = True
         if not self._done.query():
             self.owner.wait(self._done)  # orders the memory's next owner, on the same stream, after the copy
-        self.owner.resize(storage, 0)
+        self.owner.resize(self.storage, 0)
         self.hook.reclaimed += 1
         return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,13 +288,34 @@ def test_a_storage_that_had_no_object_in_python_goes_too() -> None:
     """The object that we make for it counts as one reference for ever."""
     t = torch.empty(8)
     alias = t.detach()
-    holder = [t.untyped_storage()]
-    storage = holder[0]
-    assert not held_alone(storage, 1)
+    holder = SimpleNamespace(storage=t.untyped_storage())
+    assert not held_alone(holder, 1)
     del t
-    assert held_alone(storage, 1)
+    assert held_alone(holder, 1)
     del alias
-    assert held_alone(storage)
+    assert held_alone(holder)
+
+
+def test_nobody_else_holds_it_under_dynamos_evaluator_either() -> None:
+    """Calls hold more references to their arguments there."""
+    holder = SimpleNamespace(storage=torch.empty(8).untyped_storage())
+
+    def asked() -> bool:
+        return held_alone(holder)
+
+    @torch.compile(backend="eager")
+    def compiled(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        found.append(torch.compiler.disable(asked)())
+        return x + 1
+
+    found: list[bool] = []
+    compiled(torch.ones(2))
+    assert found == [True]
+    assert held_alone(holder)
+    other = holder.storage
+    assert not held_alone(holder)
+    assert other.nbytes() == 32
 
 
 BORROWED: dict[str, Callable[[], Tensor]] = {

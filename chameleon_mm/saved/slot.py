@@ -120,8 +120,9 @@ class Slot:
     def is_alone(self) -> bool:
         """Whether nobody but us refers to the storage, no tensor but the aliases and nobody in Python, and it may be resized:
         not where NumPy or another process was given its address."""
-        storage = self.storage
-        return storage is not None and held_alone(storage, 0 if self.is_packed else len(self.views)) and storage.resizable()
+        if self.storage is None:
+            return False
+        return held_alone(self, 0 if self.is_packed else len(self.views)) and self.storage.resizable()
 
     def lend(self, hook: AllocatorHook, done: Event) -> None:
         """Lend the memory, which is read until `done`, to the allocator. That takes it where nobody else refers to the storage

@@ -109,8 +109,7 @@ class Source:
             return True
         if self.claim is not None:
             return self.claim.saved.is_private
-        storage = self.storage
-        return storage is not None and held_alone(storage, 0 if self._probe is None else 1)
+        return self.storage is not None and held_alone(self, 0 if self._probe is None else 1)
 
     @property
     def is_relied_on(self) -> bool:

@@ -38,6 +38,7 @@ from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_
 from chameleon_mm.saved.classify import facts_of
 from chameleon_mm.saved.handles import Handle, KeptTensor, SwappedView
 from chameleon_mm.saved.host_copy import HostCopy
+from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Move
@@ -260,8 +261,11 @@ class StepLoop:
         """The tensor of `handle`, on the device."""
         executor, saved = self._executor(), handle.claim.saved
         assert executor is not None
-        storage = self._ins.restore(saved, self._compute)
         executor.count_use(handle, saved)
+        if saved.state is _ON_DEVICE:
+            self._totals.uses_on_device += 1
+            return handle.saved.alias.detach()
+        storage = self._ins.restore(saved, self._compute)
         if storage is saved.slot.storage and saved.gathered is None:
             return handle.saved.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
         return handle.saved.over(storage)
@@ -361,7 +365,40 @@ class StepLoop:
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
         """Take memory and queue the copies back. Note [Swap-in]. What finds none is brought back by its use."""
-        way = self._way
+        way, budget = self._way, self._budget
         assert way is not None
-        due = [saved for number in numbers if (saved := way.storages.get(number)) is not None]
-        self._ins.prefetch_planned(due, self._compute)
+        for number in numbers:
+            saved = way.storages.get(number)
+            if saved is None or not saved.may_be_prefetched:
+                continue
+            if not budget.has_room_ahead:
+                return
+            if saved.form.device_bytes or self._queued_in:  # each direction copies in the plan's order
+                self._ins.prefetch_planned((saved,), self._compute)
+            elif self._copy_back(saved):
+                budget.note_allocated(saved.nbytes)
+                self._totals.prefetches += 1
+
+    def _copy_back(self, saved: SavedStorage) -> bool:
+        """Take memory for all of it, and queue the copy back. Returns whether there was any, and the device took the copy."""
+        context, compute, back, copy, storage = self._context, self._compute, self._back, saved.copy, saved.slot.storage
+        assert self._ready is not None and copy is not None and copy.block is not None and copy.out.done is not None
+        assert storage is not None
+        try:
+            compute.resize(storage, saved.nbytes)
+        except torch.OutOfMemoryError:
+            return False
+        try:
+            compute.record_again(self._ready)
+            back.wait(self._ready)  # Note [Swap-in]: the memory's earlier owner -> the copy into it
+            back.wait(copy.out.done)  # Note [Swap-in]: the copy out -> the copy back
+            start = back.record(timed=True) if context.metrics.timed else None
+            back.copy_storage(storage, copy.block.buffer, out=False)
+            done = back.record(timed=context.metrics.timed)
+        except RuntimeError as error:
+            context.transfer.synchronize()  # some of it may be running, with no event to tell when it ends
+            compute.resize(storage, 0)
+            self._outs.note_refusal(error)
+            return False
+        saved.comes_back_by(Move.issued(saved.nbytes, done, start), compute)
+        return True

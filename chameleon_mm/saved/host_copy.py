@@ -80,6 +80,8 @@ class HostCopy:
     def hand_over(self, nbytes: int, *, in_plan_order: bool = False) -> Event | None:
         """Hand over what is still queued of the copy out of a storage of `nbytes`. Returns the event after it; None: it was
         refused. `in_plan_order`: copies cross the link in the order of the plan."""
+        if self.out.done is not None and not self.out.failed:
+            return self.out.done
         transfer = self.context.transfer
         try:
             return (transfer.issue_out_in_order if in_plan_order else transfer.issue_out)(self.out)
@@ -108,10 +110,7 @@ class HostCopy:
         after = [compute.record(), self.out.done]
         with annotation("chameleon::swap_in"):
             back = context.transfer.swap_in(destination, self.block.buffer, after, timed=context.metrics.timed)
-        if back.failed:
-            return None
-        self.back, self.arrived_on = back, None
-        return back
+        return None if back.failed else back
 
     @property
     def back_failed(self) -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from chameleon_mm.profiler.calls import Relied
     from chameleon_mm.saved.gathered_part import GatheredPart, Part
     from chameleon_mm.saved.recipe import Proof
+    from chameleon_mm.transfer import Move
 
 
 class SavedStorage:
@@ -307,11 +308,18 @@ class SavedStorage:
             compute.resize(storage, 0)
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
         self.form.put_back(whole, compute)
-        self._context.metrics.moved(back, "in", self.transfer_bytes)
-        self.slot.alloc_stream, self.slot.came_back = compute, True
+        self.comes_back_by(back, compute)
+        return storage
+
+    def comes_back_by(self, back: Move, compute: Stream) -> None:
+        """Note that `back`, which was handed to the device, fills its memory, which `compute` has just given."""
+        copy, slot = self.copy, self.slot
+        assert copy is not None
+        copy.back, copy.arrived_on = back, None
+        self._context.metrics.moved(back, "in", back.nbytes)
+        slot.alloc_stream, slot.came_back = compute, True
         self.uses.note_swap_in()
         self._to(State.SWAPPING_IN)
-        return storage
 
     def restored(self, compute: Stream) -> None:
         """Note that its form has put its bytes into the storage, on `compute`, the current stream."""

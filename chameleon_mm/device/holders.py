@@ -4,13 +4,13 @@ held_alone(holder)                # no tensor lies in `holder.storage`, and that
 held_alone(holder, tensors=3)     # no others than three of our own lie in it
 
 torch counts the references to a storage: one for each tensor over it, and one for its object in Python, if it ever had one.
-Python counts the references to that object. A new reference comes from an old one, or from a tensor that a hook of ours returns.
+Python counts the references to that object. A new reference comes from an old one, or from a tensor that our hook returns.
 
     x = f(y); saved = x.detach()     # count 2 + 1: x, our alias, the object in Python
     del x                            # count 1 + 1 = tensors + 1: ours alone, so its memory may go
 
-The count is read through the attribute, without a variable or an argument: a call holds references to its arguments, one more of
-them once dynamo has installed its evaluator of frames.
+The count is read through the attribute, without a variable or an argument: a call holds references to its arguments, and one
+more of them once dynamo has installed its evaluator of frames.
 """
 
 from __future__ import annotations

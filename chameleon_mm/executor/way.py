@@ -30,4 +30,4 @@ class Way:
     """Action of each storage, by the hook that saves it first."""
     forecast: PlanForecast
     margin_bytes: int
-    """Bytes that are left free until each next check, beside a row's growth."""
+    """Bytes that every check leaves free, in addition to the row's growth."""

@@ -175,7 +175,7 @@ def test_a_planned_step_runs_by_the_loop_to_its_end(machine_type: type[Machine])
     assert session.report.bytes_swapped_out > 0
     hooks = session.done[-1] + 1
     assert session.report.plan_cache_hits >= 2
-    assert hooks == session.report.planned.plan.num_hooks  # type: ignore[union-attr]
+    assert session.report.planned is not None and hooks == session.report.planned.plan.num_hooks
     assert session.device.peak_allocated_bytes() > 0
 
 

@@ -448,3 +448,18 @@ def test_staging_never_exceeds_its_bound(actions: list[tuple[str, int]], staging
 def test_staging_too_small_for_a_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"staging_bytes: expected room for two tensors of pack_below_bytes \(131072 each\)"):
         Thresholds(staging_bytes=100 * KIB)
+
+
+def test_a_group_ends_though_its_members_are_saved_again(slow: cm.SimDevice) -> None:
+    """As a double backward does: the copy of each begins again, and the group has one member less."""
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        handles, expected = swapping.save_small(4)
+        used = [swapping.executor.use(handle) for handle in handles]
+        again = [swapping.save(t) for t in used]
+        assert not swapping.executor._registry.packed_groups
+        del used, handles, large
+        swapping.assert_exact(again, expected)
+        del again
+        swapping.assert_nothing_left()

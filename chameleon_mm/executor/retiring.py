@@ -44,9 +44,7 @@ class Retiring:
             group = saved.form.group
             saved.retire()
             self._recording.retired(saved.slot.traced)
-            if group is not None and not group.members_left:
-                self._registry.packed_groups.discard(group)
-                group.packed.retire()
+            self._registry.release_group(group)
         finally:
             still_held = None if storage is None or saved.state is not State.RETIRED else storage()
             if still_held is not None:

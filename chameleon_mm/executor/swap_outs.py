@@ -161,6 +161,7 @@ class SwapOuts:
         The storage has them all: it is on the device, as somebody else refers to it.
         """
         saved.copies += 1
+        group = saved.form.group
         if saved.state is State.SWAPPING_OUT and not saved.cancel_swap_out() and saved.state is State.SWAPPING_OUT:
             assert saved.copy is not None
             saved.wait_for_copy_out(self._context.transfer.issue_out(saved.copy.out))
@@ -170,6 +171,7 @@ class SwapOuts:
         if saved.state is State.RESTORED:
             saved.stay_on_device()
         assert saved.state is State.ON_DEVICE
+        self._registry.release_group(group)
         slot = saved.slot
         if slot.alloc_stream is not compute:
             compute.wait(slot.alloc_stream.record())  # what was saved there -> what is copied behind `compute`

@@ -218,6 +218,12 @@ class StorageRegistry:
         """All claimed storages, and the packed groups: whatever holds device memory."""
         return [*self._storages.values(), *(group.packed for group in self.packed_groups)]
 
+    def release_group(self, group: PackedGroup | None) -> None:
+        """Retire a packed group that no member needs any more."""
+        if group is not None and not group.members_left:
+            self.packed_groups.discard(group)
+            group.packed.retire()
+
     def begin_epoch(self) -> None:
         self.epoch += 1
         self.next_index = self.of_epoch = 0

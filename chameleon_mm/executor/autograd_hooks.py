@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from chameleon_mm.executor.director import ON_SAVE
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
+from chameleon_mm.saved.classify import reason_to_stay
 from chameleon_mm.saved.handles import Handle, KeptTensor
 from chameleon_mm.uncompiled import uncompiled
 
@@ -40,45 +40,33 @@ def _save_hook(executor: Executor) -> _Save:
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
     held, (queued_out, queued_in) = parts.context.held, parts.context.transfer.queued
     saves_at_rest, executor_save, loop = director.saves_at_rest, executor.save, executor.loop
-    retire_ended, settle = hook_lock.retire_ended, hook_lock.settle
+    run, capturing = hook_lock.run, executor.device.capturing
 
     def save(t: Tensor) -> Handle:
         counts.saves += 1
         if not recording.is_over or (num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
             return executor_save(t)
         if loop.follows:
-            with lock:
-                if ended:
-                    retire_ended()
-                handle = loop.save(t)
-            if ended or errors:
-                settle()
+            if ended and capturing():
+                return executor_save(t)
+            handle = run(loop.save, t)
             if handle is not None:
                 return handle
-        if (kind := type(t)) is Parameter:
-            reason = "parameter"
-        elif kind is not Tensor:
+        reason = reason_to_stay(t, protected, min_bytes)
+        if reason is None:
             return executor_save(t)
-        elif (base := t._base) is not None and type(base) is not Tensor:
-            if not isinstance(base, Parameter):
-                return executor_save(t)
-            reason = "parameter"
-        elif t.requires_grad and t.is_leaf:
-            reason = "leaf"
-        else:
-            try:
-                storage = t.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # a sparse tensor, or one of a functorch transform: it has no storage
-                return executor_save(t)
-            nbytes = storage.nbytes()
-            if id(storage) in protected.refs and storage in protected:
-                reason = "persistent"
-            elif nbytes < min_bytes:
-                reason = "small" if nbytes else "empty"
-            else:
-                return executor_save(t)
         with lock:
-            if not (outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors):
+            if not (
+                outs.fresh
+                or leaving
+                or held
+                or outs.waiting_bytes
+                or queued_out
+                or queued_in
+                or ended
+                or errors
+                or loop.follows
+            ):
                 hook = saves_at_rest(t)
                 if hook != ON_SAVE:
                     totals.kept_by_reason[reason] += 1
@@ -96,18 +84,13 @@ def _use_hook(executor: Executor) -> _Use:
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
     held, (queued_out, queued_in) = parts.context.held, parts.context.transfer.queued
     plans, uses_at_rest, executor_use, loop = director.plans, director.uses_at_rest, executor.use, executor.loop
-    retire_ended, settle = hook_lock.retire_ended, hook_lock.settle
+    run, capturing = hook_lock.run, executor.device.capturing
 
     def use(handle: Handle) -> Tensor:
         counts.uses += 1
         if loop.follows and recording.is_over and not (num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
             handle.check_version()
-            with lock:
-                if ended:
-                    retire_ended()
-                used = loop.use(handle)
-            if ended or errors:
-                settle()
+            used = None if ended and capturing() else run(loop.use, handle)
             if used is not None:
                 return used
         if type(handle) is KeptTensor and recording.is_over:
@@ -119,6 +102,7 @@ def _use_hook(executor: Executor) -> _Use:
                     with lock:
                         if not (
                             outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors
+                            or loop.follows
                         ) and uses_at_rest(handle.saved_at):  # fmt: skip
                             return t
         return executor_use(handle)

@@ -124,6 +124,7 @@ class Executor:
         return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
 
     def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
+        self.loop.leave()  # the director knows nothing of the loop's hooks
         moves = not facts.kind and facts.nbytes >= self._least_bytes
         reason = None if moves else self.rule.reason_to_keep(facts)
         saved_bytes = SavedBytes(t) if handle is None and reason is None else None
@@ -188,6 +189,7 @@ class Executor:
             raise errors.pop()  # a frame that held it would be in a cycle with its traceback
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
+        self.loop.leave()
         director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
         for waiting in self.recomputing.stop_waiting() if self.recomputing.waiting else ():
             self._outs.swap_out(waiting, alone=True)
@@ -219,6 +221,7 @@ class Executor:
             self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
 
     def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:
+        self.loop.leave()
         finished = self._outs.finished() if self._outs.fresh else ()
         self.director.on_use(saved_at, None, finished)
         if prefetches := self._advance(finished, check_memory=False):

@@ -56,20 +56,16 @@ class HookLock:
         """
         with self.lock:  # the lock itself: no interrupt comes between taking it and the block that gives it back
             if self.ended:
-                self.retire_ended()
+                self._retire_ended()
             try:
                 result = work(*arguments)
             finally:
                 if self.ended:
-                    self.retire_ended()
+                    self._retire_ended()
         if self.ended or self.errors:
-            self.settle()
+            self.retire_if_idle()
+            self.raise_oldest()
         return result
-
-    def settle(self) -> None:
-        """Retire what is queued, unless somebody is in, and raise the error that was stored first."""
-        self.retire_if_idle()
-        self.raise_oldest()
 
     def may_ask_device(self) -> bool:
         """Whether the device may be asked for anything: not inside a graph's capture, nor in a forked child."""
@@ -80,12 +76,12 @@ class HookLock:
         """Run a block as `run` calls a function."""
         with self.lock:
             if self.ended:
-                self.retire_ended()
+                self._retire_ended()
             try:
                 yield
             finally:
                 if self.ended:
-                    self.retire_ended()
+                    self._retire_ended()
         if self.ended or self.errors:
             self.retire_if_idle()
             self.raise_oldest()
@@ -106,7 +102,7 @@ class HookLock:
         # While a graph is captured nothing may be asked of the device: whoever enters after it retires them.
         while self.ended and not self._device.capturing() and self.lock.acquire(blocking=False):
             try:
-                self.retire_ended()
+                self._retire_ended()
             finally:
                 self.lock.release()
 
@@ -119,8 +115,7 @@ class HookLock:
             if oldest:
                 _raise(oldest)
 
-    def retire_ended(self) -> None:
-        """Retire what is queued, by whoever is in."""
+    def _retire_ended(self) -> None:
         retire = self._retire()
         if retire is None:
             self.ended.clear()

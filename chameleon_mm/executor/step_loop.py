@@ -1,20 +1,20 @@
-"""Runs a compiled plan: at each hook of a step that is the compiled one, the next row's ops, and nothing else.
+"""Run a compiled plan: at each hook of a step, execute the next row's ops.
 
-loop.follow(way, director)             # after a hook at which the director follows a plan: the loop has those behind it
-handle = loop.save(t)                  # None: this hook is none of the program's, or asks for more than the loop does
-t = loop.use(handle)                   # None likewise
-loop.leave()                           # the director has the rest of the step, with all that came so far
+loop.follow(way, director)             # after a general hook: the loop takes the next ones
+handle = loop.save(t)                  # None: the executor must do this hook
+t = loop.use(handle)                   # None: the same
+loop.leave()                           # the director takes the rest of the step
 
-    hook += 1; the row's key is this hook's?  ->  run the row's ops, make or use the handle
-                                          no  ->  leave: the director and the executor go on with the same storages
+    hook += 1; the row's key equals this hook's?  ->  run the row's ops, make or use the handle
+                                             no  ->  leave: the director and the executor go on with the same storages
 
-The slots, the copies, the order of waits and the budget are the executor's own: leaving converts nothing. What the loop does
-without is finding out: which hook this is, what is due at it, which storage is meant. Every op looks at the storage's state
-first, so that what somebody else has done to it meanwhile, under pressure, needs no word between them.
+The storages, the host copies, the order of waits and the budget are the executor's own, so leaving converts nothing. The loop
+saves the search: the hook's place in the step, the ops due there, and the storage meant are in the row. Each op checks the
+state of its storage first, because a memory shortage may have moved it meanwhile.
 
-A key says less than the step's features: not which node asks, nor how long ago a storage was saved. A step that has all the
-keys of a plan, and is another one, runs by that plan with eager's bits: slots are found by the storage itself, memory goes
-where nobody else refers to it, and is checked. Note [No plan, no harm].
+A key holds less than the step's features: neither the node of a use nor the distance to a storage's last save. A different step
+with the same keys still computes eager's bits: a save finds its slot by the storage object, memory is emptied only if nobody
+else refers to it, and a tensor stays on the device only for a reason of its own. Note [No plan, no harm].
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from chameleon_mm.device import Event
 from chameleon_mm.errors import HostMemoryExhausted
@@ -35,7 +34,7 @@ from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.way import Way
 from chameleon_mm.policy.step_program import DROP, FIRST, KEPT, NO_CHECK, OUT, USE, Row
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
-from chameleon_mm.saved.classify import facts_of
+from chameleon_mm.saved.classify import reason_to_stay
 from chameleon_mm.saved.handles import Handle, KeptTensor, SwappedView
 from chameleon_mm.saved.host_copy import HostCopy
 from chameleon_mm.saved.saved_storage import SavedStorage
@@ -47,21 +46,48 @@ if TYPE_CHECKING:
     from chameleon_mm.executor.executor import Executor
 
 MOST_RETURNS = 16
-"""Hooks of one step that the loop leaves to the executor and goes on behind, at most: each costs as much as a divergence."""
+"""Maximum number of times that a step returns to the loop: each return costs as much as a divergence."""
 
 _BEHIND = Row(key=None, kind=USE + 1)
-"""Row behind the last: no hook is like it."""
+"""Row after the last: it equals no hook."""
 
-_ON_DEVICE, _LEAVING = State.ON_DEVICE, State.SWAPPING_OUT  # asked at every op: an enum's attribute is a lookup
+_ON_DEVICE, _LEAVING = State.ON_DEVICE, State.SWAPPING_OUT  # bound once: an enum member is a slow lookup
 
 
 class StepLoop:
-    """Runs programs for one executor, which holds its lock."""
+    """Loop over the rows of a program. Not thread-safe: the executor holds its lock."""
 
     __slots__ = (
-        "_back", "_budget", "_claims", "_compute", "_context", "_device", "_director", "_epoch", "_executor", "_held",
-        "_ins", "_latest", "_leaving", "_nbytes", "_numbers", "_operators", "_out", "_outs", "_protected", "_queued_in",
-        "_queued_out", "_ready", "_reasons", "_returns", "_rows", "_thread", "_totals", "_way", "follows", "hook",
+        "_back",
+        "_budget",
+        "_claims",
+        "_compute",
+        "_context",
+        "_device",
+        "_director",
+        "_epoch",
+        "_executor",
+        "_held",
+        "_ins",
+        "_latest",
+        "_leaving",
+        "_min_bytes",
+        "_nbytes",
+        "_numbers",
+        "_operators",
+        "_out",
+        "_outs",
+        "_protected",
+        "_queued_in",
+        "_queued_out",
+        "_ready",
+        "_returns",
+        "_rows",
+        "_thread",
+        "_totals",
+        "_way",
+        "follows",
+        "hook",
     )  # fmt: skip
 
     def __init__(self, executor: Executor) -> None:
@@ -73,22 +99,22 @@ class StepLoop:
         self._queued_out, self._queued_in = context.transfer.queued
         self._held, self._leaving, self._totals = context.held, parts.budget.reclaim.entries, context.metrics.totals
         self._ready: Event | None = None
-        """Event that compute records for each copy out."""
+        """Event that compute records before each copy, reused."""
         self.follows = False
-        """Whether the next hook is expected to be a program's."""
+        """True if the loop takes the next hook."""
         self.hook = -1
-        """The latest hook that was."""
+        """Number of the latest hook that the loop did."""
         self._returns = 0
-        """How often the step came back to its program so far."""
+        """Returns of the running step to its program."""
         self._way: Way | None = None
         self._rows: tuple[Row, ...] = ()
-        self._reasons: list[str | None] = []
+        self._min_bytes = executor.rule.min_bytes
+        self._operators: dict[int, OperatorNumber] = {}
 
     # --- a step
 
     def may_follow(self, hook: int) -> bool:
-        """Whether a step whose latest hook is `hook` may go on by the loop: behind its first hook, and behind one that the loop
-        had left to the executor, a few times."""
+        """True after a step's first hook, and after a hook that the loop left to the executor, `MOST_RETURNS` times."""
         if self.follows:
             return False
         if hook == 0:
@@ -97,17 +123,17 @@ class StepLoop:
         return hook == self.hook + 1 and self._returns < MOST_RETURNS
 
     def follow(self, way: Way, director: Director) -> None:
-        """Follow `way` from the next hook on, where nothing is under way that the loop knows nothing of."""
+        """Follow `way` from the next hook on, unless work is pending that the loop cannot finish."""
         compute, outs, known = self._device.current_stream(), self._outs, {}
         for saved, operator in outs.fresh:
-            if saved.planned is None:
-                return
+            if saved.planned is None or way.storages.get(saved.planned.tensor) is not saved:
+                return  # the plan does not know it, or it is another step's
             known[saved.planned.tensor] = operator
         if not self._context.streams.is_only(compute) or self._context.checksums is not None or outs.waiting_bytes:
             return
         outs.fresh.clear()
         if self._way is None or way.program is not self._way.program:
-            self._rows, self._reasons = (*way.program.rows, _BEHIND), [None] * len(way.program.rows)
+            self._rows = (*way.program.rows, _BEHIND)
         self._way, self._director, self._compute, self._nbytes = way, director, compute, way.program.nbytes
         self._epoch, self._numbers, self._operators = way.epoch, way.numbers, known
         self._thread, self._latest = get_ident(), (-1, 0)
@@ -117,7 +143,7 @@ class StepLoop:
         self.hook, self.follows = way.hook, True
 
     def leave(self) -> None:
-        """Leave the step to the director from the next hook on."""
+        """Hand the step to the director, from the next hook on."""
         way = self._way
         if not self.follows or way is None:
             return
@@ -133,13 +159,16 @@ class StepLoop:
         self._director.rejoin(self.hook, self._thread, self._numbers)
 
     def forget(self) -> None:
-        """Forget a step that did not end, and where the one that begins may follow from."""
-        self.follows, self.hook, self._returns = False, -1, 0
+        """Forget the step, and let go of its storages."""
+        self.leave()
+        self.hook, self._returns, self._way, self._rows, self._operators = -1, 0, None, (), {}
 
     # --- the two hooks
 
     def save(self, t: Tensor) -> Handle | None:
-        """Autograd saves `t`. Returns the handle; None: the executor has to make it."""
+        """Return the handle of the saved tensor `t`, or None if the executor must make it."""
+        if not self.follows:  # asked without the lock before
+            return None
         hook, now, thread = self.hook + 1, sequence_nr(), get_ident()
         row = self._rows[hook]
         kind = row.kind
@@ -161,7 +190,7 @@ class StepLoop:
             self.leave()
             return None
         operator = this_thread.number, now
-        handle = self._kept(t, hook) if storage is None else self._moving(t, storage, row, hook, operator)
+        handle = self._kept(t) if storage is None else self._moving(t, storage, row, hook, operator)
         if handle is None:
             self.leave()
             return None
@@ -172,7 +201,9 @@ class StepLoop:
         return handle
 
     def use(self, handle: Handle) -> Tensor | None:
-        """Autograd uses what `handle` has, which nobody wrote to. Returns it; None: the executor has to do it."""
+        """Return the tensor of `handle`, whose version was checked, or None if the executor must do it."""
+        if not self.follows:
+            return None
         hook, saved_at = self.hook + 1, handle.saved_at
         row = self._rows[hook]
         if row.kind != USE or saved_at[1] != row.key or saved_at[0] != self._epoch or not self._run(row, hook):
@@ -193,39 +224,31 @@ class StepLoop:
     # --- saves
 
     def _may_move(self, t: Tensor, storage: torch.UntypedStorage, number: int) -> bool:
-        """Whether `t` is what the row's storage was: an activation of that size. The reasons are those of `facts_of`."""
+        """True if `t` is an activation in a storage of the row's size. The conditions are those of `facts_of`."""
         base = t._base
         holder = t if base is None else base
         if type(holder) is not Tensor or t.layout is not torch.strided or storage.nbytes() != self._nbytes[number]:
             return False
-        if t.requires_grad and not holder.requires_grad:  # a view that a custom function made, of a parameter perhaps
-            return not facts_of(t, self._device, self._protected).kind
+        if t.requires_grad and not holder.requires_grad:
+            return False  # a view made by a custom function: it may be part of a parameter
         if (holder.requires_grad and holder.is_leaf) or t._is_zerotensor() or not storage.resizable():
             return False
         if id(storage) in self._protected.refs and storage in self._protected:
             return False
         return self._device.owns(t)
 
-    def _kept(self, t: Tensor, hook: int) -> KeptTensor | None:
-        """The handle of what stays whatever the plan."""
-        reason = self._reasons[hook]
+    def _kept(self, t: Tensor) -> KeptTensor | None:
+        """Return the handle of a tensor that stays on the device, or None if it may move."""
+        reason = reason_to_stay(t, self._protected, self._min_bytes)
         if reason is None:
-            executor, facts = self._executor(), facts_of(t, self._device, self._protected)
-            assert executor is not None
-            reason = executor.rule.reason_to_keep(facts) or facts.kind
-            if not reason:
-                return None
-            self._reasons[hook] = reason
+            return None
         self._totals.kept_by_reason[reason] += 1
-        kind = type(t)
-        if kind is Tensor and reason == "parameter":  # a view of one, when it was looked at
-            return KeptTensor(t, by_reference=facts_of(t, self._device, self._protected).kind == "parameter")
-        return KeptTensor(t, by_reference=kind is Parameter)
+        return KeptTensor(t, by_reference=reason == "parameter")
 
     def _moving(
         self, t: Tensor, storage: torch.UntypedStorage, row: Row, hook: int, operator: OperatorNumber
     ) -> SwappedView | None:
-        """The handle of what the plan may move. Note [Identity]."""
+        """Return the handle of a tensor that the plan may move, or None. Note [Identity]."""
         way, number, compute = self._way, row.number, self._compute
         assert way is not None
         if not compute.is_current():
@@ -234,7 +257,7 @@ class StepLoop:
         if row.kind == FIRST:
             executor = self._executor()
             if ref is not None or executor is None:
-                return None  # it may be claimed already: the executor knows
+                return None  # the storage may have a claim: the executor finds out
             saved_bytes = SavedBytes(t)
             claim = executor.new_claim(t, saved_bytes, compute)
             saved = claim.saved
@@ -246,7 +269,7 @@ class StepLoop:
                 return None
             claim, saved = known, expected
             if saved.slot.storage is not storage or saved.state is not _ON_DEVICE or saved.slot.alloc_stream is not compute:
-                return None  # its copy has begun, perhaps without these bytes
+                return None  # its copy has begun and may lack these bytes
             saved_bytes = SavedBytes(t)
             saved.slot.include(saved_bytes)
             saved.add_view(saved_bytes)
@@ -258,22 +281,23 @@ class StepLoop:
     # --- uses
 
     def _restored(self, handle: SwappedView) -> Tensor:
-        """The tensor of `handle`, on the device."""
+        """Bring the tensor of `handle` to the device."""
         executor, saved = self._executor(), handle.claim.saved
         assert executor is not None
-        executor.count_use(handle, saved)
-        if saved.state is _ON_DEVICE:
+        if saved.state is _ON_DEVICE and saved.gathered is None:
+            executor.count_use(handle, saved)
             self._totals.uses_on_device += 1
             return handle.saved.alias.detach()
         storage = self._ins.restore(saved, self._compute)
+        executor.count_use(handle, saved)
         if storage is saved.slot.storage and saved.gathered is None:
-            return handle.saved.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
+            return handle.saved.alias.detach()  # a new reference for each user: the use count then shows every holder
         return handle.saved.over(storage)
 
     # --- the ops
 
     def _run(self, row: Row, hook: int) -> bool:
-        """Do what is due before the hook's own storage. Returns whether the step still follows."""
+        """Execute the ops due before the hook's own storage is used. Return False if the step must leave."""
         waiting = self._held or self._queued_out or self._queued_in or self._leaving
         way, lending = self._way, self._budget.lending
         assert way is not None
@@ -281,26 +305,22 @@ class StepLoop:
         if not (waiting or row.ops or row.growth != NO_CHECK):
             return True
         if not self._compute.is_current() or self._budget.forecast is not way.forecast:
-            return False  # another stream or device, or a capture; or memory is not what the plan counts on
+            return False  # another stream, device or a capture; or the step takes more memory than planned
         if lending is not None:
             lending.settle()
         if self._held:
             self._outs.let_go_of_held()
-        try:
-            for op, number, nbytes in row.ops:
-                if op == OUT:
-                    self._copy_out(number, nbytes)
-                else:
-                    self._reclaim(number, nbytes, again=op == DROP)
-        except (RuntimeError, HostMemoryExhausted) as error:  # a refused copy, or no memory for it: the storage stays
-            self._outs.note_refusal(error)
-            return False
+        for op, number, nbytes in row.ops:
+            if op == OUT:
+                self._copy_out(number, nbytes)
+            else:
+                self._reclaim(number, nbytes, again=op == DROP)
         if waiting or lending is not None:
             self._outs.hand_over(lending)
         return row.growth == NO_CHECK or self._check(row, hook)
 
     def _check(self, row: Row, hook: int) -> bool:
-        """Check memory. Returns whether the plan is still trusted."""
+        """Check memory. Return False if the plan is not trusted any more."""
         way, budget = self._way, self._budget
         assert way is not None
         way.forecast.growth_bytes = row.growth + way.margin_bytes
@@ -308,13 +328,12 @@ class StepLoop:
         return budget.forecast is way.forecast
 
     def _is_over(self, operator: OperatorNumber) -> bool:
-        """Whether that operator of a thread is over. Note [Swap-out]. Of another thread than this one its latest save tells."""
+        """True if the operator is over. Note [Swap-out]. For an operator of another thread the latest save there tells."""
         latest = (operator[0], sequence_nr()) if operator[0] == this_thread.number else self._latest
         return operator[0] == latest[0] and operator[1] < latest[1]
 
     def _copy_out(self, number: int, nbytes: int) -> None:
-        """Queue the copy out, once the operator that saved it is over. Note [Swap-out]. Raises `HostMemoryExhausted`, and
-        `RuntimeError` where the device refuses it, with nothing changed."""
+        """Start the copy out if the operator that saved it is over. Note [Swap-out]. A refused storage stays on the device."""
         way, context, out = self._way, self._context, self._out
         assert way is not None and self._ready is not None
         saved, operator = way.storages.get(number), self._operators.get(number)
@@ -331,30 +350,37 @@ class StepLoop:
         if not saved.is_copyable or storage is None:
             return
         if self._queued_out:
-            context.transfer.hand_over_all_out()  # what moves in part: each direction copies in the plan's order
-        block = context.pool.allocate(saved.nbytes, out)  # Note [Host block]: its last use -> this copy
+            context.transfer.hand_over_all_out()  # queued parts go first: each direction copies in the plan's order
+        try:
+            block = context.pool.allocate(saved.nbytes, out)  # Note [Host block]: its last use -> this copy
+        except HostMemoryExhausted:
+            self._outs.swap_out_planned(saved, nbytes)  # to pageable memory, if it must not stay
+            return
         try:
             self._compute.record_again(self._ready)
             out.wait(self._ready)  # Note [Swap-out]: the operators that wrote it -> its copy
             start = out.record(timed=True) if metrics.timed else None
             out.copy_storage(storage, block.buffer, out=True)
             done = out.record(timed=metrics.timed)
-        except BaseException:
-            context.transfer.synchronize()  # some of it may be running, with no event to tell when it ends
+        except BaseException as error:
+            context.transfer.synchronize()  # a part of the copy may run without an event at its end
             block.release()
-            raise
+            if not isinstance(error, RuntimeError):
+                raise
+            self._outs.note_refusal(error)  # the device refused the copy: the storage stays
+            return
         saved.leaves_by(HostCopy.issued(block, Move.issued(saved.nbytes, done, start), context))
         self._outs.note_planned(saved)
 
     def _reclaim(self, number: int, nbytes: int, *, again: bool) -> None:
-        """Order compute after the copy out, and let the memory go. Note [Reclaim]. `again`: the host may have the bytes."""
+        """Order compute after the copy out and free the memory. Note [Reclaim]. `again`: the host may have the bytes."""
         way = self._way
         assert way is not None
         saved = way.storages.get(number)
         if saved is None:
             return
         if again and saved.state is State.RESTORED:
-            with suppress(torch.OutOfMemoryError):  # of one that moved in part after all: for what of it stays
+            with suppress(torch.OutOfMemoryError):  # no memory for the part that stays
                 saved.drop_restored()
         if saved.state is _ON_DEVICE:
             self._copy_out(number, nbytes)
@@ -364,7 +390,7 @@ class StepLoop:
                 self._budget.note_allocated(saved.form.device_bytes)
 
     def _prefetch(self, numbers: Sequence[int]) -> None:
-        """Take memory and queue the copies back. Note [Swap-in]. What finds none is brought back by its use."""
+        """Allocate memory and start the copies back. Note [Swap-in]. A use brings back the storages that find no memory."""
         way, budget = self._way, self._budget
         assert way is not None
         for number in numbers:
@@ -380,7 +406,7 @@ class StepLoop:
                 self._totals.prefetches += 1
 
     def _copy_back(self, saved: SavedStorage) -> bool:
-        """Take memory for all of it, and queue the copy back. Returns whether there was any, and the device took the copy."""
+        """Allocate all of the storage and start its copy back. Return False if there is no memory, or the copy is refused."""
         context, compute, back, copy, storage = self._context, self._compute, self._back, saved.copy, saved.slot.storage
         assert self._ready is not None and copy is not None and copy.block is not None and copy.out.done is not None
         assert storage is not None
@@ -396,7 +422,7 @@ class StepLoop:
             back.copy_storage(storage, copy.block.buffer, out=False)
             done = back.record(timed=context.metrics.timed)
         except RuntimeError as error:
-            context.transfer.synchronize()  # some of it may be running, with no event to tell when it ends
+            context.transfer.synchronize()  # a part of the copy may run without an event at its end
             compute.resize(storage, 0)
             self._outs.note_refusal(error)
             return False

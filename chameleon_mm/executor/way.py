@@ -1,4 +1,4 @@
-"""What a step has to follow from one hook on: a compiled plan, and what the step has saved so far."""
+"""Position of a step in a compiled plan, and the storages that the step has saved so far."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from chameleon_mm.saved.saved_storage import SavedStorage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A program, and where in it the step is. Whoever follows it adds what the step saves."""
+    """Position of a step in a program. The loop adds the storages that the step saves."""
 
     program: StepProgram
     epoch: int
     """Number of the step."""
     hook: int
-    """The latest hook, which is done."""
+    """Number of the latest hook, which is done."""
     numbers: dict[int, int]
     """Autograd's number of operators at the latest save of each thread."""
     storages: dict[int, SavedStorage]
-    """Storages that were saved, by the plan's number."""
+    """Saved storages by the plan's number."""
     first_saves: dict[int, SavedStorage]
-    """The same by the hook that saved them first."""
+    """Saved storages by the hook of their first save."""
     actions: Mapping[int, StorageAction]
     """Action of each storage, by the hook that saves it first."""
     forecast: PlanForecast

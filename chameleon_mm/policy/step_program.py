@@ -1,6 +1,6 @@
-"""A plan compiled for the loop that runs it: one row for each of autograd's hooks, with what is due there.
+"""Compile a plan into one row per hook, for the loop that runs it.
 
-    program = compile_program(trace, plan, features, save_of, growth)     # None: the loop cannot run it
+    program = compile_program(trace, plan, features, save_of, growth, classes)     # None: the loop cannot run it
     program.rows[hook]          # Row(key, kind, number, ops, growth, ins)
 
     hook        key                                          kind      ops, in the order of `plan.py`
@@ -26,37 +26,37 @@ from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.trace import Trace
 
 KEPT, FIRST, AGAIN, USE = range(4)
-"""Kinds of rows: a save of what stays whatever the plan, a storage's first save and a later one, and a use."""
+"""Kinds of rows: the save of a tensor that no plan moves, a storage's first save, a later save of it, a use."""
 
 RECLAIM, DROP, OUT = range(3)
-"""Ops: wait for a copy out and let the memory go; let it go, as the host has the bytes since an earlier action; copy out."""
+"""Ops: wait for a copy out and free the memory; free it without a copy, because the host has the bytes; copy out."""
 
 Op = tuple[int, int, int]
-"""An op, the storage's number, and the bytes that move: its last ones."""
+"""Op, number of the storage, number of its last bytes that move."""
 
 NO_CHECK = -1
 
 _FIXED, _NEW = -1, 0
-"""Hooks since a storage's last save, in a save's feature, of what never moves and of what is saved for the first time."""
+"""Values for "hooks since the storage's last save" in a feature: a storage that never moves, and a first save."""
 
 _SAVE_PARTS = 5
-"""Parts of a forward's save; one in a backward has one more, and a use has two."""
+"""Number of parts of a save's feature in forward. A save in backward has one more, a use has two."""
 
 
 class Row(NamedTuple):
-    """What one hook has to do."""
+    """Work of one hook."""
 
     key: Hashable
-    """Of a save: class, sizes, dtype, operators since the last save. Of a use: the hook of its save."""
+    """Save: (class, sizes, dtype, operators since the last save). Use: the hook of its save."""
     kind: int
     number: int = -1
-    """Number of the storage in the trace; -1: it stays whatever the plan."""
+    """Number of the storage in the trace, -1 for a tensor that no plan moves."""
     ops: tuple[Op, ...] = ()
-    """What is due before the hook's own storage is used, in this order."""
+    """Ops before the hook's own storage is used, in order."""
     growth: int = NO_CHECK
-    """Bytes, as `PlannedMemory.growth_until_next_check`, where memory is checked; else `NO_CHECK`."""
+    """Bytes as `PlannedMemory.growth_until_next_check` if memory is checked at this hook, else `NO_CHECK`."""
     ins: tuple[int, ...] = ()
-    """Storages whose copies back begin behind it."""
+    """Numbers of the storages whose copies back start after the hook's own use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,12 +76,13 @@ def compile_program(
     growth: Sequence[int],
     plain_classes: frozenset[Hashable],
 ) -> StepProgram | None:
-    """The rows of `plan`, made for `trace`, whose hooks have these features, as the light profiler has them; `save_of`: the
-    save of each use, negative for a save; `growth`: by hook, bytes as in `Row`. `plain_classes`: those whose tensors need no
-    taking apart.
+    """Compile `plan`, which was made for `trace`. Return None if the loop cannot run it.
 
-    None where the loop cannot run it: where something is recomputed, and where a hook is of a wrapper class, of a part of a
-    storage, of a save in backward or of an earlier step.
+    `features`: by hook, as the light profiler has them. `save_of`: the save of each use, negative for a save. `growth`: bytes
+    by hook, as in `Row`. `plain_classes`: classes of tensors that are no wrappers.
+
+    The loop cannot run a plan that recomputes, nor a step with a hook of a wrapper class, of a part of a storage, of a save in
+    backward, or of a tensor saved in an earlier step.
     """
     if len(plan.swaps) < len(plan.actions):
         return None
@@ -102,7 +103,7 @@ def compile_program(
 
 
 def _due(trace: Trace, plan: SwapPlan) -> tuple[dict[int, list[Op]], dict[int, list[int]], set[int]]:
-    """By hook: ops before its own storage is used, copies back behind that; and the hooks that reclaim."""
+    """Return the ops and the copies back by hook, and the set of hooks that reclaim."""
     swaps, ops, ins, reclaims = plan.swaps, defaultdict[int, list[Op]](list), defaultdict[int, list[int]](list), set[int]()
     for hook, kind, j in zip(*(column.tolist() for column in in_order(ActionColumns.of(swaps, trace))), strict=True):
         action = swaps[j]

@@ -84,7 +84,7 @@ class SimStream:
     def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
         """Copy as `Stream.copy_storage` does. Raises `ValueError` as `copy` does."""
         with torch._C._DisableTorchDispatch():  # an active mode would take it for an operator of the model's
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         dst, src = (host, whole) if out else (whole, host)
         self.copy(dst, src, speculative=out)
 

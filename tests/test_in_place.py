@@ -50,16 +50,23 @@ def made(device: Device) -> Tensor:
     return torch.randn(SIDE, SIDE, device=device.torch_device)
 
 
-def hook(swapper: Executor) -> None:
-    """The hook of a save that stays, of an operator behind those before."""
-    torch.ones(1, requires_grad=True).exp()
-    assert isinstance(swapper.save(torch.ones(1)), KeptTensor)
+def hook(swapper: Executor, times: int = 1) -> None:
+    """Save a tensor that stays, in an operator after the others, so many times."""
+    for _ in range(times):
+        torch.ones(1, requires_grad=True).exp()
+        assert isinstance(swapper.save(torch.ones(1)), KeptTensor)
 
 
 def saved(swapper: Executor, t: Tensor) -> SwappedView:
     handle = swapper.save(t)
     assert isinstance(handle, SwappedView)
     return handle
+
+
+def one_saved(device: Device) -> tuple[Executor, Tensor, Tensor, SwappedView]:
+    """An executor, a tensor, its bytes as they are now, and its handle."""
+    swapper, y = executor(device), made(device)
+    return swapper, y, y.clone(), saved(swapper, y)
 
 
 # --- who holds a storage
@@ -133,10 +140,7 @@ HOLDERS: dict[str, Holder] = {
 @pytest.mark.parametrize("name", HOLDERS)
 def test_what_somebody_holds_is_never_empty_and_goes_once_nobody_does(name: str, sim: cm.SimDevice) -> None:
     with sim.compute():
-        swapper = executor(sim)
-        y = made(sim)
-        expected = y.clone()
-        handle = saved(swapper, y)
+        swapper, y, expected, handle = one_saved(sim)
         before = sim.allocated_bytes()
         held, ref = HOLDERS[name](y), weakref.ref(y.untyped_storage())
         del y
@@ -225,8 +229,7 @@ def test_a_weak_reference_to_a_tensor_holds_nothing(sim: cm.SimDevice) -> None:
         y = made(sim)
         handle, ref = saved(swapper, y), weakref.ref(y)
         del y
-        hook(swapper)
-        hook(swapper)
+        hook(swapper, times=2)
         assert ref() is None
         assert handle.claim.saved.state is State.ON_HOST
 
@@ -237,8 +240,7 @@ def test_a_write_by_whoever_holds_it_is_what_a_use_reads(sim: cm.SimDevice) -> N
         swapper = executor(sim)
         y = made(sim)
         handle = saved(swapper, y)
-        hook(swapper)
-        hook(swapper)
+        hook(swapper, times=2)
         y.data.mul_(2)
         assert torch.equal(swapper.use(handle), y)
 
@@ -251,8 +253,7 @@ def test_the_result_of_a_use_counts_as_a_holder(sim: cm.SimDevice) -> None:
         expected = y.clone()
         handle, other = saved(swapper, y), saved(swapper, y.detach())
         del y
-        hook(swapper)
-        hook(swapper)
+        hook(swapper, times=2)
         given = swapper.use(handle)
         record = handle.claim.saved
         assert not record.drop_restored()
@@ -274,8 +275,7 @@ def test_all_views_come_back_with_one_copy(sim: cm.SimDevice) -> None:
         assert len({id(handle.claim) for handle in handles}) == 1
         storage = y.untyped_storage()._cdata
         del y, views
-        hook(swapper)
-        hook(swapper)
+        hook(swapper, times=2)
         assert handles[0].claim.saved.state is State.ON_HOST
         used = [swapper.use(handle) for handle in handles]
         assert {t.untyped_storage()._cdata for t in used} == {storage}  # the one that was saved
@@ -339,14 +339,10 @@ def test_memory_that_torch_did_not_allocate_stays_and_is_counted(name: str, sim:
 
 def test_what_numpy_was_given_after_its_save_stays(sim: cm.SimDevice) -> None:
     with sim.compute():
-        swapper = executor(sim)
-        y = made(sim)
-        expected = y.clone()
-        handle = saved(swapper, y)
+        swapper, y, expected, handle = one_saved(sim)
         y.numpy()
         del y
-        hook(swapper)
-        hook(swapper)
+        hook(swapper, times=2)
         assert handle.claim.saved.state is State.RESTORED
         assert torch.equal(swapper.use(handle), expected)
 
@@ -425,8 +421,7 @@ def test_a_save_with_bytes_that_the_copy_lacks_begins_it_again(sim: cm.SimDevice
         swapper = executor(sim)
         y = made(sim)
         first = saved(swapper, y)
-        hook(swapper)
-        hook(swapper)
+        hook(swapper, times=2)
         record = first.claim.saved
         states = [record.state]
         y.data.add_(1)
@@ -435,8 +430,7 @@ def test_a_save_with_bytes_that_the_copy_lacks_begins_it_again(sim: cm.SimDevice
         assert (record.state, record.copies) == (State.ON_DEVICE, 2)
         expected = y.clone()
         del y
-        hook(swapper)
-        hook(swapper)
+        hook(swapper, times=2)
         states.append(record.state)
         assert states == [State.RESTORED, State.ON_HOST]
         assert torch.equal(swapper.use(second), expected)
@@ -451,8 +445,7 @@ def test_a_use_on_another_stream_has_memory_of_its_own(sim: cm.SimDevice) -> Non
         expected = y.clone()
         handle, again = saved(swapper, y), saved(swapper, y.detach())
         del y
-        hook(swapper)
-        hook(swapper)
+        hook(swapper, times=2)
         held = swapper.use(handle)  # back on this stream
         with sim.stream(other):
             elsewhere = swapper.use(again)
@@ -468,8 +461,7 @@ def test_nothing_of_it_needs_the_collector(sim: cm.SimDevice) -> None:
         swapper = executor(sim)
         y = made(sim)
         handle = saved(swapper, y)
-        hook(swapper)
-        hook(swapper)
+        hook(swapper, times=2)
         assert swapper.parts.context.held
         ref = weakref.ref(swapper)
         del handle, swapper, y

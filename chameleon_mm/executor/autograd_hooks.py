@@ -1,4 +1,4 @@
-"""Autograd's two hooks: the short way for what stays on the device while nothing is due, the executor's for all else.
+"""Autograd's two hooks: the loop, the short way for what stays on the device while nothing is due, the executor's for all else.
 
 save, use = autograd_hooks(executor)                          # once its director is set
 with torch.autograd.graph.saved_tensors_hooks(save, use): ...
@@ -57,16 +57,9 @@ def _save_hook(executor: Executor) -> _Save:
             return executor_save(t)
         with lock:
             if not (
-                outs.fresh
-                or leaving
-                or held
-                or outs.waiting_bytes
-                or queued_out
-                or queued_in
-                or ended
-                or errors
+                outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors
                 or loop.follows
-            ):
+            ):  # fmt: skip
                 hook = saves_at_rest(t)
                 if hook != ON_SAVE:
                     totals.kept_by_reason[reason] += 1

@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from chameleon_mm.device import Event
+from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.way import Way
-from chameleon_mm.policy.step_program import DROP, FIRST, KEPT, NO_CHECK, OUT, USE, Row
+from chameleon_mm.pinned import PinnedBlock
+from chameleon_mm.policy.step_program import DROP, FIRST, KEPT, NO_CHECK, OUT, USE, Row, StepProgram
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.saved.classify import reason_to_stay
 from chameleon_mm.saved.handles import Handle, KeptTensor, SwappedView
@@ -58,35 +59,9 @@ class StepLoop:
     """Loop over the rows of a program. Not thread-safe: the executor holds its lock."""
 
     __slots__ = (
-        "_back",
-        "_budget",
-        "_claims",
-        "_compute",
-        "_context",
-        "_device",
-        "_director",
-        "_epoch",
-        "_executor",
-        "_held",
-        "_ins",
-        "_latest",
-        "_leaving",
-        "_min_bytes",
-        "_nbytes",
-        "_numbers",
-        "_operators",
-        "_out",
-        "_outs",
-        "_protected",
-        "_queued_in",
-        "_queued_out",
-        "_ready",
-        "_returns",
-        "_rows",
-        "_thread",
-        "_totals",
-        "_way",
-        "follows",
+        "_back", "_budget", "_claims", "_compute", "_context", "_device", "_director", "_epoch", "_executor", "_held",
+        "_ins", "_latest", "_leaving", "_min_bytes", "_nbytes", "_numbers", "_operators", "_out", "_outs", "_program",
+        "_protected", "_queued_in", "_queued_out", "_ready", "_returns", "_rows", "_thread", "_totals", "_way", "follows",
         "hook",
     )  # fmt: skip
 
@@ -107,7 +82,9 @@ class StepLoop:
         self._returns = 0
         """Returns of the running step to its program."""
         self._way: Way | None = None
+        self._program: StepProgram | None = None
         self._rows: tuple[Row, ...] = ()
+        """Rows of the latest program, and one after the last."""
         self._min_bytes = executor.rule.min_bytes
         self._operators: dict[int, OperatorNumber] = {}
 
@@ -132,8 +109,8 @@ class StepLoop:
         if not self._context.streams.is_only(compute) or self._context.checksums is not None or outs.waiting_bytes:
             return
         outs.fresh.clear()
-        if self._way is None or way.program is not self._way.program:
-            self._rows = (*way.program.rows, _BEHIND)
+        if way.program is not self._program:
+            self._program, self._rows = way.program, (*way.program.rows, _BEHIND)
         self._way, self._director, self._compute, self._nbytes = way, director, compute, way.program.nbytes
         self._epoch, self._numbers, self._operators = way.epoch, way.numbers, known
         self._thread, self._latest = get_ident(), (-1, 0)
@@ -161,7 +138,7 @@ class StepLoop:
     def forget(self) -> None:
         """Forget the step, and let go of its storages."""
         self.leave()
-        self.hook, self._returns, self._way, self._rows, self._operators = -1, 0, None, (), {}
+        self.hook, self._returns, self._way, self._operators = -1, 0, None, {}
 
     # --- the two hooks
 
@@ -173,20 +150,11 @@ class StepLoop:
         row = self._rows[hook]
         kind = row.kind
         try:
-            if kind >= USE or row.key != (type(t), t.shape, t.dtype, now - self._numbers.get(thread, now)):
-                self.leave()
-                return None
-            storage = None if kind == KEPT else t.untyped_storage()
-        except (
-            NotImplementedError,
-            RuntimeError,
-        ):  # a nested one has no shape, a sparse one no storage
-            self.leave()
-            return None
-        if storage is not None and not self._may_move(t, storage, row.number):
-            self.leave()
-            return None
-        if not self._run(row, hook):
+            agrees = kind < USE and row.key == (type(t), t.shape, t.dtype, now - self._numbers.get(thread, now))
+            storage = t.untyped_storage() if agrees and kind != KEPT else None
+        except RuntimeError:  # a nested tensor has no shape, a sparse one no storage
+            agrees = False
+        if not agrees or (storage is not None and not self._may_move(t, storage, row.number)) or not self._run(row, hook):
             self.leave()
             return None
         operator = this_thread.number, now
@@ -317,15 +285,11 @@ class StepLoop:
                 self._reclaim(number, nbytes, again=op == DROP)
         if waiting or lending is not None:
             self._outs.hand_over(lending)
-        return row.growth == NO_CHECK or self._check(row, hook)
-
-    def _check(self, row: Row, hook: int) -> bool:
-        """Check memory. Return False if the plan is not trusted any more."""
-        way, budget = self._way, self._budget
-        assert way is not None
+        if row.growth == NO_CHECK:
+            return True
         way.forecast.growth_bytes = row.growth + way.margin_bytes
-        self._director.note_growth(budget.check_memory(), at_hook=row.number >= 0, hook=hook)
-        return budget.forecast is way.forecast
+        self._director.note_growth(self._budget.check_memory(), at_hook=row.number >= 0, hook=hook)
+        return self._budget.forecast is way.forecast  # else the plan is not trusted any more
 
     def _is_over(self, operator: OperatorNumber) -> bool:
         """True if the operator is over. Note [Swap-out]. For an operator of another thread the latest save there tells."""
@@ -335,7 +299,7 @@ class StepLoop:
     def _copy_out(self, number: int, nbytes: int) -> None:
         """Start the copy out if the operator that saved it is over. Note [Swap-out]. A refused storage stays on the device."""
         way, context, out = self._way, self._context, self._out
-        assert way is not None and self._ready is not None
+        assert way is not None
         saved, operator = way.storages.get(number), self._operators.get(number)
         if saved is None or saved.state is not _ON_DEVICE:
             return
@@ -346,7 +310,7 @@ class StepLoop:
         if nbytes < saved.nbytes:
             self._outs.swap_out_planned(saved, nbytes)
             return
-        storage, metrics = saved.slot.storage, context.metrics
+        storage = saved.slot.storage
         if not saved.is_copyable or storage is None:
             return
         if self._queued_out:
@@ -356,20 +320,11 @@ class StepLoop:
         except HostMemoryExhausted:
             self._outs.swap_out_planned(saved, nbytes)  # to pageable memory, if it must not stay
             return
-        try:
-            self._compute.record_again(self._ready)
-            out.wait(self._ready)  # Note [Swap-out]: the operators that wrote it -> its copy
-            start = out.record(timed=True) if metrics.timed else None
-            out.copy_storage(storage, block.buffer, out=True)
-            done = out.record(timed=metrics.timed)
-        except BaseException as error:
-            context.transfer.synchronize()  # a part of the copy may run without an event at its end
+        move = self._issue(out, storage, block)  # Note [Swap-out]: the operators that wrote it -> its copy
+        if move is None:
             block.release()
-            if not isinstance(error, RuntimeError):
-                raise
-            self._outs.note_refusal(error)  # the device refused the copy: the storage stays
             return
-        saved.leaves_by(HostCopy.issued(block, Move.issued(saved.nbytes, done, start), context))
+        saved.leaves_by(HostCopy.issued(block, move, context))
         self._outs.note_planned(saved)
 
     def _reclaim(self, number: int, nbytes: int, *, again: bool) -> None:
@@ -407,24 +362,35 @@ class StepLoop:
 
     def _copy_back(self, saved: SavedStorage) -> bool:
         """Allocate all of the storage and start its copy back. Return False if there is no memory, or the copy is refused."""
-        context, compute, back, copy, storage = self._context, self._compute, self._back, saved.copy, saved.slot.storage
-        assert self._ready is not None and copy is not None and copy.block is not None and copy.out.done is not None
-        assert storage is not None
+        compute, back, copy, storage = self._compute, self._back, saved.copy, saved.slot.storage
+        assert copy is not None and copy.block is not None and copy.out.done is not None and storage is not None
         try:
             compute.resize(storage, saved.nbytes)
         except torch.OutOfMemoryError:
             return False
-        try:
-            compute.record_again(self._ready)
-            back.wait(self._ready)  # Note [Swap-in]: the memory's earlier owner -> the copy into it
-            back.wait(copy.out.done)  # Note [Swap-in]: the copy out -> the copy back
-            start = back.record(timed=True) if context.metrics.timed else None
-            back.copy_storage(storage, copy.block.buffer, out=False)
-            done = back.record(timed=context.metrics.timed)
-        except RuntimeError as error:
-            context.transfer.synchronize()  # a part of the copy may run without an event at its end
+        # Note [Swap-in]: the memory's earlier owner, and the copy out -> the copy back
+        move = self._issue(back, storage, copy.block, copy.out.done)
+        if move is None:
             compute.resize(storage, 0)
-            self._outs.note_refusal(error)
             return False
-        saved.comes_back_by(Move.issued(saved.nbytes, done, start), compute)
+        saved.comes_back_by(move, compute)
         return True
+
+    def _issue(self, link: Stream, storage: torch.UntypedStorage, block: PinnedBlock, *after: Event) -> Move | None:
+        """Hand the copy between all of `storage` and `block` to the device, on `link`, after compute's work so far and `after`.
+        Return None if the device refuses it."""
+        timed, ready = self._context.metrics.timed, self._ready
+        assert ready is not None
+        try:
+            self._compute.record_again(ready)
+            for event in (ready, *after):
+                link.wait(event)  # the caller says what it orders
+            start = link.record(timed=True) if timed else None
+            link.copy_storage(storage, block.buffer, out=link is self._out)
+            return Move.issued(block.nbytes, link.record(timed=timed), start)
+        except BaseException as error:
+            self._context.transfer.synchronize()  # a part of the copy may run without an event at its end
+            if not isinstance(error, RuntimeError):
+                raise
+            self._outs.note_refusal(error)
+            return None

@@ -66,7 +66,7 @@ def reason_to_stay(t: Tensor, protected: ProtectedStorages, min_bytes: int) -> s
         return "leaf"
     try:
         storage = t.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a sparse tensor, or one of a functorch transform: it has no storage
+    except RuntimeError:  # a sparse tensor, or one of a functorch transform: it has no storage
         return None
     nbytes = storage.nbytes()
     if id(storage) in protected.refs and storage in protected:

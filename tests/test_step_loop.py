@@ -154,6 +154,7 @@ class Session:
         with self.device.compute():
             work = Work(self.machine)
             self.budget = budget = self.device.allocated_bytes() + 12 * SIDE * SIDE * 4
+            self.device.reset_peaks()  # a CUDA device's peak is its whole process's
             with cm.SwapSession(budget, "64MiB", self.device, min_bytes=256, recompute=False) as session:
                 self.loop: StepLoop = session._executor.loop
                 for number, word in enumerate(words):

@@ -328,7 +328,7 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
     """Figures of a report about plans; None: the session makes none."""
     planned = None if adaptation is None else adaptation.latest
     followed = None if planned is None else planned.current
-    plan = None if followed is None else followed.schedule.plan
+    plan = None if followed is None else followed.program.plan
     return {
         "detailed_steps": 0 if adaptation is None else adaptation.detailed_steps,
         "plans": 0 if adaptation is None else adaptation.plans,

@@ -20,19 +20,24 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.director import Director, HookActions
+from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.recompute_plan import RecomputePlan
-from chameleon_mm.policy import StorageAction
-from chameleon_mm.profiler.calls import BirthPlace
+from chameleon_mm.executor.way import Way
+from chameleon_mm.policy.step_program import DROP, Row, StepProgram
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.metrics import Totals
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.trace import replayable
+from chameleon_mm.trace.trace import BirthPlace
+from tests._traces import chain, plan_of
 
 HELD_FROM = 1_000_000
 """Number of the first held storage; those of saved ones are their hooks'."""
 
 MOST_HOOKS = 4_096
+
+
+_NOTHING_PLANNED = StepProgram.of(chain(layers=0), plan_of(chain(layers=0)))
 
 
 class Proofs(enum.Enum):
@@ -96,7 +101,9 @@ class Mix(Director):
         )
         self._choices: dict[int, str] = {}
         """Choice for each place, where one holds for all steps."""
-        self._of: dict[SavedStorage, str] = {}
+        self._saved: set[SavedStorage] = set()
+        self._drops: list[int] = []
+        """Numbers of the storages to drop once the operators that saved them are over."""
         self._hooks = 0
         self.num_held = 0
 
@@ -106,32 +113,38 @@ class Mix(Director):
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
         self._hooks = 0
-        self._of = {}
+        self.way = Way(_NOTHING_PLANNED, epoch)
         return None
 
     def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
         hook, self._hooks = self._hooks, self._hooks + 1
-        if saved is not None and saved not in self._of:
-            saved.planned = StorageAction(hook, None)
-            self._of[saved] = self._choose(hook, self._drop)
+        if saved is not None and saved not in self._saved:
+            self._direct(saved, hook, self._choose(hook, self._drop))
         return hook
+
+    def _direct(self, saved: SavedStorage, number: int, choice: str) -> None:
+        """Number `saved`, unless the default rule has it swapped out."""
+        self._saved.add(saved)
+        if choice == "swap" or self.way is None:
+            return
+        saved.number = number
+        self.way.storages[number] = saved
+        if choice == "drop":
+            self._drops.append(number)
 
     def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
         self._hooks += 1
 
-    def due(self, finished: Sequence[SavedStorage]) -> HookActions:
-        choices = [(saved, self._of.get(saved, "swap")) for saved in finished]
-        return HookActions(
-            swap_outs=[(saved, None) for saved, choice in choices if choice == "swap"],
-            drops=[saved for saved, choice in choices if choice == "drop"],
-        )
+    def due(self) -> Sequence[Row]:
+        drops, self._drops = self._drops, []
+        return [Row(ops=tuple((DROP, number, 0) for number in drops))] if drops else ()
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
-        self._of[saved] = self._choose(number, drop=0.0)
+        self._direct(saved, number, self._choose(number, drop=0.0))
         self.num_held += 1
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> Any:
-        self._of = {}
+        self._saved, self._drops, self.way = set(), [], None
         return super().end_step(recorder, compute, growth_bytes, completed=completed)
 
     def _choose(self, number: int, drop: float) -> str:

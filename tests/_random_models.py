@@ -215,4 +215,4 @@ def _swapped_step(
     executor.end_step(completed=True)
     if trial is None or trace is None or adaptation.plan_cache_hits == hits:
         return loss, None
-    return loss, (trial.schedule.plan, trace)
+    return loss, (trial.program.plan, trace)

@@ -14,13 +14,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy import (
     Action,
     Candidates,
     LinkCost,
-    StorageAction,
     SwapPlan,
     generate_plan,
     simulate,
@@ -29,12 +27,12 @@ from chameleon_mm.policy import (
 from chameleon_mm.policy.action_columns import in_order
 from chameleon_mm.policy.bounds import ideal
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.step_program import OUT, RECLAIM, RELEASE, StepProgram
 from chameleon_mm.policy.swap_all import SwapAll
 from chameleon_mm.policy.timing import walk
 from chameleon_mm.report_page.step_picture import STALL, PlannedStepData, picture_of
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
 from tests._oracles import carried_out, plan_within_host, timed_one_by_one
-from tests._trace_records import hooks_of
 from tests._traces import H200_LINK, away_before_first_uses_alone, between, plan_of
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
@@ -176,15 +174,13 @@ def test_actions_that_nobody_could_carry_out_are_refused(actions: list[Action], 
         simulate(trace, plan_of(trace, actions), SLOW_LINK)
 
 
-def test_a_schedule_has_the_first_action_for_who_saves_and_drops_without_a_copy() -> None:
+def test_a_program_copies_out_once_and_frees_without_a_copy_after_that() -> None:
     trace = two_rounds()
-    schedule = HookSchedule.of(trace, plan_of(trace, [FIRST, AGAIN]))
-    assert schedule.storage_actions[0] == StorageAction(0, FIRST)
-    cursor = schedule.begin_step()
-    due = [cursor.advance_to(hook) for hook in range(len(hooks_of(trace)))]
-    assert [None if at is None else (at.outs, at.reclaims, at.ins) for at in due] == [
-        None, ([FIRST], [], []), ([], [FIRST], []), None, None, ([], [AGAIN], []), None,
+    rows = StepProgram.of(trace, plan_of(trace, [FIRST, AGAIN])).rows
+    assert [row.ops for row in rows[:-1]] == [
+        (), ((OUT, 0, 4096),), ((RECLAIM, 0, 4096),), (), (), ((RELEASE, 0, 4096),), (),
     ]  # fmt: skip
+    assert not any(row.ins for row in rows)
 
 
 # --- planned

@@ -83,7 +83,7 @@ def follow(
     for _ in range(steps):
         current = made.current
         assert current is not None
-        predicted = current.schedule.plan.step_us
+        predicted = current.program.plan.step_us
         followed.append(predicted)
         made.add_time(current, took(step_us[predicted], stalls_us, out_stalls_us))
     return followed

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.policy import Action, ActionKind, Candidates, memory_curve, simulate
 from chameleon_mm.policy.planned_rewrite import choice_actions
 from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.policy.rewrite import RewrittenTrace
-from chameleon_mm.profiler.calls import BirthPlace
+from chameleon_mm.policy.step_program import DROP, OUT, StepProgram
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.trace.trace import BirthPlace
 from chameleon_mm.units import KIB
 from tests._hybrid_traces import (
     carried_out_recomputing,
@@ -303,8 +303,8 @@ def test_a_held_storage_is_known_by_its_last_write_even_if_nobody_can_recompute_
     recipes = Recipes.of(trace, None)
     assert recipes.makers[x] == ()
     rewritten = RewrittenTrace.of(recipes, [y], [x])
-    schedule = HookSchedule.of(trace, plan_of(trace, choice_actions(recipes, rewritten)))
-    assert schedule.held == {BirthPlace(hooks=1, operator="aten::mul.Tensor", same_name=2, position=0): x}
+    program = StepProgram.of(trace, plan_of(trace, choice_actions(recipes, rewritten)))
+    assert program.held == {BirthPlace(hooks=1, operator="aten::mul.Tensor", same_name=2, position=0): x}
 
 
 def test_what_is_not_held_is_recomputed_though_it_is_there() -> None:
@@ -434,22 +434,24 @@ def test_growth_covers_what_recomputations_take(random: Random) -> None:
     """From the end of any hook's reclaims memory never grows by more than is said until the next check."""
     trace = random_hybrid_step(random)
     plan = random_hybrid_plan(random, trace, Recipes.of(trace, None))
-    schedule = HookSchedule.of(trace, plan)
+    program = StepProgram.of(trace, plan)
+    rows = program.rows[:-1]
     allocated = carried_out_recomputing(trace, plan)
-    assert schedule.allocated_bytes.tolist() == allocated
-    assert len(schedule.growth) == len(trace.hook_tick)
+    assert program.allocated_bytes.tolist() == allocated
+    assert len(rows) == len(trace.hook_tick)
     ticks, checks = trace.hook_tick.tolist(), {0, *np.flatnonzero(trace.hook_tensor >= 0).tolist()}
     checks |= {action.reclaim_at for action in plan.swaps + plan.recomputed}
     levels = levels_after_reclaims(trace, plan)
     for hook in sorted(checks) if ticks else ():
         until = min((ticks[k] for k in checks if k > hook), default=trace.num_ticks)
-        most = levels[hook] + schedule.growth[hook]
+        most = levels[hook] + rows[hook].growth
         assert max(allocated[ticks[hook] : until]) <= most <= max(allocated[ticks[hook] : until + 1])
-    cursor, due = schedule.begin_step(), []
-    for hook in range(len(ticks)):
-        now = cursor.advance_to(hook)
-        due += [] if now is None else now.reclaims
-    assert sorted(action.tensor for action in due) == sorted(action.tensor for action in plan.swaps)
+    freed = [(hook, op, number) for hook, row in enumerate(rows) for op, number, _ in row.ops if op != OUT]
+    assert sorted(number for _, op, number in freed if op != DROP) == sorted(action.tensor for action in plan.swaps)
+    assert sorted((hook, number) for hook, op, number in freed if op == DROP) == sorted(
+        (action.reclaim_at, action.tensor) for action in plan.recomputed
+    )
+    assert all(row.is_checked for row in rows if any(op != OUT for op, _, _ in row.ops))
 
 
 @given(st.randoms(use_true_random=False))

@@ -152,7 +152,7 @@ def test_the_step_takes_the_time_that_was_predicted(share: float, monkeypatch: p
     add_time = PlannedStep.add_time
 
     def note(planned: PlannedStep, trial: Any, time: StepTime) -> None:
-        measured.append((time.step_us, trial.schedule.plan.step_us))
+        measured.append((time.step_us, trial.program.plan.step_us))
         add_time(planned, trial, time)
 
     monkeypatch.setattr(PlannedStep, "add_time", note)
@@ -273,7 +273,7 @@ def test_what_a_proof_finds_to_differ_is_swapped_and_planned_without(monkeypatch
     assert adaptation.latest.current is not None
     (number,) = adaptation.latest.refused
     assert adaptation.latest.refused[number].reason == "other bits than the original"
-    assert number not in {action.tensor for action in adaptation.latest.current.schedule.plan.recomputed}
+    assert number not in {action.tensor for action in adaptation.latest.current.program.plan.recomputed}
 
 
 def test_a_mismatch_ends_backward_with_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

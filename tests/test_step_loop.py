@@ -1,4 +1,4 @@
-"""The loop that runs a compiled plan: its rows are the plan's, its steps eager's, and leaving it costs a word to the director.
+"""The loop that runs a compiled plan: its steps are eager's, and leaving it costs a word to the director.
 
 The reference is plain PyTorch: the same program with no session, no simulated device and no mode around it.
 """
@@ -6,24 +6,17 @@ The reference is plain PyTorch: the same program with no session, no simulated d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.executor.step_loop import StepLoop
-from chameleon_mm.policy.step_program import AGAIN, DROP, FIRST, KEPT, OUT, USE, StepProgram, compile_program
 from chameleon_mm.saved.version import SavedBytes
-from chameleon_mm.trace import Trace
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
-from tests._traces import plan_of, random_plan, random_step
 from tests.observed import SimLifetimeError, SimRaceError
 
 pytestmark = [
@@ -34,68 +27,6 @@ pytestmark = [
 MACHINES = [OnSim, pytest.param(OnCuda, marks=pytest.mark.gpu)]
 
 SIDE, LAYERS, STEPS = 128, 6, 5
-
-
-# --- what is compiled
-
-
-def compiled(trace: Trace, plan: Any) -> StepProgram | None:
-    """The program of a step whose saves have features as a model's would."""
-    features: list[tuple[Any, ...]] = []
-    saves: list[int] = []
-    latest: dict[int, int] = {}
-    for hook, (tensor, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
-        if use:
-            assume(tensor in latest)
-            features.append(("node", hook - latest[tensor]))
-            saves.append(latest[tensor])
-            continue
-        since = -1 if tensor < 0 else hook - latest[tensor] if tensor in latest else 0
-        features.append((Tensor, (tensor,), torch.float32, 1, since))
-        saves.append(-1)
-        latest[tensor] = hook
-    growth = HookSchedule.of(trace, plan).growth
-    return compile_program(trace, plan, features, saves, growth, frozenset({Tensor}))
-
-
-@given(st.randoms(use_true_random=False))
-def test_what_is_due_at_each_hook_is_what_the_schedule_has(rng: Random) -> None:
-    trace = random_step(rng)
-    plan = random_plan(rng, trace)
-    program, cursor = compiled(trace, plan), HookSchedule.of(trace, plan).begin_step()
-    assert program is not None and len(program.rows) == plan.num_hooks
-    for hook, row in enumerate(program.rows):
-        due = cursor.advance_to(hook)
-        reclaims, outs, ins, drops = ([], [], [], []) if due is None else due
-        assert [(number, nbytes) for op, number, nbytes in row.ops if op != OUT] == [(a.tensor, a.nbytes) for a in reclaims]
-        assert [op == DROP for op, _, _ in row.ops if op != OUT] == [a.again for a in reclaims]
-        assert [(number, nbytes) for op, number, nbytes in row.ops if op == OUT] == [(a.tensor, a.nbytes) for a in outs]
-        assert list(row.ins) == [a.tensor for a in ins]
-        assert drops == []
-        assert (row.growth >= 0) == (row.number >= 0 or bool(reclaims))
-        assert row.kind == (USE if trace.hook_use[hook] else KEPT if row.number < 0 else row.kind)
-        assert [op for op, _, _ in row.ops] == sorted((op for op, _, _ in row.ops), key=lambda op: op == OUT)
-    firsts = [row.number for row in program.rows if row.kind == FIRST]
-    assert len(firsts) == len(set(firsts))
-    assert all(row.number in firsts for row in program.rows if row.kind == AGAIN)
-
-
-@pytest.mark.parametrize(
-    "feature",
-    [
-        ("DTensor", (8,), torch.float32, 1, 0),  # a wrapper class
-        (Tensor, (8,), torch.float32, 1, 0, "backward"),  # a forward that backward runs again
-        (Tensor, (8,), torch.float32, 1, -1),  # it stays, and the trace says that it may move
-        (Tensor, (8,), torch.float32, 1, object()),  # any number of hooks since its last save
-    ],
-)
-def test_what_the_loop_cannot_run_is_not_compiled(feature: tuple[Any, ...]) -> None:
-    trace = random_step(Random(3))
-    use = int(trace.hook_use.argmax())
-    features = [feature] * use + [("node", 1)] * (len(trace.hook_use) - use)
-    growth = HookSchedule.of(trace, plan_of(trace)).growth
-    saves = [-1] * use + [0] * (len(features) - use)
-    assert compile_program(trace, plan_of(trace), features, saves, growth, frozenset({Tensor})) is None
 
 
 # --- what runs

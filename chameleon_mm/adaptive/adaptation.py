@@ -112,13 +112,13 @@ class Adaptation:
     def latest_plan(self) -> SwapPlan | None:
         """Plan of the step that was planned last; None: there is none within the budget."""
         current = None if self.latest is None else self.latest.current
-        return None if current is None else current.schedule.plan
+        return None if current is None else current.program.plan
 
     @property
     def host_bytes_wanted(self) -> int | None:
         """The most pinned memory that one of the cached steps needs by the plan that it would follow; None: none has a plan."""
         followed = (entry.plan.current for entry in self.steps.entries() if entry.plan is not None)
-        return max((trial.schedule.plan.host_bytes for trial in followed if trial is not None), default=None)
+        return max((trial.program.plan.host_bytes for trial in followed if trial is not None), default=None)
 
     @property
     def banned(self) -> tuple[str, ...]:
@@ -314,7 +314,7 @@ class Adaptation:
         """Whether the step's plans have to be made anew, as its first hook finds that many bytes more on the device than its
         trace has."""
         more_bytes = extra_bytes - planned.extra.extra_bytes
-        plan = None if planned.current is None else planned.current.schedule.plan
+        plan = None if planned.current is None else planned.current.program.plan
         if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
             return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
         planned.reset_for(planned.extra | ExtraMemory(extra_bytes=extra_bytes))

@@ -29,7 +29,7 @@ def plan_digests(planned: PlannedStep | None) -> dict[str, str]:
     }
     if trial is not None:
         found["plan"] = _digest(
-            [[a.tensor, a.nbytes, a.out_at, a.reclaim_at, a.in_at, a.use_at, a.kind.value] for a in trial.schedule.plan.actions]
+            [[a.tensor, a.nbytes, a.out_at, a.reclaim_at, a.in_at, a.use_at, a.kind.value] for a in trial.program.plan.actions]
         )
     return found
 

@@ -17,19 +17,18 @@ from torch import Tensor
 from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps, recomputes
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.followed_step import FollowedStep
-from chameleon_mm.adaptive.hook_schedule import BEHIND_ALL, NO_ACTIONS, HookSchedule, ScheduleCursor
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.adaptive.step_memory import StepMemory
 from chameleon_mm.adaptive.structure import MOST_VARIABLES
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.director import NOTHING_DUE, ON_SAVE, Director, HookActions
-from chameleon_mm.executor.forecasts import PlanForecast, TraceForecast
+from chameleon_mm.executor.director import Director
+from chameleon_mm.executor.forecasts import TraceForecast
 from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.executor.way import Way
-from chameleon_mm.policy import ActionKind, StorageAction
-from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
+from chameleon_mm.policy.step_program import Row
+from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LatestHook, LightProfiler
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import EARLIER_STEP, feature_hash
 from chameleon_mm.saved.handles import NO_HOOK
@@ -47,16 +46,14 @@ class PlanFollower(Director):
     plans = True  # so that the executor tells it of every hook
 
     __slots__ = (
-        "_budget", "_checked_at", "_cursor", "_diverged", "_due", "_entry", "_epoch", "_first_bytes", "_first_saves",
-        "_growth_bytes", "_had_plan", "_last_entry", "_may_recompute", "_memory", "_plan_forecast", "_planned", "_predicted",
-        "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps", "_storages", "_trace_forecast", "adaptation",
-        "at_rest_until", "followed", "light",
+        "_budget", "_checked_at", "_diverged", "_entry", "_epoch", "_first_bytes", "_first_saves", "_growth_bytes", "_had_plan",
+        "_last_entry", "_may_recompute", "_memory", "_planned", "_predicted", "_reached", "_recorded_hooks",
+        "_recorder", "_steps", "_trace_forecast", "adaptation", "followed", "light", "way",
     )  # fmt: skip
 
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
         self.light: LightProfiler = LightProfiler()
-        self._plan_forecast = PlanForecast()
         self._trace_forecast = TraceForecast()
         self._epoch = -1
         self._last_entry: StepEntry | None = None
@@ -123,19 +120,14 @@ class PlanFollower(Director):
         self._predicted: list[int] = []
         """Fingerprints of the steps that this one was taken for because of its sizes."""
         self._diverged = False
-        self.at_rest_until = 0
         self._reached = _NONE
         """The furthest of the cached step's hooks so far."""
         self._first_saves: dict[int, SavedStorage] = {}
         """First saves by hook of this step, retired ones included, which hold no device memory any more."""
-        self._storages: dict[int, SavedStorage] = {}
-        """Saved storages by the plan's number of the storage."""
         self.followed: PlanTrial | None = None
         """The trial whose plan this step follows, or did."""
-        self._schedule: HookSchedule | None = None
+        self.way: Way | None = None
         self._may_recompute = False
-        self._cursor: ScheduleCursor | None = None
-        self._due = NO_ACTIONS
         self._first_bytes = 0
         """Bytes allocated at the first hook."""
         self._memory = StepMemory()
@@ -168,11 +160,7 @@ class PlanFollower(Director):
         self._locate(hook, expected=expected)
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
-            schedule = None if self._diverged else self._schedule
-            action = None if schedule is None else schedule.storage_actions.get(hook)
-            saved.planned = action
-            if action is not None:
-                self._storages[action.tensor] = saved
+            self._number(saved, hook, None if self._diverged else self.way)
             if self._planned is not None and self._planned.predicted_by is not None and not self._diverged:
                 self._compare_size(saved, hook)
         return hook
@@ -189,54 +177,28 @@ class PlanFollower(Director):
             self._recorder.on_use([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
         self._locate(hook, expected=expected)
 
-    def saves_at_rest(self, t: Tensor) -> int:
-        hook, cursor = self.light.num_hooks, self._cursor
-        is_first = not (hook or self._steps is None or self._recorder or self._diverged or (cursor and not cursor.next_hook))
-        if not (is_first or hook < self.at_rest_until) or not self.light.save_agrees(t):
-            return ON_SAVE
-        if is_first:
-            self._locate(hook, expected=True)
-        return hook
-
-    def uses_at_rest(self, saved_at: tuple[int, int]) -> bool:
-        if self.light.num_hooks >= self.at_rest_until:
-            return False
-        epoch, at_hook = saved_at
-        return self.light.use_agrees(at_hook if epoch == self._epoch and at_hook != NO_HOOK else EARLIER_STEP)
+    def due(self) -> Sequence[Row]:
+        return () if self.way is None or self._diverged else self.way.due(self._reached)
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
-        if self._schedule is not None:
-            saved.planned = StorageAction(number, self._schedule.held_actions.get(number))
-            self._storages[number] = saved
+        if self.way is not None:
+            saved.number = number
+            self.way.storages[number] = saved
 
     # --- the loop
 
-    def way(self) -> Way | None:
-        planned, trial, budget = self._planned, self.followed, self._budget
-        if planned is None or trial is None or budget is None or self._cursor is None or self._diverged:
-            return None
-        if self._recorder is not None or self._may_recompute or budget.forecast is not self._plan_forecast:
-            return None
-        if self._due is not NO_ACTIONS or (program := planned.program_of(trial)) is None:
-            return None
-        return Way(
-            program=program,
-            epoch=self._epoch,
-            hook=self.light.num_hooks - 1,
-            numbers=self.light.numbers(),
-            storages=self._storages,
-            first_saves=self._first_saves,
-            actions=trial.schedule.storage_actions,
-            forecast=self._plan_forecast,
-            margin_bytes=planned.margin_bytes,
-        )
+    def may_loop(self) -> bool:
+        way, budget = self.way, self._budget
+        if way is None or budget is None or budget.forecast is not way or self._diverged or self._recorder is not None:
+            return False
+        hook = self.light.num_hooks - 1
+        return way.is_up_to(hook) and way.program.rows[hook + 1].key is not None
 
-    def rejoin(self, hook: int, thread: int, numbers: dict[int, int]) -> None:
-        self.light.rejoin(hook, thread, numbers)
+    def rejoin(self, hook: int, latest: LatestHook) -> None:
+        self.light.rejoin(hook, latest)
         self._reached = hook
-        if self._cursor is not None:
-            self._cursor.advance_to(hook)  # the loop has done it
-            self.at_rest_until = self._cursor.next_hook
+        if self.way is not None:
+            self.way.rejoin(hook)
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         if self._recorder is not None:
@@ -252,20 +214,11 @@ class PlanFollower(Director):
             self._follow_or_diverge(self._steps, self._budget, hook)
         if self._diverged:
             return
-        if self._schedule is not None and self._planned is not None and self._budget.forecast.follows_plan:
-            self._plan_forecast.hook = hook
-            self._plan_forecast.growth_bytes = self._schedule.growth[hook] + self._planned.margin_bytes
-        else:
-            self._trace_forecast.hook = hook
-        if hook > self._reached:
-            self._reached = hook
-            if self._cursor is not None:
-                self._had_plan = True
-                due = self._cursor.advance_to(hook) if hook >= self._cursor.next_hook else None
-                if due is not None:  # what the step missed before it turned out to be this one comes first
-                    self._due = due if self._due is NO_ACTIONS else self._due.with_later(due)
-        if self._recorder is None:
-            self.at_rest_until = BEHIND_ALL if self._cursor is None else self._cursor.next_hook
+        if self.way is not None:
+            self.way.at(hook)
+            self._had_plan = True
+        self._trace_forecast.hook = hook
+        self._reached = max(self._reached, hook)
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
         if steps.follow(hook, self.light.feature) or self._predict(steps, hook):
@@ -284,7 +237,7 @@ class PlanFollower(Director):
             self._diverge(budget)
 
     def _diverge(self, budget: Budget) -> None:
-        self._diverged, self.at_rest_until = True, 0
+        self._diverged = True
         budget.forecast = budget.highest_forecast
 
     def _predict(self, steps: Steps, hook: int) -> bool:
@@ -321,8 +274,11 @@ class PlanFollower(Director):
             return
         until = planned.allocated_until
         more_bytes = growth_bytes - until[hook] + (until[since] if since >= 0 else 0)
-        if more_bytes and self._memory.differs(more_bytes, since, hook, planned, self._schedule, budget):
+        program = None if self.way is None else self.way.program
+        if more_bytes and self._memory.differs(more_bytes, since, hook, planned, program, budget):
             budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is not enough
+        if self.way is not None:
+            self.way.margin_bytes = planned.margin_bytes  # a step with open sizes may have widened it
 
     def _follow(self, entry: StepEntry | None, budget: Budget) -> None:
         """Follow `entry` from now on, with which the hooks of the step agree so far."""
@@ -332,18 +288,17 @@ class PlanFollower(Director):
             self.light.follow(entry.record)
         self._planned = planned = None if entry is None else entry.plan
         self.followed = None if planned is None else planned.current
-        self._schedule = None if self.followed is None else self.followed.schedule
-        if planned is not None and self.recompute is not None:
-            self.recompute.is_on_trial = not planned.is_decided
-        self._cursor = None if self._schedule is None else self._schedule.begin_step()
-        self._storages = {}
+        self.way = None
+        if planned is not None and self.followed is not None:
+            self.way = Way(self.followed.program, self._epoch, margin_bytes=planned.margin_bytes, first_saves=self._first_saves)
+            if self.recompute is not None:
+                self.recompute.is_on_trial = not planned.is_decided
         self._memory = StepMemory()
-        # What was due up to the hook before this one, which is counted already.
-        missed = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
-        self._due = missed or NO_ACTIONS
+        # The latest hook is counted already. What was due before it is made up for.
+        missed = self.way is not None and self.way.program.first_due < self.light.num_hooks - 1
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
-        if self._schedule is not None and missed is None and untouched:
-            budget.forecast, self._plan_forecast.backs = self._plan_forecast, self._schedule.backs
+        if self.way is not None and not missed and untouched:
+            budget.forecast = self.way
         elif planned is not None and self._predicted:  # of a size like no step before
             self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
             budget.forecast = self._trace_forecast
@@ -352,10 +307,14 @@ class PlanFollower(Director):
         else:  # a cached step that has no plan within the budget, as the one before it
             budget.forecast = budget.learned_forecast
         for hook, saved in self._first_saves.items():
-            action = None if self._schedule is None else self._schedule.storage_actions.get(hook)
-            saved.planned = action
-            if action is not None:
-                self._storages[action.tensor] = saved
+            self._number(saved, hook, self.way)
+
+    @staticmethod
+    def _number(saved: SavedStorage, hook: int, way: Way | None) -> None:
+        """Give `saved`, which `hook` saved first, its number in the plan of `way`."""
+        number = saved.number = None if way is None else way.program.number_at(hook)
+        if way is not None and number is not None:
+            way.storages[number] = saved
 
     def _compare_size(self, saved: SavedStorage, hook: int) -> None:
         """Trust what was predicted no more if it has another size for `saved`: neither now nor in later steps like this one."""
@@ -368,28 +327,3 @@ class PlanFollower(Director):
             structure.note_misprediction()
             self._diverge(self._budget)
             self._steps.forget(planned.record.fingerprint)
-
-    # --- what is due
-
-    def due(self, finished: Sequence[SavedStorage]) -> HookActions:
-        due, self._due = self._due, NO_ACTIONS
-        if due is NO_ACTIONS and not finished:
-            return NOTHING_DUE
-        reclaims, outs, ins, drops = due
-        storages = self._storages
-        to_drop = [storages[a.tensor] for a in drops if a.tensor in storages] if drops else []
-        swap_outs: list[tuple[SavedStorage, int | None]] = []
-        for a in outs:
-            if a.tensor in storages:
-                swap_outs.append((storages[a.tensor], a.nbytes))  # noqa: PERF401 - a comprehension is one more call
-        for saved in finished:
-            if saved.planned is None:
-                swap_outs.append((saved, None))
-            elif saved.planned.action is not None and saved.planned.action.out_at <= self._reached:
-                if saved.planned.action.kind is not ActionKind.RECOMPUTE:
-                    swap_outs.append((saved, saved.planned.action.nbytes))
-                elif saved not in to_drop:
-                    to_drop.append(saved)
-        to_reclaim = [(storages[a.tensor], a.nbytes, a.again) for a in reclaims if a.tensor in storages] if reclaims else ()
-        prefetches = [storages[a.tensor] for a in ins if a.tensor in storages] if ins else ()
-        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims or drops), prefetches=prefetches, drops=to_drop)

@@ -21,12 +21,11 @@ from statistics import median
 import numpy as np
 
 from chameleon_mm.adaptive.extra_memory import RECENT_STEPS, ExtraMemory
-from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.structure import Structure
 from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
-from chameleon_mm.policy.step_program import StepProgram, compile_program
+from chameleon_mm.policy.step_program import Keys, StepProgram
 from chameleon_mm.policy.unswapped_memory import Candidates
 from chameleon_mm.profiler.light import PLAIN_CLASSES
 from chameleon_mm.profiler.step_record import StepRecord
@@ -146,13 +145,13 @@ class PlannedStep:
     def moves_nothing(self) -> bool:
         """Whether the plan to follow moves and drops nothing, and none is on trial."""
         current = self.current
-        return self.is_decided and current is not None and not current.schedule.plan.actions
+        return self.is_decided and current is not None and not current.program.plan.actions
 
     def bytes_by_class(self) -> dict[str, int]:
         """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty where there is none."""
         if self.current is None:
             return {}
-        plan = self.current.schedule.plan
+        plan = self.current.program.plan
         held = {action.tensor: action.nbytes for action in plan.held}
         swapped = sum(action.nbytes for action in plan.swaps if action.tensor not in held and not action.again)
         recomputed = sum(action.nbytes for action in plan.recomputed)
@@ -170,32 +169,21 @@ class PlannedStep:
         """Add plans for `trace`, best first, made for `link`, to those that there are."""
         self.link = link
         self._planned_without = len(self.refused)
-        known = {trial.schedule.plan.actions for trial in self.trials}
+        known = {trial.program.plan.actions for trial in self.trials}
         new = [plan for plan in plans if plan.actions not in known]
         self._nothing_better = not new
+        is_open = self.predicted_by is not None and self.predicted_by.has_open_sizes
+        keys = None if is_open else Keys(self.record.features, self.record.save_of.tolist(), PLAIN_CLASSES)
         for plan in new:
-            schedule = HookSchedule.of(self.trace, plan)
-            self.trials.append(PlanTrial(schedule, *_stalls(self.trace, plan, link), self._recompute_plan(schedule)))
+            program = StepProgram.of(self.trace, plan, keys)
+            self.trials.append(PlanTrial(program, *_stalls(self.trace, plan, link), self._recompute_plan(program)))
 
-    def program_of(self, trial: PlanTrial) -> StepProgram | None:
-        """The plan of `trial`, one of these, compiled; None: the loop cannot run it."""
-        if not trial.programs:
-            record, schedule, structure = self.record, trial.schedule, self.predicted_by
-            program = None
-            if structure is None or not structure.has_open_sizes:
-                program = compile_program(
-                    self.trace, schedule.plan, record.features, record.save_of, schedule.growth, PLAIN_CLASSES
-                )
-            trial.programs.append(program)
-        return trial.programs[0]
-
-    def _recompute_plan(self, schedule: HookSchedule) -> RecomputePlan | None:
-        dropped = schedule.plan.recomputed
-        if not dropped:
+    def _recompute_plan(self, program: StepProgram) -> RecomputePlan | None:
+        if not program.plan.recomputed:
             return None
         return RecomputePlan(
             admitted=self.admitted,
-            held=schedule.held,
+            held=program.held,
             proven=self.proven,
             refused=self.refused,
             inner_bytes=self._inner_bytes(),
@@ -247,7 +235,7 @@ class PlannedStep:
 
     def slowdown_under(self, trial: PlanTrial) -> float:
         """The same by the steps that followed `trial`, which was measured."""
-        plan, predicted_us = trial.schedule.plan, self.trace.duration_us
+        plan, predicted_us = trial.program.plan, self.trace.duration_us
         copies_us = plan.head_copy_us(predicted_us)  # no operator's
         took_us = median(trial.busy_us) - copies_us
         predicted_us += plan.recompute_us

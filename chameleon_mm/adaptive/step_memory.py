@@ -1,13 +1,13 @@
 """Bytes by which what a step allocates differs from what the cached step did that it follows, and what plans make of them.
 
-if memory.differs(more_bytes, since, hook, planned, schedule, budget): ...   # the plan's forecast is not enough from here on
+if memory.differs(more_bytes, since, hook, planned, program, budget): ...   # the plan's forecast is not enough from here on
 """
 
 from __future__ import annotations
 
-from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.executor.budget import Budget
+from chameleon_mm.policy.step_program import StepProgram
 
 
 class StepMemory:
@@ -23,10 +23,10 @@ class StepMemory:
         self.exceeded_plan = False
 
     def differs(
-        self, more_bytes: int, since: int, hook: int, planned: PlannedStep, schedule: HookSchedule | None, budget: Budget
+        self, more_bytes: int, since: int, hook: int, planned: PlannedStep, program: StepProgram | None, budget: Budget
     ) -> bool:
         """Note that so much more (less, if negative) was allocated between two hooks than `planned` has there. All that is more
-        is taken to come at the interval's peak. Returns whether it exceeds what the plan, `schedule`, has room for."""
+        is taken to come at the interval's peak. Returns whether it exceeds what the plan, `program`, has room for."""
         if more_bytes < 0:
             self.unused[since, hook] = -more_bytes
             return False
@@ -37,9 +37,9 @@ class StepMemory:
         spike_bytes = 0 if tick is None else planned_for[tick]
         if tick is not None:
             self.spikes[tick] = min(more_bytes, spike_bytes)
-        if schedule is None:
+        if program is None:
             return False
-        allocated = schedule.allocated_bytes[ticks]
+        allocated = program.allocated_bytes[ticks]
         room_bytes = budget.hbm_budget_bytes - int(allocated.max())
         beyond_bytes = more_bytes - spike_bytes
         if beyond_bytes > room_bytes:

@@ -1,13 +1,12 @@
-"""Autograd's two hooks: the loop, the short way for what stays on the device while nothing is due, the executor's for all else.
+"""Autograd's two hooks: the loop, a short way for what stays where nobody plans, the executor's for all else.
 
 save, use = autograd_hooks(executor)                          # once its director is set
 with torch.autograd.graph.saved_tensors_hooks(save, use): ...
 
-Most saved tensors of most models stay: parameters, statistics, small ones. What a hook has to do for them is little, and it is
-done here in one function: it tells the tensor's reason to stay, notes the save or use for the step's plan, and counts. The
-reasons are those of `facts_of`, but that a small one is small whatever device and layout it has. Whatever is not as simple goes
-the executor's way, with nothing noted: a recorded or watched step, a tracer, a forked child; a plan, a finished operator, a
-queued copy or an ended claim that has something due at this hook; a step that is no longer the one that it was.
+The short way is for a session without plans, as `save_on_cpu` is: most saved tensors of most models stay there, and nothing is
+noted of them. The reasons are those of `facts_of`, but that a small one is small whatever device and layout it has. Whatever is
+not as simple goes the executor's way: a recorded or watched step, a tracer, a forked child; a finished operator, a queued copy
+or an ended claim that has something due.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from chameleon_mm.executor.director import ON_SAVE
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
@@ -34,70 +32,48 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
 
 
 def _save_hook(executor: Executor) -> _Save:
-    parts, director, hook_lock = executor.parts, executor.director, executor.hook_lock
-    counts, recording, registry, totals = executor.hook_counts, executor.recording, parts.registry, executor.metrics.totals
+    parts, hook_lock, plans, loop = executor.parts, executor.hook_lock, executor.director.plans, executor.loop
+    counts, recording, totals, executor_save = executor.hook_counts, executor.recording, executor.metrics.totals, executor.save
     pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.rule.min_bytes
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
     held, (queued_out, queued_in) = parts.context.held, parts.context.transfer.queued
-    saves_at_rest, executor_save, loop = director.saves_at_rest, executor.save, executor.loop
     run, capturing = hook_lock.run, executor.device.capturing
 
     def save(t: Tensor) -> Handle:
         counts.saves += 1
         if not recording.is_over or (num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
             return executor_save(t)
-        if loop.follows:
-            if ended and capturing():
-                return executor_save(t)
-            handle = run(loop.save, t)
-            if handle is not None:
-                return handle
+        if plans:
+            handle = run(loop.save, t) if loop.follows and not (ended and capturing()) else None
+            return executor_save(t) if handle is None else handle
         reason = reason_to_stay(t, protected, min_bytes)
         if reason is None:
             return executor_save(t)
         with lock:
-            if not (
-                outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors
-                or loop.follows
-            ):  # fmt: skip
-                hook = saves_at_rest(t)
-                if hook != ON_SAVE:
-                    totals.kept_by_reason[reason] += 1
-                    if hook == 0:
-                        executor.enter_loop(hook)
-                    return KeptTensor(t, (registry.epoch, hook), by_reference=reason == "parameter")
+            if not (outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors):
+                totals.kept_by_reason[reason] += 1
+                return KeptTensor(t, by_reference=reason == "parameter")
         return executor_save(t)
 
     return save
 
 
 def _use_hook(executor: Executor) -> _Use:
-    parts, director, hook_lock = executor.parts, executor.director, executor.hook_lock
-    counts, recording, pid, lock = executor.hook_counts, executor.recording, ThisProcess.pid, hook_lock.lock
-    outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
-    held, (queued_out, queued_in) = parts.context.held, parts.context.transfer.queued
-    plans, uses_at_rest, executor_use, loop = director.plans, director.uses_at_rest, executor.use, executor.loop
+    hook_lock, plans, loop, executor_use = executor.hook_lock, executor.director.plans, executor.loop, executor.use
+    counts, recording, pid, ended = executor.hook_counts, executor.recording, ThisProcess.pid, hook_lock.ended
     run, capturing = hook_lock.run, executor.device.capturing
 
     def use(handle: Handle) -> Tensor:
         counts.uses += 1
-        if loop.follows and recording.is_over and not (num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
+        if not recording.is_over:
+            return executor_use(handle)
+        if loop.follows and not (num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
             handle.check_version()
             used = None if ended and capturing() else run(loop.use, handle)
             if used is not None:
                 return used
-        if type(handle) is KeptTensor and recording.is_over:
-            t = handle.tensor
-            if t._version == handle.expected:
-                if not plans:
-                    return t
-                if not (num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
-                    with lock:
-                        if not (
-                            outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors
-                            or loop.follows
-                        ) and uses_at_rest(handle.saved_at):  # fmt: skip
-                            return t
+        elif not plans and type(handle) is KeptTensor and (t := handle.tensor)._version == handle.expected:
+            return t
         return executor_use(handle)
 
     return use

@@ -23,7 +23,8 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.executor.forecasts import PREFETCH_HORIZON, Forecast, HighestForecast, LearnedForecast, PlanForecast
+from chameleon_mm.executor.forecasts import PREFETCH_HORIZON, Forecast, HighestForecast, LearnedForecast
+from chameleon_mm.executor.way import Way
 from chameleon_mm.policy import Headroom, Limits, UseOrder
 from chameleon_mm.reclaim import Lending, Reclaimable, ReclaimQueue
 from chameleon_mm.saved.metrics import Metrics
@@ -136,7 +137,7 @@ class Budget:
         self.peak_seen_bytes = max(self.peak_seen_bytes, seen_bytes)
         # Never more than the budget as planned; what hooks do not see, as an input that is kept, may take what plans count on.
         # A plan counts on what it reclaims and prefetches at that hook. As `until_next_check`, without the call.
-        ahead = self.forecast.growth_bytes if isinstance(self.forecast, PlanForecast) else self.forecast.growth()
+        ahead = self.forecast.growth_bytes if isinstance(self.forecast, Way) else self.forecast.growth()
         if self.lending is not None:
             self.lending.set_limits(budget, ahead, allocated_bytes=self._allocated)
         if ahead is None or self._allocated + ahead > budget:

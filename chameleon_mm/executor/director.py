@@ -2,7 +2,7 @@
 
     recorder = director.begin_step(epoch, budget, compute)
     at each hook:  director.on_save(t, saved, finished) | director.on_use(saved_at, saved, finished)
-                   actions = director.due(finished)         # carried out by the executor
+                   rows = director.due()                    # rows of `director.way`, carried out by the executor
                    director.note_growth(nbytes)             # where memory was checked
                    director.note_restored(saved, storage)   # a use: where its bytes are
     kind = director.end_step(recorder, compute, growth_bytes, completed=...)
@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,33 +21,12 @@ from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.executor.way import Way
-from chameleon_mm.profiler.light import LightProfiler
+from chameleon_mm.policy.step_program import Row
+from chameleon_mm.profiler.light import LatestHook, LightProfiler
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.handles import NO_HOOK
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.timed_spans import StepKind
-
-
-class HookActions(NamedTuple):
-    """Actions that are due at one hook, in the order in which they are carried out."""
-
-    reclaims: Sequence[tuple[SavedStorage, int, bool]] = ()
-    """Storages whose device memory is to be reclaimed, the bytes at their end that go to the host, and whether they were away
-    before: what was restored is dropped then, as the host still has it."""
-    swap_outs: Sequence[tuple[SavedStorage, int | None]] = ()
-    """Storages whose copy out is to be queued, and the bytes at their end that go; None: as the default rule has it."""
-    check_memory: bool = False
-    """Whether memory is to be checked at this hook, whatever it saves or uses."""
-    prefetches: Sequence[SavedStorage] = ()
-    """Storages to swap in, after the one that the hook is of."""
-    drops: Sequence[SavedStorage] = ()
-    """Storages to drop first of all, as they are recomputed for their use."""
-
-
-NOTHING_DUE = HookActions()
-
-ON_SAVE = NO_HOOK - 1
-"""In place of a hook's number: `on_save` tells it."""
 
 
 class Director:
@@ -60,8 +38,8 @@ class Director:
     """Whether it is told of every hook, also where nothing moves that is saved or used there."""
     light: LightProfiler | None = None
     """The profiler that notes what autograd saves and uses, of a director that plans."""
-    at_rest_until = 0
-    """Hook until which nothing is due and the step is the cached one, as long as its hooks have that one's features."""
+    way: Way | None = None
+    """What the step follows; None: the default rule."""
 
     @property
     def recompute(self) -> RecomputePlan | None:
@@ -90,19 +68,9 @@ class Director:
     def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
         """Autograd uses what was saved in that step at that hook, of the storage `saved`, or of one that stayed (None)."""
 
-    def saves_at_rest(self, t: Tensor) -> int:
-        """Autograd saves `t`, which stays, at a hook at which nothing but that may be due. Returns the hook's number in this
-        step, as `on_save` does; `ON_SAVE`, with nothing noted, where `on_save` has to be called."""
-        return NO_HOOK
-
-    def uses_at_rest(self, saved_at: tuple[int, int]) -> bool:
-        """Autograd uses what was saved then and stayed, as above. Returns whether that is all; False: `on_use` has to be
-        called, and nothing was noted."""
-        return True
-
-    def due(self, finished: Sequence[SavedStorage]) -> HookActions:
-        """Return what is due at this hook, `finished` included: each once."""
-        return HookActions(swap_outs=[(saved, None) for saved in finished]) if finished else NOTHING_DUE
+    def due(self) -> Sequence[Row]:
+        """Return the rows of `way` that are due by this hook, each once."""
+        return ()
 
     def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
         """Note that the model allocated so much since memory was last checked, freed bytes included. `at_hook`: every step that
@@ -116,13 +84,12 @@ class Director:
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Note that `storage` holds the bytes of `saved`, which is used now."""
 
-    def way(self) -> Way | None:
-        """What the step has to follow behind its latest hook, for the loop; None: the loop cannot run it."""
-        return None
+    def may_loop(self) -> bool:
+        """Whether the loop may run the hooks of `way` behind the latest."""
+        return False
 
-    def rejoin(self, hook: int, thread: int, numbers: dict[int, int]) -> None:
-        """Go on behind `hook`, the latest that the loop did. `thread`: that of the latest save. `numbers`: autograd's number of
-        operators at each thread's latest save."""
+    def rejoin(self, hook: int, latest: LatestHook) -> None:
+        """Go on behind `hook`, the latest that the loop did."""
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         """End the step, of which something is learned if it `completed`. `growth_bytes` as in `note_growth`."""

@@ -113,14 +113,8 @@ class Executor:
         if capturing or (num_modes() and tracer_is_on()):  # the device is asked for nothing
             with self.hook_lock.lock:
                 return self._keep(t, "capturing" if capturing else "tracing")
-        handle: Handle | None = None
-        if self.loop.follows and is_hook:
-            handle = self.hook_lock.run(self.loop.save, t)
-            if handle is not None:
-                return handle
         facts = facts_of(t, self.device, self.protected)
-        if facts.kind == "subclass":
-            handle = save_parts(t, lambda part: self._save(part, is_hook=False))
+        handle = save_parts(t, lambda part: self._save(part, is_hook=False)) if facts.kind == "subclass" else None
         return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
 
     def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
@@ -149,15 +143,11 @@ class Executor:
         if not self.recording.is_over:
             self.recomputing.note_saved(t, handle)
         elif is_hook:
-            self.enter_loop(hook)
+            self._enter_loop()
         return handle
 
     def _use(self, handle: Handle, *, is_hook: bool) -> Tensor:
         handle.check_version()
-        if self.loop.follows and is_hook and self.hook_lock.may_ask_device() and not tracer_is_on():
-            used = self.hook_lock.run(self.loop.use, handle)
-            if used is not None:
-                return used
         if isinstance(handle, SwappedView):
             return self._use_view(handle, is_hook=is_hook)
         if isinstance(handle, KeptTensor) and (on := handle.relied) and on.dependents and self.hook_lock.may_ask_device():
@@ -208,8 +198,10 @@ class Executor:
             director.note_restored(saved, storage)
         if prefetches:
             self._ins.prefetch_planned(prefetches, compute)
-        if saved.planned is None or not self.budget.forecast.follows_plan:
+        if saved.number is None or not self.budget.forecast.follows_plan:
             self._ins.prefetch_after(saved, compute)
+        if is_hook:
+            self._enter_loop()
         bytes_of = handle.saved
         if storage is saved.slot.storage and saved.gathered is None:
             return bytes_of.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
@@ -226,6 +218,7 @@ class Executor:
         self.director.on_use(saved_at, None, finished)
         if prefetches := self._advance(finished, check_memory=False):
             self._ins.prefetch_planned(prefetches, self._streams.current())
+        self._enter_loop()
 
     def _keep(self, t: Tensor, reason: str) -> KeptTensor:
         self.metrics.totals.kept_by_reason[reason] += 1
@@ -281,10 +274,11 @@ class Executor:
             return None
         return self.hook_lock.run(self._end_step, recorder, completed)
 
-    def enter_loop(self, hook: int) -> None:
-        """Have the loop run the hooks behind `hook`, where the director follows a plan that the loop can run."""
-        if self.loop.may_follow(hook) and (way := self.director.way()) is not None:
-            self.loop.follow(way, self.director)
+    def _enter_loop(self) -> None:
+        """Have the loop run the next hooks, where they are those of a program."""
+        director = self.director
+        if director.way is not None and not self.loop.follows and director.may_loop() and self.recording.is_over:
+            self.loop.follow(director.way, director)
 
     def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
         self.loop.leave()
@@ -348,13 +342,22 @@ class Executor:
 
         `finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own.
         """
-        due = self.director.due(finished)
-        for saved in self.recomputing.drop_all(due.drops) if due.drops or self.recomputing.waiting else ():
-            self._outs.swap_out(saved, alone=True)  # the plan has no room for packing
-        self._outs.carry_out(due)
-        if check_memory or due.check_memory:
-            self.director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
-        return due.prefetches
+        director, outs, lending = self.director, self._outs, self.budget.lending
+        way, rows = director.way, director.due()
+        for saved in self.recomputing.drop_all(()) if self.recomputing.waiting else ():
+            outs.swap_out(saved, alone=True)  # the plan has no room for packing
+        if lending is not None:
+            lending.settle()
+        outs.let_go_of_held()
+        if way is not None and (rows or way.late):
+            self.loop.carry_out(way, [op for row in rows for op in row.ops])
+        for saved in finished:
+            if saved.number is None:
+                outs.swap_out(saved)
+        outs.hand_over(lending)
+        if check_memory or any(row.is_checked for row in rows):
+            director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
+        return [way.storages[i] for row in rows for i in row.ins if i in way.storages] if way is not None else ()
 
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 
 from chameleon_mm.policy import Headroom
 
@@ -72,28 +71,3 @@ class TraceForecast(Forecast):
 
     def growth(self, checks: int = 0) -> int | None:
         return None if self._growth_after is None else self._growth_after(self.hook, checks)
-
-
-class PlanForecast(Forecast):
-    """Forecast of a plan that has room for the model and for its own swap-ins."""
-
-    __slots__ = ("backs", "growth_bytes", "hook")
-
-    follows_plan = True
-
-    def __init__(self) -> None:
-        self.growth_bytes = 0
-        """Bytes that are allocated at most until the next check, by the plan's own copies back too."""
-        self.hook = 0
-        """Number of the latest hook."""
-        self.backs: AbstractSet[tuple[int, int]] = frozenset()
-        """Hooks at which the plan takes memory for copies back, each with the storage's number."""
-
-    def has(self, number: int) -> bool:
-        return (self.hook, number) in self.backs
-
-    def growth(self, checks: int = 0) -> int:
-        return 0
-
-    def until_next_check(self) -> int:
-        return self.growth_bytes

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from chameleon_mm.device.operators import running_statistics
-from chameleon_mm.profiler.calls import BirthPlace, Call
+from chameleon_mm.profiler.calls import Call
 from chameleon_mm.saved.recipe import Refusal
 from chameleon_mm.trace.replayable import base_name
+from chameleon_mm.trace.trace import BirthPlace
 
 ATTEMPTS = 4
 """Steps that try to drop a storage where something of the moment is in the way. After them it is not recomputed."""

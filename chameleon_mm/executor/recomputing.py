@@ -200,11 +200,11 @@ class Recomputing:
             return
         self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
         self._note_untypical()
-        if refusal is not AT_ITS_USE and self.watch is not None and self._plan is not None and saved.planned is not None:
-            self._plan.note_refusal(saved.planned.tensor, refusal)
+        if refusal is not AT_ITS_USE and self.watch is not None and self._plan is not None and saved.number is not None:
+            self._plan.note_refusal(saved.number, refusal)
 
     def _drop(self, saved: SavedStorage) -> Refusal | None:
-        plan, number = self._plan, None if saved.planned is None else saved.planned.tensor
+        plan, number = self._plan, saved.number
         if self.watch is None or plan is None or number is None:
             return Refusal("nobody watched how it was made")
         if number in plan.refused:
@@ -251,8 +251,8 @@ class Recomputing:
 
     def _original(self, saved: SavedStorage, recipe: Recipe) -> Original:
         plan = self._plan
-        assert saved.device is not None and saved.planned is not None and plan is not None
-        number, operators = saved.planned.tensor, recipe.operators
+        assert saved.device is not None and saved.number is not None and plan is not None
+        number, operators = saved.number, recipe.operators
         return Original(
             checksum=self._recipe_runner.comparisons.begin(flat_bytes(saved.device)),
             nbytes=saved.nbytes,

@@ -3,10 +3,11 @@
 loop.follow(way, director)             # after a general hook: the loop takes the next ones
 handle = loop.save(t)                  # None: the executor must do this hook
 t = loop.use(handle)                   # None: the same
-loop.leave()                           # the director takes the rest of the step
+loop.leave()                           # the director takes the next hook
+loop.carry_out(way, ops)               # the ops of a row; the executor's hooks run them too
 
     hook += 1; the row's key equals this hook's?  ->  run the row's ops, make or use the handle
-                                             no  ->  leave: the director and the executor go on with the same storages
+                                             no  ->  leave: the director and the executor do this hook, with the same storages
 
 The storages, the host copies, the order of waits and the budget are the executor's own, so leaving converts nothing. The loop
 saves the search: the hook's place in the step, the ops due there, and the storage meant are in the row. Each op checks the
@@ -33,8 +34,8 @@ from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.way import Way
 from chameleon_mm.pinned import PinnedBlock
-from chameleon_mm.policy.step_program import DROP, FIRST, KEPT, NO_CHECK, OUT, USE, Row, StepProgram
-from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
+from chameleon_mm.policy.step_program import DROP, FIRST, KEPT, OUT, RELEASE, USE, Op, Row
+from chameleon_mm.saved.calling_thread import sequence_nr
 from chameleon_mm.saved.classify import reason_to_stay
 from chameleon_mm.saved.handles import Handle, KeptTensor, SwappedView
 from chameleon_mm.saved.host_copy import HostCopy
@@ -46,12 +47,6 @@ from chameleon_mm.transfer import Move
 if TYPE_CHECKING:
     from chameleon_mm.executor.executor import Executor
 
-MOST_RETURNS = 16
-"""Maximum number of times that a step returns to the loop: each return costs as much as a divergence."""
-
-_BEHIND = Row(key=None, kind=USE + 1)
-"""Row after the last: it equals no hook."""
-
 _ON_DEVICE, _LEAVING = State.ON_DEVICE, State.SWAPPING_OUT  # bound once: an enum member is a slow lookup
 
 
@@ -60,9 +55,8 @@ class StepLoop:
 
     __slots__ = (
         "_back", "_budget", "_claims", "_compute", "_context", "_device", "_director", "_epoch", "_executor", "_held",
-        "_ins", "_latest", "_leaving", "_min_bytes", "_nbytes", "_numbers", "_operators", "_out", "_outs", "_program",
-        "_protected", "_queued_in", "_queued_out", "_ready", "_returns", "_rows", "_thread", "_totals", "_way", "follows",
-        "hook",
+        "_ins", "_latest", "_leaving", "_min_bytes", "_nbytes", "_out", "_outs", "_protected", "_queued_in", "_queued_out",
+        "_ready", "_recomputing", "_rows", "_totals", "_way", "follows", "hook",
     )  # fmt: skip
 
     def __init__(self, executor: Executor) -> None:
@@ -70,6 +64,7 @@ class StepLoop:
         self._executor = weakref.ref(executor)
         self._device, self._context, self._protected = executor.device, context, executor.protected
         self._claims, self._budget, self._outs, self._ins = parts.claims, parts.budget, parts.outs, parts.ins
+        self._recomputing = parts.recomputing
         self._out, self._back = context.transfer.streams
         self._queued_out, self._queued_in = context.transfer.queued
         self._held, self._leaving, self._totals = context.held, parts.budget.reclaim.entries, context.metrics.totals
@@ -79,66 +74,38 @@ class StepLoop:
         """True if the loop takes the next hook."""
         self.hook = -1
         """Number of the latest hook that the loop did."""
-        self._returns = 0
-        """Returns of the running step to its program."""
         self._way: Way | None = None
-        self._program: StepProgram | None = None
         self._rows: tuple[Row, ...] = ()
-        """Rows of the latest program, and one after the last."""
+        """Rows of the latest program."""
         self._min_bytes = executor.rule.min_bytes
-        self._operators: dict[int, OperatorNumber] = {}
 
     # --- a step
 
-    def may_follow(self, hook: int) -> bool:
-        """True after a step's first hook, and after a hook that the loop left to the executor, `MOST_RETURNS` times."""
-        if self.follows:
-            return False
-        if hook == 0:
-            self._returns = 0
-            return True
-        return hook == self.hook + 1 and self._returns < MOST_RETURNS
-
     def follow(self, way: Way, director: Director) -> None:
         """Follow `way` from the next hook on, unless work is pending that the loop cannot finish."""
-        compute, outs, known = self._device.current_stream(), self._outs, {}
-        for saved, operator in outs.fresh:
-            if saved.planned is None or way.storages.get(saved.planned.tensor) is not saved:
-                return  # the plan does not know it, or it is another step's
-            known[saved.planned.tensor] = operator
+        compute, outs = self._device.current_stream(), self._outs
+        assert director.light is not None
         if not self._context.streams.is_only(compute) or self._context.checksums is not None or outs.waiting_bytes:
             return
-        outs.fresh.clear()
-        if way.program is not self._program:
-            self._program, self._rows = way.program, (*way.program.rows, _BEHIND)
-        self._way, self._director, self._compute, self._nbytes = way, director, compute, way.program.nbytes
-        self._epoch, self._numbers, self._operators = way.epoch, way.numbers, known
-        self._thread, self._latest = get_ident(), (-1, 0)
+        if any(saved.number is None or way.storages.get(saved.number) is not saved for saved in outs.fresh):
+            return  # the plan does not know it, or it is another step's
+        self._way, self._director, self._compute = way, director, compute
+        self._rows, self._nbytes = way.program.rows, way.program.nbytes
+        self._epoch, self._latest = way.epoch, director.light.latest()
         if self._ready is None:
             self._ready = compute.record()
-        self._returns += 1
         self.hook, self.follows = way.hook, True
 
     def leave(self) -> None:
-        """Hand the step to the director, from the next hook on."""
-        way = self._way
-        if not self.follows or way is None:
-            return
-        self.follows = False
-        for number, operator in self._operators.items():
-            saved = way.storages.get(number)
-            if saved is None or saved.op_is_over:
-                continue
-            if self._is_over(operator):
-                saved.op_is_over = True
-            elif saved.state is _ON_DEVICE:
-                self._outs.fresh.append((saved, operator))
-        self._director.rejoin(self.hook, self._thread, self._numbers)
+        """Hand the next hook to the director."""
+        if self.follows:
+            self.follows = False
+            self._director.rejoin(self.hook, self._latest)
 
     def forget(self) -> None:
         """Forget the step, and let go of its storages."""
         self.leave()
-        self.hook, self._returns, self._way, self._operators = -1, 0, None, {}
+        self.hook, self._way = -1, None
 
     # --- the two hooks
 
@@ -146,23 +113,22 @@ class StepLoop:
         """Return the handle of the saved tensor `t`, or None if the executor must make it."""
         if not self.follows:  # asked without the lock before
             return None
-        hook, now, thread = self.hook + 1, sequence_nr(), get_ident()
+        hook, now, thread, latest = self.hook + 1, sequence_nr(), get_ident(), self._latest
         row = self._rows[hook]
         kind = row.kind
         try:
-            agrees = kind < USE and row.key == (type(t), t.shape, t.dtype, now - self._numbers.get(thread, now))
+            agrees = kind < USE and row.key == (type(t), t.shape, t.dtype, now - latest.numbers.get(thread, now))
             storage = t.untyped_storage() if agrees and kind != KEPT else None
         except RuntimeError:  # a nested tensor has no shape, a sparse one no storage
             agrees = False
         if not agrees or (storage is not None and not self._may_move(t, storage, row.number)) or not self._run(row, hook):
             self.leave()
             return None
-        operator = this_thread.number, now
-        handle = self._kept(t) if storage is None else self._moving(t, storage, row, hook, operator)
+        handle = self._kept(t) if storage is None else self._moving(t, storage, row, hook)
         if handle is None:
             self.leave()
             return None
-        self.hook, self._thread, self._latest, self._numbers[thread] = hook, thread, operator, now
+        self.hook, latest.thread, latest.numbers[thread] = hook, thread, now
         if row.ins:
             self._prefetch(row.ins)
         handle.saved_at = (self._epoch, hook)
@@ -185,6 +151,7 @@ class StepLoop:
             self.leave()
             return None
         self.hook = hook
+        self._latest.last_used = saved_at[1]
         if row.ins:
             self._prefetch(row.ins)
         return t
@@ -213,9 +180,7 @@ class StepLoop:
         self._totals.kept_by_reason[reason] += 1
         return KeptTensor(t, by_reference=reason == "parameter")
 
-    def _moving(
-        self, t: Tensor, storage: torch.UntypedStorage, row: Row, hook: int, operator: OperatorNumber
-    ) -> SwappedView | None:
+    def _moving(self, t: Tensor, storage: torch.UntypedStorage, row: Row, hook: int) -> SwappedView | None:
         """Return the handle of a tensor that the plan may move, or None. Note [Identity]."""
         way, number, compute = self._way, row.number, self._compute
         assert way is not None
@@ -229,7 +194,7 @@ class StepLoop:
             saved_bytes = SavedBytes(t)
             claim = executor.new_claim(t, saved_bytes, compute)
             saved = claim.saved
-            saved.planned = way.actions.get(hook)
+            saved.number = number
             way.storages[number] = way.first_saves[hook] = saved
         else:
             known, expected = None if ref is None else ref(), way.storages.get(number)
@@ -241,9 +206,8 @@ class StepLoop:
             saved_bytes = SavedBytes(t)
             saved.slot.include(saved_bytes)
             saved.add_view(saved_bytes)
-            saved.op_is_over = False
         saved.slot.note_save(self._epoch, hook)
-        self._operators[number] = operator
+        self._outs.add(saved)
         return SwappedView(claim, saved_bytes)
 
     # --- uses
@@ -265,53 +229,54 @@ class StepLoop:
     # --- the ops
 
     def _run(self, row: Row, hook: int) -> bool:
-        """Execute the ops due before the hook's own storage is used. Return False if the step must leave."""
+        """Do what is due before the hook's own storage is used. Return False if the step must leave."""
         waiting = self._held or self._queued_out or self._queued_in or self._leaving
         way, lending = self._way, self._budget.lending
         assert way is not None
-        way.forecast.hook = hook
-        if not (waiting or row.ops or row.growth != NO_CHECK):
+        way.hook = hook
+        if not (waiting or row.ops or row.is_checked or way.late):
             return True
-        if not self._compute.is_current() or self._budget.forecast is not way.forecast:
+        if not self._compute.is_current() or self._budget.forecast is not way:
             return False  # another stream, device or a capture; or the step takes more memory than planned
         if lending is not None:
             lending.settle()
         if self._held:
             self._outs.let_go_of_held()
-        for op, number, nbytes in row.ops:
-            if op == OUT:
-                self._copy_out(number, nbytes)
-            else:
-                self._reclaim(number, nbytes, again=op == DROP)
+        if row.ops or way.late:
+            self.carry_out(way, row.ops)
         if waiting or lending is not None:
             self._outs.hand_over(lending)
-        if row.growth == NO_CHECK:
+        if not row.is_checked:
             return True
-        way.forecast.growth_bytes = row.growth + way.margin_bytes
+        way.growth_bytes = row.growth + way.margin_bytes
         self._director.note_growth(self._budget.check_memory(), at_hook=row.number >= 0, hook=hook)
-        return self._budget.forecast is way.forecast  # else the plan is not trusted any more
+        return self._budget.forecast is way  # else the plan is not trusted any more
 
-    def _is_over(self, operator: OperatorNumber) -> bool:
-        """True if the operator is over. Note [Swap-out]. For an operator of another thread the latest save there tells."""
-        latest = (operator[0], sequence_nr()) if operator[0] == this_thread.number else self._latest
-        return operator[0] == latest[0] and operator[1] < latest[1]
+    def carry_out(self, way: Way, ops: Sequence[Op]) -> None:
+        """Execute `ops`, behind those that are late. An op waits until the operator that saved its storage is over."""
+        late, way.late = way.late, []
+        for op in (*late, *ops):
+            code, number, nbytes = op
+            saved = way.storages.get(number)
+            if saved is None:
+                continue
+            if saved.state is _ON_DEVICE and not self._outs.is_over(saved):
+                way.late.append(op if code == DROP else (OUT, number, nbytes))
+            elif code == OUT:
+                self._copy_out(saved, nbytes)
+            elif code == DROP:
+                for refused in self._recomputing.drop_all((saved,)):
+                    self._outs.swap_out(refused, alone=True)  # the plan has no room for packing
+            else:
+                self._reclaim(saved, nbytes, again=code == RELEASE)
 
-    def _copy_out(self, number: int, nbytes: int) -> None:
-        """Start the copy out if the operator that saved it is over. Note [Swap-out]. A refused storage stays on the device."""
-        way, context, out = self._way, self._context, self._out
-        assert way is not None
-        saved, operator = way.storages.get(number), self._operators.get(number)
-        if saved is None or saved.state is not _ON_DEVICE:
-            return
-        if not saved.op_is_over:
-            if operator is None or not self._is_over(operator):
-                return
-            saved.op_is_over = True
-        if nbytes < saved.nbytes:
+    def _copy_out(self, saved: SavedStorage, nbytes: int) -> None:
+        """Start the copy out of the last bytes. Note [Swap-out]. A refused storage stays on the device."""
+        context, out, storage = self._context, self._out, saved.slot.storage
+        if not self.follows or nbytes < saved.nbytes:
             self._outs.swap_out_planned(saved, nbytes)
             return
-        storage = saved.slot.storage
-        if not saved.is_copyable or storage is None:
+        if saved.state is not _ON_DEVICE or not saved.is_copyable or storage is None:
             return
         if self._queued_out:
             context.transfer.hand_over_all_out()  # queued parts go first: each direction copies in the plan's order
@@ -327,18 +292,13 @@ class StepLoop:
         saved.leaves_by(HostCopy.issued(block, move, context))
         self._outs.note_planned(saved)
 
-    def _reclaim(self, number: int, nbytes: int, *, again: bool) -> None:
+    def _reclaim(self, saved: SavedStorage, nbytes: int, *, again: bool) -> None:
         """Order compute after the copy out and free the memory. Note [Reclaim]. `again`: the host may have the bytes."""
-        way = self._way
-        assert way is not None
-        saved = way.storages.get(number)
-        if saved is None:
-            return
         if again and saved.state is State.RESTORED:
             with suppress(torch.OutOfMemoryError):  # no memory for the part that stays
                 saved.drop_restored()
         if saved.state is _ON_DEVICE:
-            self._copy_out(number, nbytes)
+            self._copy_out(saved, nbytes)
         if saved.state is _LEAVING:
             saved.reclaim(in_plan_order=True)
             if saved.form.device_bytes:

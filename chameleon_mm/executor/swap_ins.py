@@ -77,7 +77,7 @@ class SwapIns:
                     return
             if coming is None or not coming.may_be_prefetched:
                 continue
-            if self._budget.forecast.follows_plan and coming.planned is not None:
+            if self._budget.forecast.follows_plan and coming.number is not None:
                 continue  # the plan says when
             if not self._budget.room_for(coming.nbytes):
                 return
@@ -124,7 +124,7 @@ class SwapIns:
             saved.cancel_swap_out()
         if saved.state is State.ON_HOST:
             # What the plan has on the device by now comes back beside all that it allocates until the next check.
-            is_planned = saved.planned is not None and self._budget.forecast.has(saved.planned.tensor)
+            is_planned = saved.number is not None and self._budget.forecast.has(saved.number)
             self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)

@@ -8,7 +8,6 @@ outs.pack_small()                                # the small ones that wait, at 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -18,7 +17,6 @@ from chameleon_mm.device import Stream
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.director import HookActions
 from chameleon_mm.policy import DefaultRule
 from chameleon_mm.reclaim import Lending
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
@@ -48,7 +46,7 @@ class SwapOuts:
     """Queues the copies of saved storages. Not thread-safe: the executor holds its lock."""
 
     __slots__ = (
-        "__weakref__", "_budget", "_context", "_queued_in", "_queued_out", "_registry", "_rule", "_small",
+        "__weakref__", "_budget", "_context", "_latest", "_queued_in", "_queued_out", "_registry", "_rule", "_small",
         "_staging", "_thresholds", "fresh", "waiting_bytes",
     )  # fmt: skip
 
@@ -69,8 +67,10 @@ class SwapOuts:
         self._rule = rule
         self._thresholds = thresholds
         self._staging = staging
-        self.fresh: deque[tuple[SavedStorage, OperatorNumber]] = deque()
+        self.fresh: list[SavedStorage] = []
         """Storages saved by operators that are not known to be over. Others only read it."""
+        self._latest: OperatorNumber = (-1, 0)
+        """The operator that saved last: those before it on its thread are over."""
         self._small: list[SavedStorage] = []
         """Storages too small to move alone, which wait for more of their kind."""
         self.waiting_bytes = 0
@@ -78,9 +78,9 @@ class SwapOuts:
 
     def add(self, saved: SavedStorage) -> None:
         """Add a storage that the calling thread saves now, in an op that has not ended."""
-        if saved.op_is_over:
-            saved.op_is_over = False
-        self.fresh.append((saved, (this_thread.number, sequence_nr())))  # as `current_operator` has it
+        saved.op_is_over = False
+        saved.saved_by = self._latest = this_thread.number, sequence_nr()  # as `current_operator` has it
+        self.fresh.append(saved)
 
     @property
     def have_work(self) -> bool:
@@ -102,45 +102,23 @@ class SwapOuts:
 
         Note [Swap-out].
         """
-        thread, now = this_thread.number, sequence_nr()
-        waiting: deque[tuple[SavedStorage, OperatorNumber]] = deque()
-        over: dict[SavedStorage, None] = {}
-        for saved, operator in self.fresh:
-            if operator[0] == thread and operator[1] < now:
-                over[saved] = None
+        fresh, self.fresh = dict.fromkeys(self.fresh), []
+        over = []
+        for saved in fresh:
+            if self.is_over(saved):
+                over.append(saved)
             elif saved.state is State.ON_DEVICE:
-                waiting.append((saved, operator))
-        self.fresh = waiting
-        for saved, _ in waiting:
-            over.pop(saved, None)  # another operator has saved bytes of it since, and has not ended
-        for saved in over:
-            saved.op_is_over = True
-        return list(over)
+                self.fresh.append(saved)
+        return over
 
-    def carry_out(self, due: HookActions) -> None:
-        """Reclaim and swap out what is due at a hook, and give the link and the allocator what else is ready for them."""
-        lending = self._budget.lending
-        if lending is not None:
-            lending.settle()
-        if self._context.held:
-            self.let_go_of_held()
-        # Reclaims first, so that their memory is there for what follows. A copy out that was not queued is queued now.
-        for saved, nbytes, again in due.reclaims:
-            if again and saved.state is State.RESTORED:
-                with suppress(torch.OutOfMemoryError):  # of one that moved in part after all: for what of it stays
-                    saved.drop_restored()
-            if saved.state is State.ON_DEVICE:
-                self.swap_out_planned(saved, nbytes)
-            if saved.state is State.SWAPPING_OUT:
-                saved.reclaim(in_plan_order=True)
-                if saved.form.device_bytes:
-                    self._budget.note_allocated(saved.form.device_bytes)
-        for saved, last_bytes in due.swap_outs:
-            if last_bytes is None:
-                self.swap_out(saved)
-            else:
-                self.swap_out_planned(saved, last_bytes)
-        self.hand_over(lending)
+    def is_over(self, saved: SavedStorage) -> bool:
+        """Whether the operator that saved it last is over, as the calling thread can tell of its own, and the latest save of
+        another. Note [Swap-out]."""
+        if not saved.op_is_over:
+            (thread, number), latest = saved.saved_by, self._latest
+            now = sequence_nr() if thread == this_thread.number else latest[1] if thread == latest[0] else number
+            saved.op_is_over = number < now
+        return saved.op_is_over
 
     def hand_over(self, lending: Lending | None) -> None:
         """Give the link and the allocator what is ready for them, and drop what is copied."""

@@ -2,32 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from chameleon_mm.executor.forecasts import PlanForecast
-from chameleon_mm.policy import StorageAction
-from chameleon_mm.policy.step_program import StepProgram
+from chameleon_mm.executor.forecasts import Forecast
+from chameleon_mm.policy.step_program import Op, Row, StepProgram
 from chameleon_mm.saved.saved_storage import SavedStorage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """Position of a step in a program. The loop adds the storages that the step saves."""
+class Way(Forecast):
+    """A step that follows a program, and the forecast of its memory: the plan has room for the model and for its own swap-ins.
 
-    program: StepProgram
-    epoch: int
-    """Number of the step."""
-    hook: int
-    """Number of the latest hook, which is done."""
-    numbers: dict[int, int]
-    """Autograd's number of operators at the latest save of each thread."""
-    storages: dict[int, SavedStorage]
-    """Saved storages by the plan's number."""
-    first_saves: dict[int, SavedStorage]
-    """Saved storages by the hook of their first save."""
-    actions: Mapping[int, StorageAction]
-    """Action of each storage, by the hook that saves it first."""
-    forecast: PlanForecast
-    margin_bytes: int
-    """Bytes that every check leaves free, in addition to the row's growth."""
+    Whoever runs the step's hooks moves it on: the loop, or the director and the general executor.
+    """
+
+    __slots__ = ("_next", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "storages")
+
+    follows_plan = True
+
+    def __init__(
+        self, program: StepProgram, epoch: int, *, margin_bytes: int = 0, first_saves: dict[int, SavedStorage] | None = None
+    ) -> None:
+        """`epoch`: number of the step. `margin_bytes`: bytes that every check leaves free beyond the program's growth.
+        `first_saves`: the step's saved storages by the hook of their first save, to which the loop adds."""
+        self.program, self.epoch, self.margin_bytes = program, epoch, margin_bytes
+        self.first_saves = {} if first_saves is None else first_saves
+        self.hook = -1
+        """Number of the latest hook."""
+        self.growth_bytes = 0
+        """Bytes that are allocated at most until the next check, by the plan's own copies back too."""
+        self.storages: dict[int, SavedStorage] = {}
+        """Saved storages by the plan's number."""
+        self.late: list[Op] = []
+        """Ops whose hook is past, and whose storages were saved by an operator that was not over then."""
+        self._next = 0
+
+    def at(self, hook: int) -> None:
+        """Note the latest hook."""
+        self.hook = hook
+        self.growth_bytes = self.program.rows[hook].growth + self.margin_bytes
+
+    def due(self, reached: int) -> Sequence[Row]:
+        """Rows that were not run yet, up to that of hook `reached`, in order: they are run now."""
+        since, self._next = self._next, max(self._next, reached + 1)
+        return self.program.rows[since : self._next]
+
+    def is_up_to(self, hook: int) -> bool:
+        """Whether all rows up to that of `hook` were run, and no others."""
+        return self._next == hook + 1
+
+    def rejoin(self, hook: int) -> None:
+        """Go on behind `hook`: the loop has run all rows up to it."""
+        self.at(hook)
+        self._next = hook + 1
+
+    def has(self, number: int) -> bool:
+        return (self.hook, number) in self.program.backs
+
+    def growth(self, checks: int = 0) -> int:
+        return 0
+
+    def until_next_check(self) -> int:
+        return self.growth_bytes

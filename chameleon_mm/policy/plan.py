@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from chameleon_mm.trace import Trace
 
@@ -64,15 +63,6 @@ class Action:
             )
         if self.nbytes < 1:
             raise ValueError(f"action for tensor {self.tensor}: expected 1 byte or more to move, got {self.nbytes}")
-
-
-class StorageAction(NamedTuple):
-    """What the plan does with one storage."""
-
-    tensor: int
-    """Number of the storage in the trace."""
-    action: Action | None
-    """Its action; None: it stays on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

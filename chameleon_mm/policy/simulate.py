@@ -155,7 +155,7 @@ class Simulator:
         )
 
     def _checked(self, actions: Sequence[Action], rewritten: RewrittenTrace | None = None) -> tuple[ActionColumns, Candidates]:
-        """The moves of `actions`, and of which candidates they are. That the plan is of this trace is what `HookSchedule` asks
+        """The moves of `actions`, and of which candidates they are. That the plan is of this trace is what `StepProgram` asks
         for, too; here somebody must be able to carry it out as well. `rewritten`: what this trace is of the step that the
         actions are for."""
         again = "make a plan for this trace"

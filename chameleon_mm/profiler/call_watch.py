@@ -26,7 +26,6 @@ from chameleon_mm.device.op_call import OpCall, lazy_bits_resolved, may_have_laz
 from chameleon_mm.device.operators import OpFacts, OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.profiler.calls import (
     Argument,
-    BirthPlace,
     Call,
     Geometry,
     Operation,
@@ -49,6 +48,7 @@ from chameleon_mm.profiler.dispatch_state import (
     leave,
     may_have_other_formula,
 )
+from chameleon_mm.trace.trace import BirthPlace
 from chameleon_mm.units import allocated_size
 
 

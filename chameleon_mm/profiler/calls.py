@@ -32,19 +32,6 @@ def has_plain_storage(t: Tensor) -> bool:
     return t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_mkldnn) and has_storage(t)
 
 
-class BirthPlace(NamedTuple):
-    """Where in a step a storage was written."""
-
-    hooks: int
-    """Number of hooks before the operator that wrote it."""
-    operator: str
-    """Name of that operator, with its overload."""
-    same_name: int
-    """Number of operators of that name since the last hook, it included."""
-    position: int
-    """Position of the storage among those that the operator wrote."""
-
-
 class Geometry(NamedTuple):
     """Place of a tensor in its storage, and the meaning of its bits."""
 

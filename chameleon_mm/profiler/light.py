@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -55,6 +56,18 @@ _NEVER = -(1 << 62)
 
 HEAP_TYPE = 1 << 9
 """Flag of a class that was made while Python ran: CPython's `Py_TPFLAGS_HEAPTYPE`."""
+
+
+@dataclass(slots=True)
+class LatestHook:
+    """What the features of the next hooks count from."""
+
+    thread: int
+    """The thread that saved last, by its identifier."""
+    numbers: dict[int, int]
+    """Autograd's number of operators at the latest save of each thread."""
+    last_used: int
+    """The save of what was used last; -1: nothing was."""
 
 
 class LightProfiler:
@@ -100,49 +113,23 @@ class LightProfiler:
         self._features = [*record.features, None]
         self._save_of = []
 
-    def numbers(self) -> dict[int, int]:
-        """Autograd's number of operators at the latest save of each thread, by the thread's identifier."""
-        return dict(self._numbers) if self._thread is None else {**self._numbers, self._thread: self._number}
+    def latest(self) -> LatestHook:
+        """What the next hooks count from."""
+        numbers = dict(self._numbers)
+        if self._thread is not None:
+            numbers[self._thread] = self._number
+        return LatestHook(_thread_id() if self._thread is None else self._thread, numbers, self._last_used)
 
-    def rejoin(self, hook: int, thread: int, numbers: dict[int, int]) -> None:
-        """Go on behind `hook`: all so far were those of the step that is followed, and nobody told. `thread` made the latest
-        save of a forward; `numbers` as above."""
+    def rejoin(self, hook: int, latest: LatestHook) -> None:
+        """Go on behind `hook`: all so far were those of the step that is followed, and nobody told."""
         followed = self._followed
         assert followed is not None
         self.num_hooks = hook + 1
         self._boundaries = [boundary for boundary in followed.boundaries if boundary.hook <= hook]
-        self._phase, self._numbers = self._boundaries[-1].phase, dict(numbers)
-        save = followed.save_of[hook]
-        if save == NOT_A_USE:
-            self._thread, self._number = thread, self._numbers.get(thread, _NEVER)
-        else:
-            self._thread, self._number, self._last_used = None, _NEVER, save
-
-    def save_agrees(self, t: Tensor) -> bool:
-        """Note that autograd saves `t`, whose storage never moves, if the step that is followed has the same here. Returns
-        whether it has; where it has not, `saved` is to be called, and nothing is noted but that a forward begins."""
-        if self._thread is None and torch._C._current_graph_task_id() == -1:
-            self._enter_forward()
-        number, hook = _sequence_nr(), self.num_hooks
-        try:
-            if (type(t), t.shape, t.dtype, number - self._number, FIXED_STORAGE) != self._features[hook]:
-                return False
-        except RuntimeError:  # a nested tensor: see `saved`
-            return False
-        self._number = number
-        self.num_hooks = hook + 1
-        return True
-
-    def use_agrees(self, save: int) -> bool:
-        """Note a use, as `used` does, if the step that is followed has the same here; as `save_agrees`."""
-        hook, node = self.num_hooks, _current_node()
-        if self._phase is not _BACKWARD and node is not None:
-            self.enter_backward()
-        if (type(node), self._last_used - save) != self._features[hook]:
-            return False
-        self._last_used = save
-        self.num_hooks = hook + 1
-        return True
+        self._phase, self._numbers, self._last_used = self._boundaries[-1].phase, latest.numbers, latest.last_used
+        forward = self._phase is _FORWARD
+        self._thread = latest.thread if forward else None
+        self._number = latest.numbers.get(latest.thread, _NEVER) if forward else _NEVER
 
     def saved(self, t: Tensor, since: int) -> bool:
         """Note that autograd saves `t`, at hook number `num_hooks`. Returns whether the step that is followed has the same

@@ -61,7 +61,7 @@ class PlannedStepData:
             return None
         return cls(
             trace=planned.trace,
-            plan=current.schedule.plan,
+            plan=current.program.plan,
             link=link,
             modules=planned.modules,
             predicted=planned.predicted_by is not None,

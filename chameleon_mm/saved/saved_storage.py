@@ -17,8 +17,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import TransferFailed
-from chameleon_mm.policy import StorageAction
-from chameleon_mm.saved.calling_thread import annotation, call_site, sequence_nr, this_thread
+from chameleon_mm.saved.calling_thread import OperatorNumber, annotation, call_site, sequence_nr, this_thread
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.host_copy import HostCopy
@@ -40,7 +39,7 @@ class SavedStorage:
 
     __slots__ = (
         "__weakref__", "_context", "checksum", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
-        "is_held_for_recipes", "nbytes", "op_is_over", "part", "planned", "proof", "relied", "slot", "state", "uses",
+        "is_held_for_recipes", "nbytes", "number", "op_is_over", "part", "proof", "relied", "saved_by", "slot", "state", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -72,8 +71,10 @@ class SavedStorage:
         self.op_is_over = False
         """Whether the ops that saved it have ended, so that it may be copied."""
         # What others note.
-        self.planned: StorageAction | None = None
-        """Its action in the plan; None: no plan knows it."""
+        self.saved_by: OperatorNumber = (-1, 0)
+        """The operator that saved it last."""
+        self.number: int | None = None
+        """Its number in the plan's trace; None: no plan knows it."""
         self.relied: Relied | None = None
         """What rests on its bytes, in a step that recomputes."""
         self.proof: Proof | None = None
@@ -252,7 +253,7 @@ class SavedStorage:
         """Order compute after the copy out, which was handed over and ends at `done`."""
         # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out was
         # handed over all the same, and what compute writes to it next comes after that.
-        self._context.metrics.wait(self.slot.alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
+        self._context.metrics.wait(self.slot.alloc_stream, done, "out", self.number)
 
     def _reclaim(self) -> bool:
         """Let the device memory go, behind the copy out. Returns whether all went well: else there was no memory for what stays
@@ -338,7 +339,7 @@ class SavedStorage:
         assert storage is not None
         if copy is None or copy.back is None:
             return storage  # its form put it there, on the stream that allocated it; or it never left
-        copy.arrive(compute, None if self.planned is None else self.planned.tensor, prefetched=prefetched)
+        copy.arrive(compute, self.number, prefetched=prefetched)
         if self.checksum is not None and self.state is State.SWAPPING_IN:
             self.checksum.check(flat_bytes(storage))
         self._to(State.RESTORED)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +63,19 @@ class TensorKind(enum.IntEnum):
     """Made in the step and saved by autograd."""
     TEMPORARY = 6
     """Made in the step, and neither saved nor kept."""
+
+
+class BirthPlace(NamedTuple):
+    """Where in a step a storage was written."""
+
+    hooks: int
+    """Number of hooks before the operator that wrote it."""
+    operator: str
+    """Name of that operator, with its overload."""
+    same_name: int
+    """Number of operators of that name since the last hook, it included."""
+    position: int
+    """Position of the storage among those that the operator wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -55,7 +55,7 @@ class StepLoop:
 
     __slots__ = (
         "_back", "_budget", "_claims", "_compute", "_context", "_device", "_director", "_epoch", "_executor", "_held",
-        "_ins", "_latest", "_leaving", "_min_bytes", "_nbytes", "_out", "_outs", "_protected", "_queued_in", "_queued_out",
+        "_ins", "_latest", "_min_bytes", "_nbytes", "_out", "_outs", "_pending", "_protected", "_queued_in", "_queued_out",
         "_ready", "_recomputing", "_rows", "_totals", "_way", "follows", "hook",
     )  # fmt: skip
 
@@ -67,7 +67,9 @@ class StepLoop:
         self._recomputing = parts.recomputing
         self._out, self._back = context.transfer.streams
         self._queued_out, self._queued_in = context.transfer.queued
-        self._held, self._leaving, self._totals = context.held, parts.budget.reclaim.entries, context.metrics.totals
+        self._pending = context.held, parts.budget.reclaim.entries, self._queued_out, self._queued_in
+        """What may have to be handed over, or let go of, at any hook."""
+        self._held, self._totals = context.held, context.metrics.totals
         self._ready: Event | None = None
         """Event that compute records before each copy, reused."""
         self.follows = False
@@ -121,10 +123,22 @@ class StepLoop:
             storage = t.untyped_storage() if agrees and kind != KEPT else None
         except RuntimeError:  # a nested tensor has no shape, a sparse one no storage
             agrees = False
-        if not agrees or (storage is not None and not self._may_move(t, storage, row.number)) or not self._run(row, hook):
+        is_due = row.is_checked or row.ops or any(self._pending)
+        reason = reason_to_stay(t, self._protected, self._min_bytes) if agrees and kind == KEPT else None
+        if (
+            not agrees
+            or (reason is None if storage is None else not self._may_move(t, storage, row.number))
+            or (is_due and not self._run(row, hook))
+        ):
             self.leave()
             return None
-        handle = self._kept(t) if storage is None else self._moving(t, storage, row, hook)
+        handle: Handle | None
+        if storage is None:
+            assert reason is not None
+            handle = KeptTensor(t, by_reference=reason == "parameter")
+            self._totals.kept_by_reason[reason] += 1
+        else:
+            handle = self._moving(t, storage, row, hook)
         if handle is None:
             self.leave()
             return None
@@ -140,7 +154,9 @@ class StepLoop:
             return None
         hook, saved_at = self.hook + 1, handle.saved_at
         row = self._rows[hook]
-        if row.kind != USE or saved_at[1] != row.key or saved_at[0] != self._epoch or not self._run(row, hook):
+        is_due = row.is_checked or row.ops or any(self._pending)
+        agrees = row.kind == USE and saved_at == (self._epoch, row.key)
+        if not agrees or (is_due and not self._run(row, hook)):
             self.leave()
             return None
         if type(handle) is KeptTensor:
@@ -171,14 +187,6 @@ class StepLoop:
         if id(storage) in self._protected.refs and storage in self._protected:
             return False
         return self._device.owns(t)
-
-    def _kept(self, t: Tensor) -> KeptTensor | None:
-        """Return the handle of a tensor that stays on the device, or None if it may move."""
-        reason = reason_to_stay(t, self._protected, self._min_bytes)
-        if reason is None:
-            return None
-        self._totals.kept_by_reason[reason] += 1
-        return KeptTensor(t, by_reference=reason == "parameter")
 
     def _moving(self, t: Tensor, storage: torch.UntypedStorage, row: Row, hook: int) -> SwappedView | None:
         """Return the handle of a tensor that the plan may move, or None. Note [Identity]."""
@@ -230,12 +238,9 @@ class StepLoop:
 
     def _run(self, row: Row, hook: int) -> bool:
         """Do what is due before the hook's own storage is used. Return False if the step must leave."""
-        waiting = self._held or self._queued_out or self._queued_in or self._leaving
-        way, lending = self._way, self._budget.lending
+        way, lending, pending = self._way, self._budget.lending, any(self._pending)
         assert way is not None
         way.hook = hook
-        if not (waiting or row.ops or row.is_checked or way.late):
-            return True
         if not self._compute.is_current() or self._budget.forecast is not way:
             return False  # another stream, device or a capture; or the step takes more memory than planned
         if lending is not None:
@@ -244,7 +249,7 @@ class StepLoop:
             self._outs.let_go_of_held()
         if row.ops or way.late:
             self.carry_out(way, row.ops)
-        if waiting or lending is not None:
+        if pending or lending is not None:
             self._outs.hand_over(lending)
         if not row.is_checked:
             return True

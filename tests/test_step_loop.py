@@ -5,7 +5,8 @@ The reference is plain PyTorch: the same program with no session, no simulated d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.executor.step_loop import StepLoop
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.version import SavedBytes
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
@@ -27,6 +30,8 @@ pytestmark = [
 MACHINES = [OnSim, pytest.param(OnCuda, marks=pytest.mark.gpu)]
 
 SIDE, LAYERS, STEPS = 128, 6, 5
+ROOM = 10 * SIDE * SIDE * 4
+"""Bytes of a session beside its weights and input: less than what autograd saves."""
 
 
 # --- what runs
@@ -41,14 +46,23 @@ class Work:
             torch.randn(SIDE, SIDE, device=machine.torch_device, requires_grad=True) for _ in range(LAYERS)
         ]  # fmt: skip
         self.x = torch.randn(SIDE, SIDE, device=machine.torch_device)
+        self.keeps, self.made = False, list[Tensor]()
+        """Whether the model keeps what each tanh makes, and what it kept in the latest step."""
 
     def step(self, word: str) -> list[Tensor]:
+        loss = self.forward(word)
+        return list(torch.autograd.grad(loss, self.weights, allow_unused=True, materialize_grads=True))
+
+    def forward(self, word: str) -> Tensor:
         x, held = self.x, None
+        self.made = []
         for letter, weight in zip(word, self.weights * len(word), strict=False):
             if letter == "m":
                 x = x @ weight
             elif letter == "t":
                 x = x.tanh()
+                if self.keeps:
+                    self.made.append(x)
             elif letter == "v":
                 x = x.t().sigmoid() * x.t()
             elif letter == "h":
@@ -56,8 +70,7 @@ class Work:
                 x = x.exp().clamp(max=3)
             elif letter == "i":
                 x = (x * weight).relu_()
-        loss = x.sum() if held is None else x.sum() + held.mean()
-        return list(torch.autograd.grad(loss, self.weights, allow_unused=True, materialize_grads=True))
+        return x.sum() if held is None else x.sum() + held.mean()
 
 
 WORD = "mtvmhimtmv"
@@ -84,7 +97,7 @@ class Session:
         found: Steps = []
         with self.device.compute():
             work = Work(self.machine)
-            self.budget = budget = self.device.allocated_bytes() + 12 * SIDE * SIDE * 4
+            self.budget = budget = self.device.allocated_bytes() + ROOM
             self.device.reset_peaks()  # a CUDA device's peak is its whole process's
             with cm.SwapSession(budget, "64MiB", self.device, min_bytes=256, recompute=False) as session:
                 self.loop: StepLoop = session._executor.loop
@@ -175,3 +188,59 @@ def test_without_its_check_the_version_is_not_noticed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(SavedBytes, "check", lambda self: None)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         test_a_write_to_what_is_saved_raises_eagers_error_in_the_loop()
+
+
+@contextmanager
+def planned(machine: Machine) -> Iterator[tuple[Work, cm.SwapSession]]:
+    """A session whose next step follows a plan."""
+    device = machine.device
+    with device.compute():
+        work = Work(machine)
+        with cm.SwapSession(device.allocated_bytes() + ROOM, "64MiB", device, min_bytes=256, recompute=False) as session:
+            for _ in range(STEPS - 1):
+                with session.step():
+                    work.step(WORD)
+            yield work, session
+
+
+def kept_by_the_model() -> list[Image]:
+    """What the model keeps of a planned step, as it is after it."""
+    with planned(OnSim()) as (work, session):
+        work.keeps = True
+        with session.step():
+            work.step(WORD)
+        return list(map(image, work.made))
+
+
+def test_what_a_model_keeps_in_a_planned_step_is_not_emptied() -> None:
+    work = Work(OnSim())
+    work.keeps = True
+    work.step(WORD)
+    assert kept_by_the_model() == list(map(image, work.made))
+
+
+def test_without_the_use_count_it_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slot, "is_alone", lambda slot: slot.storage is not None)
+    with pytest.raises((RuntimeError, SimRaceError, AssertionError)):
+        test_what_a_model_keeps_in_a_planned_step_is_not_emptied()
+
+
+def drop_a_graph_under_its_copies() -> int:
+    """Return the number of copies out that were on their way in a planned step as its graph went."""
+    with planned(OnSim()) as (work, session):
+        with session.step():
+            loss = work.forward(WORD)
+            leaving = len(session._executor.budget.planned.entries)
+            del loss  # and with it the graph
+        session.device.synchronize()
+        return leaving
+
+
+def test_a_copy_holds_what_it_reads_though_the_graph_is_gone() -> None:
+    assert drop_a_graph_under_its_copies() > 0
+
+
+def test_without_that_hold_the_source_is_freed_under_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SavedStorage, "cancel_swap_out", lambda saved: True)
+    with pytest.raises((SimLifetimeError, SimRaceError)):
+        drop_a_graph_under_its_copies()

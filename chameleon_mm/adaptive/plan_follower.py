@@ -45,12 +45,6 @@ class PlanFollower(Director):
 
     plans = True  # so that the executor tells it of every hook
 
-    __slots__ = (
-        "_budget", "_checked_at", "_diverged", "_entry", "_epoch", "_first_bytes", "_first_saves", "_growth_bytes", "_had_plan",
-        "_last_entry", "_may_recompute", "_memory", "_planned", "_predicted", "_reached", "_recorded_hooks",
-        "_recorder", "_steps", "_trace_forecast", "adaptation", "followed", "light", "way",
-    )  # fmt: skip
-
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
         self.light: LightProfiler = LightProfiler()

@@ -61,12 +61,6 @@ def swap_out_now(saved: SavedStorage) -> None:
 class Budget:
     """Keeps one device's memory within its budget: checks it, reclaims, and says how much prefetches may take."""
 
-    __slots__ = (
-        "_allocated", "_cumulative", "_cumulative_at_begin", "_device", "_limits", "_metrics", "_order", "_storages",
-        "_swap_outs", "_taken", "_unused", "forecast", "has_room_ahead", "headroom", "highest_forecast", "learned_forecast",
-        "lending", "peak_at_begin_bytes", "peak_seen_bytes", "planned", "reclaim",
-    )  # fmt: skip
-
     def __init__(
         self,
         device: Device,

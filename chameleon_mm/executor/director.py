@@ -32,8 +32,6 @@ from chameleon_mm.saved.timed_spans import StepKind
 class Director:
     """Leaves every storage to the default rule. Not thread-safe: the executor holds its lock."""
 
-    __slots__ = ()
-
     plans = False
     """Whether it is told of every hook, also where nothing moves that is saved or used there."""
     light: LightProfiler | None = None

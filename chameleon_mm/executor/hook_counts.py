@@ -25,11 +25,6 @@ class HookCounts:
     Hooks may run on any thread at once, and an increment may then be lost: of hooks only "none" and "some" is to be read here.
     """
 
-    __slots__ = (
-        "_any_begun", "_in_step", "_unnamed_steps", "expects_steps", "saves", "saves_between", "steps", "steps_under_others",
-        "steps_without_gradients", "steps_without_saves", "steps_without_uses", "uses", "uses_between", "was_told",
-    )  # fmt: skip
-
     def __init__(self) -> None:
         self.steps = 0
         """Completed steps; the counts below are of these."""

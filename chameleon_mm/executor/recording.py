@@ -31,8 +31,6 @@ class Recording:
     """Enters and leaves the step's recorder or watch. Not thread-safe but for `paused` and `retired`, which any thread of the
     step may call."""
 
-    __slots__ = ("_entered", "_left_within", "_thread", "is_over", "recorder", "watch")
-
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         """The recorder that records the step, or did until it was stopped. Others only read it."""

@@ -53,12 +53,6 @@ _ON_DEVICE, _LEAVING = State.ON_DEVICE, State.SWAPPING_OUT  # bound once: an enu
 class StepLoop:
     """Loop over the rows of a program. Not thread-safe: the executor holds its lock."""
 
-    __slots__ = (
-        "_back", "_budget", "_claims", "_compute", "_context", "_device", "_director", "_epoch", "_executor", "_held",
-        "_ins", "_latest", "_min_bytes", "_nbytes", "_out", "_outs", "_pending", "_protected", "_queued_in", "_queued_out",
-        "_ready", "_recomputing", "_rows", "_totals", "_way", "follows", "hook",
-    )  # fmt: skip
-
     def __init__(self, executor: Executor) -> None:
         parts, context = executor.parts, executor.parts.context
         self._executor = weakref.ref(executor)

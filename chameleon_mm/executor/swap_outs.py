@@ -45,11 +45,6 @@ slices would copy it for each."""
 class SwapOuts:
     """Queues the copies of saved storages. Not thread-safe: the executor holds its lock."""
 
-    __slots__ = (
-        "__weakref__", "_budget", "_context", "_latest", "_queued_in", "_queued_out", "_registry", "_rule", "_small",
-        "_staging", "_thresholds", "fresh", "waiting_bytes",
-    )  # fmt: skip
-
     def __init__(
         self,
         context: SwapContext,

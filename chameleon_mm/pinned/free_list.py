@@ -58,11 +58,6 @@ class FreeList:
     power of two and for a capacity that is negative or no multiple of the alignment.
     """
 
-    __slots__ = (
-        "_capacity_units", "_free_units", "_live", "_newest", "_next_base", "_peak_units", "_recent_units", "_regions",
-        "_shift", "_sizes", "alignment",
-    )  # fmt: skip
-
     def __init__(self, capacity: int, alignment: int = DEFAULT_ALIGNMENT) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"alignment: expected a power of two of bytes, got {alignment}")

@@ -57,11 +57,6 @@ class Ledger:
     It does not know its pool, so that what gives the memory back of a pool that was dropped can hold it.
     """
 
-    __slots__ = (
-        "_free_list", "_live", "_serial", "chunks", "closed", "lock", "pageable", "returned",
-        "shrinking",
-    )  # fmt: skip
-
     def __init__(self, chunks: Chunks) -> None:
         self.lock = threading.Lock()
         self.chunks = chunks

@@ -77,11 +77,6 @@ class LightProfiler:
     operators are counted apart. Nothing here touches the device or keeps a tensor.
     """
 
-    __slots__ = (
-        "_boundaries", "_features", "_followed", "_kinds", "_last_used", "_number", "_numbers", "_phase", "_save_of",
-        "_thread", "num_hooks",
-    )  # fmt: skip
-
     def __init__(self) -> None:
         self._kinds: set[type] = set()
         """Classes of nodes that stand for their operator's name. None that would not live as long anyway."""

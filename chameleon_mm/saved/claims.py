@@ -185,8 +185,6 @@ def _key(storage_id: int, part: Part | None) -> Hashable:
 class StorageRegistry:
     """The saved storages that are claimed, by step and number. Not thread-safe: the executor holds its lock."""
 
-    __slots__ = ("_storages", "epoch", "next_index", "of_epoch", "packed_groups")
-
     def __init__(self) -> None:
         self.epoch = 0
         """Number of the current step: that of what is saved from now on."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -133,13 +134,14 @@ class SwapSession:
 
     def _plan_steps(self, *, recompute: bool) -> Adaptation:
         recomputes = recompute and not self._model_swap.swaps_parameters
+        swap = weakref.ref(self._model_swap)  # weak: it holds the executor, which holds whoever asks
         return plan_steps(
             self._executor,
             self.pool,
             model=self._model,
             link_cost=link_cost_for(self.device),
             replayable=replayable_on(self.device) if recomputes else frozenset(),
-            is_hidden=self._model_swap.is_hidden,
+            is_hidden=lambda storage: (it := swap()) is not None and it.is_hidden(storage),
         )
 
     # --- the session

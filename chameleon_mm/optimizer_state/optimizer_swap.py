@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -91,11 +92,12 @@ class OptimizerSwap:
 
     def attach(self) -> None:
         """Send all state away, and have steps bring it back part by part."""
-        raw, run = raw_step(self._optimizer), self._step
+        raw, me = raw_step(self._optimizer), weakref.ref(self)  # weak: the optimizer holds the step, and this the optimizer
 
         @functools.wraps(raw)
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return run(closure) if closure is not None else run()
+            run = raw if (it := me()) is None else it._step
+            return run(optimizer, closure) if closure is not None else run(optimizer)
 
         # torch's own wrapper: its hooks run once around all parts.
         hooked = torch.optim.Optimizer.profile_hook_step(step)
@@ -121,6 +123,7 @@ class OptimizerSwap:
                 del self._optimizer.__dict__["step"]
             else:
                 self._optimizer.__dict__["step"] = self._before
+        self._ours = self._before = None
         on_host = sum(state.end() for state in list(self._home.states.values()))
         for p, state in list(self._optimizer.state.items()):
             if isinstance(state, SwappedState):
@@ -149,10 +152,10 @@ class OptimizerSwap:
 
     # --- a step
 
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
-        raw = raw_step(self._optimizer)
+    def _step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        raw = raw_step(optimizer)
         if not self._active or self._home.device.capturing():
-            return raw(self._optimizer, closure) if closure is not None else raw(self._optimizer)
+            return raw(optimizer, closure) if closure is not None else raw(optimizer)
         if not self._splits:
             return self._step_whole(raw, closure)
         loss = None

@@ -16,6 +16,12 @@ def check_type(name: str, value: object, kind: type, expected: str, way_out: str
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}; {way_out}")
 
 
+def check_method(name: str, value: object, method: str, expected: str, way_out: str) -> None:
+    """Raise `TypeError` unless `value` is an object with that method: of a protocol, which many classes may keep."""
+    if isinstance(value, type) or not callable(getattr(value, method, None)):
+        raise TypeError(f"{name}: expected {expected}, got {describe(value)}; {way_out}")
+
+
 def check_keywords(what: str, given: Iterable[str], function: Callable[..., object], *, but: Iterable[str] = ()) -> None:
     """Raise `TypeError` for a keyword among `given` that `function` does not take, or that is one of `but`. `what` is whose
     keywords they are."""

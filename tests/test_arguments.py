@@ -50,3 +50,19 @@ def test_a_wrong_type_is_refused_before_anything_is_started(
     with pytest.raises(TypeError, match=message) as caught:
         make(**{"device": "sim", **arguments})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [5, "event", [], cm.SimDevice, object()], ids=lambda wrong: type(wrong).__name__)
+def test_a_pool_refuses_what_is_no_event_and_no_stream_and_goes_on(wrong: Any) -> None:
+    device = cm.SimDevice()
+    with cm.PinnedPool("1MiB", device=device) as pool:
+        block = pool.allocate(4096)
+        with pytest.raises(TypeError, match=r"^release: expected an event, or None, got .*; pass after=stream.record\(\)$"):
+            block.release(after=wrong)
+        with pytest.raises(TypeError, match=r"^wait_on: expected a stream of the pool's device, got "):
+            block.wait_on(wrong)
+        with pytest.raises(TypeError, match=r"^allocate: expected a stream of the pool's device, or None, got "):
+            pool.allocate(4096, stream=wrong)
+        block.release(after=device.current_stream().record())
+        assert pool.allocate(4096).nbytes == 4096
+    assert pool.stats().live_bytes == 0

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chameleon_mm.arguments import check_method
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import BlockInUseError, BlockReleasedError
 from chameleon_mm.pinned.pending import LateEvent, recorded
@@ -141,8 +142,10 @@ class PinnedBlock:
     def wait_on(self, stream: Stream) -> None:
         """Order `stream`'s later work after every earlier owner's, on the device. The host does not wait.
 
-        Once for each stream that may be the first to touch the block. Raises `BlockReleasedError` after the release.
+        Once for each stream that may be the first to touch the block. Raises `TypeError` for what is no stream,
+        `BlockReleasedError` after the release.
         """
+        check_method("wait_on", stream, "wait", "a stream of the pool's device", "pass device.current_stream()")
         self._check_live("wait_on")
         unmet = self.pending_events = recorded(self.pending_events)
         for event in unmet:
@@ -176,9 +179,11 @@ class PinnedBlock:
 
         `after` is an event behind the last device work on the block, and so behind the waits of `allocate` and `wait_on` that
         came before that work; None says that there was none, or that all of it is complete. Never waits, never takes a lock,
-        calls nothing of the device: safe in finalizers and on any thread. Raises `BlockInUseError`, and changes nothing, while
-        views of the block live.
+        calls nothing of the device: safe in finalizers and on any thread. Raises `TypeError` for what is no event, and
+        `BlockInUseError` while views of the block live, with nothing changed.
         """
+        if after is not None:
+            check_method("release", after, "query", "an event, or None", "pass after=stream.record()")
         try:
             ticket = self._take_turn.pop()
         except IndexError:

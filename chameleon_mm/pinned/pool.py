@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from chameleon_mm.arguments import check_type
+from chameleon_mm.arguments import check_method, check_type
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device, Event, Stream
@@ -120,11 +120,14 @@ class PinnedPool:
         `stream`, the one that will touch the block first, waits for the earlier users of its bytes; without one their events
         are left in `block.pending_events`. The host waits for the device in one case only: instead of failing, where the limit
         leaves room only after an unused chunk is given back and the device is not done with it.
-        Raises `HostMemoryExhausted` past the limit, or where the device can pin no more: the pool stays usable, and the same
-        request may succeed later. `allocate_pageable` has ordinary memory.
+        Raises `TypeError` and `ValueError` for what is no size or no stream, and `HostMemoryExhausted` past the limit, or where
+        the device can pin no more: the pool stays usable, and the same request may succeed later. `allocate_pageable` has
+        ordinary memory.
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = parse_size(nbytes, what="allocate")
+        if stream is not None:
+            check_method("allocate", stream, "wait", "a stream of the pool's device, or None", "pass device.current_stream()")
         ledger = self._ledger
         with ledger.lock:
             if ledger.closed:

@@ -89,6 +89,7 @@ class StepHistory:
         self._running = None
         if self._executor.hook_lock.may_ask_device():
             self._settle()
+            self.note_peak()  # a loop that resets the peak at its top has the same one at the end of each step
             self._pool.recent_peak_bytes()
             self._seen_bytes = max(self._seen_bytes, budget.peak_seen_bytes)
             budget.peak_seen_bytes, budget.peak_at_begin_bytes = 0, None

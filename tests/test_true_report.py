@@ -101,6 +101,34 @@ def test_a_peak_that_was_reset_meanwhile_is_a_lower_bound(device: Device) -> Non
     assert 12 * MIB <= report.peak_hbm_bytes < report.hbm_budget_bytes
 
 
+RESETS = {
+    "at the top of each step": (True, False, False),
+    "before each evaluation": (False, True, False),
+    "behind each evaluation": (False, False, True),
+    "never": (False, False, False),
+}
+
+
+@pytest.mark.parametrize("resets", RESETS.values(), ids=RESETS)
+def test_steps_of_equal_peaks_hide_no_reset(resets: tuple[bool, bool, bool], device: Device) -> None:
+    """What evaluations between the steps took is known only where nobody reset the peak behind them."""
+    x = leaf(device)
+    device.reset_peaks()
+    session = opened(device)
+    with session:
+        for number in range(4):
+            if resets[0]:
+                device.reset_peaks()
+            a_step(session, x)
+            if resets[1]:
+                device.reset_peaks()
+            if number == 2:
+                unseen(device, 40 * MIB)
+            if resets[2]:
+                device.reset_peaks()
+    assert session.report().budget_held is (None if resets[0] or resets[2] else False)
+
+
 # --- what the steps were
 
 

@@ -330,6 +330,22 @@ def test_bad_input_is_one_sentence(device: Device) -> None:
     assert caught.value.smallest_bytes is not None
 
 
+TORCHSCRIPT: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "scripted": torch.jit.script,
+    "traced": lambda part: torch.jit.trace(part, torch.ones(2, WIDTH)),
+    "scripted inside": lambda part: nn.Sequential(nn.ModuleDict({"inner": torch.jit.script(part)})["inner"]),
+    "traced function of it": lambda part: torch.jit.trace_module(part, {"forward": torch.ones(2, WIDTH)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", TORCHSCRIPT.values(), ids=TORCHSCRIPT)
+def test_torchscript_is_refused_by_name(make: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(nn.Linear(WIDTH, WIDTH)))
+    with pytest.raises(ValueError, match=r"on one device, got one whose 1(\.0)? is TorchScript, .*; leave parameters='keep'$"):
+        cm.SwapSession("1GiB", device="sim", model=model, parameters="swap")
+
+
 def test_parameters_that_somebody_else_shards_are_refused(device: Device) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 

@@ -46,8 +46,7 @@ def check_parameters(parameters: object, model: nn.Module | None) -> bool:
     if model is None:
         raise ValueError("parameters='swap': expected the model whose parameters are swapped, got none; pass model=, too")
     for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
-            kind = "compiled" if hasattr(module, "_orig_mod") else "in DistributedDataParallel"
+        if (kind := _not_eager(module)) is not None:
             raise ValueError(
                 f"parameters='swap': expected a model that runs in eager mode on one device, got one whose {name or 'root'} is "
                 f"{kind}; leave parameters='keep'"
@@ -64,6 +63,15 @@ def check_parameters(parameters: object, model: nn.Module | None) -> bool:
                 f"wraps (FSDP2 does); leave parameters='keep'"
             )
     return True
+
+
+def _not_eager(module: nn.Module) -> str | None:
+    """What runs `module` otherwise than in eager mode on one device; None: nothing does."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript, which reads parameters where no Python sees it"
+    if hasattr(module, "_orig_mod"):
+        return "compiled"
+    return "in DistributedDataParallel" if isinstance(module, nn.parallel.DistributedDataParallel) else None
 
 
 class ParameterSwap:

@@ -27,6 +27,11 @@ def only(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda name: load(name) if name in names else None)
 
 
+def without(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have devices and sessions find none of these helpers."""
+    only([name for name in native.HELPERS if name not in names], monkeypatch)
+
+
 def helper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The helper `name`, which devices and sessions find from then on, as they find others of that folder."""
     monkeypatch.setattr(native.building, "CACHE", BUILDS)

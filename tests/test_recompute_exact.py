@@ -33,6 +33,8 @@ from tests._fakes import Unwatched
 from tests._mix_models import MODELS, Case, bits, train
 from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
 
+pytestmark = pytest.mark.usefixtures("each_watch")
+
 ALL = replayable.DEFAULT | replayable.PRODUCTS
 
 PER_CHUNK = 25
@@ -120,9 +122,14 @@ LARGE = 160
 """Side of a square whose bytes a recipe does not copy."""
 
 
+def unnoted() -> torch._C._ExcludeDispatchKeyGuard:
+    """A context whose operators no call notes see."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C._parse_dispatch_key("Fake")))
+
+
 def outside(*shape: int, grad: bool = False) -> Tensor:
     """Random numbers that no step has made, as a batch or a parameter."""
-    with _disable_current_modes():
+    with _disable_current_modes(), unnoted():
         return torch.randn(*(shape or (SIDE, SIDE)), requires_grad=grad)
 
 
@@ -843,7 +850,7 @@ class Sharded(nn.Module):
 
     def fetch(self, *, filled: bool = True) -> None:
         self.shift.data.untyped_storage().resize_(self.full.untyped_storage().nbytes())
-        with torch.no_grad(), _disable_current_modes():  # a collective on a stream of its own
+        with torch.no_grad(), _disable_current_modes(), unnoted():  # a collective on a stream of its own
             self.shift.data.copy_(self.full if filled else torch.full_like(self.full, torch.nan))
 
 

@@ -30,7 +30,7 @@ from tests.test_compute_streams import Side
 from tests.test_recompute_exact import ALL, LARGE, SIDE, Program, grads, leaf, outcome, outside
 
 pytestmark = [
-    pytest.mark.usefixtures("no_gc"),
+    pytest.mark.usefixtures("no_gc", "each_watch"),
     # A mutant also breaks what runs when its graph is dropped, where an error can only be reported.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

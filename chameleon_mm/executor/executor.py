@@ -31,7 +31,7 @@ from chameleon_mm.executor.weak_calls import weak_before_write, weak_settle
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.process import ThisProcess
-from chameleon_mm.profiler.call_watch import CallWatch
+from chameleon_mm.profiler.call_notes import AnyWatch
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.profiler.recorder import Recorder
@@ -236,7 +236,7 @@ class Executor:
         if self.hook_lock.may_ask_device():
             self.recording.begin(*self.hook_lock.run(self._begin_step, timed))
 
-    def _begin_step(self, timed: bool) -> tuple[Recorder | None, CallWatch | None]:
+    def _begin_step(self, timed: bool) -> tuple[Recorder | None, AnyWatch | None]:
         if self.checksums is not None:
             self.checksums.prepare()  # before anything of the step is counted
         self._registry.begin_epoch()

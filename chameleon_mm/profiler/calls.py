@@ -160,7 +160,7 @@ class Operation:
         self.facts = facts
         self.grad_enabled = torch.is_grad_enabled()
         """Whether gradients were on: they are off inside a custom function's forward."""
-        self.settings = settings_now(is_product=_is_product(func))
+        self.settings = settings_now(is_product=is_product(func))
         self.made_bytes = 0
         """Device memory of the storages that it made."""
         self.random_state: tuple[torch.Generator, Tensor] | None = None
@@ -212,10 +212,10 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
     given += [kwargs[name] for name in facts.mutated_names if name in kwargs]
     if facts.hidden_writes:
         given += updated_statistics(facts, args) if facts.name in BATCH_NORMS else args
-    return [part for t in tensors_of(given) for part in _with_storages(t)]
+    return [part for t in tensors_of(given) for part in with_storages(t)]
 
 
-def _with_storages(t: Tensor) -> Iterable[Tensor]:
+def with_storages(t: Tensor) -> Iterable[Tensor]:
     """`t`, if it has a storage, or the tensors that it consists of: a sparse one's indices and values."""
     if t.layout is torch.strided and not t.is_nested:
         return (t,) if has_storage(t) else ()
@@ -230,7 +230,7 @@ def tensors_of(nest: Any) -> list[Tensor]:
 
 
 @cache
-def _is_product(func: Any) -> bool:
+def is_product(func: Any) -> bool:
     return base_name(func.name()) in PRODUCTS
 
 

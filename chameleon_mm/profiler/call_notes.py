@@ -1,0 +1,280 @@
+"""Notes how storages are made while a forward runs, as `CallWatch` does, in C++: `native/notes.cpp`, where it is built.
+
+    watch = watch_calls(device, before_write)      # a `CallNotes`, or the `CallWatch` that is its reference
+    with watch: ...
+    watch.value_of(storage).call                   # made of the notes at that moment, for this one chain
+
+An operator costs a microsecond more, in place of some fifty under a dispatch mode, and no gradient has another formula. Names are
+those of what runs below autograd: a few composite operators do otherwise under a mode, and the recorder is one. A storage that the
+plan holds by a name that does not come is not held.
+
+The watch stays where the helper is not built or does not load, where dynamo has compiled anything, whose guards compare the
+dispatch keys that are on, and where the thread has another session's notes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from chameleon_mm import native
+from chameleon_mm.device import Device
+from chameleon_mm.device.operators import BATCH_NORMS, OpFacts, OpFactsCache
+from chameleon_mm.profiler.call_watch import CallWatch
+from chameleon_mm.profiler.calls import (
+    Argument,
+    BirthPlace,
+    Call,
+    Geometry,
+    Operation,
+    Result,
+    Value,
+    is_product,
+    with_storages,
+)
+from chameleon_mm.profiler.dispatch_state import frames_compiled
+from chameleon_mm.profiler.kernel_settings import KernelSettings, settings_now
+from chameleon_mm.units import allocated_size
+
+_NONE = -1
+
+BeforeWrite = Callable[[Value], None]
+
+
+def watch_calls(device: Device, before_write: BeforeWrite) -> AnyWatch:
+    """What notes the calls of a step, on this thread. `before_write`: as `CallWatch` has it."""
+    helper = None if frames_compiled() else native.load("notes")
+    return CallWatch(device, before_write) if helper is None or helper.is_taken() else CallNotes(helper, device, before_write)
+
+
+class NotedValue(Value):
+    """A value whose call is read from the notes when it is asked for."""
+
+    __slots__ = ("_call", "_notes", "_number")
+
+    def __init__(self, notes: CallNotes, number: int) -> None:
+        storage, self._call, returned, position, self.writes, self.nbytes, has_counter, self.version = notes.noted.value(number)
+        self._notes, self._number = notes, number
+        self.storage = notes.storage_ref(storage)
+        self.result = None if self._call == _NONE else Result(returned, position)
+        self.tensor = partial(notes.noted.root, number) if has_counter else None  # type: ignore[assignment]  # called as one is
+        self.claim = self.relied = None
+
+    @property
+    def call(self) -> Call | None:  # type: ignore[override]  # read, not stored
+        return None if self._call == _NONE else self._notes.call(self._call)
+
+    @property
+    def is_latest(self) -> bool:  # type: ignore[override]
+        return bool(self._notes.noted.is_latest(self._number))
+
+
+class CallNotes:
+    """Notes calls on one thread, and is used as a `CallWatch` is. Not thread-safe but for what another thread's hooks ask."""
+
+    must_leave = False
+    """Never: no dispatch mode is on, so that no gradient is computed by another formula."""
+
+    def __init__(self, helper: ModuleType, device: Device, before_write: BeforeWrite) -> None:
+        self._helper = helper
+        self._before_write = before_write
+        self._facts = OpFactsCache(device.torch_device.type)
+        self._operators: list[tuple[Any, OpFacts]] = []
+        self._settings: list[KernelSettings] = []
+        self._values: dict[int, NotedValue] = {}
+        self._calls: dict[int, Call] = {}
+        self._storages: dict[int, Any] = {}
+        self._places: Mapping[BirthPlace, int] = {}
+        self._hooks = 0
+        me = weakref.ref(self)
+        """The helper knows this by weak references alone: the collector does not see its own."""
+        told = [partial(_tell, me, name) for name in ("_facts_of", "_note_settings", "_write", "_note_born")]
+        self.noted: Any = helper.Notes(told[0], told[1], _parts, told[2], told[3], device.torch_device.type == "cuda")
+        self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
+        self.after_forward: Callable[[], None] | None = None
+        self._is_over = False
+        self.noted.begin()
+
+    def __enter__(self) -> Self:
+        self._helper.turn(True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._helper.turn(False)
+
+    def leave_if_on(self) -> None:
+        """Leave it where autograd has put the dispatch key back."""
+        self._helper.turn(False)
+
+    def paused(self) -> _Paused:
+        """Context in which the operators of this thread are no part of the step. May be nested."""
+        return _Paused(self._helper.pause)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step has ended, or has turned out to be one in which nothing is recomputed."""
+        return self._is_over
+
+    @is_over.setter
+    def is_over(self, over: bool) -> None:
+        self._is_over = over
+        if over:
+            self.noted.end()
+
+    def end(self) -> None:
+        """Look at nothing more, and forget what was noted."""
+        self.is_over = True
+        for kept in (self._values, self._calls, self._storages, self.born):
+            kept.clear()  # type: ignore[attr-defined]  # dicts and a list
+
+    def value_of(self, storage: torch.UntypedStorage) -> Value | None:
+        """The latest value of `storage`; None: it is not known."""
+        return self._value(self.noted.value_of(storage._cdata))
+
+    def given(self, t: Tensor) -> Value:
+        """The latest value of the storage of `t`, a plain tensor: new where it was not known."""
+        value = self._value(self.noted.given(t))
+        assert value is not None
+        return value
+
+    def hold(self, places: Mapping[BirthPlace, int]) -> None:
+        """Hold storages from their birth on at these places; each with the plan's number of the storage."""
+        self.born.clear()
+        self._places = places
+        self.noted.hold({(place.hooks, place.operator) for place in places})
+
+    def at_hook(self, hooks: int) -> None:
+        """Note that there were so many hooks in the step so far."""
+        self._hooks = hooks
+        self.noted.at_hook(hooks)
+
+    # --- what values and recipes ask for
+
+    def _value(self, number: int) -> NotedValue | None:
+        if number == _NONE:
+            return None
+        value = self._values.get(number)
+        if value is None:
+            value = self._values[number] = NotedValue(self, number)
+        return value
+
+    def storage_ref(self, number: int) -> Any:
+        """A weak reference to a storage, the same for all of its values."""
+        ref = self._storages.get(number)
+        if ref is None:
+            storage = self.noted.storage(number)
+            ref = self._storages[number] = _Gone() if storage is None else weakref.ref(storage)
+        return ref
+
+    def call(self, number: int) -> Call:
+        """The call of that number, as the watch has it."""
+        call = self._calls.get(number)
+        if call is None:
+            call = self._calls[number] = self._read(number)
+        return call
+
+    def _read(self, number: int) -> Call:
+        operator, given, tensors, opaque, grad_enabled, settings, random_state, made, made_end = self.noted.call(number)
+        func, facts = self._operators[operator]
+        operation = Operation(number, func, facts)
+        operation.grad_enabled = grad_enabled
+        operation.settings = self._settings[settings]
+        if not is_product(func):
+            operation.settings = operation.settings._replace(of_products=None)
+        operation.random_state = random_state
+        results = [self.noted.value(value) for value in range(made, made_end)]
+        operation.made_bytes = sum(allocated_size(nbytes) for _, _, returned, _, _, nbytes, *_ in results if returned)
+        if opaque:
+            return Call(operation, None, None)
+        for value, place, in_list, dtype, shape, stride, offset, conj, neg in tensors:
+            noted = self._value(value)
+            geometry = Geometry(dtype, torch.Size(shape), tuple(stride), offset, conj, neg)
+            argument = None if noted is None else Argument(noted, geometry)
+            if in_list:
+                given[place].append(argument)
+            else:
+                given[place] = argument
+        arguments = list(zip(func._schema.arguments, given, strict=True))
+        named = {argument.name: one for argument, one in arguments if argument.kwarg_only}
+        return Call(operation, tuple(one for argument, one in arguments if not argument.kwarg_only), named)
+
+    # --- what the helper asks for, in the middle of an operator
+
+    def _facts_of(self, name: str, overload: str) -> tuple[int, bool, bool, bool, bool, bool, list[int], list[int], int]:
+        namespace, _, base = name.partition("::")
+        try:
+            func = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+        except (AttributeError, RuntimeError):  # prim operators that torch.ops does not have: questions
+            return _NONE, True, False, False, False, False, [], [], _NONE
+        facts, arguments = self._facts[func], func._schema.arguments
+        writes = [(i, one.kwarg_only) for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
+        written = [i for i, kwarg_only in writes if not kwarg_only] + [i for i, kwarg_only in writes if kwarg_only]
+        is_batch_norm, hidden = facts.name in BATCH_NORMS, list[int]()
+        if facts.hidden_writes:
+            hidden = [3, 4] if is_batch_norm else [i for i, one in enumerate(arguments) if not one.kwarg_only]
+        makes = any("Tensor" in str(one.type) for one in func._schema.returns)
+        skip = not (facts.kernel or facts.uninitialised) or not (makes or written or hidden)
+        self._operators.append((func, facts))
+        number = len(self._operators) - 1
+        condition = 5 if hidden and is_batch_norm else _NONE
+        in_parts = facts.composite
+        return number, skip, in_parts, facts.in_place, facts.random, is_product(func), written, hidden, condition
+
+    def _note_settings(self) -> int:
+        self._settings.append(settings_now(is_product=True))
+        return len(self._settings) - 1
+
+    def _write(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            value = self._values.get(number)
+            if value is not None and value.relied is not None and value.relied.dependents:
+                self._before_write(value)
+
+    def _note_born(self, name: str, same_name: int, numbers: Sequence[int]) -> None:
+        for position, number in enumerate(numbers):
+            tensor = self._places.get(BirthPlace(self._hooks, name, same_name, position))
+            value = None if tensor is None else self._value(number)
+            storage = None if value is None else value.storage()
+            if tensor is not None and value is not None and storage is not None:
+                self.born.append((tensor, value, storage))
+
+
+class _Paused:
+    """A context without a generator: hooks enter one each."""
+
+    __slots__ = ("_pause",)
+
+    def __init__(self, pause: Callable[[int], None]) -> None:
+        self._pause = pause
+
+    def __enter__(self) -> None:
+        self._pause(1)
+
+    def __exit__(self, *error: object) -> None:
+        self._pause(-1)
+
+
+class _Gone:
+    """Stands for the weak reference to a storage that was gone when it was asked for."""
+
+    def __call__(self) -> None:
+        return None
+
+
+AnyWatch = CallNotes | CallWatch
+"""What watches the calls of a step."""
+
+
+def _tell(me: weakref.ref[CallNotes], name: str, *told: Any) -> Any:
+    it = me()
+    return None if it is None else getattr(it, name)(*told)
+
+
+def _parts(t: Tensor) -> list[Tensor]:
+    return list(with_storages(t))

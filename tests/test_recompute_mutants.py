@@ -96,7 +96,8 @@ def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def from_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.profiler.call_watch.generator_of", lambda args, kwargs: torch.default_generator)
+    for module in ("call_watch", "call_notes"):
+        monkeypatch.setattr(f"chameleon_mm.profiler.{module}.generator_of", lambda args, kwargs: torch.default_generator)
 
 
 MUTANTS: list[tuple[Mutate, Program]] = [

@@ -15,6 +15,7 @@ dispatch keys that are on, and where the thread has another session's notes.
 from __future__ import annotations
 
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType, TracebackType
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from chameleon_mm import native
 from chameleon_mm.device import Device
-from chameleon_mm.device.operators import BATCH_NORMS, OpFacts, OpFactsCache
+from chameleon_mm.device.operators import BATCH_NORMS, OpFacts
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import (
     Argument,
@@ -35,6 +36,7 @@ from chameleon_mm.profiler.calls import (
     Operation,
     Result,
     Value,
+    generator_of,
     is_product,
     with_storages,
 )
@@ -59,11 +61,12 @@ class NotedValue(Value):
     __slots__ = ("_call", "_notes", "_number")
 
     def __init__(self, notes: CallNotes, number: int) -> None:
-        storage, self._call, returned, position, self.writes, self.nbytes, has_counter, self.version = notes.noted.value(number)
+        told = notes.noted.value(number)
+        storage, self._call, returned, position, self.writes, self.nbytes, self.version, it, tensor = told
         self._notes, self._number = notes, number
-        self.storage = notes.storage_ref(storage)
+        self.storage = notes.storage_ref(storage, it)
         self.result = None if self._call == _NONE else Result(returned, position)
-        self.tensor = partial(notes.noted.root, number) if has_counter else None  # type: ignore[assignment]  # called as one is
+        self.tensor = None if tensor is None else weakref.ref(tensor)
         self.claim = self.relied = None
 
     @property
@@ -84,22 +87,24 @@ class CallNotes:
     def __init__(self, helper: ModuleType, device: Device, before_write: BeforeWrite) -> None:
         self._helper = helper
         self._before_write = before_write
-        self._facts = OpFactsCache(device.torch_device.type)
+        self._device_type = device.torch_device.type
         self._operators: list[tuple[Any, OpFacts]] = []
+        self._random: list[tuple[torch.Generator, Tensor]] = []
         self._settings: list[KernelSettings] = []
         self._values: dict[int, NotedValue] = {}
         self._calls: dict[int, Call] = {}
         self._storages: dict[int, Any] = {}
         self._places: Mapping[BirthPlace, int] = {}
+        self._names: dict[int, set[str]] = {}
+        """Names of the operators that make storages to hold, by the number of hooks before; "": any."""
+        self._ran: Counter[str] = Counter()
         self._hooks = 0
         me = weakref.ref(self)
-        """The helper knows this by weak references alone: the collector does not see its own."""
-        told = [partial(_tell, me, name) for name in ("_facts_of", "_note_settings", "_write", "_note_born")]
-        self.noted: Any = helper.Notes(told[0], told[1], _parts, told[2], told[3], device.torch_device.type == "cuda")
+        """What the helper has: the collector does not see a reference of its own."""
+        self.noted: Any = helper.Notes(partial(_tell, me), device.torch_device.type == "cuda")
         self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
         self.after_forward: Callable[[], None] | None = None
         self._is_over = False
-        self.noted.begin()
 
     def __enter__(self) -> Self:
         self._helper.turn(True)
@@ -146,13 +151,16 @@ class CallNotes:
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
         """Hold storages from their birth on at these places; each with the plan's number of the storage."""
         self.born.clear()
-        self._places = places
-        self.noted.hold({(place.hooks, place.operator) for place in places})
+        self._places, self._names = places, defaultdict(set)
+        for place in places:
+            self._names[place.hooks].add(place.operator)
+        self.at_hook(self._hooks)
 
     def at_hook(self, hooks: int) -> None:
         """Note that there were so many hooks in the step so far."""
         self._hooks = hooks
-        self.noted.at_hook(hooks)
+        self._ran.clear()
+        self.noted.hold(self._names.get(hooks, set()))
 
     # --- what values and recipes ask for
 
@@ -164,11 +172,10 @@ class CallNotes:
             value = self._values[number] = NotedValue(self, number)
         return value
 
-    def storage_ref(self, number: int) -> Any:
+    def storage_ref(self, number: int, storage: torch.UntypedStorage | None) -> Any:
         """A weak reference to a storage, the same for all of its values."""
         ref = self._storages.get(number)
         if ref is None:
-            storage = self.noted.storage(number)
             ref = self._storages[number] = _Gone() if storage is None else weakref.ref(storage)
         return ref
 
@@ -180,55 +187,54 @@ class CallNotes:
         return call
 
     def _read(self, number: int) -> Call:
-        operator, given, tensors, opaque, grad_enabled, settings, random_state, made, made_end = self.noted.call(number)
+        operator, given, opaque, grad_enabled, settings, random, made, made_end = self.noted.call(number)
         func, facts = self._operators[operator]
         operation = Operation(number, func, facts)
-        operation.grad_enabled = grad_enabled
-        operation.settings = self._settings[settings]
+        operation.grad_enabled, operation.settings = grad_enabled, self._settings[settings]
         if not is_product(func):
             operation.settings = operation.settings._replace(of_products=None)
-        operation.random_state = random_state
-        results = [self.noted.value(value) for value in range(made, made_end)]
-        operation.made_bytes = sum(allocated_size(nbytes) for _, _, returned, _, _, nbytes, *_ in results if returned)
+        operation.random_state = None if random == _NONE else self._random[random]
+        for value in range(made, made_end):
+            _, _, returned, _, _, nbytes, *_ = self.noted.value(value)
+            operation.made_bytes += allocated_size(nbytes) if returned else 0
         if opaque:
             return Call(operation, None, None)
-        for value, place, in_list, dtype, shape, stride, offset, conj, neg in tensors:
-            noted = self._value(value)
-            geometry = Geometry(dtype, torch.Size(shape), tuple(stride), offset, conj, neg)
-            argument = None if noted is None else Argument(noted, geometry)
-            if in_list:
-                given[place].append(argument)
-            else:
-                given[place] = argument
-        arguments = list(zip(func._schema.arguments, given, strict=True))
+        arguments = list(zip(func._schema.arguments, map(self._argument, given), strict=True))
         named = {argument.name: one for argument, one in arguments if argument.kwarg_only}
         return Call(operation, tuple(one for argument, one in arguments if not argument.kwarg_only), named)
 
+    def _argument(self, given: Any) -> Any:
+        """An argument as the helper has it: a tensor as a tuple of one list of numbers, a list of tensors as a tuple of these."""
+        if not isinstance(given, tuple):
+            return given
+        if not (given and isinstance(given[0], list)):
+            return [self._argument(one) for one in given]
+        number, dtype, offset, conj, neg, *dims = given[0]
+        value, rank = self._value(number), len(dims) // 2
+        assert value is not None
+        shape, stride = torch.Size(dims[:rank]), tuple(dims[rank:])
+        return Argument(value, Geometry(self._helper.dtype(dtype), shape, stride, offset, bool(conj), bool(neg)))
+
     # --- what the helper asks for, in the middle of an operator
 
-    def _facts_of(self, name: str, overload: str) -> tuple[int, bool, bool, bool, bool, bool, list[int], list[int], int]:
-        namespace, _, base = name.partition("::")
-        try:
-            func = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
-        except (AttributeError, RuntimeError):  # prim operators that torch.ops does not have: questions
-            return _NONE, True, False, False, False, False, [], [], _NONE
-        facts, arguments = self._facts[func], func._schema.arguments
-        writes = [(i, one.kwarg_only) for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
-        written = [i for i, kwarg_only in writes if not kwarg_only] + [i for i, kwarg_only in writes if kwarg_only]
-        is_batch_norm, hidden = facts.name in BATCH_NORMS, list[int]()
-        if facts.hidden_writes:
-            hidden = [3, 4] if is_batch_norm else [i for i, one in enumerate(arguments) if not one.kwarg_only]
-        makes = any("Tensor" in str(one.type) for one in func._schema.returns)
-        skip = not (facts.kernel or facts.uninitialised) or not (makes or written or hidden)
+    def _facts_of(self, name: str, overload: str) -> tuple[int, bool, bool, bool, bool, bool, bool, list[int]]:
+        func, facts, told = _of_torch.get((name, overload, self._device_type)) or _facts(name, overload, self._device_type)
         self._operators.append((func, facts))
-        number = len(self._operators) - 1
-        condition = 5 if hidden and is_batch_norm else _NONE
-        in_parts = facts.composite
-        return number, skip, in_parts, facts.in_place, facts.random, is_product(func), written, hidden, condition
+        return len(self._operators) - 1, *told
 
     def _note_settings(self) -> int:
         self._settings.append(settings_now(is_product=True))
         return len(self._settings) - 1
+
+    def _note_random(self, generator: torch.Generator | None, device: torch.device | None) -> int:
+        drawn_from = generator_of((generator,), {"device": device})
+        if drawn_from is None:
+            return _NONE
+        self._random.append((drawn_from, drawn_from.get_state()))
+        return len(self._random) - 1
+
+    def _parts(self, t: Tensor) -> list[Tensor]:
+        return list(with_storages(t))
 
     def _write(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -236,13 +242,42 @@ class CallNotes:
             if value is not None and value.relied is not None and value.relied.dependents:
                 self._before_write(value)
 
-    def _note_born(self, name: str, same_name: int, numbers: Sequence[int]) -> None:
-        for position, number in enumerate(numbers):
-            tensor = self._places.get(BirthPlace(self._hooks, name, same_name, position))
+    def _note_born(self, name: str, made: int, made_end: int) -> None:
+        self._ran[name] += 1
+        for position, number in enumerate(range(made, made_end)):
+            tensor = self._places.get(BirthPlace(self._hooks, name, self._ran[name], position))
             value = None if tensor is None else self._value(number)
             storage = None if value is None else value.storage()
             if tensor is not None and value is not None and storage is not None:
                 self.born.append((tensor, value, storage))
+
+
+_Known = tuple[Any, OpFacts, tuple[bool, bool, bool, bool, bool, bool, list[int]]]
+
+_of_torch: dict[tuple[str, str, str], _Known] = {}
+"""Facts about torch's own operators, which nobody defines anew, by name, overload and type of device."""
+
+
+def _facts(name: str, overload: str, device_type: str) -> _Known:
+    """An operator, facts about it, and what the helper is told of them: whether to skip it, whether it runs in parts, is in
+    place, random, a product, whether counters tell of its writes; which arguments it may write to."""
+    namespace, _, base = name.partition("::")
+    try:
+        func = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+    except (AttributeError, RuntimeError):  # one of `prim` that torch.ops does not have: a question
+        return None, OpFacts(base), (True, False, False, False, False, False, [])
+    facts, arguments = OpFacts.of(func, device_type), func._schema.arguments
+    written = [i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
+    written.sort(key=lambda i: arguments[i].kwarg_only)
+    if facts.hidden_writes:
+        written += [3, 4] if facts.name in BATCH_NORMS else [i for i, one in enumerate(arguments) if not one.kwarg_only]
+    makes = any("Tensor" in str(one.type) for one in func._schema.returns)
+    skip = not (facts.kernel or facts.uninitialised) or not (makes or written)
+    product, counts = is_product(func), not facts.hidden_writes
+    known = func, facts, (skip, facts.composite, facts.in_place, facts.random, product, counts, written)
+    if facts.is_torchs_own:
+        _of_torch[name, overload, device_type] = known
+    return known
 
 
 class _Paused:
@@ -275,6 +310,3 @@ def _tell(me: weakref.ref[CallNotes], name: str, *told: Any) -> Any:
     it = me()
     return None if it is None else getattr(it, name)(*told)
 
-
-def _parts(t: Tensor) -> list[Tensor]:
-    return list(with_storages(t))

@@ -88,7 +88,8 @@ def _no_mode_stays() -> Iterator[None]:
     for mode in stay:
         remove(mode)
     names = [type(mode).__name__ for mode in stay]
-    assert not torch._C._dispatch_tls_is_dispatch_key_included("Fake"), "expected the key of call notes to be off when the test ends"
+    key_is_on = torch._C._dispatch_tls_is_dispatch_key_included("Fake")
+    assert not key_is_on, "expected the dispatch key of call notes to be off when the test ends, got it on"
     assert not names, f"expected no dispatch mode of ours on this thread's stack when the test ends, got {names}"
 
 

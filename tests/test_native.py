@@ -94,7 +94,7 @@ def test_a_torch_without_headers_is_named(empty: Path, monkeypatch: pytest.Monke
 
 def test_an_unknown_helper_is_refused() -> None:
     for ask in (native.build, native.load, native.status):
-        with pytest.raises(ValueError, match="native: expected one of stays, planned, reclaim, memory, got 'stay'"):
+        with pytest.raises(ValueError, match="native: expected one of stays, planned, reclaim, memory, notes, got 'stay'"):
             ask("stay")
 
 
@@ -139,7 +139,7 @@ def test_the_command_builds_and_removes(empty: Path, tmp_path: Path, capsys: pyt
     assert "stays: does not load" in capsys.readouterr().out
     (empty / "building-1234").mkdir()  # of one that was killed
     assert cli.main(["native", "--remove"]) == 0
-    assert "removed 1 builds" in capsys.readouterr().out
+    assert "removed 2 builds" in capsys.readouterr().out
     assert list(empty.iterdir()) == []
 
 

@@ -32,6 +32,7 @@ from chameleon_mm.trace import replayable
 from tests._fakes import Unwatched
 from tests._mix_models import MODELS, Case, bits, train
 from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
+from tests._native import unnoted
 
 pytestmark = pytest.mark.usefixtures("each_watch")
 
@@ -120,11 +121,6 @@ def test_a_budget_that_evicts_what_was_recomputed(name: str) -> None:
 SIDE = 64
 LARGE = 160
 """Side of a square whose bytes a recipe does not copy."""
-
-
-def unnoted() -> torch._C._ExcludeDispatchKeyGuard:
-    """A context whose operators no call notes see."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C._parse_dispatch_key("Fake")))
 
 
 def outside(*shape: int, grad: bool = False) -> Tensor:

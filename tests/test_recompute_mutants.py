@@ -182,6 +182,7 @@ def test_statistics_that_would_move_twice(refused: bool, hidden: bool, monkeypat
         monkeypatch.setattr("chameleon_mm.executor.recompute_plan.running_statistics", nothing)
     if not hidden:
         monkeypatch.setattr("chameleon_mm.device.operators._HIDDEN_WRITES", frozenset())
+        monkeypatch.setattr("chameleon_mm.profiler.call_notes._of_torch", {})
         by_reference(monkeypatch)
     expected = outcome(normalised, 2)
     assert (outcome(normalised, 2, mixed(unproven())) == expected) == (hidden or refused)

@@ -5,14 +5,11 @@
 //   notes.value(number), notes.call(number)     // what is known of a value, and of a call
 //   tell(name, ...)                             // calls a method of profiler/call_notes.py, in the middle of an operator
 //
-// A fallback on a dispatch key that torch does not use sees each operator below autograd, above modes and kernels. The key is
-// excluded inside of a kernel, whose operators are no calls of their own. Not where a mode, a subclass or a composite operator
-// calls what runs.
+// A fallback on a dispatch key that torch does not use sees each operator below autograd, above modes and kernels. The key is excluded
+// inside of a kernel, whose operators are no calls of their own; not where a mode, a subclass or a composite operator calls what runs.
 //
-// Storages and tensors are held weakly, so no address recurs within a step. Counters are held: a write shows in its counter
-// though its tensor is gone. Python is called for an operator that is new in the step, for the settings of a product, before a
-// write to a storage that somebody asked for, and where a storage to hold may be born; never with the lock, since Python code
-// may run operators.
+// Storages and tensors are held weakly, so no address recurs within a step. Counters are held: a write shows in its counter though its
+// tensor is gone. Python is never called with the lock, since Python code may run operators.
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -27,12 +24,8 @@
 #include <torch/version.h>
 
 #include <pthread.h>
-#include <atomic>
-#include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
-#include <tuple>
 #include <unordered_map>
 
 #ifdef Py_GIL_DISABLED
@@ -51,10 +44,10 @@ constexpr int NONE = -1;
 
 bool forked = false;  // a parent's step means nothing in a child
 
-struct Facts {  // of an operator, as profiler/call_notes.py tells them
+struct Facts {  // of an operator, as profiler/call_notes.py tells them. counts: its writes move version counters
+  bool skip, in_parts, in_place, random, product, counts;
+  std::vector<int> written;  // places of the arguments that it may write to
   int number;
-  bool skip, in_parts, in_place, random, product, counts;  // counts: its writes move version counters
-  std::vector<int> written;                                // places of the arguments that it may write to
   size_t num_args, num_returns;
   std::string name;
 };
@@ -80,20 +73,25 @@ struct Call {
   const Facts* facts;
   bool grad_enabled, opaque;
   int settings, random;
-  size_t given, made, made_end;
+  size_t given, numbers, numbers_end, made, made_end;
 };
 
 size_t nbytes_of(const at::Tensor& t) { return t.unsafeGetTensorImpl()->unsafe_storage().nbytes(); }
 
 bool has_storage(const at::Tensor& t) {  // a real one: fake tensors have the key Python, or a device without memory
-  return t.has_storage() && !t.is_meta() && !t.key_set().has(c10::DispatchKey::Python) &&
-         !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  return t.has_storage() && !t.is_meta() && !t.key_set().has(c10::DispatchKey::Python) && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
 bool is_strided(const at::Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
-bool is_plain(const at::Tensor& t) {
-  return is_strided(t) && has_storage(t) && !t.is_quantized() && !t.is_mkldnn() && !t._is_zerotensor();
+bool is_number(const at::Tensor& t) {  // one that C++ has made a tensor of
+  return t.defined() && t.unsafeGetTensorImpl()->is_wrapped_number() && has_storage(t) && t.is_cpu();
+}
+
+IValue number_of(const at::Tensor& t) {
+  if (t.is_complex()) return *t.const_data_ptr<c10::complex<double>>();
+  if (t.is_floating_point()) return *t.const_data_ptr<double>();
+  return t.scalar_type() == at::kBool ? IValue(*t.const_data_ptr<bool>()) : IValue(*t.const_data_ptr<int64_t>());
 }
 
 template <typename Do>
@@ -145,10 +143,9 @@ class Notes {
     const auto found = by_operator_.find(op);
     if (found != by_operator_.end()) return found->second;
     const auto& schema = op.schema();
-    Facts facts;
-    using Told = std::tuple<int, bool, bool, bool, bool, bool, bool, std::vector<int>>;
-    std::tie(facts.number, facts.skip, facts.in_parts, facts.in_place, facts.random, facts.product, facts.counts, facts.written) =
-        ask<Told>("_facts_of", schema.name(), schema.overload_name());
+    using Told = std::tuple<bool, bool, bool, bool, bool, bool, std::vector<int>, int>;
+    const auto told = ask<Told>("_facts_of", schema.name(), schema.overload_name());
+    auto facts = std::apply([](auto... one) { return Facts{one...}; }, told);
     facts.num_args = schema.arguments().size();
     facts.num_returns = schema.returns().size();
     facts.name = c10::toString(op.operator_name());
@@ -188,9 +185,8 @@ class Notes {
   // --- what Python asks for, with the lock
 
   int value_of(uintptr_t storage) {
-    auto* it = reinterpret_cast<c10::StorageImpl*>(storage);
-    const auto found = by_storage_.find(it);
-    return found == by_storage_.end() ? NONE : asked(known(found->second, it->nbytes()));
+    const auto found = by_storage_.find(reinterpret_cast<c10::StorageImpl*>(storage));
+    return found == by_storage_.end() ? NONE : asked(known(found->second, found->first->nbytes()));
   }
 
   int given(const at::Tensor& t) { return asked(latest_of(t)); }
@@ -209,7 +205,8 @@ class Notes {
   auto call(int number) {
     const auto& c = calls_[number];
     const auto given = given_.begin() + c.given;
-    return std::tuple(c.facts->number, std::vector<IValue>(given, given + c.facts->num_args), c.opaque, c.grad_enabled, c.settings,
+    std::vector<int64_t> numbers(numbers_.begin() + c.numbers, numbers_.begin() + c.numbers_end);
+    return std::tuple(c.facts->number, std::vector<IValue>(given, given + c.facts->num_args), std::move(numbers), c.opaque, c.grad_enabled, c.settings,
                       c.random, c.made, c.made_end);
   }
 
@@ -294,34 +291,35 @@ class Notes {
     return add(std::move(now), NONE, 0, nbytes_of(t));  // new, or something wrote to it where nobody looks
   }
 
-  // A tensor as Python gets it: its value, then its geometry, as numbers. In a tuple, which no operator is given.
-  IValue noted(const at::Tensor& t, Call& call) {
-    if (!t.defined()) return IValue();
-    if (t.unsafeGetTensorImpl()->is_wrapped_number()) return t.item();  // decides less about dtypes than a tensor would
-    call.opaque = call.opaque || !is_plain(t);
-    if (call.opaque) return IValue();
-    c10::List<int64_t> numbers;
-    numbers.reserve(5 + 2 * t.dim());
-    for (const int64_t one : {int64_t(latest_of(t)), int64_t(t.scalar_type()), t.storage_offset(), int64_t(t.is_conj()), int64_t(t.is_neg())})
-      numbers.push_back(one);
-    for (const int64_t size : t.sizes()) numbers.push_back(size);
-    for (const int64_t stride : t.strides()) numbers.push_back(stride);
-    return c10::ivalue::Tuple::create(IValue(std::move(numbers)));
+  // A tensor as numbers: its place among the arguments, its value, then its geometry. A number decides less about dtypes.
+  void note_argument(const at::Tensor& t, int64_t place, bool in_list, Call& call) {
+    call.opaque = call.opaque || !is_strided(t) || !has_storage(t) || t.is_quantized() || t.is_mkldnn() || t._is_zerotensor() || is_number(t);
+    if (call.opaque) return;
+    const int64_t value = latest_of(t), dtype = int64_t(t.scalar_type());
+    numbers_.insert(numbers_.end(), {place, in_list, value, dtype, t.storage_offset(), t.is_conj(), t.is_neg(), t.dim()});
+    numbers_.insert(numbers_.end(), t.sizes().begin(), t.sizes().end());
+    numbers_.insert(numbers_.end(), t.strides().begin(), t.strides().end());
   }
 
   void note_arguments(c10::ArrayRef<IValue> args, Call& call) {
     call.given = given_.size();
-    for (const auto& one : args) {
+    call.numbers = numbers_.size();
+    for (int64_t place = 0; place < int64_t(args.size()); ++place) {
+      const auto& one = args[place];
       if (one.isTensor()) {
-        given_.push_back(noted(one.toTensor(), call));
+        given_.push_back(is_number(one.toTensor()) ? number_of(one.toTensor()) : IValue());
+        if (one.toTensor().defined() && !is_number(one.toTensor())) note_argument(one.toTensor(), place, false, call);
       } else if (one.isList() && (one.isTensorList() || one.isOptionalTensorList())) {
-        std::vector<IValue> all;
-        for (const IValue& element : one.toListRef()) all.push_back(element.isTensor() ? noted(element.toTensor(), call) : IValue());
-        given_.push_back(c10::ivalue::Tuple::create(std::move(all)));
+        given_.push_back(c10::List<int64_t>());
+        for (const IValue& element : one.toListRef()) {
+          if (element.isTensor() && element.toTensor().defined()) note_argument(element.toTensor(), place, true, call);
+          else numbers_.insert(numbers_.end(), {place, true, NONE, 0, 0, 0, 0, 0});
+        }
       } else {
         given_.push_back(one);
       }
     }
+    call.numbers_end = numbers_.size();
   }
 
   void note_made(c10::ArrayRef<IValue> results, size_t number, std::vector<Value>& written) {
@@ -355,6 +353,7 @@ class Notes {
   std::vector<Value> values_;
   std::vector<Call> calls_;
   std::vector<IValue> given_;
+  std::vector<int64_t> numbers_;
   std::set<std::string> names_;  // of operators whose results may be held, until the next hook; "": of any
 };
 

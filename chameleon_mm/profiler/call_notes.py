@@ -4,9 +4,9 @@
     with watch: ...
     watch.value_of(storage).call                   # made of the notes at that moment, for this one chain
 
-An operator costs a microsecond more, in place of some fifty under a dispatch mode, and no gradient has another formula. Names are
-those of what runs below autograd: a few composite operators do otherwise under a mode, and the recorder is one. A storage that the
-plan holds by a name that does not come is not held.
+An operator costs a microsecond more, in place of some thirty under a dispatch mode, and no gradient has another formula. Names
+are those of what runs below autograd: a few composite operators do otherwise under a mode, and the recorder is one. A storage
+that the plan holds by a name that does not come is not held.
 
 The watch stays where the helper is not built or does not load, where dynamo has compiled anything, whose guards compare the
 dispatch keys that are on, and where the thread has another session's notes.
@@ -136,7 +136,7 @@ class CallNotes:
         """Look at nothing more, and forget what was noted."""
         self.is_over = True
         for kept in (self._values, self._calls, self._storages, self.born):
-            kept.clear()  # type: ignore[attr-defined]  # dicts and a list
+            kept.clear()
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
         """The latest value of `storage`; None: it is not known."""
@@ -187,7 +187,7 @@ class CallNotes:
         return call
 
     def _read(self, number: int) -> Call:
-        operator, given, opaque, grad_enabled, settings, random, made, made_end = self.noted.call(number)
+        operator, given, numbers, opaque, grad_enabled, settings, random, made, made_end = self.noted.call(number)
         func, facts = self._operators[operator]
         operation = Operation(number, func, facts)
         operation.grad_enabled, operation.settings = grad_enabled, self._settings[settings]
@@ -199,28 +199,32 @@ class CallNotes:
             operation.made_bytes += allocated_size(nbytes) if returned else 0
         if opaque:
             return Call(operation, None, None)
-        arguments = list(zip(func._schema.arguments, map(self._argument, given), strict=True))
+        self._put_tensors(given, numbers)
+        arguments = list(zip(func._schema.arguments, given, strict=True))
         named = {argument.name: one for argument, one in arguments if argument.kwarg_only}
         return Call(operation, tuple(one for argument, one in arguments if not argument.kwarg_only), named)
 
-    def _argument(self, given: Any) -> Any:
-        """An argument as the helper has it: a tensor as a tuple of one list of numbers, a list of tensors as a tuple of these."""
-        if not isinstance(given, tuple):
-            return given
-        if not (given and isinstance(given[0], list)):
-            return [self._argument(one) for one in given]
-        number, dtype, offset, conj, neg, *dims = given[0]
-        value, rank = self._value(number), len(dims) // 2
-        assert value is not None
-        shape, stride = torch.Size(dims[:rank]), tuple(dims[rank:])
-        return Argument(value, Geometry(self._helper.dtype(dtype), shape, stride, offset, bool(conj), bool(neg)))
+    def _put_tensors(self, given: list[Any], numbers: Sequence[int]) -> None:
+        """Put the tensors that `numbers` tell of at their places in `given`, or into the lists that are there."""
+        at = 0
+        while at < len(numbers):
+            place, in_list, number, dtype, offset, conj, neg, rank = numbers[at : at + 8]
+            shape, stride = numbers[at + 8 : at + 8 + rank], numbers[at + 8 + rank : at + 8 + 2 * rank]
+            at += 8 + 2 * rank
+            value, dtype_ = self._value(number), self._helper.dtype(dtype)
+            geometry = Geometry(dtype_, torch.Size(shape), tuple(stride), offset, bool(conj), bool(neg))
+            argument = None if value is None else Argument(value, geometry)
+            if in_list:
+                given[place].append(argument)
+            else:
+                given[place] = argument
 
     # --- what the helper asks for, in the middle of an operator
 
-    def _facts_of(self, name: str, overload: str) -> tuple[int, bool, bool, bool, bool, bool, bool, list[int]]:
+    def _facts_of(self, name: str, overload: str) -> tuple[bool, bool, bool, bool, bool, bool, list[int], int]:
         func, facts, told = _of_torch.get((name, overload, self._device_type)) or _facts(name, overload, self._device_type)
         self._operators.append((func, facts))
-        return len(self._operators) - 1, *told
+        return *told, len(self._operators) - 1
 
     def _note_settings(self) -> int:
         self._settings.append(settings_now(is_product=True))
@@ -309,4 +313,3 @@ AnyWatch = CallNotes | CallWatch
 def _tell(me: weakref.ref[CallNotes], name: str, *told: Any) -> Any:
     it = me()
     return None if it is None else getattr(it, name)(*told)
-

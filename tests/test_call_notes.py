@@ -1,6 +1,6 @@
 """Call notes in C++ note what the watch in Python notes, and make way for it where they cannot.
 
-story(watch, program)      # how each storage that the program returns was made: calls, arguments, writes, back to what was there
+story(watch, program)     # how each storage that the program returns was made: calls, arguments, writes, back to what was there
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm import native
 from chameleon_mm.device import Device, resolve_device
-from chameleon_mm.profiler import call_notes
+from chameleon_mm.profiler import call_notes, kernel_settings
 from chameleon_mm.profiler.call_notes import AnyWatch, CallNotes, watch_calls
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import Argument, BirthPlace, Value, map_leaves
@@ -225,6 +225,37 @@ def test_an_error_in_what_is_done_before_a_write_is_the_writers(watched: AnyWatc
         x.add_(1)
     assert float(x[0]) == 2
     assert (x * 2).sum() == 16  # goes on
+
+
+@pytest.mark.parametrize("number", range(len(kernel_settings._OF_PRODUCTS)))
+def test_each_setting_of_products_is_noted_as_it_changes(number: int) -> None:
+    setting = kernel_settings._OF_PRODUCTS[number]
+    before = [one.read() for one in kernel_settings._OF_PRODUCTS]
+    value = before[number]
+    others = [not value] if isinstance(value, bool) else [(not value[0], *value[1:])] if isinstance(value, tuple) else []
+    others += ["ieee", "tf32", "bf16"] if isinstance(value, str) else [torch._C._BlasBackend.Cublaslt] if not others else []
+    x, seen = torch.randn(4, 4), 0
+    with watch_calls(Unwatched(), nothing) as watch:
+        y = x @ x
+        for other in others:
+            try:
+                setting.write(other)
+                now = kernel_settings.settings_now(is_product=True)
+                z = x @ x
+            except RuntimeError:
+                continue  # not a value of this one, or of this machine
+            finally:
+                for one, old in zip(kernel_settings._OF_PRODUCTS, before, strict=True):
+                    if one.read() != old:
+                        one.write(old)
+            calls = [known.call for t in (y, z) if (known := watch.value_of(t.untyped_storage())) is not None]
+            assert calls[0] is not None
+            assert calls[1] is not None
+            assert calls[1].operation.settings == now
+            seen += calls[0].operation.settings != now
+    watch.end()
+    if not seen:
+        pytest.skip(f"no other value than {value!r} may be written here")
 
 
 # --- what is not noted

@@ -316,7 +316,7 @@ class Notes {
           else numbers_.insert(numbers_.end(), {place, true, NONE, 0, 0, 0, 0, 0});
         }
       } else {
-        given_.push_back(one);
+        given_.push_back(one.isList() ? one.deepcopy() : one);  // a script may write to its own list
       }
     }
     call.numbers_end = numbers_.size();

@@ -232,8 +232,13 @@ def test_each_setting_of_products_is_noted_as_it_changes(number: int) -> None:
     setting = kernel_settings._OF_PRODUCTS[number]
     before = [one.read() for one in kernel_settings._OF_PRODUCTS]
     value = before[number]
-    others = [not value] if isinstance(value, bool) else [(not value[0], *value[1:])] if isinstance(value, tuple) else []
-    others += ["ieee", "tf32", "bf16"] if isinstance(value, str) else [torch._C._BlasBackend.Cublaslt] if not others else []
+    others: list[Any] = [torch._C._BlasBackend.Cublaslt]
+    if isinstance(value, bool):
+        others = [not value]
+    elif isinstance(value, tuple):
+        others = [(not value[0], *value[1:])]
+    elif isinstance(value, str):
+        others = ["ieee", "tf32", "bf16"]
     x, seen = torch.randn(4, 4), 0
     with watch_calls(Unwatched(), nothing) as watch:
         y = x @ x
@@ -274,7 +279,7 @@ def test_pauses_backwards_and_what_comes_after_the_end_are_not_noted(watched: An
     value = watched.value_of(y.untyped_storage())
     assert value is not None
     assert value.call is not None
-    watched.is_over = True
+    watched.end()
     after = x * 2
     assert watched.value_of(after.untyped_storage()) is None
 

@@ -1,6 +1,6 @@
 // Notes how storages are made while a forward runs: profiler/call_watch.py below autograd, without the interpreter.
 //
-//   notes = Notes(tell, is_cuda)                // this thread's operators are noted where turn(True), until notes.end()
+//   notes = Notes(tell, is_cuda)                // this thread's operators are noted while it includes the key, until notes.end()
 //   notes.given(t), notes.value_of(storage)     // number of the latest value; -1: it is not known
 //   notes.value(number), notes.call(number)     // what is known of a value, and of a call
 //   tell(name, ...)                             // calls a method of profiler/call_notes.py, in the middle of an operator
@@ -84,14 +84,16 @@ bool has_storage(const at::Tensor& t) {  // a real one: fake tensors have the ke
 
 bool is_strided(const at::Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
-bool is_number(const at::Tensor& t) {  // one that C++ has made a tensor of
-  return t.defined() && t.unsafeGetTensorImpl()->is_wrapped_number() && has_storage(t) && t.is_cpu();
-}
+bool is_wrapped(const at::Tensor& t) { return t.unsafeGetTensorImpl()->is_wrapped_number(); }  // a number, which decides less about dtypes
 
-IValue number_of(const at::Tensor& t) {
-  if (t.is_complex()) return *t.const_data_ptr<c10::complex<double>>();
-  if (t.is_floating_point()) return *t.const_data_ptr<double>();
-  return t.scalar_type() == at::kBool ? IValue(*t.const_data_ptr<bool>()) : IValue(*t.const_data_ptr<int64_t>());
+IValue number_in(const at::Tensor& t) {  // None: it is not known
+  if (!t.defined() || !is_wrapped(t) || !has_storage(t) || !t.is_cpu()) return {};
+  switch (t.scalar_type()) {
+    case at::kDouble: return *t.const_data_ptr<double>();
+    case at::kLong: return *t.const_data_ptr<int64_t>();
+    case at::kBool: return *t.const_data_ptr<bool>();
+    default: return {};
+  }
 }
 
 template <typename Do>
@@ -291,9 +293,9 @@ class Notes {
     return add(std::move(now), NONE, 0, nbytes_of(t));  // new, or something wrote to it where nobody looks
   }
 
-  // A tensor as numbers: its place among the arguments, its value, then its geometry. A number decides less about dtypes.
+  // A tensor as numbers: its place among the arguments, its value, then its geometry.
   void note_argument(const at::Tensor& t, int64_t place, bool in_list, Call& call) {
-    call.opaque = call.opaque || !is_strided(t) || !has_storage(t) || t.is_quantized() || t.is_mkldnn() || t._is_zerotensor() || is_number(t);
+    call.opaque = call.opaque || !is_strided(t) || !has_storage(t) || t.is_quantized() || t.is_mkldnn() || t._is_zerotensor() || is_wrapped(t);
     if (call.opaque) return;
     const int64_t value = latest_of(t), dtype = int64_t(t.scalar_type());
     numbers_.insert(numbers_.end(), {place, in_list, value, dtype, t.storage_offset(), t.is_conj(), t.is_neg(), t.dim()});
@@ -307,8 +309,8 @@ class Notes {
     for (int64_t place = 0; place < int64_t(args.size()); ++place) {
       const auto& one = args[place];
       if (one.isTensor()) {
-        given_.push_back(is_number(one.toTensor()) ? number_of(one.toTensor()) : IValue());
-        if (one.toTensor().defined() && !is_number(one.toTensor())) note_argument(one.toTensor(), place, false, call);
+        given_.push_back(number_in(one.toTensor()));
+        if (one.toTensor().defined() && given_.back().isNone()) note_argument(one.toTensor(), place, false, call);
       } else if (one.isList() && (one.isTensorList() || one.isOptionalTensorList())) {
         given_.push_back(c10::List<int64_t>());
         for (const IValue& element : one.toListRef()) {
@@ -392,7 +394,6 @@ auto locked(Result (Notes::*method)(Given...)) {  // what it returns becomes Pyt
 PYBIND11_MODULE(chameleon_mm_notes, m) {
   take_key();
   pthread_atfork(nullptr, nullptr, [] { forked = true; });
-  m.def("turn", [](bool on) { c10::impl::tls_set_dispatch_key_included(KEY, on); });
   m.def("pause", [](int more) { pauses += more; });
   m.def("dtype", [](int number) { return static_cast<at::ScalarType>(number); });
   m.def("is_taken", [] { const auto notes = mine.lock(); return notes && !notes->over; });

@@ -14,6 +14,7 @@ dispatch keys that are on, and where the thread has another session's notes.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,7 @@ class CallNotes:
     """Never: no dispatch mode is on, so that no gradient is computed by another formula."""
 
     def __init__(self, helper: ModuleType, device: Device, before_write: BeforeWrite) -> None:
-        self._helper = helper
+        self._helper, self._thread = helper, threading.get_ident()
         self._before_write = before_write
         self._device_type = device.torch_device.type
         self._operators: list[tuple[Any, OpFacts]] = []
@@ -104,37 +105,29 @@ class CallNotes:
         self.noted: Any = helper.Notes(partial(_tell, me), device.torch_device.type == "cuda")
         self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
         self.after_forward: Callable[[], None] | None = None
-        self._is_over = False
+        self.is_over = False
+        """Whether the step has ended, or has turned out to be one in which nothing is recomputed: it is to be left."""
 
     def __enter__(self) -> Self:
-        self._helper.turn(True)
+        torch._C._dispatch_tls_set_dispatch_key_included("Fake", True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._helper.turn(False)
+        self.leave_if_on()
 
     def leave_if_on(self) -> None:
-        """Leave it where autograd has put the dispatch key back."""
-        self._helper.turn(False)
+        """Leave it, where autograd has put the dispatch key back, too."""
+        if threading.get_ident() == self._thread:  # another one may have notes of its own
+            torch._C._dispatch_tls_set_dispatch_key_included("Fake", False)
 
     def paused(self) -> _Paused:
         """Context in which the operators of this thread are no part of the step. May be nested."""
         return _Paused(self._helper.pause)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the step has ended, or has turned out to be one in which nothing is recomputed."""
-        return self._is_over
-
-    @is_over.setter
-    def is_over(self, over: bool) -> None:
-        self._is_over = over
-        if over:
-            self.noted.end()
-
     def end(self) -> None:
         """Look at nothing more, and forget what was noted."""
         self.is_over = True
+        self.noted.end()
         for kept in (self._values, self._calls, self._storages, self.born):
             kept.clear()
 
@@ -176,7 +169,7 @@ class CallNotes:
         """A weak reference to a storage, the same for all of its values."""
         ref = self._storages.get(number)
         if ref is None:
-            ref = self._storages[number] = _Gone() if storage is None else weakref.ref(storage)
+            ref = self._storages[number] = (lambda: None) if storage is None else weakref.ref(storage)
         return ref
 
     def call(self, number: int) -> Call:
@@ -297,13 +290,6 @@ class _Paused:
 
     def __exit__(self, *error: object) -> None:
         self._pause(-1)
-
-
-class _Gone:
-    """Stands for the weak reference to a storage that was gone when it was asked for."""
-
-    def __call__(self) -> None:
-        return None
 
 
 AnyWatch = CallNotes | CallWatch

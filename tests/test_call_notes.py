@@ -134,7 +134,8 @@ def normalised() -> list[Tensor]:
 
 def odd_kinds() -> list[Tensor]:
     values = torch.ones(9) * 2
-    sparse = torch.sparse_coo_tensor(torch.arange(9)[None], values, (9,), check_invariants=True, is_coalesced=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        sparse = torch.sparse_coo_tensor(torch.arange(9)[None], values, (9,), is_coalesced=True)
     sparse.mul_(3)
     turned = torch.view_as_complex(torch.randn(4, 2)).conj()
     found = torch.randn(8)[torch.tensor([1, 2])]

@@ -63,16 +63,19 @@ class NotedValue(Value):
 
     def __init__(self, notes: CallNotes, number: int) -> None:
         told = notes.noted.value(number)
-        storage, self._call, returned, position, self.writes, self.nbytes, self.version, it, tensor = told
+        storage, call, returned, position, self.writes, self.nbytes, self.version, it, tensor = told
+        self._call: Call | int | None = None if call == _NONE else call
         self._notes, self._number = notes, number
         self.storage = notes.storage_ref(storage, it)
-        self.result = None if self._call == _NONE else Result(returned, position)
+        self.result = None if call == _NONE else Result(returned, position)
         self.tensor = None if tensor is None else weakref.ref(tensor)
         self.claim = self.relied = None
 
     @property
     def call(self) -> Call | None:  # type: ignore[override]  # read, not stored
-        return None if self._call == _NONE else self._notes.call(self._call)
+        if isinstance(self._call, int):
+            self._call = self._notes.call(self._call)
+        return self._call
 
     @property
     def is_latest(self) -> bool:  # type: ignore[override]

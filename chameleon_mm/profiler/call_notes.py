@@ -4,7 +4,7 @@
     with watch: ...
     watch.value_of(storage).call                   # made of the notes at that moment, for this one chain
 
-An operator costs a microsecond more, in place of some thirty under a dispatch mode, and no gradient has another formula. Names
+An operator costs a microsecond more, in place of fifteen or more under a mode, and no gradient has another formula. Names
 are those of what runs below autograd: a few composite operators do otherwise under a mode, and the recorder is one. A storage
 that the plan holds by a name that does not come is not held.
 

@@ -56,8 +56,7 @@ test-thorough: $(STAMP) $(CUDA_STAMP) ## Run what the others sample, whole: oper
 test-cuda: $(CUDA_STAMP) ## Run the tests marked gpu on torch's CUDA build, without a GPU (PYTEST_ARGS="tests/test_swapping.py")
 	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run $(SHARED) $(PYTEST_ARGS)
 
-test-native: $(STAMP) $(CUDA_STAMP) ## Run tests of the hooks with the C++ helpers, which are compiled first
-	@$(BIN)/python -m pytest --native $(SHARED) -m "$(MARKERS)" tests/test_hooks.py tests/test_late_errors.py $(PYTEST_ARGS)
+test-native: $(CUDA_STAMP) ## Run tests of the hooks with the C++ helpers, which are compiled first
 	@$(CUDA_VENV)/bin/python -m pytest --native $(SHARED) -m "gpu and not thorough" $(NATIVE_ON_CUDA) $(PYTEST_ARGS)
 
 check: $(STAMP) ## Lint, formatting, types, layers

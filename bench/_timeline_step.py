@@ -12,12 +12,13 @@ unwatched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,11 +83,11 @@ class WatchedDevice(SimDevice):
     def new_stream(self, name: str) -> SimStream:
         return cast(SimStream, _NotingStream(super().new_stream(name), self))  # all else is passed on to the stream itself
 
-    def note_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Note the copies `(dst, src)` that were just issued, all one way."""
-        direction = "d2h" if self.is_host_memory(pairs[0][0]) else "h2d"
-        spans = self.copy_spans(direction)[-len(pairs) :]
-        self.copies += [Copy(direction, span.start_us, span.end_us, span.nbytes) for span in spans]
+    def note_copy(self, *, out: bool) -> None:
+        """Note the copy that was just issued."""
+        direction = "d2h" if out else "h2d"
+        span = self.copy_spans(direction)[-1]
+        self.copies.append(Copy(direction, span.start_us, span.end_us, span.nbytes))
 
 
 class _NotingStream:
@@ -101,7 +102,11 @@ class _NotingStream:
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         self._stream.copy(dst, src, speculative=speculative)
-        self._device.note_copies([(dst, src)])
+        self._device.note_copy(out=self._device.is_host_memory(dst))
+
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
+        self._stream.copy_storage(storage, host, out=out)
+        self._device.note_copy(out=out)
 
 
 class Watch(TorchDispatchMode):

@@ -40,8 +40,12 @@ class Reclaimable(Protocol):
         """Order the owner stream after the copy, issuing what was still queued of it, and drop the buffer."""
 
 
-class Lendable(Reclaimable, Protocol):
+class Lendable(Protocol):
     """A device buffer on its way out that may be lent to the device's allocator meanwhile."""
+
+    @property
+    def reclaimed(self) -> bool:
+        """Whether nothing is left to lend."""
 
     @property
     def copy_is_handed_over(self) -> bool:

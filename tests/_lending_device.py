@@ -13,48 +13,42 @@ from typing import Any
 
 import torch
 
+from chameleon_mm.device.holders import held_alone
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.device.sim import SimDevice, SimEvent, SimStream
 from chameleon_mm.device.sim.machine import Machine
-from tests.observed.holders import held_by_caller_alone
 
 
 class SimHeldStorage:
     """A storage that the simulated allocator may reclaim."""
 
-    def __init__(self, hook: SimAllocatorHook, storage: torch.UntypedStorage, done: SimEvent, owner: SimStream) -> None:
+    def __init__(
+        self, hook: SimAllocatorHook, storage: torch.UntypedStorage, done: SimEvent, owner: SimStream, tensors: int
+    ) -> None:
         self.hook = hook
-        self.storage: torch.UntypedStorage | None = storage
-        self.done = done
+        self.storage = storage
+        self.reclaimed = False
+        self._withdrawn = False
+        self._done = done
+        self._tensors = tensors
         self.owner = owner
 
-    @property
-    def reclaimed(self) -> bool:
-        return self.storage is None
-
-    def withdraw(self) -> torch.UntypedStorage | None:
+    def withdraw(self) -> bool:
         machine = self.hook.machine
         with machine.lock:
-            storage, self.storage = self.storage, None
-            if storage is not None:
+            if not (self.reclaimed or self._withdrawn):
                 self.hook.held.entries.remove(self)
-            return storage
+            self._withdrawn = True
+            return not self.reclaimed
 
-    def reclaim_if_unshared(self) -> bool:
-        """Reclaim it behind its copy, unless somebody else holds it. Returns whether it went."""
-        storage = self.storage
-        if storage is None:
-            return False
-        with torch._C._DisableTorchDispatch():
-            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        del storage
-        # `self.storage` is the one reference beside. A finaliser may have withdrawn it meanwhile.
-        if not held_by_caller_alone(flat) or self.reclaimed:
-            return False
-        self.storage = None
-        if not self.done.query():
-            self.owner.wait(self.done)  # orders the memory's next owner, on the same stream, after the copy
-        self.owner.free(flat)
+    def reclaim(self) -> bool:
+        """Reclaim its memory behind its copy, unless somebody else refers to the storage. Returns whether it went."""
+        if not (held_alone(self, self._tensors, more_attributes=1) and self.storage.resizable()) or self._withdrawn:
+            return False  # a finaliser may have withdrawn it
+        self.reclaimed = True
+        if not self._done.query():
+            self.owner.wait(self._done)  # orders the memory's next owner, on the same stream, after the copy
+        self.owner.resize(self.storage, 0)
         self.hook.reclaimed += 1
         return True
 
@@ -71,7 +65,7 @@ class HeldStorages:
         ledger, stream = self._machine.ledger, self._machine.current_stream()
         for held in tuple(self.entries):
             fits = ledger.allocated_bytes + nbytes <= min(ledger.capacity, held.hook.limit_bytes)
-            if not fits and held.owner is stream and held.reclaim_if_unshared():
+            if not fits and held.owner is stream and held.reclaim():
                 self.entries.remove(held)
                 ledger.settle()  # what it freed
 
@@ -85,11 +79,11 @@ class SimAllocatorHook:
         self.reclaimed = 0
         self.limit_bytes = machine.ledger.capacity
 
-    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream) -> SimHeldStorage:
+    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream, tensors: int) -> SimHeldStorage:
         """Hold as `AllocatorHook.hold` does."""
         assert isinstance(done, SimEvent)
         assert isinstance(owner, SimStream)
-        held = SimHeldStorage(self, storage, done, owner)
+        held = SimHeldStorage(self, storage, done, owner, tensors)
         with self.machine.lock:
             self.held.entries.append(held)
         return held

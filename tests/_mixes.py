@@ -112,7 +112,7 @@ class Mix(Director):
     def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
         hook, self._hooks = self._hooks, self._hooks + 1
         if saved is not None and saved not in self._of:
-            saved.assign(StorageAction(hook, None))
+            saved.planned = StorageAction(hook, None)
             self._of[saved] = self._choose(hook, self._drop)
         return hook
 

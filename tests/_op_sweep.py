@@ -147,7 +147,7 @@ class Swapped(Way):
 
     def close(self) -> None:
         totals = self.executor.metrics.totals
-        moved = totals.bytes_swapped_out > 0 and totals.bytes_swapped_in > 0
+        moved = totals.bytes_swapped_out > 0  # not in: what the caller holds stays, and is copied
         assert moved == (self.executor.swapped > 0), f"{self.executor.swapped} saves were to move"
 
 

@@ -109,6 +109,23 @@ def one_training_step(machine: Machine) -> None:
             del out
 
 
+def memory_that_an_operator_has_just_used(machine: Machine) -> None:
+    """A storage comes back in memory that an operator, which may still run, wrote last."""
+    device = machine.device
+    swapper = executor(machine, cm.PinnedPool("1MiB", device=device))
+    with device.compute():
+        kept = randn(machine, BYTES // 4)
+        handle = saved(machine, swapper, kept.clone())
+        swapper.save(randn(machine, 8, requires_grad=True))  # queues the copy out
+        handle.claim.saved.reclaim()
+        assert handle.claim.saved.state is State.ON_HOST
+        temporaries = [kept * 2 for _ in range(8)]
+        del temporaries
+        got = swapper.use(handle) + 0
+        device.synchronize()
+        assert torch.equal(got, kept)
+
+
 def host_copy_read_from_another_stream(machine: Machine) -> None:
     """Saved and reclaimed on one compute stream, used on another that knows nothing of the first one's waits."""
     device = machine.device
@@ -160,7 +177,7 @@ def saved(machine: Machine, swapper: Executor, t: Tensor) -> SwappedView:
 WAITS: dict[tuple[str, str], Scenario] = {
     ("d2h", "compute"): one_training_step,  # Note [Swap-out]: the source was written
     ("compute", "d2h"): one_training_step,  # Note [Reclaim]: the source was read before its block is reused
-    ("h2d", "compute"): one_training_step,  # Note [Swap-in]: the destination's earlier owner is done
+    ("h2d", "compute"): memory_that_an_operator_has_just_used,  # Note [Swap-in]: the destination's earlier owner is done
     ("compute", "h2d"): one_training_step,  # Note [Swap-in]: the bytes arrived
     ("h2d", "d2h"): host_copy_read_from_another_stream,  # Note [Swap-in]: the host copy is whole
     ("d2h", "h2d"): host_block_reused_from_another_stream,  # Note [Host block]: its last reader is done
@@ -171,9 +188,9 @@ def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every reclaim drop the device memory behind a copy out that nobody has waited for."""
 
     def reclaim(self: SavedStorage) -> None:
-        assert self._out is not None
-        self._context.transfer.issue_out(self._out)
-        self._drop_device()
+        assert self.copy is not None
+        self._context.transfer.issue_out(self.copy.out)
+        self._reclaim()
 
     monkeypatch.setattr(SavedStorage, "reclaim", reclaim)
 

@@ -35,6 +35,7 @@ class Fault(RuntimeError):
 SITES: dict[str, tuple[type, str]] = {
     "pin": (cm.SimDevice, "alloc_pinned"),
     "allocation": (SimStream, "alloc"),
+    "resize": (SimStream, "resize"),
     "copy": (SimStream, "copy"),
     "event": (SimStream, "record"),
     "wait": (SimStream, "wait"),
@@ -130,7 +131,7 @@ EACH_UP_TO, STRIDE = 12, 7
 """Calls of a site that are made to fail one by one, and the stride behind them: no divisor of the calls that an operator or a
 step makes of it."""
 
-ONLY_IN = {"pack": "packed", "unpack": "packed"}
+ONLY_IN = {"allocation": "packed", "free": "packed", "pack": "packed", "unpack": "packed"}
 QUICK = {"allocation", "copy", *ONLY_IN}
 """Sites that are quick to go through; of the others there are many in a step."""
 CASES = [

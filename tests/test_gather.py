@@ -20,7 +20,7 @@ from chameleon_mm.device import SPECS, Device
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
-from chameleon_mm.saved.saved_part import Part
+from chameleon_mm.saved.gathered_part import Part
 from chameleon_mm.saved.state import State
 from chameleon_mm.transfer import Thresholds
 from tests._fakes import leave_out_meeting, refusing

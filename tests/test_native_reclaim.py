@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.cuda import CudaDevice
+from chameleon_mm.device.holders import REFERENCES_AT_REST
 from chameleon_mm.units import KIB, MIB, allocated_size
 from tests._native import BUILDS, helper
 from tests.cuda_stand_in import control
@@ -71,10 +72,16 @@ class Queue:
         self.module = module
         self.driver = Driver(module)
         self.hook = module.Hook(HOST)
+        self.kept: list[tuple[Tensor, torch.UntypedStorage]] = []
 
     def hold(self, event: int, *, nbytes: int = KIB, stream: int = STREAM) -> Any:
-        storage = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
-        return self.hook.hold(storage, None, event, stream, stream)
+        t = torch.zeros(nbytes, dtype=torch.uint8)
+        return self.hold_storage(t, event, stream)
+
+    def hold_storage(self, t: Tensor, event: int = 1, stream: int = STREAM) -> Any:
+        """Hold the storage of `t` as the session does: with an alias of it, and the storage's object."""
+        self.kept.append((t.detach(), t.untyped_storage()))
+        return self.hook.hold(t.untyped_storage(), None, event, stream, stream, 1, REFERENCES_AT_REST)
 
     def reclaim(self, *, reserved: int = 0, free: int = EVERYTHING) -> int:
         return int(self.module.reclaim(HOST, STREAM, reserved, free))
@@ -101,8 +108,8 @@ def test_what_is_copied_goes_without_a_wait_and_the_rest_stays(queue: Queue) -> 
     assert (queue.reclaim(), queue.driver.waits) == (KIB, [])
     assert [one.reclaimed for one in held] == [True, False, False]
     assert (queue.hook.reclaimed, queue.hook.reclaimed_bytes, queue.hook.waits) == (1, KIB, 0)
-    assert held[0].withdraw() is None
-    assert [one.withdraw().nbytes() for one in held[1:]] == [KIB, KIB]
+    assert [one.withdraw() for one in held] == [False, True, True]
+    assert [storage.nbytes() for _, storage in queue.kept] == [0, KIB, KIB]
     assert queue.reclaim() == 0
 
 
@@ -131,9 +138,12 @@ def test_what_is_not_copied_goes_oldest_first_behind_a_wait_as_far_as_memory_is_
 
 
 def test_what_somebody_else_holds_stays(queue: Queue) -> None:
-    t, storage = torch.ones(KIB, dtype=torch.uint8), torch.ones(KIB, dtype=torch.uint8).untyped_storage()
-    by_tensor, by_object = (queue.hook.hold(held, None, 1, STREAM, STREAM) for held in (t.untyped_storage(), storage))
+    t, other = torch.ones(KIB, dtype=torch.uint8), torch.ones(KIB, dtype=torch.uint8)
+    storage = other.untyped_storage()
+    by_tensor, by_object = queue.hold_storage(t), queue.hold_storage(other)
     queue.driver.complete = {1}
+    assert queue.reclaim() == 0
+    del other
     assert queue.reclaim() == 0
     del storage
     assert (queue.reclaim(), by_object.reclaimed) == (KIB, True)
@@ -142,15 +152,15 @@ def test_what_somebody_else_holds_stays(queue: Queue) -> None:
     assert queue.reclaim() == 0
     assert int(view.sum()) == KIB - 5
     del view
-    assert (queue.reclaim(), by_tensor.withdraw(), by_object.withdraw()) == (KIB, None, None)
+    assert (queue.reclaim(), by_tensor.withdraw(), by_object.withdraw()) == (KIB, False, False)
 
 
 def test_memory_of_another_stream_or_another_allocator_stays(queue: Queue) -> None:
     other = queue.hold(1, stream=OTHER)
     queue.driver.complete = {1}
     assert queue.reclaim() == 0
-    assert other.withdraw().nbytes() == KIB
-    assert queue.hook.hold(torch.frombuffer(bytearray(KIB), dtype=torch.uint8).untyped_storage(), None, 1, 1, STREAM) is None
+    assert other.withdraw()
+    assert queue.hold_storage(torch.frombuffer(bytearray(KIB), dtype=torch.uint8)) is None
 
 
 def test_nothing_goes_during_a_capture_or_behind_a_wait_that_is_refused(queue: Queue) -> None:
@@ -160,7 +170,7 @@ def test_nothing_goes_during_a_capture_or_behind_a_wait_that_is_refused(queue: Q
     assert queue.reclaim() == 0
     queue.driver.capturing, queue.driver.refuses = 0, True
     assert (queue.reclaim(), queue.driver.waits) == (0, [])
-    assert held.withdraw().nbytes() == KIB
+    assert held.withdraw()
 
 
 def test_where_a_free_may_need_the_gil_only_a_thread_that_has_it_reclaims(queue: Queue) -> None:
@@ -169,16 +179,16 @@ def test_where_a_free_may_need_the_gil_only_a_thread_that_has_it_reclaims(queue:
     queue.hook.set_limits(EVERYTHING, 0, True)
     assert queue.reclaim() == 0  # asks without the GIL
     queue.hook.set_limits(EVERYTHING, 0, False)
-    assert (queue.reclaim(), held.withdraw()) == (KIB, None)
+    assert (queue.reclaim(), held.withdraw()) == (KIB, False)
 
 
-def test_a_withdrawn_storage_is_the_same_object_with_the_same_bytes(queue: Queue) -> None:
-    storage = torch.arange(KIB, dtype=torch.uint8).untyped_storage()
-    key, at = id(storage), storage.data_ptr()
-    held = queue.hook.hold(storage, None, 1, STREAM, STREAM)
-    del storage
-    back = held.withdraw()
-    assert (id(back), back.data_ptr()) == (key, at)
+def test_a_withdrawn_storage_has_the_same_bytes(queue: Queue) -> None:
+    t = torch.arange(KIB, dtype=torch.uint8)
+    at = t.data_ptr()
+    held = queue.hold_storage(t)
+    assert held.withdraw()
+    assert t.data_ptr() == at
+    assert torch.equal(t, torch.arange(KIB, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="withdraw: expected a storage that is held, got one that was withdrawn"):
         held.withdraw()
 
@@ -192,7 +202,7 @@ def test_what_is_dropped_without_being_withdrawn_leaves_the_queue(queue: Queue) 
 
 def test_wrong_arguments_are_refused(queue: Queue) -> None:
     with pytest.raises(TypeError, match=r"hold: expected a torch\.UntypedStorage"):
-        queue.hook.hold(torch.zeros(1), None, 1, STREAM, STREAM)
+        queue.hook.hold(torch.zeros(1), None, 1, STREAM, STREAM, 1, 1)
     with pytest.raises(ValueError, match="Hook: expected a device's index, got 1000"):
         queue.module.Hook(1000)
 
@@ -209,6 +219,8 @@ class Lent(NamedTuple):
     """A storage that was lent, and what its host copy must have."""
 
     held: Any
+    alias: Tensor
+    storage: torch.UntypedStorage
     host: Tensor
     value: int
     address: int
@@ -262,20 +274,21 @@ class Program:
             host.copy_(t, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self.d2h)
-        storage = t.untyped_storage()
-        held = self.hook.hold(storage, done, done.cuda_event, compute.cuda_stream, compute.stream_id)
-        self.lent.append(Lent(held, host, value, t.data_ptr(), t.numel()))
+        held = self.hook.hold(
+            t.untyped_storage(), done, done.cuda_event, compute.cuda_stream, compute.stream_id, 1, REFERENCES_AT_REST
+        )
+        self.lent.append(Lent(held, t.detach(), t.untyped_storage(), host, value, t.data_ptr(), t.numel()))
 
     def withdraw(self) -> None:
         if not self.lent:
             return
         lent = self.lent.pop(self.random.randrange(len(self.lent)))
-        storage = lent.held.withdraw()
+        is_there = lent.held.withdraw()
         self.d2h.synchronize()
         assert int(lent.host.min()) == int(lent.host.max()) == lent.value
-        if storage is not None:
-            back = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
-            assert int(back.min()) == int(back.max()) == lent.value
+        assert lent.storage.nbytes() == (lent.nbytes if is_there else 0)
+        if is_there:
+            assert int(lent.alias.min()) == int(lent.alias.max()) == lent.value
 
     def check_bytes(self) -> None:
         """Compare what is allocated with the model: live tensors, and what was lent and not reclaimed."""
@@ -345,6 +358,7 @@ THREADS = """
 import sys, threading, time
 import torch
 from chameleon_mm import native
+from chameleon_mm.device.holders import REFERENCES_AT_REST
 from pathlib import Path
 native.building.CACHE = Path(sys.argv[1])
 module = native.load("reclaim")
@@ -366,10 +380,12 @@ def lend():
         t = torch.empty(600_000, dtype=torch.uint8, device="cuda")
         done = torch.cuda.Event()
         done.record(d2h)
-        held.append(hook.hold(t.untyped_storage(), done, done.cuda_event, compute.cuda_stream, compute.stream_id))
-        del t
+        storage = t.untyped_storage()
+        lent = hook.hold(storage, done, done.cuda_event, compute.cuda_stream, compute.stream_id, 1, REFERENCES_AT_REST)
+        held.append((lent, storage, t))
+        del t, storage, lent
         if len(held) > 4:
-            held.pop(0).withdraw()
+            held.pop(0)[0].withdraw()
             del held[0]
 
 threads = [threading.Thread(target=work) for work in (allocate, allocate, lend, lend)]
@@ -380,8 +396,8 @@ for thread in threads:
 t = torch.empty(600_000, dtype=torch.uint8, device="cuda")
 done = torch.cuda.Event()
 done.record(d2h)
-left = hook.hold(t.untyped_storage(), done, done.cuda_event, compute.cuda_stream, compute.stream_id)
-del t
+storage = t.untyped_storage()
+left = hook.hold(storage, done, done.cuda_event, compute.cuda_stream, compute.stream_id, 1, REFERENCES_AT_REST)
 print(hook.reclaimed > 0)
 """
 

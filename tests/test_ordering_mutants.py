@@ -13,10 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import SaveFacts
-from chameleon_mm.saved.claims import Claim
-from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.saved.state import State
 from tests._ordering import (
     BYTES,
     WAITS,
@@ -114,37 +111,24 @@ def test_copying_in_the_middle_of_an_op_goes_red(monkeypatch: pytest.MonkeyPatch
         step()
 
 
-def test_keying_by_address_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two storages in turn at one address: the second must not be taken for the first."""
-
-    def two_at_one_address() -> None:
-        machine = OnSim()
-        device = machine.device
-        swapper = executor(machine, cm.PinnedPool("4MiB", device=device))
-        with device.compute():
-            memory = bytearray(BYTES)  # what an allocator would hand out twice
-            first = torch.frombuffer(memory, dtype=torch.float32).normal_()
-            kept, address = first.clone(), first.data_ptr()
-            one = saved(machine, swapper, first)
-            swapper.save(torch.randn(8, requires_grad=True))
-            one.claim.saved.reclaim()
-            del first
-            second = torch.frombuffer(memory, dtype=torch.float32).normal_()
-            assert second.data_ptr() == address
-            two = saved(machine, swapper, second)
-            assert torch.equal(swapper.use(one), kept)
-            assert torch.equal(swapper.use(two), second)
-
-    two_at_one_address()
-    by_address: dict[int, Claim] = {}
-
-    def claim(self: Executor, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
-        key = t.untyped_storage().data_ptr()
-        if key not in by_address:
-            by_address[key] = real_claim(self, t, saved_bytes, facts)
-        return by_address[key]
-
-    real_claim = Executor._find_or_make_claim
-    monkeypatch.setattr(Executor, "_find_or_make_claim", claim)
-    with pytest.raises(RED):
-        two_at_one_address()
+def test_two_storages_in_turn_at_one_address_are_two() -> None:
+    """The second must not be taken for the first, whose bytes are on the host."""
+    machine = OnSim()
+    device = machine.device
+    swapper = executor(machine, cm.PinnedPool("4MiB", device=device))
+    others: list[Tensor] = []
+    with device.compute():
+        first = torch.randn(BYTES // 4)
+        kept, address = first.clone(), first.data_ptr()
+        one = saved(machine, swapper, first)
+        swapper.save(torch.randn(8, requires_grad=True))
+        del first
+        one.claim.saved.reclaim()
+        assert one.claim.saved.state is State.ON_HOST
+        second = torch.randn(BYTES // 4)
+        while second.data_ptr() != address and len(others) < 64:  # an allocator hands it out again before long, as a rule
+            others.append(second)
+            second = torch.randn(BYTES // 4)
+        two = saved(machine, swapper, second)
+        assert torch.equal(swapper.use(one), kept)
+        assert torch.equal(swapper.use(two), second)

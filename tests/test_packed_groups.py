@@ -128,7 +128,7 @@ def test_one_carrier_for_all_and_their_memory_goes_at_once(slow: cm.SimDevice) -
         assert slow.allocated_bytes() == before - MIB + 16 * SMALL
         swapping.assert_exact(handles, expected)
         assert swapping.totals["in"] == 16 * SMALL  # all by one copy, at the first use
-        assert places(handles) == [State.ON_HOST] * 16  # and each let go after its own
+        assert places(handles) == [State.ON_HOST] * 15 + [State.RESTORED]  # and each let go at the hook after its own
         del handles, large
         swapping.assert_nothing_left()
 
@@ -168,7 +168,7 @@ def test_a_carrier_lives_as_long_as_its_last_member(slow: cm.SimDevice) -> None:
         assert swapping.pool.stats().num_live == 2  # the large one's and the group's
         swapping.assert_exact(handles, expected[9:])
         handles.clear()
-        assert group.state is State.RETIRED
+        assert group.packed.state is State.RETIRED
         del large
         swapping.assert_nothing_left()
 
@@ -276,7 +276,7 @@ def test_the_next_steps_prefetch_the_carrier(slow: cm.SimDevice) -> None:
         swapping.executor.end_step(completed=False)
         assert torch.equal(swapping.executor.use(after), whole)  # saved last, used first: the group comes next
         group = handles[0].claim.saved.form.group
-        assert group is not None and group.state is State.SWAPPING_IN
+        assert group is not None and group.packed.state is State.SWAPPING_IN
         swapping.assert_exact(handles[::-1], expected[::-1])
         del handles, large, after
         swapping.assert_nothing_left()
@@ -339,7 +339,8 @@ def test_without_the_streams_meeting_a_carrier_is_a_race(
         calls = iter(range(1, 100))
 
         def meets_but_once(streams: ComputeStreams, home: Stream) -> None:
-            if next(calls) != left_out:
+            number = next(calls)  # of the joins after it one would do
+            if number < left_out or (left_out == 1 and number > 1):
                 join_all(streams, home)
 
         with monkeypatch.context() as during:
@@ -401,10 +402,10 @@ def test_another_carrier_waits_for_the_oldest_ones_copy(slow: cm.SimDevice) -> N
         first, expected = swapping.save_small(8)
         second, also_expected = swapping.save_small(8)
         packed_groups = [first[0].claim.saved.form.group, second[0].claim.saved.form.group]
-        assert [group.state for group in packed_groups if group is not None] == [State.SWAPPING_OUT, State.SWAPPING_OUT]
+        assert [group.packed.state for group in packed_groups if group is not None] == [State.SWAPPING_OUT, State.SWAPPING_OUT]
         before = slow.current_stream().record()
         third, at_last = swapping.save_small(8)  # 192 KiB in three packed_groups: one too many
-        assert [group.state for group in packed_groups if group is not None] == [State.ON_HOST, State.SWAPPING_OUT]
+        assert [group.packed.state for group in packed_groups if group is not None] == [State.ON_HOST, State.SWAPPING_OUT]
         after = slow.current_stream().record()
         assert after.time_us - before.time_us > 64 * KIB / 10  # compute, not the host, waited for that copy: 10 bytes a us
         swapping.assert_exact(first + second + third, expected + also_expected + at_last)
@@ -420,10 +421,10 @@ def test_a_carrier_that_comes_back_is_staged_too(slow: cm.SimDevice) -> None:
         second, also_expected = swapping.save_small(8)
         outgoing = second[0].claim.saved.form.group
         assert outgoing is not None
-        before = outgoing.device
+        was_away = [outgoing.packed.device is None]
         assert torch.equal(swapping.executor.use(first[0]), expected[0])
-        assert (before is None, outgoing.device is None) == (False, True)
-        del before
+        was_away.append(outgoing.packed.device is None)
+        assert was_away == [False, True]
         swapping.assert_exact(first + second, expected + also_expected)
         del first, second, large, outgoing
         swapping.assert_nothing_left()
@@ -438,8 +439,8 @@ def test_staging_never_exceeds_its_bound(actions: list[tuple[str, int]], staging
         alive: list[tuple[SwappedView, Tensor]] = []
         for what, number in actions:
             live(swapping, alive, what, number)
-            staged = [group for group in swapping.executor._registry.packed_groups if group.device is not None]
-            assert sum(group.nbytes for group in staged) <= staging_bytes
+            packed = [group.packed for group in swapping.executor._registry.packed_groups]
+            assert sum(one.nbytes for one in packed if one.device is not None) <= staging_bytes
         alive.clear()
         swapping.assert_nothing_left()
 
@@ -447,3 +448,18 @@ def test_staging_never_exceeds_its_bound(actions: list[tuple[str, int]], staging
 def test_staging_too_small_for_a_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"staging_bytes: expected room for two tensors of pack_below_bytes \(131072 each\)"):
         Thresholds(staging_bytes=100 * KIB)
+
+
+def test_a_group_ends_though_its_members_are_saved_again(slow: cm.SimDevice) -> None:
+    """As a double backward does: the copy of each begins again, and the group has one member less."""
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        handles, expected = swapping.save_small(4)
+        used = [swapping.executor.use(handle) for handle in handles]
+        again = [swapping.save(t) for t in used]
+        assert not swapping.executor._registry.packed_groups
+        del used, handles, large
+        swapping.assert_exact(again, expected)
+        del again
+        swapping.assert_nothing_left()

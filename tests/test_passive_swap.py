@@ -184,8 +184,10 @@ def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
     ids=["recorded", "planned", "by the rule"],
 )
 def test_after_a_step_that_ran_out_of_memory_the_next_is_right_and_nothing_leaks(
-    shortage: Faults, short_step: int, plans: bool
+    shortage: Faults, short_step: int, plans: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not plans:  # so that uses swap in, and find no memory
+        monkeypatch.setattr("chameleon_mm.executor.swap_ins.PREFETCH_WINDOW", 0)
     expected = Run(short_step, plain=True, plans=plans)
     count = number_of_allocations(expected, shortage, again=False)
     escaped = retried = 0
@@ -200,7 +202,7 @@ def test_after_a_step_that_ran_out_of_memory_the_next_is_right_and_nothing_leaks
         assert 0 < escaped < 10
         assert retried > count / 2
     else:  # an operator's shortage goes on; a swap-in's own does not, whether somebody waits for it or not
-        assert count / 2 < escaped < count - retried
+        assert count / 2 < escaped <= count - retried - plans
         assert plans or retried > 0
 
 
@@ -324,6 +326,10 @@ class Holding:
         torch.zeros((), requires_grad=True) * 1.0  # another operator: the one that saved is over
         return handle  # type: ignore[return-value]  # of nothing it is another handle, which nobody asks
 
+    def hook(self) -> None:
+        with self.device.compute():
+            self._save(0)
+
     def use(self, mib: int) -> None:
         with self.device.compute():
             assert bool((self.executor.use(self.handles[mib]) == mib).all())
@@ -373,10 +379,12 @@ def test_what_is_on_its_way_out_goes_first_and_costs_no_other_copy() -> None:
 def test_what_the_host_has_too_goes_before_what_it_has_not_unless_it_is_in_use() -> None:
     held = Holding([4, 16, 8, 2], copied=20)
     assert held.reclaim_some(1) == 4 + 16
-    held.use(16)  # and 4, which is used next, is brought back ahead
+    held.use(16)  # it goes at the next hook; and 4, which is used next, is brought back ahead
+    held.hook()
     here = held.storage(4)
     assert held.reclaim_some(2 * MIB, [here]) == 2
     del here
     assert held.reclaim_some(2 * MIB) == 4
     held.use(4)
+    held.hook()
     assert held.reclaim_some(2 * MIB) == 8

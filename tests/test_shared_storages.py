@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.saved.calling_thread import current_operator, made_before
-from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.version import SavedBytes
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -265,7 +265,7 @@ def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch
     """Version numbers of different counters compared, as if they said something."""
 
     def by_number(self: SavedBytes, later: SavedBytes, *, same_bytes: bool = False) -> bool:
-        return self.probe.expected == later.probe.expected and not self.probe.moved
+        return self.expected == later.expected and not self.moved
 
     monkeypatch.setattr(SavedBytes, "copy_includes", by_number)
     red = _red(sim)
@@ -277,19 +277,19 @@ def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(
 ) -> None:
     """Who made a tensor, taken for an answer to when it was written."""
 
-    def by_maker(self: SavedStorage, saved: SavedBytes, t: Tensor) -> bool:
-        if self._began_in is None:
+    def by_maker(self: Slot, saved: SavedBytes, t: Tensor) -> bool:
+        if self.began_in is None:
             return False
-        operator, _ = self._began_in
+        operator, _ = self.began_in
         return operator == current_operator() and made_before(t, operator)
 
-    monkeypatch.setattr(SavedStorage, "_was_given", by_maker)
+    monkeypatch.setattr(Slot, "was_given", by_maker)
     assert {"in place, beside the other", "saved, then written between"} <= set(_red(sim))
 
 
 def test_without_the_place_that_called_it_an_operator_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd's number alone, which a function of one's own shares with the last operator that it ran."""
-    for module in ("save_record", "saved_storage"):
+    for module in ("slot", "saved_storage"):
         monkeypatch.setattr(f"chameleon_mm.saved.{module}.call_site", lambda: None)
     assert "written unseen between operators" in _red(sim)
 

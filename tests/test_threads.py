@@ -233,7 +233,7 @@ def test_a_dropped_block_is_safe_from_the_stream_that_owns_it(saved_on: str) -> 
         saved = handles[0].claim.saved
         assert all(handle.claim.saved is saved for handle in handles)
         saved.reclaim()
-        assert saved.first() is None  # the block went back, and the simulator checks how
+        assert saved.device is None  # the block went back, and the simulator checks how
         device.current_stream().wait(side.record())
         assert all(torch.equal(swapper.use(handle), expected) for handle in handles)
 
@@ -256,7 +256,7 @@ def test_a_block_read_twice_is_handed_on_after_the_later_read(monkeypatch: pytes
         saved.arrive(main)
         saved.drop_restored()
         saved.swap_in(main)  # behind the first, which is still on its way
-        assert saved._in is not None and not saved._in.begun
+        assert saved.copy is not None and saved.copy.back is not None and not saved.copy.back.begun
         del handle, saved
         assert pool.stats().num_live == 0
         with device.stream(other):  # ordered after nothing that main waited for

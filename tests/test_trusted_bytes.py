@@ -22,12 +22,13 @@ from chameleon_mm.optimizer_state import optimizer_swap as state_swapping
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
 from chameleon_mm.saved.recipe import Recipe, Recomputed
-from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.state import State
-from chameleon_mm.saved.version import VersionProbe
+from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
 from tests._mixes import Mix, Proofs, mixed, totals_of
 from tests._snapshots import equal
+from tests.observed import SimLifetimeError
 from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, hosted, session_of
 from tests.test_recompute_exact import ALL, grads, leaf, outcome
 
@@ -166,10 +167,11 @@ def test_what_the_model_holds_is_used_itself_with_what_was_written(way: str, in_
     assert alike(swapped(program, device), expected)
 
 
-def test_the_host_copy_in_its_place_goes_red(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_goes_under_the_model_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     program = after_the_copy(UNSEEN[".data"])
-    monkeypatch.setattr(SavedStorage, "usable_elsewhere", lambda self, compute: None)
-    assert not alike(swapped(program, device), result(program, device.torch_device))
+    monkeypatch.setattr(Slot, "is_alone", lambda self: True)
+    with pytest.raises(SimLifetimeError, match="while its storage has no memory"):
+        swapped(program, sim)
 
 
 # --- prefetched storages, and copies that another use has had
@@ -191,7 +193,7 @@ def _executor(device: Device) -> Executor:
 def test_a_write_after_the_prefetch(written: bool, checked: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is reached by nobody; its counter may still move, by an alias without memory, and eager refuses the use."""
     if not checked:
-        monkeypatch.setattr(VersionProbe, "check", lambda self, origin=None: None)
+        monkeypatch.setattr(SavedBytes, "check", lambda self: None)
     executor = _executor(device)
     with device.compute():
         y = torch.randn(SIDE, SIDE, device=device.torch_device)
@@ -245,7 +247,8 @@ def written_by_a_node(at: torch.device, settle: Settle) -> list[Tensor]:
 def test_a_node_that_writes_a_copy_is_seen_by_the_next_use(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result(written_by_a_node, device.torch_device) == REFUSED
     assert swapped(written_by_a_node, device) == REFUSED
-    monkeypatch.setattr(VersionProbe, "joined", lambda self, view: view)
+    use = Executor.use
+    monkeypatch.setattr(Executor, "use", lambda self, handle: use(self, handle).data)  # with a counter of its own
     assert swapped(written_by_a_node, device) != REFUSED
 
 

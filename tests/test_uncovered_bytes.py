@@ -27,7 +27,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.policy import Limits
-from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.version import SavedBytes, cover_all
 from tests.cuda_stand_in import control
 from tests.observed import SimRaceError
@@ -292,7 +292,7 @@ def test_what_is_restored_does_not_undo_what_its_owner_wrote(sim: cm.SimDevice) 
 
 
 def _wait_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SavedStorage, "_reads_uncovered", lambda self: False)
+    monkeypatch.setattr(Slot, "has_uncovered", lambda self: False)
 
 
 def test_where_such_copies_wait_in_the_queue_the_simulator_names_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def saved_and_written(device: Device, write: Callable[[Tensor], object], num_bet
 def test_a_copy_of_saved_bytes_that_are_written_meanwhile_is_still_a_race() -> None:
     """Where no counter tells of the write: eager itself would use other bytes."""
     said = []
-    for num_between in (1, 5, 20):
+    for num_between in (1, 3, 4, 5, 6, 8, 12, 20):
         sim = slow_sim(10.0)
         try:
             saved_and_written(sim, lambda t: t.data.mul_(0.5), num_between)

@@ -43,9 +43,9 @@ def test_one_flipped_bit_is_named(device: Device, monkeypatch: pytest.MonkeyPatc
     swap_in = SavedStorage.swap_in
 
     def flipped(self: SavedStorage, compute: object) -> torch.UntypedStorage:
-        assert self._block is not None and self._out is not None and self._out.done is not None
-        self._out.done.synchronize()
-        self._block.buffer[1234] ^= 1
+        assert self.copy is not None and self.copy.block is not None and self.copy.out.done is not None
+        self.copy.out.done.synchronize()
+        self.copy.block.buffer[1234] ^= 1
         return swap_in(self, compute)  # type: ignore[arg-type]  # handed on as it came
 
     monkeypatch.setattr(SavedStorage, "swap_in", flipped)

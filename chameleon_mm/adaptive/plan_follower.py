@@ -27,6 +27,7 @@ from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, ON_SAVE, Director, HookActions
 from chameleon_mm.executor.forecasts import PlanForecast, TraceForecast
 from chameleon_mm.executor.recompute_plan import RecomputePlan
+from chameleon_mm.executor.way import Way
 from chameleon_mm.policy import ActionKind, StorageAction
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.recorder import Recorder
@@ -156,20 +157,20 @@ class PlanFollower(Director):
         if saved is None:
             since = FIXED_STORAGE
         else:
-            first, hooks_ago = saved.note_save(self._epoch, hook)
+            first, hooks_ago = saved.slot.note_save(self._epoch, hook)
             since = NEW_STORAGE if hooks_ago is None else hooks_ago
         expected = self.light.saved(t, since)
         if self._recorder is not None:
-            self._recorder.all_sendable(over.traced for over in finished)
+            self._recorder.all_sendable(over.slot.traced for over in finished)
             if first and saved is not None and saved.part is None and saved.device is not None:
-                saved.note_traced(self._recorder.add_claim(saved.device))
-            self._recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
+                saved.slot.note_traced(self._recorder.add_claim(saved.device))
+            self._recorder.on_save([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
         self._locate(hook, expected=expected)
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
             schedule = None if self._diverged else self._schedule
             action = None if schedule is None else schedule.storage_actions.get(hook)
-            saved.assign(action)
+            saved.planned = action
             if action is not None:
                 self._storages[action.tensor] = saved
             if self._planned is not None and self._planned.predicted_by is not None and not self._diverged:
@@ -184,8 +185,8 @@ class PlanFollower(Director):
         hook = self.light.num_hooks
         expected = self.light.used(save)
         if self._recorder is not None:
-            self._recorder.all_sendable(over.traced for over in finished)
-            self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
+            self._recorder.all_sendable(over.slot.traced for over in finished)
+            self._recorder.on_use([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
         self._locate(hook, expected=expected)
 
     def saves_at_rest(self, t: Tensor) -> int:
@@ -205,12 +206,41 @@ class PlanFollower(Director):
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
         if self._schedule is not None:
-            saved.assign(StorageAction(number, self._schedule.held_actions.get(number)))
+            saved.planned = StorageAction(number, self._schedule.held_actions.get(number))
             self._storages[number] = saved
+
+    # --- the loop
+
+    def way(self) -> Way | None:
+        planned, trial, budget = self._planned, self.followed, self._budget
+        if planned is None or trial is None or budget is None or self._cursor is None or self._diverged:
+            return None
+        if self._recorder is not None or self._may_recompute or budget.forecast is not self._plan_forecast:
+            return None
+        if self._due is not NO_ACTIONS or (program := planned.program_of(trial)) is None:
+            return None
+        return Way(
+            program=program,
+            epoch=self._epoch,
+            hook=self.light.num_hooks - 1,
+            numbers=self.light.numbers(),
+            storages=self._storages,
+            first_saves=self._first_saves,
+            actions=trial.schedule.storage_actions,
+            forecast=self._plan_forecast,
+            margin_bytes=planned.margin_bytes,
+        )
+
+    def rejoin(self, hook: int, thread: int, numbers: dict[int, int]) -> None:
+        self.light.rejoin(hook, thread, numbers)
+        self._reached = hook
+        if self._cursor is not None:
+            self._cursor.advance_to(hook)  # the loop has done it
+            self.at_rest_until = self._cursor.next_hook
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         if self._recorder is not None:
-            self._recorder.restored(saved.traced, storage)
+            self._recorder.restored(saved.slot.traced, storage)
 
     # --- which hook of the cached step it is
 
@@ -323,7 +353,7 @@ class PlanFollower(Director):
             budget.forecast = budget.learned_forecast
         for hook, saved in self._first_saves.items():
             action = None if self._schedule is None else self._schedule.storage_actions.get(hook)
-            saved.assign(action)
+            saved.planned = action
             if action is not None:
                 self._storages[action.tensor] = saved
 

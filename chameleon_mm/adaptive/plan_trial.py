@@ -7,6 +7,7 @@ from statistics import median
 
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.executor.recompute_plan import RecomputePlan
+from chameleon_mm.policy.step_program import StepProgram
 from chameleon_mm.saved.metrics import StepTime
 
 
@@ -14,7 +15,7 @@ class PlanTrial:
     """A plan, and the times of the steps that followed it. `predicted_out_us`, `predicted_in_us`: its simulated stalls, by
     storage."""
 
-    __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "recompute", "schedule", "time", "times_us")
+    __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "programs", "recompute", "schedule", "time", "times_us")
 
     def __init__(
         self,
@@ -28,6 +29,8 @@ class PlanTrial:
         """The plan's part about recomputation, for the executor; None: nothing is recomputed."""
         self.predicted_out_us = predicted_out_us
         self.predicted_in_us = predicted_in_us
+        self.programs: list[StepProgram | None] = []
+        """The plan compiled, once it was asked for; None: the loop cannot run it."""
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
         """Time of each of these steps in which compute was not waiting for copies."""

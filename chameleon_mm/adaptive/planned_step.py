@@ -26,7 +26,9 @@ from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.structure import Structure
 from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
+from chameleon_mm.policy.step_program import StepProgram, compile_program
 from chameleon_mm.policy.unswapped_memory import Candidates
+from chameleon_mm.profiler.light import PLAIN_CLASSES
 from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.saved.recipe import Refusal
@@ -174,6 +176,18 @@ class PlannedStep:
         for plan in new:
             schedule = HookSchedule.of(self.trace, plan)
             self.trials.append(PlanTrial(schedule, *_stalls(self.trace, plan, link), self._recompute_plan(schedule)))
+
+    def program_of(self, trial: PlanTrial) -> StepProgram | None:
+        """The plan of `trial`, one of these, compiled; None: the loop cannot run it."""
+        if not trial.programs:
+            record, schedule, structure = self.record, trial.schedule, self.predicted_by
+            program = None
+            if structure is None or not structure.has_open_sizes:
+                program = compile_program(
+                    self.trace, schedule.plan, record.features, record.save_of, schedule.growth, PLAIN_CLASSES
+                )
+            trial.programs.append(program)
+        return trial.programs[0]
 
     def _recompute_plan(self, schedule: HookSchedule) -> RecomputePlan | None:
         dropped = schedule.plan.recomputed

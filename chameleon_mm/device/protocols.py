@@ -71,6 +71,10 @@ class Stream(Protocol):
         may write `src` meanwhile; what arrives is then undefined, and the caller knows not to use it. Raises `ValueError`
         for unequal sizes or other dtypes or layouts."""
 
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
+        """Enqueue a copy of all of `storage`, device memory, to the flat uint8 tensor `host` of pinned memory (`out`), or back.
+        As `copy` does, a copy out being speculative, without a tensor over the storage."""
+
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies each of `sources` to `dst` from its offset on; the other bytes of `dst` stay.
 
@@ -97,8 +101,15 @@ class Stream(Protocol):
     def record(self, *, timed: bool = False) -> Event:
         """An event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""
 
+    def record_again(self, event: Event) -> None:
+        """Record an untimed event of this kind of stream once more: it is that of a later point from now on. For an event that
+        nobody has still to wait for."""
+
     def wait(self, event: Event) -> None:
         """Order this stream's later work after `event`, on the device. The host does not wait."""
+
+    def is_current(self) -> bool:
+        """Whether it is the calling thread's current compute stream, and no graph is captured there."""
 
 
 class MemoryReading(NamedTuple):

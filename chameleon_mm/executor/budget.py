@@ -282,8 +282,8 @@ class Budget:
         for saved in self._restored():
             if id(saved.device) not in taken:
                 with suppress(torch.OutOfMemoryError):
-                    saved.drop_restored()
-                    return True
+                    if saved.drop_restored():
+                        return True
         choices = [saved for saved in self._resident() if id(saved.device) not in taken]
         # Best fit: the smallest that is large enough, else the largest.
         for saved in sorted(choices, key=lambda saved: (saved.nbytes < nbytes, abs(saved.nbytes - nbytes))):

@@ -21,6 +21,7 @@ from torch import Tensor
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.recompute_plan import RecomputePlan
+from chameleon_mm.executor.way import Way
 from chameleon_mm.profiler.light import LightProfiler
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.handles import NO_HOOK
@@ -103,9 +104,10 @@ class Director:
         """Return what is due at this hook, `finished` included: each once."""
         return HookActions(swap_outs=[(saved, None) for saved in finished]) if finished else NOTHING_DUE
 
-    def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
+    def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
         """Note that the model allocated so much since memory was last checked, freed bytes included. `at_hook`: every step that
-        has these hooks checks memory here and at the last such check, whatever its plan."""
+        has these hooks checks memory here and at the last such check, whatever its plan. `hook`: None is the
+        latest."""
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
         """Note that `saved`, which autograd did not save, is held for what is recomputed from it. `number`: as in
@@ -113,6 +115,14 @@ class Director:
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Note that `storage` holds the bytes of `saved`, which is used now."""
+
+    def way(self) -> Way | None:
+        """What the step has to follow behind its latest hook, for the loop; None: the loop cannot run it."""
+        return None
+
+    def rejoin(self, hook: int, thread: int, numbers: dict[int, int]) -> None:
+        """Go on behind `hook`, the latest that the loop did. `thread`: that of the latest save. `numbers`: autograd's number of
+        operators at each thread's latest save."""
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         """End the step, of which something is learned if it `completed`. `growth_bytes` as in `note_growth`."""

@@ -1,7 +1,7 @@
 """Runs autograd's two hooks: swaps out after the saving op is over, reclaims under pressure, prefetches, restores at a use.
 
     save(t):   advance(); keep it | claim its storage -> SwappedView      # its copy out is queued at a later hook
-    use(h):    advance(); check the version; take, wait for or swap in the storage; prefetch the next ones; rebuild the view
+    use(h):    advance(); check the version; take, wait for or swap in the storage; prefetch the next ones
     advance(): queue copies of saves whose op is over; hand over pieces; reclaim what is copied; keep within the budget
 
 Correctness never depends on an order, a rule or a budget: a use restores its storage from wherever it is.
@@ -27,6 +27,7 @@ from chameleon_mm.executor.hook_lock import Ended, HookLock
 from chameleon_mm.executor.parts import assemble
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.executor.retiring import Retiring
+from chameleon_mm.executor.step_loop import StepLoop
 from chameleon_mm.executor.weak_calls import weak_before_write, weak_settle
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
@@ -35,10 +36,10 @@ from chameleon_mm.profiler.call_notes import AnyWatch
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.saved.claims import NOT_FOUND, Claim, Found
+from chameleon_mm.saved.claims import Claim, Found
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
+from chameleon_mm.saved.gathered_part import Part
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
-from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.timed_spans import StepKind
@@ -82,6 +83,7 @@ class Executor:
         self.hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
         self._pid = self.hook_lock.pid
         self.hook_counts = HookCounts()
+        self.loop = StepLoop(self)
         self._in_step = False
         self._saved_any = self._used_any = False
 
@@ -111,13 +113,18 @@ class Executor:
         if capturing or (num_modes() and tracer_is_on()):  # the device is asked for nothing
             with self.hook_lock.lock:
                 return self._keep(t, "capturing" if capturing else "tracing")
-        facts = facts_of(t, self.device, self.protected)
         handle: Handle | None = None
+        if self.loop.follows and is_hook:
+            handle = self.hook_lock.run(self.loop.save, t)
+            if handle is not None:
+                return handle
+        facts = facts_of(t, self.device, self.protected)
         if facts.kind == "subclass":
             handle = save_parts(t, lambda part: self._save(part, is_hook=False))
         return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
 
     def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
+        self.loop.leave()  # the director knows nothing of the loop's hooks
         moves = not facts.kind and facts.nbytes >= self._least_bytes
         reason = None if moves else self.rule.reason_to_keep(facts)
         saved_bytes = SavedBytes(t) if handle is None and reason is None else None
@@ -128,23 +135,29 @@ class Executor:
             hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)
         watch = self.recording.watch
         if watch is not None:
-            self.recomputing.hold_born(self._new_claim, self.director.note_held)
+            self.recomputing.hold_born(self._claim_to_hold, self.director.note_held)
         prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
         if prefetches:
             self._ins.prefetch_planned(prefetches, self._streams.current())
         if watch is not None and is_hook:
             watch.at_hook(hook + 1)
         if claim is not None and saved_bytes is not None:
-            handle = SwappedView(claim, t, saved_bytes.probe)
+            handle = SwappedView(claim, saved_bytes)
         elif handle is None:
             handle = self._keep(t, reason or facts.kind)
         handle.saved_at = (self._registry.epoch, hook)
         if not self.recording.is_over:
             self.recomputing.note_saved(t, handle)
+        elif is_hook:
+            self.enter_loop(hook)
         return handle
 
     def _use(self, handle: Handle, *, is_hook: bool) -> Tensor:
         handle.check_version()
+        if self.loop.follows and is_hook and self.hook_lock.may_ask_device() and not tracer_is_on():
+            used = self.hook_lock.run(self.loop.use, handle)
+            if used is not None:
+                return used
         if isinstance(handle, SwappedView):
             return self._use_view(handle, is_hook=is_hook)
         if isinstance(handle, KeptTensor) and (on := handle.relied) and on.dependents and self.hook_lock.may_ask_device():
@@ -176,6 +189,7 @@ class Executor:
             raise errors.pop()  # a frame that held it would be in a cycle with its traceback
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
+        self.loop.leave()
         director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
         for waiting in self.recomputing.stop_waiting() if self.recomputing.waiting else ():
             self._outs.swap_out(waiting, alone=True)
@@ -189,14 +203,17 @@ class Executor:
         if saved.proof is not None:
             self.recomputing.prove(saved, self._ins.restore)
         storage = self._ins.restore(saved, compute)
-        self._count_use(handle, saved)
+        self.count_use(handle, saved)
         if is_hook:
             director.note_restored(saved, storage)
         if prefetches:
             self._ins.prefetch_planned(prefetches, compute)
         if saved.planned is None or not self.budget.forecast.follows_plan:
             self._ins.prefetch_after(saved, compute)
-        return handle.rebuild(storage)
+        bytes_of = handle.saved
+        if storage is saved.slot.storage and saved.gathered is None:
+            return bytes_of.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
+        return bytes_of.over(storage)
 
     def _use_unmoved(self, handle: Handle) -> None:
         """Do what else is due at the hook of a use whose tensor never moved."""
@@ -204,6 +221,7 @@ class Executor:
             self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
 
     def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:
+        self.loop.leave()
         finished = self._outs.finished() if self._outs.fresh else ()
         self.director.on_use(saved_at, None, finished)
         if prefetches := self._advance(finished, check_memory=False):
@@ -239,6 +257,7 @@ class Executor:
     def _begin_step(self, timed: bool) -> tuple[Recorder | None, AnyWatch | None]:
         if self.checksums is not None:
             self.checksums.prepare()  # before anything of the step is counted
+        self.loop.forget()
         self._registry.begin_epoch()
         if self.director.plans:
             self.budget.begin_step()
@@ -262,10 +281,17 @@ class Executor:
             return None
         return self.hook_lock.run(self._end_step, recorder, completed)
 
+    def enter_loop(self, hook: int) -> None:
+        """Have the loop run the hooks behind `hook`, where the director follows a plan that the loop can run."""
+        if self.loop.may_follow(hook) and (way := self.director.way()) is not None:
+            self.loop.follow(way, self.director)
+
     def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
+        self.loop.leave()
         if self._saved_any or self._used_any or self._outs.have_work:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
+            self._outs.let_go_of_held()
             self._outs.forget_small()
         self.recomputing.end()
         self.parts.context.pool.take_back()
@@ -334,27 +360,52 @@ class Executor:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
         compute = self._streams.current()
         if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # as a rule
-            return self._new_claim(t, saved_bytes, compute, NOT_FOUND)
+            return self._new_claim(t, saved_bytes, compute)
         # A recorded step has one tensor for each storage: what is saved of it later is no part of its own.
         found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
         claim = found.claim
         if claim is None:
-            return self._new_claim(t, saved_bytes, compute, found)
-        if found.extends_copy and claim.saved.state is State.ON_DEVICE:
-            self._outs.add(claim.saved)
-        claim.saved.add_view()
+            return self._new_claim(t, saved_bytes, compute, found.part)
+        self._include(found, saved_bytes, compute)
+        claim.saved.add_view(saved_bytes)
         return claim
 
-    def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, found: Found) -> Claim:
+    def _include(self, found: Found, saved_bytes: SavedBytes, compute: Stream) -> None:
+        """Have the copy of a claim that was found include these bytes."""
+        assert found.claim is not None
+        saved = found.claim.saved
+        if found.begins_again:
+            self._outs.begin_again(saved, saved_bytes, compute)
+        if (found.extends_copy or found.begins_again) and saved.state is State.ON_DEVICE:
+            self._outs.add(saved)
+
+    def _claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
+        """The claim on all of the storage of `t`, which recipes need, and whether it was made for that."""
+        saved_bytes, compute = SavedBytes(t), self._streams.current()
+        found = self._claims.find_whole(t, saved_bytes, compute)
+        if found.claim is None:
+            claim = self._new_claim(t, saved_bytes, compute)
+            claim.saved.is_held_for_recipes = True
+            claim.saved.uses.forget_handle()
+            return claim, True
+        self._include(found, saved_bytes, compute)
+        found.claim.saved.add_alias(saved_bytes)
+        return found.claim, False
+
+    def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
+        claim = self.new_claim(t, saved_bytes, compute, part)
+        self._outs.add(claim.saved)
+        return claim
+
+    def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
+        """A claim on the storage of `t`, or on that part of it. The caller knows when the operator that saves it is over."""
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
-        make = SavedStorage if found.part is None else partial(SavedPart, part=found.part)
-        saved = make(t, saved_bytes, compute, self.parts.context, epoch=self._registry.epoch, index=self._registry.next_index)
-        if found.before is not None:
-            saved.supersedes(found.before.saved)
+        epoch, index = self._registry.epoch, self._registry.next_index
+        saved = SavedStorage(t, saved_bytes, compute, self.parts.context, epoch=epoch, index=index)
+        saved.part = part
         self._registry.add(saved)
         self._saved_any = True
-        self._outs.add(saved)
         claim = Claim(saved, self.on_claim_end)
         self._claims.add(claim)
         return claim
@@ -364,10 +415,11 @@ class Executor:
         with self.recording.paused():
             self.hook_lock.run(self.parts.rescue.run, value.relied_on())
 
-    def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
+    def count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
+        """Count a use of `handle`, of the storage `saved`."""
         if saved.epoch == self._registry.epoch:
             self._used_any = True
             self._order.used(saved.index)
-        handle.swap_in_number = saved.count_use(handle.swap_in_number)
-        if saved.state is State.RESTORED and saved.uses_left <= 0 and not self.budget.forecast.follows_plan:
+        handle.swap_in_number = saved.uses.count(handle.swap_in_number)
+        if saved.state is State.RESTORED and saved.uses.left <= 0 and not self.budget.forecast.follows_plan:
             saved.drop_used()  # a moment before autograd would; a plan counts on that moment, as the trace has it

@@ -81,7 +81,7 @@ def assemble(
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
     outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds)
     weak_outs = weakref.ref(outs)
-    recipe_runner = RecipeRunner(device, context, budget, Comparisons(checksums, metrics.totals))
+    recipe_runner = RecipeRunner(device, context, claims, budget, Comparisons(checksums, metrics.totals))
     ins = SwapIns(context, registry, budget, staging, order, recipe_runner)
     recomputing = Recomputing(device, streams, metrics, recipe_runner, partial(weak_reliance_ended, executor))
     return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, budget, streams))

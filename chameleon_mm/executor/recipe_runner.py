@@ -19,6 +19,7 @@ from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.comparisons import Comparisons
 from chameleon_mm.saved.calling_thread import annotation
+from chameleon_mm.saved.claims import Claims
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.recipe import Proof, Recipe, Recomputed, Refusal
 from chameleon_mm.saved.saved_storage import SavedStorage
@@ -36,9 +37,10 @@ Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
 class RecipeRunner:
     """Replays recipes. Not thread-safe: the executor holds its lock."""
 
-    def __init__(self, device: Device, context: SwapContext, budget: Budget, comparisons: Comparisons) -> None:
+    def __init__(self, device: Device, context: SwapContext, claims: Claims, budget: Budget, comparisons: Comparisons) -> None:
         self._device = device
         self._context = context
+        self._claims = claims
         self._budget = budget
         self.comparisons = comparisons
         self.inner_bytes = 0
@@ -51,7 +53,7 @@ class RecipeRunner:
         """
         for one in _sources_first(saved):
             recipe = one.form.recipe
-            if recipe is None or one.state is not State.ON_HOST or one.usable_elsewhere(compute) is not None:
+            if recipe is None or one.state is not State.ON_HOST:
                 continue  # another one's replay has made it
             recomputed = self.replay(recipe, compute, restore, exclude=one)
             self._count_uses(recipe)
@@ -60,7 +62,7 @@ class RecipeRunner:
                 sibling = ref()
                 if sibling is None or sibling.form.recipe is None or sibling.state is not State.ON_HOST:
                     continue
-                if sibling.nbytes == storage.nbytes() and sibling.usable_elsewhere(compute) is None:
+                if sibling.nbytes == storage.nbytes():
                     self._restored(sibling, storage, compute)
             self._context.metrics.totals.recomputations += 1
 
@@ -175,7 +177,8 @@ class RecipeRunner:
         if saved.form.original is not None:
             with self._budget.replaying():
                 self.comparisons.add(saved.form.original, flat_bytes(storage))  # Note [Relied on], rule 3
-        saved.restored_in(storage, compute)
+        self._claims.move(saved, storage)
+        saved.restored(compute)
         if self._context.streams.is_only(compute):
             saved.stay_on_device()  # so that what it was made from may go; elsewhere a use may be on another stream
 
@@ -185,8 +188,8 @@ class RecipeRunner:
             if source.claim is None:
                 continue
             saved = source.claim.saved
-            source.last_swap_in = saved.count_use(source.last_swap_in)
-            if saved.is_held_for_recipes and saved.uses_left <= 0 and saved.state is State.RESTORED:
+            source.last_swap_in = saved.uses.count(source.last_swap_in)
+            if saved.is_held_for_recipes and saved.uses.left <= 0 and saved.state is State.RESTORED:
                 saved.drop_used()
 
     @contextmanager

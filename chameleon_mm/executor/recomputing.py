@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
-from chameleon_mm.device import Device, Stream
+from chameleon_mm.device import Device
 from chameleon_mm.executor.parameter_sizes import ParameterSizes
 from chameleon_mm.executor.recipe_runner import RecipeRunner, Restore
 from chameleon_mm.executor.recompute_plan import Followed, RecomputePlan
@@ -28,7 +28,7 @@ from chameleon_mm.policy.recipes import COPIED_BYTES
 from chameleon_mm.profiler.call_notes import AnyWatch, watch_calls
 from chameleon_mm.profiler.calls import Value, has_plain_storage
 from chameleon_mm.saved.calling_thread import ComputeStreams
-from chameleon_mm.saved.claims import NOT_FOUND, Claim, Found
+from chameleon_mm.saved.claims import Claim
 from chameleon_mm.saved.handles import Handle, KeptTensor, SwappedView, flat_bytes
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.recipe import Proof, Recipe, Refusal, build
@@ -36,7 +36,7 @@ from chameleon_mm.saved.recomputed_form import Original, RecomputedForm
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.source import Reliance, Source
 from chameleon_mm.saved.state import State
-from chameleon_mm.saved.version import SavedBytes, VersionProbe
+from chameleon_mm.saved.version import SavedBytes
 
 AT_ITS_USE = Refusal("proved at its use first", lasts=False)
 """Refusal in the first step by a plan: rule 3."""
@@ -49,7 +49,8 @@ OTHERS_HOLD = Refusal("an input that the model holds", lasts=False)
 OTHERS_WRITE = Refusal("an input that others may write to")
 
 
-NewClaim = Callable[[Tensor, SavedBytes, Stream, Found], Claim]
+ClaimToHold = Callable[[Tensor], tuple[Claim, bool]]
+"""Returns the claim on the storage of a tensor, and whether it is a new one, which autograd saved nothing of."""
 
 
 class Recomputing:
@@ -158,7 +159,7 @@ class Recomputing:
         if reliance is not None:
             reliance.watch(handle)
 
-    def hold_born(self, new_claim: NewClaim, note_held: Callable[[SavedStorage, int], None]) -> None:
+    def hold_born(self, claim_to_hold: ClaimToHold, note_held: Callable[[SavedStorage, int], None]) -> None:
         """Hold the storages to be held that were made since the last hook. `note_held(saved, number)` is told of each."""
         self._follow()
         if self.watch is None or not self.watch.born:
@@ -172,10 +173,10 @@ class Recomputing:
                 continue
             claim = None if value.claim is None else value.claim()
             if not isinstance(claim, Claim):
-                claim = new_claim(t, SavedBytes(t), self._streams.current(), NOT_FOUND)
-                claim.saved.hold_for_recipes()
-                self._metrics.totals.bytes_held += claim.saved.nbytes
-                note_held(claim.saved, number)
+                claim, is_new = claim_to_hold(t)
+                if is_new:
+                    self._metrics.totals.bytes_held += claim.saved.nbytes
+                    note_held(claim.saved, number)
             value.claim = weakref.ref(claim)
             self._held[id(value)] = value, claim
 
@@ -224,7 +225,7 @@ class Recomputing:
         if saved.device is None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)  # memory was short for a copy of a source
         if number not in plan.proven:
-            self._streams.join_all(saved.alloc_stream)  # what wrote it -> its checksum
+            self._streams.join_all(saved.slot.alloc_stream)  # what wrote it -> its checksum
             saved.proof = Proof(recipe, self._original(saved, recipe), partial(plan.note_refusal, number))
             self._count_sources(recipe)
             return AT_ITS_USE
@@ -236,15 +237,15 @@ class Recomputing:
         assert self.watch is not None and saved.device is not None
         value = self.watch.value_of(saved.device)
         assert value is not None and value.call is not None and value.result is not None
-        self._streams.join_all(saved.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._streams.join_all(saved.slot.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
         original = self._original(saved, recipe)
-        self._streams.join_all(saved.alloc_stream)  # the checksum -> the next owner of the memory
+        self._streams.join_all(saved.slot.alloc_stream)  # the checksum -> the next owner of the memory
         self._count_sources(recipe)
         me = weakref.ref(saved)
         for source in recipe.sources:
             self._rely(source, recipe, me)
         value.call.operation.dropped.append((value.result, me))
-        saved.leave_in(RecomputedForm(recipe, original), flat_bytes(saved.device))
+        saved.leave_in(RecomputedForm(recipe, original))
         self._metrics.totals.recomputed += 1
         self._metrics.totals.bytes_recomputed += saved.nbytes
 
@@ -266,7 +267,7 @@ class Recomputing:
     def _count_sources(recipe: Recipe) -> None:
         """Note one more use to come of each storage that the recipe reads."""
         for source in recipe.saved_sources:
-            source.add_view()
+            source.uses.add_handle()
 
     def _rely(self, source: Source, recipe: Recipe, dropped: weakref.ref[SavedStorage]) -> None:
         """Have `dropped` recomputed before the bytes of `source` may change: by an operator in forward, or once autograd does
@@ -306,7 +307,7 @@ class Recomputing:
         value = None if self.watch is None else self.watch.value_of(saved.device)
         if value is None or self._plan is None:
             return Refusal("nobody watched how it was made")
-        if not saved.is_copyable or not saved.was_written(value.writes):
+        if not saved.is_copyable or not saved.slot.was_written(value.writes):
             return Refusal("written to where nobody looks")
         recipe = build(value, self._source_of, self._plan.refuse)
         obstacle: Refusal | None = self._obstacle  # set by `_source_of`
@@ -330,7 +331,7 @@ class Recomputing:
         if not isinstance(holder, Claim):
             return None
         saved = holder.saved
-        probe = saved.whole_probe()
+        probe = saved.slot.unwritten()
         if probe is None or saved.part is not None or saved.nbytes != value.nbytes or saved.state is State.RETIRED:
             return None
         return Source(nbytes=value.nbytes, relied=value.relied_on(), claim=holder, probe=probe)
@@ -369,7 +370,7 @@ class Recomputing:
                 return None
             source = Source(nbytes=value.nbytes, relied=None, storage=copied, stream=stream)  # rule 1
         else:
-            relied, probe = value.relied_on(), VersionProbe(t)
+            relied, probe = value.relied_on(), SavedBytes(t)
             source = Source(nbytes=value.nbytes, relied=relied, storage=storage, probe=probe, stream=stream)
         self._held_sources[id(value)] = value, source
         return source

@@ -58,15 +58,13 @@ class Rescue:
             self.run(relied)
 
     def _rescue(self, saved: SavedStorage, compute: Stream) -> None:
-        home = saved.alloc_stream
+        home = saved.slot.alloc_stream
         try:
-            storage = self._ins.restore(saved, compute)
+            self._ins.restore(saved, compute)
         except RuntimeError as error:
             if isinstance(error, (ChameleonError, torch.OutOfMemoryError)):
                 raise
             return  # it raises the same at its use, if there is one
-        if saved.state is State.ON_HOST:
-            saved.restored_in(storage, compute)  # somebody else holds it
         if saved.state is State.RESTORED:
             saved.stay_on_device()
         if home is not compute:  # another stream's memory now, while its users are ordered after its home alone

@@ -36,16 +36,16 @@ class Retiring:
         return errors
 
     def _retire(self, saved: SavedStorage) -> None:
+        # Its bytes never left: what outlives its saves is a buffer or an input, which moving frees nothing of.
+        storage = saved.slot.first if saved.part is None and not saved.slot.came_back else None
         try:
             self._registry.remove(saved)
             self._claims.forget(saved)
             group = saved.form.group
             saved.retire()
-            self._recording.retired(saved.traced)
-            if group is not None and not group.members_left:
-                self._registry.packed_groups.discard(group)
-                group.retire()
+            self._recording.retired(saved.slot.traced)
+            self._registry.release_group(group)
         finally:
-            still_held = saved.first()
-            if saved.state is State.RETIRED and still_held is not None and saved.part is None:
-                self._protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of
+            still_held = None if storage is None or saved.state is not State.RETIRED else storage()
+            if still_held is not None:
+                self._protected.add(still_held)

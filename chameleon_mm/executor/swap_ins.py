@@ -19,7 +19,6 @@ from chameleon_mm.executor.recipe_runner import RecipeRunner
 from chameleon_mm.policy import UseOrder
 from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
-from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
 
@@ -50,14 +49,15 @@ class SwapIns:
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """Return the storage on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
-        if not isinstance(saved, SavedPart) or not saved.gathered:
+        gathered = saved.gathered
+        if gathered is None:
             return self._restore_held(saved, compute)
-        storage = saved.unpacked_elsewhere(compute)
+        storage = gathered.in_place(compute)
         if storage is not None:
             self._context.metrics.totals.uses_on_device += 1
             return storage
         packed = self._restore_held(saved, compute)
-        return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), exclude=(saved,))
+        return self._allocate(gathered.whole_bytes, lambda: gathered.unpack(packed, compute), exclude=(saved,))
 
     def fetch_for_recomputation(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
         """Bring back what recomputing `saved` reads from the host, then queue the copies back that are `due` by plan: they run
@@ -72,10 +72,10 @@ class SwapIns:
         for index in self._order.upcoming(saved.index, PREFETCH_WINDOW):
             coming = self._registry.get(index)
             if coming is not None and coming.form.group is not None and coming.state is State.ON_HOST:
-                coming = coming.form.group
+                coming = coming.form.group.packed
                 if not self._staging.fits(coming.nbytes):
                     return
-            if coming is None or coming.state is not State.ON_HOST or not coming.form.has_copy or coming.first() is not None:
+            if coming is None or not coming.may_be_prefetched:
                 continue
             if self._budget.forecast.follows_plan and coming.planned is not None:
                 continue  # the plan says when
@@ -90,7 +90,7 @@ class SwapIns:
         """Queue the copies back that are due by plan."""
         follows_plan = self._budget.forecast.follows_plan
         for saved in due:
-            if saved.state is not State.ON_HOST or not saved.form.has_copy or saved.first() is not None:
+            if not saved.may_be_prefetched:
                 continue
             if not (self._budget.has_room_ahead if follows_plan else self._budget.room_for(saved.nbytes)):
                 return  # its use brings it back
@@ -106,20 +106,23 @@ class SwapIns:
     def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """Return what is held of it on the device, ready for `compute`."""
         totals = self._context.metrics.totals
-        if saved.state in (State.SWAPPING_IN, State.RESTORED) and (saved.swap_in_failed or not saved.is_allocated_on(compute)):
-            saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
+        if saved.swap_in_failed:
+            saved.drop_restored()  # it never got its bytes
+        elif (
+            saved.slot.came_back
+            and saved.slot.alloc_stream is not compute
+            and saved.state in (State.SWAPPING_IN, State.RESTORED)
+            and not saved.drop_restored()
+        ):  # of another stream's pool: ours gives its own
+            return self._allocate(saved.nbytes, lambda: self._copied_on(saved, compute), exclude=(saved,))
         group = saved.form.group
-        if group is not None and saved.state is State.ON_HOST and saved.usable_elsewhere(compute) is None:
+        if group is not None and saved.state is State.ON_HOST:
             self._unpack(group, saved, compute)
         if saved.form.recipe is not None and saved.state is State.ON_HOST:
             self._recipe_runner.recompute(saved, compute, self._restore_held)
         if saved.state is State.SWAPPING_OUT:
             saved.cancel_swap_out()
         if saved.state is State.ON_HOST:
-            elsewhere = saved.usable_elsewhere(compute)
-            if elsewhere is not None:
-                totals.uses_on_device += 1
-                return elsewhere
             # What the plan has on the device by now comes back beside all that it allocates until the next check.
             is_planned = saved.planned is not None and self._budget.forecast.has(saved.planned.tensor)
             self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
@@ -132,6 +135,10 @@ class SwapIns:
         assert storage is not None
         return storage
 
+    def _copied_on(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+        saved.arrive(compute)
+        return saved.slot.copied_on(compute, self._context.streams)
+
     def _allocate(
         self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage], is_planned: bool = False
     ) -> _Made:
@@ -141,17 +148,21 @@ class SwapIns:
         return self._budget.allocate(nbytes, allocate, exclude=exclude)
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
+        """Unpack `wanted` and others of the group; its own memory goes if none is left in it."""
+        if self._unpack_some(group, wanted, compute) and group.packed.state is State.RESTORED:
+            group.packed.drop_restored()
+
+    def _unpack_some(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> bool:
         """Unpack `wanted` and what else waits in the group, as far as there is room, by one kernel: what was saved together is
-        used together."""
-        if group.state is State.ON_HOST:
-            self._staging.make_room(group.nbytes)  # where copies are refused it comes back all the same: a use needs it
-        packed = self._restore_held(group, compute)
+        used together. Returns whether that was all of them."""
+        if group.packed.state is State.ON_HOST:
+            self._staging.make_room(group.packed.nbytes)  # where copies are refused it comes back all the same: a use needs it
+        packed = self._restore_held(group.packed, compute)
         waiting = group.packed_members()
         members, nbytes, room = [], wanted.nbytes, self._budget.spare_until_used_bytes()
         for member, place in sorted(waiting, key=lambda entry: self._order.rank(entry[0].index)):
             if member is wanted or nbytes + member.nbytes <= room:
                 members.append((member, place))
                 nbytes += 0 if member is wanted else member.nbytes
-        self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group,))
-        if group.state is State.RESTORED and len(members) == len(waiting):
-            group.drop_used()
+        self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group.packed,))
+        return len(members) == len(waiting)

@@ -14,18 +14,22 @@ from contextlib import suppress
 
 import torch
 
+from chameleon_mm.device import Stream
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import HookActions
 from chameleon_mm.policy import DefaultRule
+from chameleon_mm.reclaim import Lending
 from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.saved.claims import StorageRegistry
+from chameleon_mm.saved.gathered_part import GatheredPart
+from chameleon_mm.saved.loan import Loan
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
 from chameleon_mm.saved.partial_form import PartialForm
-from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
+from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Path, Thresholds
 from chameleon_mm.units import MIB
 
@@ -75,7 +79,7 @@ class SwapOuts:
     def add(self, saved: SavedStorage) -> None:
         """Add a storage that the calling thread saves now, in an op that has not ended."""
         if saved.op_is_over:
-            saved.op_began()
+            saved.op_is_over = False
         self.fresh.append((saved, (this_thread.number, sequence_nr())))  # as `current_operator` has it
 
     @property
@@ -110,7 +114,7 @@ class SwapOuts:
         for saved, _ in waiting:
             over.pop(saved, None)  # another operator has saved bytes of it since, and has not ended
         for saved in over:
-            saved.op_ended()
+            saved.op_is_over = True
         return list(over)
 
     def carry_out(self, due: HookActions) -> None:
@@ -118,6 +122,8 @@ class SwapOuts:
         lending = self._budget.lending
         if lending is not None:
             lending.settle()
+        if self._context.held:
+            self.let_go_of_held()
         # Reclaims first, so that their memory is there for what follows. A copy out that was not queued is queued now.
         for saved, nbytes, again in due.reclaims:
             if again and saved.state is State.RESTORED:
@@ -134,6 +140,10 @@ class SwapOuts:
                 self.swap_out(saved)
             else:
                 self.swap_out_planned(saved, last_bytes)
+        self.hand_over(lending)
+
+    def hand_over(self, lending: Lending | None) -> None:
+        """Give the link and the allocator what is ready for them, and drop what is copied."""
         if self._small:
             self._pack_waiting()
         if lending is not None and lending.memory_is_short:
@@ -145,12 +155,43 @@ class SwapOuts:
         if lending is not None:
             lending.lend()
 
+    def begin_again(self, saved: SavedStorage, saved_bytes: SavedBytes, compute: Stream) -> None:
+        """Have its copy begin anew, as the one that there is, or that runs, lacks these bytes, saved now on `compute`.
+
+        The storage has them all: it is on the device, as somebody else refers to it.
+        """
+        saved.copies += 1
+        group = saved.form.group
+        if saved.state is State.SWAPPING_OUT and not saved.cancel_swap_out() and saved.state is State.SWAPPING_OUT:
+            assert saved.copy is not None
+            saved.wait_for_copy_out(self._context.transfer.issue_out(saved.copy.out))
+            saved.stay_on_device()
+        if saved.state is State.SWAPPING_IN:
+            saved.arrive(compute)
+        if saved.state is State.RESTORED:
+            saved.stay_on_device()
+        assert saved.state is State.ON_DEVICE
+        self._registry.release_group(group)
+        slot = saved.slot
+        if slot.alloc_stream is not compute:
+            compute.wait(slot.alloc_stream.record())  # what was saved there -> what is copied behind `compute`
+            slot.alloc_stream = compute
+        slot.include(saved_bytes)
+
+    def let_go_of_held(self) -> None:
+        """Let the memory of what others held go, where they do no more."""
+        for saved in tuple(self._context.held):
+            if saved.state is not State.RESTORED:
+                self._context.held.pop(saved, None)
+            elif saved.slot.is_alone() and (not saved.form.device_bytes or saved.form.kept(saved.slot)):
+                saved.empty()
+
     def swap_out(self, saved: SavedStorage, *, alone: bool = False) -> None:
         """Swap out by the default rule: gather a small view; queue its copy, or let it wait for others of its kind. `alone`: it
         does not wait, as nobody knows of room for packing."""
         if saved.state is not State.ON_DEVICE or not saved.is_copyable:
             return
-        if isinstance(saved, SavedPart):
+        if saved.part is not None:
             self._gather(saved)
         elif saved.copies > MOST_COPIES:
             return
@@ -174,11 +215,15 @@ class SwapOuts:
                 saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if last_bytes < saved.nbytes or not self._went_to_pageable(saved, refusal):
-                self._note_refusal(refusal)
+                self.note_refusal(refusal)
                 return
+        self.note_planned(saved)
+
+    def note_planned(self, saved: SavedStorage) -> None:
+        """Note that its copy out was queued by a plan, which says when its memory goes."""
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
-            self._budget.lending.add(saved)
+            self._budget.lending.add(Loan(saved))
 
     def _pack_waiting(self) -> None:
         """Pack the small storages that wait, once they fill a group, the link is idle, or it is not known what comes next."""
@@ -203,17 +248,17 @@ class SwapOuts:
             elif self._staging.make_room(packed_offsets([member.nbytes for member in together]).total_bytes):
                 self._pack(together)  # else they stay; a check of memory may still swap them out one by one
 
-    def swap_out_alone(self, saved: SavedStorage) -> None:
-        """Queue its copy out alone; where the host takes no more it stays."""
+    def swap_out_alone(self, saved: SavedStorage, *, may_be_lent: bool = True) -> None:
+        """Queue its copy out alone; where the host takes no more it stays. `may_be_lent`: to the allocator meanwhile."""
         try:
             saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if not self._went_to_pageable(saved, refusal):
-                self._note_refusal(refusal)
+                self.note_refusal(refusal)
                 return
         self._budget.reclaim.add(saved)
-        if self._budget.lending is not None:
-            self._budget.lending.add(saved)
+        if self._budget.lending is not None and may_be_lent:
+            self._budget.lending.add(Loan(saved))
 
     def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
         """Queue the copy out to ordinary memory, where none could be pinned and the storage must not stay. Returns whether that
@@ -225,21 +270,22 @@ class SwapOuts:
             return True
         return False
 
-    def _note_refusal(self, refusal: Exception) -> None:
+    def note_refusal(self, refusal: Exception) -> None:
+        """Count what stays, as its copy out was refused."""
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))
         self._context.metrics.totals.fallbacks += 1
 
     def _pack(self, members: Sequence[SavedStorage]) -> None:
         with suppress(torch.OutOfMemoryError):  # then they stay
             group = PackedGroup(members, self._context.streams.current(), self._context, epoch=self._registry.epoch)
-            self._budget.note_allocated(group.nbytes)
+            self._budget.note_allocated(group.packed.nbytes)
             self._registry.packed_groups.add(group)
             self._context.metrics.totals.packed_groups += 1
-            self.swap_out_alone(group)
+            self.swap_out_alone(group.packed, may_be_lent=False)  # `Staging` asks for groups at every hook
 
-    def _gather(self, saved: SavedPart) -> None:
+    def _gather(self, saved: SavedStorage) -> None:
         """Gather the view and free the rest of its storage; where there is no memory for that, all of it moves."""
         with suppress(torch.OutOfMemoryError):
-            saved.gather(self._context.streams.current())
+            saved.hold_gathered(GatheredPart(saved, self._context.streams.current(), self._context.streams))
             self._context.metrics.totals.gathers += 1
             self._budget.note_allocated(saved.nbytes)

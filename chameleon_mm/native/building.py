@@ -1,7 +1,7 @@
 """Compiles a C++ helper against the installed torch, with the user's own compiler, into the user's cache.
 
-    path = build("stays")       # where it is: half a minute, or no time where it was there
-    file_of("stays")            # where it would be
+    path = build("memory")       # where it is: half a minute, or no time where it was there
+    file_of("memory")            # where it would be
     builds()                    # all that are there, those for other versions too
 
 One process compiles into a folder of its own and moves the file into place: others see a whole build or none.
@@ -21,10 +21,10 @@ import torch
 
 from chameleon_mm.errors import NativeBuildError
 
-HELPERS = ("stays", "planned", "reclaim", "memory", "notes")
+HELPERS = ("reclaim", "memory", "notes")
 """Names of the helpers, each of a source beside this file."""
 
-OF_CUDA = ("planned", "reclaim", "memory")
+OF_CUDA = ("reclaim", "memory")
 """Those that are of use with torch's CUDA build alone."""
 
 CACHE = Path("~", ".cache", "chameleon_mm", "native")

@@ -2,14 +2,14 @@
 //
 //   hook = Hook(device)                                             // for one session: its limits and its counts
 //   held = hook.hold(storage, event, event_handle, stream_handle, stream_id)      // or None: it may not be held
-//   storage = held.withdraw()                                       // or None: the allocator has reclaimed its memory
+//   held.withdraw()                                                 // whether its memory is still there
 //
 // The allocator asks on every miss of its pools: with nothing held that costs one load. It does not say how much it wants. So what
 // is copied goes at once, and what is not goes oldest first, behind a wait of the stream that owns it, up to what is missing
 // by the limits. Note [Reclaim].
 //
 // The allocator asks under its own lock and as a rule without the GIL, so nothing here may take the GIL then: memory goes by taking
-// it out of its storage, which stays as a shell until Python withdraws it. Locks are taken in one order: the allocator's, then the
+// it out of its storage, which stays, with no bytes. Locks are taken in one order: the allocator's, then the
 // queue's; a thread with the GIL gives it up before it waits for the queue's, and has given that back before it waits for the GIL.
 
 #include <pybind11/pybind11.h>
@@ -82,8 +82,8 @@ struct Session {
 };
 
 struct Entry {
-  Entry(c10::Storage storage, void* event, void* stream, c10::StreamId stream_id, size_t nbytes, std::shared_ptr<Session> session)
-      : storage(std::move(storage)), event(event), stream(stream), stream_id(stream_id), nbytes(nbytes), session(std::move(session)) {}
+  Entry(c10::Storage storage, void* event, void* stream, c10::StreamId stream_id, std::shared_ptr<Session> session, size_t tensors, Py_ssize_t references)
+      : storage(std::move(storage)), event(event), stream(stream), stream_id(stream_id), nbytes(this->storage.nbytes()), session(std::move(session)), tensors(tensors), references(references) {}
 
   c10::Storage storage;
   void* event;
@@ -91,16 +91,18 @@ struct Entry {
   c10::StreamId stream_id;
   size_t nbytes;
   std::shared_ptr<Session> session;
+  size_t tensors;         // over the storage, which are the lender's own
+  Py_ssize_t references;  // to its Python object, while the lender alone has it
   std::atomic<bool> reclaimed{false};
   bool queued = true;
 
-  // Whether nobody else holds the storage. Its Python object, where there is one, is itself a holder, and is held by all other
-  // holders together. Whoever is to become a new one has to be one already, or to withdraw this entry.
+  // Whether nobody but the lender refers to the storage. Its Python object is itself a holder, and is held by all other holders
+  // together. Whoever is to become a new one has to be one already, or to withdraw this entry.
   bool is_sole_holder() const {
-    c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
-    const PyObject* object = impl->pyobj_slot()->load_pyobj();
-    if (object == nullptr) return storage.use_count() == 1;
-    return storage.use_count() == 2 && __atomic_load_n(&object->ob_refcnt, __ATOMIC_ACQUIRE) == 1 && storage.use_count() == 2;
+    const PyObject* object = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
+    const auto uses = tensors + 2;
+    return object != nullptr && storage.use_count() == uses && __atomic_load_n(&object->ob_refcnt, __ATOMIC_ACQUIRE) <= references &&
+        storage.use_count() == uses;
   }
 };
 
@@ -166,7 +168,7 @@ bool is_copied(const Entry& entry) {
   return false;
 }
 
-// Takes the memory out of the storage, which nobody else holds.
+// Takes the memory out of the storage, which nobody but the lender refers to.
 c10::DataPtr take_memory(Entry& entry) {
   c10::StorageImpl* impl = entry.storage.unsafeGetStorageImpl();
   c10::DataPtr memory = impl->set_data_ptr(c10::DataPtr(nullptr, impl->device()));
@@ -285,24 +287,22 @@ class Held {
     return !entry_ || entry_->reclaimed;
   }
 
-  // Returns the storage, or None where its memory was reclaimed. Once.
-  py::object withdraw() {
+  // Returns whether its memory is still there. Once.
+  bool withdraw() {
     if (!entry_) throw std::runtime_error("withdraw: expected a storage that is held, got one that was withdrawn");
-    const c10::Storage storage = take_out();
-    return storage ? py::reinterpret_steal<py::object>(THPStorage_Wrap(storage)) : py::none();
+    return take_out();
   }
 
  private:
-  c10::Storage take_out() {
-    if (!entry_) return {};
+  bool take_out() {
+    if (!entry_) return false;
     Queue& queue = queue_of(device_);
     change_from_python(queue, [&] {
       if (entry_->queued) queue.remove(std::find(queue.entries.begin(), queue.entries.end(), entry_));
     });
-    c10::Storage storage = std::move(entry_->storage);
     const bool reclaimed = entry_->reclaimed;
     entry_.reset();
-    return reclaimed ? c10::Storage{} : storage;
+    return !reclaimed;
   }
 
   std::shared_ptr<Entry> entry_;
@@ -316,7 +316,9 @@ class Hook {
     if (device < -1 || device + 1 >= MAX_DEVICES) throw py::value_error("Hook: expected a device's index, got " + std::to_string(device));
   }
 
-  py::object hold(const py::object& storage, py::object event, uintptr_t event_handle, uintptr_t stream, c10::StreamId stream_id) {
+  py::object hold(
+      const py::object& storage, py::object event, uintptr_t event_handle, uintptr_t stream, c10::StreamId stream_id, size_t tensors,
+      Py_ssize_t references) {
     if (!driver.is_complete()) throw std::runtime_error("hold: expected torch's CUDA build, got another one");
     if (!THPStorage_Check(storage.ptr())) throw py::type_error("hold: expected a torch.UntypedStorage");
     const c10::Storage& held = THPStorage_Unpack(storage.ptr());
@@ -324,7 +326,7 @@ class Hook {
     // Memory that another allocator made may need Python when it goes.
     if (device.index() != device_ || held.data_ptr().get_deleter() != c10::GetAllocator(device.type())->raw_deleter()) return py::none();
     auto entry = std::make_shared<Entry>(
-        held, reinterpret_cast<void*>(event_handle), reinterpret_cast<void*>(stream), stream_id, held.nbytes(), session_);
+        held, reinterpret_cast<void*>(event_handle), reinterpret_cast<void*>(stream), stream_id, session_, tensors, references);
     Queue& queue = queue_of(device_);
     change_from_python(queue, [&] { queue.add(entry); });
     return py::cast(std::make_unique<Held>(std::move(entry), device_, std::move(event)));

@@ -47,7 +47,7 @@ _FORWARD, _BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 _SaveFeature = tuple[Hashable, Hashable, torch.dtype, int, int]
 """Class or its name, sizes, dtype, operators since the last save, hooks since the storage's last save."""
 
-_PLAIN = frozenset[Hashable]((Tensor, Parameter))
+PLAIN_CLASSES = frozenset[Hashable]((Tensor, Parameter))
 """Classes that stand for themselves: whoever keeps them keeps nothing else alive."""
 
 _NEVER = -(1 << 62)
@@ -99,6 +99,24 @@ class LightProfiler:
         self._followed = record
         self._features = [*record.features, None]
         self._save_of = []
+
+    def numbers(self) -> dict[int, int]:
+        """Autograd's number of operators at the latest save of each thread, by the thread's identifier."""
+        return dict(self._numbers) if self._thread is None else {**self._numbers, self._thread: self._number}
+
+    def rejoin(self, hook: int, thread: int, numbers: dict[int, int]) -> None:
+        """Go on behind `hook`: all so far were those of the step that is followed, and nobody told. `thread` made the latest
+        save of a forward; `numbers` as above."""
+        followed = self._followed
+        assert followed is not None
+        self.num_hooks = hook + 1
+        self._boundaries = [boundary for boundary in followed.boundaries if boundary.hook <= hook]
+        self._phase, self._numbers = self._boundaries[-1].phase, dict(numbers)
+        save = followed.save_of[hook]
+        if save == NOT_A_USE:
+            self._thread, self._number = thread, self._numbers.get(thread, _NEVER)
+        else:
+            self._thread, self._number, self._last_used = None, _NEVER, save
 
     def save_agrees(self, t: Tensor) -> bool:
         """Note that autograd saves `t`, whose storage never moves, if the step that is followed has the same here. Returns
@@ -213,7 +231,7 @@ class LightProfiler:
             feature = (kind, shape, dtype, operators, since)
         if self._thread is not None:
             self._number = number
-        known_by: Feature = feature if kind in _PLAIN else (*_described(kind, shape), dtype, operators, since)
+        known_by: Feature = feature if kind in PLAIN_CLASSES else (*_described(kind, shape), dtype, operators, since)
         # A forward's save is none of a backward: so steps whose hooks have the same features have the same phases.
         return self._next(known_by if self._phase is _FORWARD else (*known_by, _BACKWARD), NOT_A_USE)
 

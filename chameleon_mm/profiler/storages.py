@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -66,6 +66,7 @@ class Readings:
         """Read the counters now and pass them to `table`, as `StorageTable.read` takes them. `made_bytes`: bytes of storages of
         the table that were made since the last reading. Returns the bytes of others that were allocated since then and are gone
         again."""
+        table.note_emptied()
         before, now = self._last, self._device.read_memory()
         freed_bytes = table.freed_bytes - self._freed_by_then
         unknown_bytes = max(0, now.allocated_bytes - before.allocated_bytes + freed_bytes - made_bytes)
@@ -78,8 +79,8 @@ class TracedStorage:
     """One storage of the trace, whatever memory holds it. Keeps nothing alive."""
 
     __slots__ = (
-        "aliases", "born", "claims", "counted", "dead", "device_copies", "first_write", "kind", "last_write", "nbytes",
-        "number", "owner", "released", "saved", "sendable", "use_hook", "used",
+        "aliases", "born", "claims", "counted", "dead", "device_copies", "emptied", "first_write", "kind", "last_write",
+        "nbytes", "number", "owner", "released", "saved", "sendable", "use_hook", "used",
     )  # fmt: skip
 
     def __init__(self, number: int, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool, owner: object) -> None:
@@ -96,6 +97,8 @@ class TracedStorage:
         self.claims = 0
         self.aliases = 0
         """Number of tensors over it that handles hold themselves: they do not keep it from having one holder alone."""
+        self.emptied: Callable[[TracedStorage], None] = _nobody_asks
+        """To be called when its memory has gone and its storage stays. Any thread, at any time."""
         self.saved = self.used = self.released = self.dead = False
         self.sendable = NEVER
         self.use_hook = NEVER
@@ -106,6 +109,10 @@ class TracedStorage:
     @property
     def charged_bytes(self) -> int:
         return allocated_size(self.nbytes) if self.counted else 0
+
+
+def _nobody_asks(traced: TracedStorage) -> None:
+    pass
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
@@ -151,6 +158,7 @@ class StorageTable:
         """Expected storages that died, and whose id another storage has."""
         self._deaths: deque[_Ref] = deque()
         self._retired: deque[TracedStorage] = deque()
+        self._emptied: deque[TracedStorage] = deque()
         self._live_bytes = 0
         self.freed_bytes = 0
         """Bytes of device memory that storages known here gave back so far."""
@@ -200,6 +208,7 @@ class StorageTable:
                 del self._refs[ref.key]
             if not ref.over:
                 self._died(ref)
+        self.note_emptied()
         while self._retired:
             traced = self._retired.popleft()
             traced.claims = max(0, traced.claims - 1)
@@ -230,6 +239,7 @@ class StorageTable:
         What it counts for the first time by this reading was made unseen just now (`torch.tensor` on a simulated device, which
         counts at first sight): born at `tick`, as all are if `fresh`. Others were there before the step.
         """
+        self.note_emptied()
         seen_now = allocated_bytes - self._live_bytes - self._unknown
         for storage in new_storages:
             charged = allocated_size(storage.nbytes())
@@ -251,12 +261,19 @@ class StorageTable:
         traced.claims += 1
         if not traced.saved:
             traced.saved = True
+            traced.emptied = self._emptied.append
             self._held.append(ref)
         return traced
 
     def restored(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
         """Note that `storage` holds its bytes too. After a use autograd is given it."""
-        if self.find(storage) is None:
+        self.note_emptied()
+        ref = self._refs.get(id(storage))
+        if ref is not None and ref() is storage and ref.traced is traced and ref.over:
+            ref.over = False
+            traced.device_copies += 1
+            self._live_bytes += traced.charged_bytes
+        elif self.find(storage) is None:
             traced.device_copies += 1
             self._add_copy(traced, storage)
         if traced.used:
@@ -272,6 +289,15 @@ class StorageTable:
     def retired(self, traced: TracedStorage) -> None:
         """Note that a claim on it ended. Any thread may call this, in the middle of anything."""
         self._retired.append(traced)
+
+    def note_emptied(self) -> None:
+        """Note the storages whose memory has gone since the last call."""
+        while self._emptied:
+            traced = self._emptied.popleft()
+            for ref in self._refs.values():
+                if ref.traced is traced and not ref.over:
+                    self._died(ref)
+                    break
 
     # --- the end
 
@@ -296,6 +322,7 @@ class StorageTable:
         """Stop watching storages."""
         for watched in (
             self._refs, self._held, self._held_after_use, self._expected, self._gone, self._deaths, self._retired,
+            self._emptied,
         ):  # fmt: skip
             watched.clear()
 

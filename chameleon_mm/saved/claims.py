@@ -19,9 +19,9 @@ from torch import Tensor
 
 from chameleon_mm.device import Stream
 from chameleon_mm.policy import DefaultRule, SaveFacts
-from chameleon_mm.saved.save_record import LastSave
-from chameleon_mm.saved.saved_part import Part
+from chameleon_mm.saved.gathered_part import Part
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.slot import LastSave
 from chameleon_mm.saved.version import SavedBytes
 
 if TYPE_CHECKING:
@@ -71,11 +71,8 @@ class Found(NamedTuple):
     """Part of the storage that the claim covers; None: all of it."""
     extends_copy: bool = False
     """Whether the copy has not begun yet and now also waits for the operator that saves these bytes."""
-    before: Claim | None = None
-    """A claim on all of the storage whose copy began too early; set where a new claim is to be made."""
-
-
-NOT_FOUND = Found(None, None)
+    begins_again: bool = False
+    """Whether the copy lacks these bytes, and so has to begin anew."""
 
 
 class Claims:
@@ -95,12 +92,13 @@ class Claims:
         have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
         """
         storage = t.untyped_storage()
-        on_all = self._on(storage, None)
-        if on_all is not None and (shared := _shared(on_all, t, saved, compute)) is not None:
-            return shared
+        whole_found = self.find_whole(t, saved, compute)
+        on_all = whole_found.claim
+        if on_all is not None and not whole_found.begins_again:
+            return whole_found
         copied_too_early = on_all is not None and not whole and facts.covered_bytes is not None
         if not copied_too_early and not rule.gathers(facts, views=0, view_bytes=0):
-            return Found(None, None, before=on_all)
+            return whole_found
         part = Part.of(t)
         on_part = None if part is None else self._on(storage, part)
         if on_part is not None and (shared := _shared(on_part, t, saved, compute)) is not None:
@@ -110,50 +108,72 @@ class Claims:
             facts, views=len(others), view_bytes=sum(other.nbytes for other in others)
         ):
             part = None
-        return Found(None, part, before=on_all)
+        if part is None:
+            return whole_found
+        return Found(None, part)
+
+    def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
+        """The claim on all of the storage of `t` that is to have its bytes as `saved`; there is one at most."""
+        on_all = self._on(t.untyped_storage(), None)
+        shared = None if on_all is None else _shared(on_all, t, saved, compute)
+        return shared or Found(on_all, None, begins_again=on_all is not None)
 
     def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
         """The live claim on all of `storage`, or on `part` of it, that was made last."""
         ref = self.by_storage.get(_key(id(storage), part))
         claim = None if ref is None else ref()
-        return claim if claim is not None and claim.saved.is_record_of(storage) else None
+        return claim if claim is not None and claim.saved.slot.is_record_of(storage) else None
 
     def add(self, claim: Claim) -> None:
         """Add a new claim. It shares the record of the latest save with the other claims on its storage."""
-        saved = claim.saved
-        last = self._last_saves.get(saved.storage_id)
-        if last is not None and last.storage() is saved.first():
-            if last.lent is not None and (other := last.lent()) is not None:
-                other.take_back()
-            saved.share_last_save(last)
+        slot, part = claim.saved.slot, claim.saved.part
+        last = self._last_saves.get(slot.key)
+        if last is not None and last.storage() is slot.storage:
+            slot.last_save = last
         else:
-            self._last_saves[saved.storage_id] = saved.last_save
-        saved.last_save.num_claims += 1
-        self.by_storage[saved.storage_id if saved.part is None else (saved.storage_id, saved.part)] = weakref.ref(claim)
-        if saved.part is not None:
-            self._parts.setdefault(saved.storage_id, []).append(saved.part)
+            self._last_saves[slot.key] = slot.last_save
+        slot.last_save.num_claims += 1
+        self.by_storage[slot.key if part is None else (slot.key, part)] = weakref.ref(claim)
+        if part is not None:
+            self._parts.setdefault(slot.key, []).append(part)
+
+    def move(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
+        """Have the saved tensors of `saved`, whose own storage is empty, lie in `storage`, which has their bytes."""
+        slot = saved.slot
+        ref = self.by_storage.get(slot.key)
+        claim = None if ref is None else ref()
+        before = slot.last_save
+        self.forget(saved)
+        if claim is not None and claim.saved is saved:
+            del self.by_storage[slot.key]
+        slot.move_to(storage)
+        last = slot.last_save = LastSave()
+        last.storage, last.epoch, last.hook, last.num_claims, last.emptied = slot.first, before.epoch, before.hook, 0, True
+        if claim is not None and claim.saved is saved:
+            self.add(claim)
 
     def forget(self, saved: SavedStorage) -> None:
         """Remove a claim whose last handle is gone."""
-        key = _key(saved.storage_id, saved.part)
+        slot, part = saved.slot, saved.part
+        key = _key(slot.key, part)
         claim = self.by_storage.get(key)
         if claim is not None and claim() is None:
             del self.by_storage[key]
-        saved.last_save.num_claims -= 1
-        if not saved.last_save.num_claims and self._last_saves.get(saved.storage_id) is saved.last_save:
-            del self._last_saves[saved.storage_id]
-        if saved.part is None:
+        slot.last_save.num_claims -= 1
+        if not slot.last_save.num_claims and self._last_saves.get(slot.key) is slot.last_save:
+            del self._last_saves[slot.key]
+        if part is None:
             return
-        parts = self._parts[saved.storage_id]
-        parts.remove(saved.part)
+        parts = self._parts[slot.key]
+        parts.remove(part)
         if not parts:
-            del self._parts[saved.storage_id]
+            del self._parts[slot.key]
 
 
 def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Found | None:
     """Result with this claim if its copy has the bytes of `t`, or will have them; else None."""
     record = claim.saved
-    if record.includes(saved, same_bytes=record.part is not None):
+    if record.slot.includes(saved, same_bytes=record.part is not None):
         return Found(claim, record.part)
     return Found(claim, record.part, extends_copy=True) if record.try_include(saved, t, compute) else None
 
@@ -196,7 +216,13 @@ class StorageRegistry:
 
     def all(self) -> list[SavedStorage]:
         """All claimed storages, and the packed groups: whatever holds device memory."""
-        return [*self._storages.values(), *self.packed_groups]
+        return [*self._storages.values(), *(group.packed for group in self.packed_groups)]
+
+    def release_group(self, group: PackedGroup | None) -> None:
+        """Retire a packed group that no member needs any more."""
+        if group is not None and not group.members_left:
+            self.packed_groups.discard(group)
+            group.packed.retire()
 
     def begin_epoch(self) -> None:
         self.epoch += 1

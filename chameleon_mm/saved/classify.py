@@ -52,6 +52,30 @@ class ProtectedStorages:
         return ref is not None and ref() is storage
 
 
+def reason_to_stay(t: Tensor, protected: ProtectedStorages, min_bytes: int) -> str | None:
+    """Return why `t` stays on the device, or None where `facts_of` has to tell. The reasons are those of `facts_of` and the
+    default rule, but that a small one is small whatever device and layout it has."""
+    kind, base = type(t), t._base
+    if kind is Parameter:
+        return "parameter"
+    if kind is not Tensor:
+        return None
+    if base is not None and type(base) is not Tensor:
+        return "parameter" if isinstance(base, Parameter) else None
+    if t.requires_grad and t.is_leaf:
+        return "leaf"
+    try:
+        storage = t.untyped_storage()
+    except RuntimeError:  # a sparse tensor, or one of a functorch transform: it has no storage
+        return None
+    nbytes = storage.nbytes()
+    if id(storage) in protected.refs and storage in protected:
+        return "persistent"
+    if nbytes >= min_bytes:
+        return None
+    return "small" if nbytes else "empty"
+
+
 def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
     """Facts about `t` for the default rule. Whatever cannot be rebuilt exactly gets a kind that the rule never moves."""
     kind, base = type(t), t._base
@@ -83,6 +107,8 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
     if id(storage) in protected.refs and storage in protected:
         return SaveFacts(nbytes=storage.nbytes(), kind="persistent")
     nbytes = storage.nbytes()
+    if nbytes and not storage.resizable():
+        return SaveFacts(nbytes=nbytes, kind="borrowed")  # memory that torch did not allocate for it: it cannot go alone
     covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
     return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
 

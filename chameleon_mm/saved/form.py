@@ -6,7 +6,7 @@
     form.drop()                             # nobody needs the bytes any more, or the storage stays
 
 A new form is a new subclass in a file of its own: `PartialForm`, `PackedForm`, `RecomputedForm`. They say nothing about when
-anything moves. A `SavedPart` is none of them: it holds less on the device to begin with, and takes any of these forms.
+anything moves. A `GatheredPart` is none of them: it is less on the device to begin with, and takes any of these forms.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from chameleon_mm.saved.packed_group import PackedGroup
     from chameleon_mm.saved.recipe import Recipe
     from chameleon_mm.saved.recomputed_form import Original
+    from chameleon_mm.saved.slot import Slot
 
 
 class Form:
@@ -42,6 +43,15 @@ class Form:
 
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
         """Keep on the device what stays of the storage, which is dropped next. May raise `torch.OutOfMemoryError`."""
+
+    def kept(self, slot: Slot) -> bool:
+        """Keep as `keep` does, of the storage in `slot`. Returns whether there was memory for it."""
+        try:
+            assert slot.storage is not None
+            self.keep(slot.storage, slot.alloc_stream)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def put_back(self, whole: Tensor, compute: Stream) -> None:
         """Put what stayed on the device where it was, on `compute`."""

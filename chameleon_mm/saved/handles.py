@@ -1,11 +1,11 @@
-"""The handles that autograd holds instead of saved tensors, and how a tensor is rebuilt from one.
+"""The handles that autograd holds instead of saved tensors.
 
-    handle = KeptTensor(t) | SwappedView(claim, t, probe) | WrapperHandle(t, its parts' handles)    # on_save: Note [Life]
+    handle = KeptTensor(t) | SwappedView(claim, saved) | WrapperHandle(t, its parts' handles)    # on_save: Note [Life]
     handle.check_version()                          # on_use: eager's "modified by an inplace operation"
-    SwappedView.rebuild(storage)                    # same strides, offset, dtype, conj and neg bits, version counter
+    handle.saved.alias.detach()                     # the saved tensor, once its storage has its memory
 
-Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it itself. A detached alias whose
-data was replaced by nothing keeps sharing the version counter of `t` and of all its views, and holds none of its memory.
+Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it itself. A detached alias
+shares the version counter of `t` and of all its views.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chameleon_mm.profiler.light import HEAP_TYPE
 from chameleon_mm.saved.calling_thread import sequence_nr
-from chameleon_mm.saved.version import Origin, VersionProbe, inplace_message
+from chameleon_mm.saved.version import Origin, SavedBytes, inplace_message
 
 if TYPE_CHECKING:
     from chameleon_mm.profiler.calls import Relied
@@ -69,35 +69,19 @@ class KeptTensor:
 
 
 class SwappedView:
-    """One saved tensor whose storage moves: the storage's record, the geometry of this view, its version."""
+    """One saved tensor whose storage moves: the storage's record, and the alias of the tensor."""
 
-    __slots__ = (
-        "__weakref__", "_conj", "_dtype", "_neg", "_offset", "_shape", "_stride", "claim", "probe", "saved_at", "swap_in_number"
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "claim", "saved", "saved_at", "swap_in_number")
 
-    def __init__(self, claim: Claim, t: Tensor, probe: VersionProbe) -> None:
+    def __init__(self, claim: Claim, saved: SavedBytes) -> None:
         self.saved_at = _NOWHERE
         self.claim = claim
-        self._dtype = t.dtype
-        self._shape = t.shape
-        self._stride = t.stride()
-        self._offset = t.storage_offset()
-        self._conj = t.is_conj()
-        self._neg = t.is_neg()
-        self.probe = probe
+        self.saved = saved
         self.swap_in_number = -1
         """The storage's swap-in number at which this view was last used; the storage counts down the uses that are left."""
 
     def check_version(self) -> None:
-        self.probe.check()
-
-    def rebuild(self, storage: torch.UntypedStorage) -> Tensor:
-        """The view over `storage`, exactly as it was saved."""
-        flat = torch.empty(0, dtype=self._dtype, device=storage.device)
-        view = flat.set_(storage, self._offset, self._shape, self._stride)
-        if self._conj:
-            view = view.conj()
-        return self.probe.joined(view._neg_view() if self._neg else view)
+        self.saved.check()
 
 
 class WrapperHandle:

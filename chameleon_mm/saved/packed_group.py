@@ -33,10 +33,8 @@ from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.units import round_up
 
 
-class PackedGroup(SavedStorage):
-    """The packed bytes of several small storages. It retires with its last member."""
-
-    may_be_lent = False  # `Staging` asks what is on the device at every hook
+class PackedGroup:
+    """Several small storages, whose bytes are packed in one. That retires with its last member."""
 
     def __init__(self, members: Sequence[SavedStorage], compute: Stream, context: SwapContext, *, epoch: int) -> None:
         """Pack `members`, all of them ON_DEVICE, on `compute`, the current stream.
@@ -44,43 +42,51 @@ class PackedGroup(SavedStorage):
         Raises `torch.OutOfMemoryError` with nothing changed.
         """
         places, total = packed_offsets([member.nbytes for member in members])
-        packed = compute.alloc(total)
-        alloc_streams = list(dict.fromkeys(member.alloc_stream for member in members))
+        buffer = compute.alloc(total)
+        alloc_streams = list(dict.fromkeys(member.slot.alloc_stream for member in members))
         for alloc_stream in alloc_streams:
             # Note [Swap-out]: the sources were written by others, and `compute` reads them
             context.streams.join_all(alloc_stream)
         # Made once for both: on the host a flat tensor costs several times what packing it does.
         sources = [flat_bytes(member.device) for member in members if member.device is not None]
         with annotation("chameleon::pack"):
-            compute.pack(packed, sources, places)
+            compute.pack(buffer, sources, places)
         for alloc_stream in alloc_streams:
             context.streams.join_all(alloc_stream)  # Note [Reclaim]: the next owner of a source comes after that read
-        super().__init__(
-            packed, SavedBytes(packed), compute, context, epoch=epoch, index=max(member.index for member in members)
-        )
-        self.op_ended()
-        self._checksum = None  # each member has its own, which names its tensor
+        index = max(member.index for member in members)
+        self.packed = SavedStorage(buffer, SavedBytes(buffer), compute, context, epoch=epoch, index=index)
+        """The saved storage that has their bytes, and moves as any other."""
+        self.packed.op_is_over = True
+        self.packed.checksum = None  # each member has its own, which names its tensor
         # Weak: members hold their group, and nothing here may need the collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0
         """Number of members that still need the group."""
-        for member, source in zip(members, sources, strict=True):
-            member.leave_in(PackedForm(self), source)
+        del sources, buffer
+        for member in members:
+            member.leave_in(PackedForm(self))
             self.members_left += 1
 
-    def unpack(
-        self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream
-    ) -> list[torch.UntypedStorage]:
-        """Allocate a storage for each of `members`, filled by one kernel on `compute`, the current stream.
+    def unpack(self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream) -> int:
+        """Give each of `members` memory, filled by one kernel on `compute`, the current stream. Returns how many there are.
 
         Raises `torch.OutOfMemoryError` with nothing changed.
         """
-        buffers = [compute.alloc(member.nbytes) for member, _ in members]
+        storages = [member.slot.storage for member, _ in members if member.slot.storage is not None]
+        given: list[torch.UntypedStorage] = []
+        try:
+            for storage, (member, _) in zip(storages, members, strict=True):
+                compute.resize(storage, member.nbytes)
+                given.append(storage)
+        except torch.OutOfMemoryError:
+            for storage in given:
+                compute.resize(storage, 0)
+            raise
         with annotation("chameleon::unpack"):
-            compute.unpack(buffers, flat_bytes(packed), [place for _, place in members])
-        for (member, _), buffer in zip(members, buffers, strict=True):
-            member.restored_in(buffer.untyped_storage(), compute)
-        return [buffer.untyped_storage() for buffer in buffers]
+            compute.unpack([flat_bytes(storage) for storage in storages], flat_bytes(packed), [place for _, place in members])
+        for member, _ in members:
+            member.restored(compute)
+        return len(members)
 
     def packed_members(self) -> list[tuple[SavedStorage, int]]:
         """Members whose bytes are in the group alone, each with its offset."""
@@ -114,7 +120,7 @@ class Staging:
 
     @property
     def used_bytes(self) -> int:
-        return sum(group.nbytes for group in self._registry.packed_groups if group.device is not None)
+        return sum(packed.nbytes for packed in self._packed() if packed.device is not None)
 
     def batches(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
         """Divide `members`, in their order, so that each batch, packed, takes at most `at_most` bytes and the limit."""
@@ -130,16 +136,19 @@ class Staging:
         if load:
             yield load
 
-    def make_room(self, nbytes: int, *, exclude: PackedGroup | None = None) -> bool:
-        """Reclaim groups, oldest first and never `exclude`, until `nbytes` more fit. Returns whether they do: not where the
+    def _packed(self) -> list[SavedStorage]:
+        return [group.packed for group in self._registry.packed_groups]
+
+    def make_room(self, nbytes: int) -> bool:
+        """Reclaim groups, oldest first, until `nbytes` more fit. Returns whether they do: not where the
         device refused copies that were to free some."""
         if self.fits(nbytes):
             return True
-        for group in sorted(self._registry.packed_groups, key=lambda group: (group.epoch, group.index)):
-            if group is not exclude and group.state is State.SWAPPING_OUT:
-                group.reclaim()
-            elif group is not exclude and group.state in (State.SWAPPING_IN, State.RESTORED):
-                group.drop_restored()
+        for packed in sorted(self._packed(), key=lambda packed: (packed.epoch, packed.index)):
+            if packed.state is State.SWAPPING_OUT:
+                packed.reclaim()
+            elif packed.state in (State.SWAPPING_IN, State.RESTORED):
+                packed.drop_restored()
             if self.fits(nbytes):
                 return True
         return False

@@ -1,55 +1,85 @@
 """The life of one saved storage: on the device, on its way out, on the host, on its way back. `State` has the states.
 
-A saved storage orders the copies of its own buffers, and nothing else: the executor decides which storage moves when. Its
-`form` says how the bytes are kept off the device, its base classes which saves share one copy (`SaveRecord`) and who holds
-what is on the device (`DeviceCopy`).
+    saved.slot        the storage, the saved tensors over it, and which of them one copy has
+    saved.uses        how many uses are to come
+    saved.copy        its copy on the host, once a copy out was queued: block, moves, events
+
+A saved storage orders the copies of its own bytes, and nothing else: the executor decides which storage moves when. Its `form`
+says how the bytes are kept off the device. The storage object stays; its memory alone goes: Note [In place].
 """
 
 from __future__ import annotations
 
-import logging
-import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import TransferFailed
-from chameleon_mm.saved.calling_thread import annotation, call_site, current_operator, sequence_nr, this_thread
-from chameleon_mm.saved.device_copy import DeviceCopy
+from chameleon_mm.policy import StorageAction
+from chameleon_mm.saved.calling_thread import annotation, call_site, sequence_nr, this_thread
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
+from chameleon_mm.saved.host_copy import HostCopy
+from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.state import NEXT, State, SwapContext
+from chameleon_mm.saved.uses import Uses
 from chameleon_mm.saved.verify import StorageChecksum
 from chameleon_mm.saved.version import SavedBytes
-from chameleon_mm.transfer import Move
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from chameleon_mm.profiler.calls import Relied
+    from chameleon_mm.saved.gathered_part import GatheredPart, Part
+    from chameleon_mm.saved.recipe import Proof
+    from chameleon_mm.transfer import Move
 
 
-class SavedStorage(DeviceCopy):
-    """A storage that autograd saved, with the state machine that copies it out and back.
+class SavedStorage:
+    """A storage that autograd saved, with the state machine that copies it out and back."""
 
-    A `PackedGroup` is one that stands for several small ones, a `SavedPart` one of which only a view was saved.
-    """
-
-    __slots__ = ("_arrived_on", "_checksum", "_in", "_read", "dtype")
+    __slots__ = (
+        "__weakref__", "_context", "checksum", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
+        "is_held_for_recipes", "nbytes", "op_is_over", "part", "planned", "proof", "relied", "slot", "state", "uses",
+    )  # fmt: skip
 
     def __init__(
         self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
     ) -> None:
         storage = t.untyped_storage()
-        super().__init__(storage, saved, alloc_stream, epoch, index)
-        self._device, self._context, self.form = storage, context, WHOLE
-        self._lent = self._out = self._block = None
-        self.latest = self.first
+        self.slot = Slot(storage, saved, alloc_stream)
+        self.uses = Uses()
+        self.part: Part | None = None
+        """Bytes of the storage that were saved; None: all of them."""
+        self.gathered: GatheredPart | None = None
+        """Those bytes alone, once they are held in place of the storage."""
+        self.copy: HostCopy | None = None
+        """The copy on the host. None: not yet, or its form has the bytes without one."""
+        self.state = State.ON_DEVICE
+        self.form: Form = WHOLE
+        """The form in which its bytes are off the device, from the copy out on."""
+        self.epoch = epoch
+        """The step in which it was saved, and the `index` of the save within it."""
+        self.index = index
+        self.nbytes = storage.nbytes()
+        """Bytes that are held and moved: those of the saved storage, until it is gathered."""
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
         """dtype of all its elements, where the first view of it covers it; else None."""
-        self._checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
-        self._in: Move | None = None
-        self._read: Event | None = None
-        """Event after the latest copy back that was handed over: until then the block is being read."""
-        self._arrived_on: Stream | None = None
+        self._context = context
+        self.checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
+        self.copies = 1
+        """Number of copies of all of the storage so far."""
+        self.op_is_over = False
+        """Whether the ops that saved it have ended, so that it may be copied."""
+        # What others note.
+        self.planned: StorageAction | None = None
+        """Its action in the plan; None: no plan knows it."""
+        self.relied: Relied | None = None
+        """What rests on its bytes, in a step that recomputes."""
+        self.proof: Proof | None = None
+        """The recipe that is to be compared with it at its first use."""
+        self.is_held_for_recipes = False
+        """Whether autograd saved none of it: it is there for what is recomputed from it."""
 
     def _to(self, state: State) -> None:
         """Go from one state to the next. Every change of `state` is made here."""
@@ -57,20 +87,67 @@ class SavedStorage(DeviceCopy):
             raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
         self.state = state
 
+    @property
+    def device(self) -> torch.UntypedStorage | None:
+        """The storage, taken back from the allocator, where it has memory or is about to; else None."""
+        if self.slot.lent is not None:
+            self.take_back()
+        return None if self.state is State.ON_HOST else self.slot.storage
+
+    def add_view(self, saved: SavedBytes) -> None:
+        """Note one more handle, of these bytes."""
+        self.add_alias(saved)
+        self.uses.add_handle()
+
+    def add_alias(self, saved: SavedBytes) -> None:
+        """Note one more alias of ours over the storage."""
+        if self.slot.lent is not None:
+            self.take_back()  # the allocator knows of one less
+        self.slot.add_alias(saved)
+
+    def hold_gathered(self, gathered: GatheredPart) -> None:
+        """Note that the bytes of its part alone are held from now on."""
+        assert self.slot.storage is not None
+        self.gathered, self.nbytes = gathered, self.slot.storage.nbytes()
+        self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
+
+    def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
+        """Include these bytes, written on `compute`, in its copy out, if that begins later than now. Returns whether it does.
+
+        A copy that began at another hook of the operator that saves `t` is not too early for what that operator was given.
+        """
+        if self.slot.alloc_stream is not compute or self.slot.is_packed:
+            return False
+        if self.state is not State.ON_DEVICE and not self.slot.was_given(saved, t):
+            return False
+        self.slot.include(saved)
+        return True
+
+    @property
+    def is_private(self) -> bool:
+        """True if only the session can reach its bytes: nobody else refers to the storage, or they are on the host alone."""
+        return self.device is None or self.slot.is_alone()
+
+    def take_back(self) -> None:
+        """Take the device memory back if the allocator has not reclaimed it, else note that it has."""
+        if not self.slot.is_back():
+            totals = self._context.metrics.totals
+            totals.bytes_reclaimed += self.nbytes
+            totals.bytes_reclaimed_by_allocator += self.nbytes
+            self._emptied()
+
     # --- out
 
     @property
     def is_copyable(self) -> bool:
         """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
         that was written to raises anyway. What only recipes need is not copied while the model holds it."""
-        if self._device is None or self._device.nbytes() != self.nbytes:
+        storage = self.slot.storage if self.slot.lent is None else self.device
+        if storage is None or storage.nbytes() != self.nbytes:
             return False
         if self.is_held_for_recipes and not self.is_private:
             return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
-        for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
-            if saved.probe.alias._version == saved.probe.expected:
-                return True
-        return False
+        return self.slot.has_unwritten()
 
     @property
     def transfer_bytes(self) -> int:
@@ -82,61 +159,59 @@ class SavedStorage(DeviceCopy):
 
         Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
         """
-        assert self.state is State.ON_DEVICE and self._device is not None
-        context = self._context
-        first_bytes, host_bytes = form.device_bytes, self.nbytes - form.device_bytes
-        block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(host_bytes)
-        source = flat_bytes(self._device)[first_bytes:] if first_bytes else flat_bytes(self._device)
+        slot, context, storage, first_bytes = self.slot, self._context, self.slot.storage, form.device_bytes
+        assert self.state is State.ON_DEVICE and storage is not None
+        block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(self.nbytes - first_bytes)
+        source = flat_bytes(storage)[first_bytes:] if first_bytes else flat_bytes(storage)
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
-        after = [self.alloc_stream.record(), *block.pending_events]
-        first = self._saved_bytes[0]
-        versions: list[tuple[Tensor, int]] = []
-        for saved in self._saved_bytes:
-            versions.append((saved.probe.alias, saved.probe.expected))  # noqa: PERF401 - a comprehension is one more call
-        is_all = first.is_dense and first.begin == 0 and first.end >= self.nbytes  # as a rule
-        at_once = not is_all and self._reads_uncovered()
+        after = [slot.alloc_stream.record(), *block.pending_events]
+        at_once = slot.has_uncovered()
         if at_once:
-            self._checksum = None  # of the other bytes anything may arrive
-        if self._checksum is not None:
+            self.checksum = None  # of the other bytes anything may arrive
+        if self.checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
-            context.streams.join_all(self.alloc_stream)
-            self._checksum.close(flat_bytes(self._device))
-        with annotation("chameleon::swap_out"):
-            written, timed = (versions, context.streams.record_each), context.metrics.timed
-            out = context.transfer.swap_out(block.buffer, source, after, timed=timed, written=written, at_once=at_once)
-        if out.failed:
-            block.release()
-            raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
-        self.form, self._block, self._out = form, block, out
-        context.metrics.moved(out, "out", host_bytes)
+            context.streams.join_all(slot.alloc_stream)
+            self.checksum.close(flat_bytes(storage))
+        self.copy = HostCopy.begin(block, source, slot.saves, after, context, at_once=at_once)
+        self.form = form
         context.metrics.totals.pageable_swap_outs += pageable
-        self._began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` has it
+        slot.began_in = (this_thread.number, sequence_nr()), call_site()  # as `note_begun` does, without a call
         self._to(State.SWAPPING_OUT)
 
-    def leave_in(self, form: Form, content: Tensor) -> None:
-        """Drop the device copy, in stream order, without a copy of its own: `form` has the bytes.
+    def leaves_by(self, copy: HostCopy) -> None:
+        """Note that `copy` takes all of it out, which was handed to the device."""
+        self.copy, self.slot.began_in = copy, None
+        self._to(State.SWAPPING_OUT)
 
-        `content` is a flat tensor over the device copy, which is freed here. Whoever read it ran on a stream that the
-        allocating stream has joined since.
+    def leave_in(self, form: Form) -> None:
+        """Let the device memory go, in stream order, without a copy of its own: `form` has the bytes.
+
+        Whoever read it ran on a stream that the allocating stream has joined since.
         """
-        assert self.state is State.ON_DEVICE and self._device is not None
-        if self._checksum is not None:
-            self._checksum.close(content)
-        self.alloc_stream.free(content)
-        self._began_in = current_operator(), call_site()
-        self._device, self.form = None, form
-        self._to(State.ON_HOST)
+        assert self.state is State.ON_DEVICE and self.slot.storage is not None
+        if self.checksum is not None:
+            self.checksum.close(flat_bytes(self.slot.storage))
+        self.slot.note_begun()
+        self.form = form
+        self._let_go()
 
-    def restored_in(self, storage: torch.UntypedStorage, compute: Stream) -> None:
-        """Note that its form has put its bytes into `storage`, on `compute`, the current stream."""
-        assert self.state is State.ON_HOST and self._block is None
-        if self._checksum is not None:
-            self._checksum.check(flat_bytes(storage))
-        self._device, self.alloc_stream, self.latest = storage, compute, weakref.ref(storage)
-        self.note_swap_in()
+    def _let_go(self) -> None:
+        """Let the device memory go, as its bytes are elsewhere: now if we alone refer to the storage, else at a later hook."""
+        if self.slot.is_alone():
+            self.empty()
+            return
         self._to(State.RESTORED)
+        self._context.held[self] = None
 
-    # --- reclaim
+    def empty(self) -> None:
+        """Let the device memory go, as its bytes are elsewhere and nobody else refers to the storage."""
+        self.slot.empty(self._context.streams)
+        self._emptied()
+
+    def _emptied(self) -> None:
+        self._context.held.pop(self, None)
+        self.slot.note_emptied()
+        self._to(State.ON_HOST)
 
     @property
     def reclaimed(self) -> bool:
@@ -145,192 +220,180 @@ class SavedStorage(DeviceCopy):
 
     def reclaim_if_copied(self) -> bool:
         """Reclaim without a wait if the host sees the copy out complete. Returns whether it did."""
-        assert self._out is not None
-        if self._out.failed:
+        assert self.copy is not None
+        if self.copy.out.failed:
             self._undo_swap_out()
             return False
-        if self._out.done is None or not self._out.done.query():
+        if not self.copy.is_complete:
             return False
-        if self._lent is not None:
-            self.take_back()
-            if self.state is not State.SWAPPING_OUT:
-                return True
+        self.take_back()
+        if self.state is not State.SWAPPING_OUT:
+            return True
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
-        if self.form.device_bytes and not self._copy_stationary_part():
-            return False
-        self._drop_device()
-        return True
+        return self._reclaim()
 
     def reclaim(self, *, in_plan_order: bool = False) -> None:
-        """Order compute after the copy out and drop the device copy. `in_plan_order`: copies cross the link in the order of the
-        plan."""
-        assert self._out is not None
-        if self._lent is not None:
+        """Order compute after the copy out and let the device memory go. `in_plan_order`: copies cross the link in the order of
+        the plan."""
+        assert self.copy is not None
+        if self.slot.lent is not None:
             self.take_back()
-            if self.state is not State.SWAPPING_OUT:
-                return
-        issue = self._context.transfer.issue_out_in_order if in_plan_order else self._context.transfer.issue_out
-        try:
-            done = issue(self._out)
-        except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device
-            _log.warning("chameleon_mm: %d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
+        if self.state is not State.SWAPPING_OUT:
+            return
+        done = self.copy.hand_over(self.nbytes, in_plan_order=in_plan_order)
+        if done is None:
             self._undo_swap_out()
             return
-        can_drop = not self.form.device_bytes or self._copy_stationary_part()
         with annotation("chameleon::reclaim"):
-            # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out
-            # was handed over all the same, and what compute writes to it next comes after that.
-            self._context.metrics.wait(self.alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
-            if can_drop:
-                self._drop_device()
+            self.wait_for_copy_out(done)
+            self._reclaim()
 
-    def _copy_stationary_part(self) -> bool:
-        """Copy what is to stay on the device into a buffer of its own. Returns whether there was memory for it; else all of the
-        storage stays."""
-        assert self._device is not None
-        if self._block is None:  # nobody wants it any more
+    def wait_for_copy_out(self, done: Event) -> None:
+        """Order compute after the copy out, which was handed over and ends at `done`."""
+        # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out was
+        # handed over all the same, and what compute writes to it next comes after that.
+        self._context.metrics.wait(self.slot.alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
+
+    def _reclaim(self) -> bool:
+        """Let the device memory go, behind the copy out. Returns whether all went well: else there was no memory for what stays
+        of it, and all of it stays."""
+        assert self.copy is not None
+        if self.copy.block is None:  # nobody wants it any more
+            self._context.streams.join_all(self.slot.alloc_stream)  # Note [Reclaim]
+            self.slot.free()
+            self._context.metrics.totals.bytes_reclaimed += self.nbytes
+            self.slot.clear()
+            self._to(State.RETIRED)
             return True
-        try:
-            self.form.keep(self._device, self.alloc_stream)
-        except torch.OutOfMemoryError:
+        if self.form.device_bytes and self.slot.is_alone() and not self.form.kept(self.slot):
             self._undo_swap_out()
             return False
+        self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes
+        self._let_go()
         return True
 
     def cancel_swap_out(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was cancelled."""
-        assert self._out is not None
-        if self._lent is not None:
-            self.take_back()
-        if self.state is not State.SWAPPING_OUT or not (self._out.failed or self._context.transfer.cancel_out(self._out)):
+        assert self.copy is not None
+        self.take_back()
+        if self.state is not State.SWAPPING_OUT or not self.copy.cancel_out():
             return False
         self._undo_swap_out()
         return True
 
     def _undo_swap_out(self) -> None:
         self._context.metrics.totals.bytes_swapped_out -= self.transfer_bytes
-        self._release_block()
-        self.form.drop()
-        self.form, self._out = WHOLE, None
-        self._to(State.ON_DEVICE)
+        self.stay_on_device()
 
-    def _drop_device(self) -> None:
-        assert self._device is not None
-        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
-        self.alloc_stream.free(flat_bytes(self._device))
-        self._device = None
-        self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes
-        self._to(State.RETIRED if self._block is None else State.ON_HOST)
+    def stay_on_device(self) -> None:
+        """Note that it is on the device alone: its form lets go of what it needed to put its bytes there."""
+        if self.copy is not None:
+            self.copy.release()
+        self.form.drop()
+        self.form, self.copy = WHOLE, None
+        self._context.held.pop(self, None)
+        self._to(State.ON_DEVICE)
 
     # --- back
 
     def swap_in(self, compute: Stream) -> torch.UntypedStorage:
-        """Allocate on `compute` and queue the copy back, into the storage returned. Raises `torch.OutOfMemoryError` or
+        """Take memory on `compute` and queue the copy back, into the storage returned. Raises `torch.OutOfMemoryError` or
         `TransferFailed` with nothing changed."""
-        assert self.state is State.ON_HOST and self._block is not None and self._out is not None
-        done_out = self._out.done
-        assert done_out is not None, "device memory was reclaimed before its copy out was issued"
-        whole = compute.alloc(self.nbytes)
-        destination = whole[self.form.device_bytes :] if self.form.device_bytes else whole
-        # Note [Swap-in]: an earlier owner of the device memory may still be running on compute; and the copy out must be
-        # complete before the host copy is read.
-        after = [compute.record(), done_out]
-        with annotation("chameleon::swap_in"):
-            back = self._context.transfer.swap_in(destination, self._block.buffer, after, timed=self._context.metrics.timed)
-        if back.failed:
+        copy, storage = self.copy, self.slot.storage
+        assert self.state is State.ON_HOST and copy is not None and storage is not None
+        compute.resize(storage, self.nbytes)
+        whole = flat_bytes(storage)
+        back = copy.begin_back(whole[self.form.device_bytes :] if self.form.device_bytes else whole, compute)
+        if back is None:
+            compute.resize(storage, 0)
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
         self.form.put_back(whole, compute)
-        self._in = back
-        self._context.metrics.moved(back, "in", self.transfer_bytes)
-        self._device = whole.untyped_storage()
-        self.latest = weakref.ref(self._device)
-        self.alloc_stream = compute
-        self._arrived_on = None
-        self.note_swap_in()
+        self.comes_back_by(back, compute)
+        return storage
+
+    def comes_back_by(self, back: Move, compute: Stream) -> None:
+        """Note that `back`, which was handed to the device, fills its memory, which `compute` has just given."""
+        copy, slot = self.copy, self.slot
+        assert copy is not None
+        copy.back, copy.arrived_on = back, None
+        self._context.metrics.moved(back, "in", back.nbytes)
+        slot.alloc_stream, slot.came_back = compute, True
+        self.uses.note_swap_in()
         self._to(State.SWAPPING_IN)
-        return self._device
+
+    def restored(self, compute: Stream) -> None:
+        """Note that its form has put its bytes into the storage, on `compute`, the current stream."""
+        storage = self.slot.storage
+        assert self.state is State.ON_HOST and self.copy is None and storage is not None
+        if self.checksum is not None:
+            self.checksum.check(flat_bytes(storage))
+        self.slot.alloc_stream, self.slot.came_back = compute, True
+        self.uses.note_swap_in()
+        self._to(State.RESTORED)
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
         """Order `compute` after the copy back; the storage may then be used there. `prefetched`: the copy began before this
         use."""
-        assert self._device is not None
-        if self._block is None:
-            return self._device  # its form put it there, on the stream that allocated it
-        assert self._in is not None
-        arrived = self._read = self._context.transfer.issue_in(self._in)
-        if self._arrived_on is not compute:
-            if not arrived.query():
-                tensor = None if self.planned is None else self.planned.tensor
-                with annotation("chameleon::wait"):  # Note [Swap-in]: use after the bytes are there
-                    self._context.metrics.wait(compute, arrived, "in", tensor, prefetched=prefetched)
-            elif prefetched:
-                self._context.metrics.on_time()
-            self._arrived_on = compute
-        if self._checksum is not None and self.state is State.SWAPPING_IN:
-            self._checksum.check(flat_bytes(self._device))
+        copy, storage = self.copy, self.slot.storage
+        assert storage is not None
+        if copy is None or copy.back is None:
+            return storage  # its form put it there, on the stream that allocated it; or it never left
+        copy.arrive(compute, None if self.planned is None else self.planned.tensor, prefetched=prefetched)
+        if self.checksum is not None and self.state is State.SWAPPING_IN:
+            self.checksum.check(flat_bytes(storage))
         self._to(State.RESTORED)
-        return self._device
+        return storage
 
-    def drop_restored(self) -> None:
-        """Drop a device copy that the host still has: nothing has to be copied. Raises `torch.OutOfMemoryError` with nothing
-        changed where there is no memory for what of it stays."""
-        assert self.state in (State.SWAPPING_IN, State.RESTORED) and self._device is not None
-        self.form.keep(self._device, self.alloc_stream)
-        self._drop_restored()
-
-    def _drop_restored(self) -> None:
-        assert self._device is not None
-        if self.state is State.SWAPPING_IN:
-            self._settle_arrival()
-        self.alloc_stream.free(flat_bytes(self._device))
-        self._device = None
-        self._to(State.ON_HOST)
+    @property
+    def may_be_prefetched(self) -> bool:
+        """Whether a copy of its own is to be brought back, and may be, before its use."""
+        may_be = self.state is State.ON_HOST and self.form.has_copy
+        return may_be and (self.gathered is None or not self.gathered.is_whole())
 
     @property
     def swap_in_failed(self) -> bool:
         """Whether its copy back was refused after it was queued: it is still on the host."""
-        return self.state is State.SWAPPING_IN and self._in is not None and self._in.failed
+        return self.state is State.SWAPPING_IN and self.copy is not None and self.copy.back_failed
 
-    def usable_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
-        """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""
-        storage = self.latest()
-        if storage is None or storage.nbytes() != self.nbytes or not self.is_allocated_on(compute):
-            return None
-        return storage
+    def drop_restored(self) -> bool:
+        """Let the device memory go, whose bytes are elsewhere too: nothing has to be copied. Returns whether it went: else it
+        does at a later hook, once nobody else refers to it. Raises `torch.OutOfMemoryError` with nothing changed where there is
+        no memory for what of it stays."""
+        assert self.state in (State.SWAPPING_IN, State.RESTORED) and self.slot.storage is not None
+        if self.state is State.SWAPPING_IN:
+            assert self.copy is not None
+            self.copy.settle_back(self.slot.alloc_stream, self.transfer_bytes)
+        if not self.slot.is_alone():
+            self._context.held[self] = None
+            return False
+        self.form.keep(self.slot.storage, self.slot.alloc_stream)
+        self.empty()
+        return True
 
-    def _settle_arrival(self) -> None:
-        assert self._in is not None
-        if self._in.failed:
-            self._in = None
-            return
-        if self._context.transfer.cancel_in(self._in):
-            self._context.metrics.totals.bytes_swapped_in -= self.transfer_bytes
-            self._in = None
-            return
-        arrived = self._read = self._context.transfer.issue_in(self._in)
-        if not arrived.query():
-            # Note [Reclaim]: the copy must be done before the device memory is reused
-            self._context.metrics.wait(self.alloc_stream, arrived, "in")
-
-    # --- the end
+    def drop_used(self) -> None:
+        """Let the device memory go at the next hook, as all views were used: autograd's tensors hold it until then. A partial
+        form keeps it: its first bytes are nowhere else."""
+        if not self.form.device_bytes:
+            self._context.held[self] = None
 
     def retire(self) -> None:
-        """Release the block and drop the device copy, once the last handle is gone.
+        """Release the block and let go of the storage, once the last handle is gone.
 
-        A copy out that still reads the device buffer keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
+        A copy out that still reads the device memory keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
         """
-        if self._lent is not None:
-            self.take_back()
+        self.take_back()
         if self.state is State.RETIRED:
             return
         try:
             if self.state is State.SWAPPING_OUT and not self.cancel_swap_out():
-                assert self._out is not None
-                self._context.metrics.totals.bytes_swapped_out -= self._context.transfer.truncate_out(self._out)
-                self._release_block()
+                assert self.copy is not None
+                self.copy.truncate_out()
+                self.copy.release()
                 return
             if self.state is State.SWAPPING_IN:
-                self._drop_restored()
+                assert self.copy is not None
+                self.copy.settle_back(self.slot.alloc_stream, self.transfer_bytes)
+                self.slot.free()
         except BaseException:
             # The device did not take an order that what follows rests on: the host waits instead.
             self._context.transfer.synchronize()
@@ -340,16 +403,10 @@ class SavedStorage(DeviceCopy):
 
     def _retired(self) -> None:
         self.proof = None
-        self._release_block()
+        if self.copy is not None:
+            self.copy.release()
         self.form.drop()
-        self._device, self.form = None, WHOLE
+        self.form = WHOLE
+        self._context.held.pop(self, None)
+        self.slot.clear()
         self._to(State.RETIRED)
-
-    def _release_block(self) -> None:
-        if self._block is None:
-            return
-        # Note [Host block]: the next owner's copy out waits for our last copy, on its stream. A copy back comes after the
-        # copy out, so its event covers both.
-        after = self._read if self._read is not None else self._out.done if self._out is not None else None
-        self._block.release(after=after)
-        self._block = None

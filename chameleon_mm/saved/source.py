@@ -45,44 +45,20 @@ such a write may also hit a tensor between two operators of a recipe, or the res
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
 
 from chameleon_mm.device import Stream
+from chameleon_mm.device.holders import held_alone
 from chameleon_mm.profiler.calls import Relied
 from chameleon_mm.profiler.light import HEAP_TYPE
-from chameleon_mm.saved.version import VersionProbe
+from chameleon_mm.saved.version import SavedBytes
 
 if TYPE_CHECKING:
     from chameleon_mm.saved.claims import Claim
-
-
-def held_alone(storage: torch.UntypedStorage) -> bool:
-    """True if no tensor holds `storage`, and its only Python references are an attribute and a variable of the
-    caller."""
-    return torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) <= _LEAST_REFERENCES
-
-
-def _least_references() -> int:
-    """References that `held_alone` finds at least. Measured: Pythons differ."""
-    holder = SimpleNamespace(storage=torch.UntypedStorage(1))
-
-    def found(storage: torch.UntypedStorage) -> int:
-        return sys.getrefcount(storage)
-
-    def asked() -> int:
-        storage = holder.storage
-        return found(storage)
-
-    return asked()
-
-
-_LEAST_REFERENCES = _least_references()
 
 
 _NO_NODE: type = type(None)
@@ -107,11 +83,11 @@ class Source:
         relied: Relied | None,
         claim: Claim | None = None,
         storage: torch.UntypedStorage | None = None,
-        probe: VersionProbe | None = None,
+        probe: SavedBytes | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """`relied`: what rests on its bytes; None: it is a copy of the recipe's own. `probe`: of its version counter. `stream`:
-        the one on which a storage that it holds itself was written."""
+        """`relied`: what rests on its bytes; None: it is a copy of the recipe's own. `probe`: has its version counter.
+        `stream`: the one on which a storage that it holds itself was written."""
         self.claim = claim
         self.storage = storage
         self.relied = relied
@@ -124,7 +100,7 @@ class Source:
     @property
     def written_on(self) -> Stream | None:
         """The stream that its bytes are ordered on."""
-        return self._stream if self.claim is None else self.claim.saved.alloc_stream
+        return self._stream if self.claim is None else self.claim.saved.slot.alloc_stream
 
     @property
     def is_alone(self) -> bool:
@@ -133,8 +109,7 @@ class Source:
             return True
         if self.claim is not None:
             return self.claim.saved.is_private
-        storage = self.storage
-        return storage is not None and held_alone(storage)
+        return self.storage is not None and held_alone(self, 0 if self._probe is None else 1)
 
     @property
     def is_relied_on(self) -> bool:
@@ -150,7 +125,7 @@ class Source:
         """Raise what eager raises for a saved tensor that was written to, where `storage`, its bytes now, may have been and
         eager checks them too."""
         saved = None if self.claim is None else self.claim.saved
-        if self._probe is not None and self.is_relied_on and (saved is None or saved.first() is storage):
+        if self._probe is not None and self.is_relied_on and (saved is None or saved.slot.storage is storage):
             self._probe.check()
         if storage.nbytes() != self._nbytes:
             raise RuntimeError(

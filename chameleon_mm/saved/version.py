@@ -1,7 +1,7 @@
 """The version counter of a saved tensor: eager's check for writes, its error, and which saves a copy of the same bytes has.
 
-    saved = SavedBytes(t)                       # at save: the bytes that `t` covers, and a `VersionProbe` of its counter
-    saved.probe.check()                         # at use: eager's "modified by an inplace operation"
+    saved = SavedBytes(t)                       # at save: the bytes that `t` covers, and an alias with its counter
+    saved.check()                               # at use: eager's "modified by an inplace operation"
     earlier.copy_includes(saved)                # at a later save of the same storage: a copy of the earlier bytes has these
 
 Version numbers of different counters say nothing about each other: outputs of `unsafe_chunk` and `unsafe_split`, `.data`,
@@ -97,46 +97,18 @@ def _eagers_own() -> str:
     return said[0] if said else ""
 
 
-class VersionProbe:
-    """The version counter of a tensor, without its memory."""
+class SavedBytes:
+    """A saved tensor: the bytes of its storage that it covers, under the version counter that it had, and an alias of it."""
 
-    __slots__ = ("_origin", "_what", "alias", "expected")
+    __slots__ = ("_counter", "_geometry", "_origin", "alias", "begin", "end", "expected", "is_dense")
 
     def __init__(self, t: Tensor) -> None:
         self.expected = t._version
+        """Version of the tensor when it was saved."""
         self.alias = t.detach()
-        """A tensor without memory that shares the counter."""
-        self.alias.data = torch.empty(0, dtype=t.dtype, device=t.device)
-        self._what = (t.type(), t.shape)
+        """A tensor over the same storage that shares the counter, and no node. Uses are given aliases of it, so that it alone
+        is ours."""
         self._origin = Origin(t)
-
-    @property
-    def moved(self) -> bool:
-        return self.alias._version != self.expected
-
-    def joined(self, view: Tensor) -> Tensor:
-        """`view` under the saved tensor's own version counter, as what eager hands to a node is.
-
-        A node may save it again (double backward) or write to it: either must be noticed wherever the tensor is used next.
-        """
-        shared = self.alias.detach()
-        shared.data = view
-        return shared
-
-    def check(self) -> None:
-        """Raise what eager raises when a saved tensor was written to since it was saved."""
-        if self.moved:
-            raise RuntimeError(inplace_message(self._what, self._origin, self.alias._version, self.expected))
-
-
-class SavedBytes:
-    """The bytes of its storage that a saved tensor covers, under the version counter that it had."""
-
-    __slots__ = ("_counter", "_geometry", "begin", "end", "is_dense", "probe")
-
-    def __init__(self, t: Tensor) -> None:
-        self.probe = VersionProbe(t)
-        """Probe of the tensor's version counter, at the version that it had."""
         # A view has its base's counter. Autograd's node keeps neither alive, so a reference that is gone vouches for nothing.
         self._counter = weakref.ref(t if (base := t._base) is None else base)
         element_bytes = t.element_size()
@@ -152,12 +124,49 @@ class SavedBytes:
         self.begin = int(offset) * element_bytes
         self.end = self.begin + (last + 1) * element_bytes
 
+    @property
+    def moved(self) -> bool:
+        """Whether it was written to since it was saved."""
+        return self.alias._version != self.expected
+
+    def check(self) -> None:
+        """Raise what eager raises when a saved tensor was written to since it was saved."""
+        if self.alias._version != self.expected:
+            what = self.alias.type(), self._geometry[1]
+            raise RuntimeError(inplace_message(what, self._origin, self.alias._version, self.expected))
+
+    # --- where its alias lies
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor as it was saved, but over `storage`: same strides, offset, dtype, conj and neg bits, version counter.
+
+        A node may save it again (double backward) or write to it: either must be noticed wherever the tensor is used next.
+        """
+        shared = self.alias.detach()
+        shared.data = self._in(storage)
+        return shared
+
+    def move_to(self, storage: torch.UntypedStorage | None) -> None:
+        """Have the alias lie in `storage` from now on, as `over` says, or nowhere. It keeps its version counter."""
+        self.alias.data = self._in(storage)
+
+    def _in(self, storage: torch.UntypedStorage | None) -> Tensor:
+        alias, (_, shape, stride, offset) = self.alias, self._geometry
+        view = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        if storage is not None:
+            view = view.set_(storage, offset, shape, stride)
+        if alias.is_conj():
+            view = view.conj()
+        return view._neg_view() if alias.is_neg() else view
+
+    # --- what a copy of its bytes has
+
     def copy_includes(self, later: SavedBytes, *, same_bytes: bool = False) -> bool:
         """Whether a copy of these bytes, begun after they were saved, has those of `later`, saved since then.
 
         `same_bytes`: both are known to cover the same ones.
         """
-        if self.probe.moved or self.probe.expected != later.probe.expected:
+        if self.moved or self.expected != later.expected:
             return False
         counter = self._counter()
         return counter is not None and counter is later._counter() and (same_bytes or self.covers(later))
@@ -200,7 +209,7 @@ def cover_all(saves: Sequence[SavedBytes], nbytes: int) -> bool:
     """
     by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for saved in saves:
-        columns = None if saved.probe.moved else saved.columns()
+        columns = None if saved.moved else saved.columns()
         if columns is not None:
             width, num_rows, begin, end = columns
             # A range without holes is a row of a matrix that has this one alone.

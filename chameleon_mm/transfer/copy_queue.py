@@ -77,6 +77,16 @@ class Move:
         self.failed = False
         """Whether the device refused it. What was handed over before is complete, and nothing more will come."""
 
+    @classmethod
+    def issued(cls, nbytes: int, done: Event, start: Event | None) -> Move:
+        """A copy that its caller has handed to the device, whole; `start`: event before it, where it is timed."""
+        move = cls.__new__(cls)
+        move.dst = move.src = move.written = None
+        move.nbytes = move.next_byte = nbytes
+        move.after, move.done, move.timed, move.cancelled, move.failed = (), done, start is not None, False, False
+        move.pieces = deque() if start is None else deque([Piece(start, done, nbytes)])
+        return move
+
     @property
     def begun(self) -> bool:
         """Whether any piece was handed to the device: from then on source and destination must be kept."""
@@ -251,6 +261,8 @@ class Transfer:
         queue = partial(CopyQueue, piece_bytes=piece_bytes, outstanding=outstanding, synchronize=device.synchronize)
         self._out = queue(device.new_stream("d2h"), speculative=True)
         self._in = queue(device.new_stream("h2d"), speculative=False)
+        self.streams = self._out.stream, self._in.stream
+        """The streams of copies out and back."""
         self.queued = self._out.queued, self._in.queued
         """Moves that wait to be handed over, out and in. Others only read it."""
 

@@ -48,12 +48,6 @@ LATE_ALONE: dict[str, str] = {
     "tests/test_pinned_dropped.py::test_without_the_wait_wrong_bytes_arrive_on_cuda": (
         "run in mode late alone: in mode early the copy is done before anybody could wait for it"
     ),
-    **{
-        f"tests/test_native_planned_mutants.py::{name}": (
-            "run in mode late alone: in mode early a copy is done, and seen to be, before anybody could wait for it"
-        )
-        for name in ("test_without_one_order_it_goes_red", "test_without_the_versions_check_a_write_goes_unnoticed")
-    },
     "tests/test_op_db.py::test_every_other_operator": (
         "run in mode late alone: copies are late there, and nothing else about an operator depends on the mode"
     ),

@@ -12,6 +12,7 @@ import torch
 
 from chameleon_mm import native
 from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
+from chameleon_mm.device.holders import REFERENCES_AT_REST
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.units import MIB
 
@@ -49,13 +50,15 @@ class CudaAllocatorHook:
         """Number of storages among them whose copies were not complete: their streams were made to wait."""
         return int(self._hook.waits)
 
-    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream) -> HeldStorage | None:
+    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream, tensors: int) -> HeldStorage | None:
         """Hold as `AllocatorHook.hold` does; not what another allocator than torch's own made."""
         if not isinstance(done, CudaEvent) or not isinstance(owner, CudaStream):
             raise TypeError(f"hold: expected an event and a stream of CUDA, got {type(done).__name__}, {type(owner).__name__}")
         self._note_history()
         event, stream = done.raw, owner.raw
-        held: HeldStorage | None = self._hook.hold(storage, event, event.cuda_event, stream.cuda_stream, stream.stream_id)
+        held: HeldStorage | None = self._hook.hold(
+            storage, event, event.cuda_event, stream.cuda_stream, stream.stream_id, tensors, REFERENCES_AT_REST
+        )
         return held
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:

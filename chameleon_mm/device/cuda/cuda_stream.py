@@ -87,6 +87,18 @@ class CudaStream:
         if dst.numel():
             self._copy(dst, src)
 
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
+        """Copy as `Stream.copy_storage` does. Raises `ValueError` for unequal sizes."""
+        nbytes, runtime = host.numel(), self._device.cupy_runtime
+        if storage.nbytes() != nbytes:
+            raise ValueError(f"copy_storage: expected host memory of {storage.nbytes()} bytes, got {nbytes}; slice the larger")
+        if runtime is None:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._copy(*((host, whole) if out else (whole, host)))
+            return
+        dst, src = (host.data_ptr(), storage.data_ptr()) if out else (storage.data_ptr(), host.data_ptr())
+        runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self._handle)
+
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Pack as `Stream.pack` does. Whether ends share bytes only the simulator checks."""
         check_packed("pack", sources, dst, offsets, self._device.torch_device)
@@ -129,6 +141,16 @@ class CudaStream:
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self.raw)
         return CudaEvent(event, timed=timed)
+
+    def record_again(self, event: Event) -> None:
+        """Record as `Stream.record_again` does. Raises `TypeError` for another kind's event."""
+        if not isinstance(event, CudaEvent):
+            raise TypeError(f"record_again: expected an event of a CUDA stream, got {type(event).__name__}: use one device")
+        event.raw.record(self.raw)
+
+    def is_current(self) -> bool:
+        current = torch._C._cuda_getCurrentRawStream(self._device.index)
+        return current == self._handle and not torch._C._cuda_isCurrentStreamCapturing()
 
     def wait(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):

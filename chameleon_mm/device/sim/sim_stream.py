@@ -81,6 +81,13 @@ class SimStream:
         """Copy as `Stream.copy` does. Raises `ValueError` also if both ends lie in host memory."""
         self._machine.copy(self, dst, src, speculative=speculative)
 
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
+        """Copy as `Stream.copy_storage` does. Raises `ValueError` as `copy` does."""
+        with torch._C._DisableTorchDispatch():  # an active mode would take it for an operator of the model's
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        dst, src = (host, whole) if out else (whole, host)
+        self.copy(dst, src, speculative=out)
+
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Pack as `Stream.pack` does, for one launch and the bytes' way through device memory. Raises `ValueError` also for
         host memory."""
@@ -99,6 +106,16 @@ class SimStream:
     def record(self, *, timed: bool = False) -> SimEvent:
         """Record as `Stream.record` does."""
         return self._machine.record((self,), timed=timed)
+
+    def record_again(self, event: Event) -> None:
+        """Record as `Stream.record_again` does. Raises `TypeError` for another kind's event."""
+        if not isinstance(event, SimEvent):
+            raise TypeError(f"record_again: expected an event of the simulator, got {type(event).__name__}: use one device")
+        now = self._machine.record((self,))
+        event.time_us, event.mark = now.time_us, now.mark
+
+    def is_current(self) -> bool:
+        return self._machine.current_stream() is self
 
     def wait(self, event: Event) -> None:
         """Wait as `Stream.wait` does. Raises `TypeError` for another kind's event, `ValueError` for another simulated

@@ -18,17 +18,18 @@ what is to go. And for one view both are one launch, the pack kernel's with a ta
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
-from chameleon_mm.saved.calling_thread import annotation
+from chameleon_mm.saved.calling_thread import ComputeStreams, annotation
 from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.state import State, SwapContext
-from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.saved.state import State
+
+if TYPE_CHECKING:
+    from chameleon_mm.saved.saved_storage import SavedStorage
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -93,55 +94,52 @@ class Part(NamedTuple):
         return words.set_(storage, self.offset, self.sizes, self.strides)
 
 
-class SavedPart(SavedStorage):
-    """A saved storage that holds the bytes of `part` alone. Until they are gathered it holds, and would move, all of the
-    storage."""
+class GatheredPart:
+    """The bytes of the part of a saved storage that was saved, side by side: what its slot holds instead of the storage, on the
+    device and on the host."""
 
-    part: Part
-
-    def __init__(
-        self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int, part: Part
-    ) -> None:
-        super().__init__(t, saved, alloc_stream, context, epoch=epoch, index=index)
-        self.part = part
-        self._saved_on = alloc_stream
-        self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
-        self._unpacked_on: Stream | None = None
-
-    def gather(self, current: Stream) -> None:
-        """Hold the bytes of `part` alone from now on, packed by a kernel on `current`, which is the current stream.
+    def __init__(self, saved: SavedStorage, current: Stream, streams: ComputeStreams) -> None:
+        """Gather the part of `saved`, which is ON_DEVICE, by a kernel on `current`, which is the current stream.
 
         The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
         """
-        assert self.state is State.ON_DEVICE and self.device is not None and not self.gathered
+        slot, storage, part = saved.slot, saved.device, saved.part
+        assert saved.state is State.ON_DEVICE and storage is not None and part is not None and not slot.is_packed
         # Note [Swap-out]: the source was written by others, and `current` reads it
-        self._context.streams.join_all(self.alloc_stream)
+        streams.join_all(slot.alloc_stream)
         with annotation("chameleon::gather"):
-            packed = self.part.pack(self.device)
-        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner comes after that read
-        self.alloc_stream.free(flat_bytes(self.device))
-        self.device, self.alloc_stream, self.gathered = packed, current, True
-        self.latest = weakref.ref(packed)
-        self.nbytes = packed.nbytes()
-        self._context.metrics.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes
+            packed = part.pack(storage)
+        streams.join_all(slot.alloc_stream)  # Note [Reclaim]: its next owner comes after that read
+        slot.keep_instead(packed)
+        slot.alloc_stream.free(flat_bytes(storage))
+        self._part, self._slot, self._saved_on = part, slot, slot.alloc_stream
+        self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
+        self._unpacked_on: Stream | None = None
+        slot.alloc_stream = current
 
-    def unpacked_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
-        """Returns, for a gathered part, a storage with its bytes in place that somebody holds and `compute` may use without a
-        wait.
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of a storage with the part in its place."""
+        return self._part.end_byte
 
-        That is the saved storage itself, or what another use of it unpacked: views of one storage share one.
+    def is_whole(self) -> bool:
+        """Whether somebody holds the saved storage, which was never empty: a use finds the bytes where they were."""
+        storage = self._slot.first()
+        return storage is not None and storage.nbytes() == self._slot.saved_nbytes and not self._slot.last_save.emptied
+
+    def in_place(self, compute: Stream) -> torch.UntypedStorage | None:
+        """Returns a storage with its bytes in place that somebody holds and `compute` may use without a wait.
+
+        That is the saved storage itself, unless it was empty for a while, or what another use of it unpacked: views of one
+        storage share one.
         """
-        storage = self.first()
-        if storage is not None and storage.nbytes() == self._saved_nbytes and self._saved_on is compute:
-            return storage
+        if self._saved_on is compute and self.is_whole():
+            return self._slot.first()
         return self._unpacked() if self._unpacked is not None and self._unpacked_on is compute else None
 
     def unpack(self, packed: torch.UntypedStorage, compute: Stream) -> torch.UntypedStorage:
-        """Allocate, for a gathered part, a storage with its bytes in place, on `compute`, the current stream.
-
-        Raises `torch.OutOfMemoryError`.
-        """
-        storage = compute.alloc(self.part.end_byte).untyped_storage()
-        self.part.unpack(packed, storage)
+        """Allocate a storage with its bytes in place, on `compute`, the current stream. Raises `torch.OutOfMemoryError`."""
+        storage = compute.alloc(self.whole_bytes).untyped_storage()
+        self._part.unpack(packed, storage)
         self._unpacked, self._unpacked_on = weakref.ref(storage), compute
         return storage

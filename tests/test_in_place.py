@@ -1,0 +1,468 @@
+"""A saved storage stays where it is, and its memory alone goes: Note [In place].
+
+Whoever refers to a storage keeps its memory: nothing that somebody holds is ever empty, and what nobody holds does go. Bits are
+compared with plain PyTorch's.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.device.holders import held_alone
+from chameleon_mm.executor import Executor
+from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
+from chameleon_mm.saved.state import State
+from chameleon_mm.transfer import Thresholds
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+SIDE = 96
+NBYTES = SIDE * SIDE * 4
+
+
+def executor(device: Device, *, leaving_bytes: int | None = 0) -> Executor:
+    """Compute waits for every copy out at the next hook."""
+    return Executor(
+        device,
+        cm.PinnedPool("16MiB", device=device),
+        rule=DefaultRule(min_bytes=1024),
+        limits=Limits(ahead_bytes=0, leaving_bytes=leaving_bytes),
+        protected=ProtectedStorages(),
+        thresholds=Thresholds.direct(),
+    )
+
+
+def made(device: Device) -> Tensor:
+    return torch.randn(SIDE, SIDE, device=device.torch_device)
+
+
+def hook(swapper: Executor, times: int = 1) -> None:
+    """Save a tensor that stays, in an operator after the others, so many times."""
+    for _ in range(times):
+        torch.ones(1, requires_grad=True).exp()
+        assert isinstance(swapper.save(torch.ones(1)), KeptTensor)
+
+
+def saved(swapper: Executor, t: Tensor) -> SwappedView:
+    handle = swapper.save(t)
+    assert isinstance(handle, SwappedView)
+    return handle
+
+
+def one_saved(device: Device) -> tuple[Executor, Tensor, Tensor, SwappedView]:
+    """An executor, a tensor, its bytes as they are now, and its handle."""
+    swapper, y = executor(device), made(device)
+    return swapper, y, y.clone(), saved(swapper, y)
+
+
+# --- who holds a storage
+
+Holder = Callable[[Tensor], Any]
+
+
+class Hidden(torch.autograd.Function):
+    """Keeps what it is given on its context, which autograd knows nothing of."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.kept = y.detach()
+        return y * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def in_a_context(y: Tensor) -> Any:
+    return Hidden.apply(y.detach().requires_grad_())  # type: ignore[no-untyped-call]  # torch annotates no `apply`
+
+
+def in_a_closure(y: Tensor) -> Any:
+    row = y[3]
+    return lambda: row
+
+
+def in_a_cycle(y: Tensor) -> Any:
+    cycle: list[Any] = [y]
+    cycle.append(cycle)
+    return cycle
+
+
+def in_a_hook_of_a_module(y: Tensor) -> Any:
+    layer, seen = nn.Identity(), []
+    layer.register_forward_hook(lambda module, given, out: seen.append(out))
+    layer(y)
+    return seen
+
+
+def by_other_hooks(y: Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        return (y.detach().requires_grad_() * 2).sin()
+
+
+def in_a_bucket(y: Tensor) -> Any:
+    """As DDP keeps views of one flat tensor."""
+    flat = y.detach().view(-1)
+    return [flat[: SIDE * 4].view(4, SIDE), flat[SIDE * 4 :]]
+
+
+HOLDERS: dict[str, Holder] = {
+    "the tensor": lambda y: y,
+    "a view": lambda y: y[::2],
+    "a detached one": lambda y: y.detach(),
+    "data": lambda y: y.data,
+    "the storage in Python": lambda y: y.untyped_storage(),
+    "set_": lambda y: torch.empty(0, device=y.device).set_(y.untyped_storage()),
+    "a closure": in_a_closure,
+    "a cycle": in_a_cycle,
+    "a module's forward hook": in_a_hook_of_a_module,
+    "the context of a function": in_a_context,
+    "other hooks": by_other_hooks,
+    "a bucket": in_a_bucket,
+    "an optimizer": lambda y: torch.optim.SGD([y.detach().requires_grad_()]),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_somebody_holds_is_never_empty_and_goes_once_nobody_does(name: str, sim: cm.SimDevice) -> None:
+    with sim.compute():
+        swapper, y, expected, handle = one_saved(sim)
+        before = sim.allocated_bytes()
+        held, ref = HOLDERS[name](y), weakref.ref(y.untyped_storage())
+        del y
+        for _ in range(3):
+            hook(swapper)
+        record, storage = handle.claim.saved, ref()
+        states = [record.state]  # it was copied, and stays
+        assert storage is not None
+        assert storage.nbytes() == NBYTES
+        assert torch.equal(torch.empty(0).set_(storage, 0, (SIDE, SIDE), (SIDE, 1)), expected)
+        assert torch.equal(swapper.use(handle), expected)
+        del held, storage
+        gc.collect()
+        hook(swapper)
+        states.append(record.state)
+        assert states == [State.RESTORED, State.ON_HOST]
+        assert sim.allocated_bytes() <= before - NBYTES
+        assert torch.equal(swapper.use(handle), expected)
+
+
+def test_a_bucket_of_ddps_is_never_empty(sim: cm.SimDevice) -> None:
+    """Its reducer holds it in C++ alone, and gathers the gradients of the next backward in it."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with sim.compute():
+            swapper = executor(sim)
+            layer = nn.Linear(SIDE, SIDE, bias=False)
+            model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
+            for _ in range(3):  # in the second it makes its buckets anew
+                layer.weight.grad = None
+                model(made(sim)).square().sum().backward()
+            assert layer.weight.grad is not None
+            expected = layer.weight.grad.clone()
+            handle, bucket = saved(swapper, layer.weight.grad), weakref.ref(layer.weight.grad.untyped_storage())
+            layer.weight.grad = None
+            for _ in range(3):
+                hook(swapper)
+            states, storage = [handle.claim.saved.state], bucket()  # it was copied, and stays
+            assert storage is not None
+            assert storage.nbytes() == NBYTES
+            del storage
+            assert torch.equal(swapper.use(handle), expected)
+            del model
+            gc.collect()
+            hook(swapper)
+            states.append(handle.claim.saved.state)
+            assert states == [State.RESTORED, State.ON_HOST]
+            assert torch.equal(swapper.use(handle), expected)
+    finally:
+        dist.destroy_process_group()
+
+
+def ddp_steps(device: Device) -> list[Tensor]:
+    """Gradients of steps whose loss is of the gradients that the step before left in the buckets."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE), nn.Tanh()).to(device.torch_device)
+    model = DistributedDataParallel(layers, gradient_as_bucket_view=True)
+    seen = []
+    for _ in range(4):
+        x = torch.randn(SIDE, SIDE, device=device.torch_device)
+        old = [p.grad for p in layers.parameters() if p.grad is not None]
+        loss = model(x).square().sum() + sum((p * g).sum() for p, g in zip(layers.parameters(), old, strict=False))
+        for p in layers.parameters():
+            p.grad = None
+        loss.backward()
+        seen += [p.grad.clone() for p in layers.parameters() if p.grad is not None]
+    return seen
+
+
+def test_steps_that_save_what_lies_in_ddps_buckets_are_plain_pytorchs(sim: cm.SimDevice) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with sim.compute():
+            expected = ddp_steps(sim)
+            with cm.save_on_cpu(device=sim, min_bytes=1024):
+                got = ddp_steps(sim)
+        assert len(got) == 16
+        assert all(map(torch.equal, got, expected))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_weak_reference_to_a_tensor_holds_nothing(sim: cm.SimDevice) -> None:
+    with sim.compute():
+        swapper = executor(sim)
+        y = made(sim)
+        handle, ref = saved(swapper, y), weakref.ref(y)
+        del y
+        hook(swapper, times=2)
+        assert ref() is None
+        assert handle.claim.saved.state is State.ON_HOST
+
+
+def test_a_write_by_whoever_holds_it_is_what_a_use_reads(sim: cm.SimDevice) -> None:
+    """As eager reads it: `.data` has a counter of its own. What a holder wrote before the memory goes is in no copy."""
+    with sim.compute():
+        swapper = executor(sim)
+        y = made(sim)
+        handle = saved(swapper, y)
+        hook(swapper, times=2)
+        y.data.mul_(2)
+        assert torch.equal(swapper.use(handle), y)
+
+
+def test_the_result_of_a_use_counts_as_a_holder(sim: cm.SimDevice) -> None:
+    """A node, or a hook on it, may keep what it is given."""
+    with sim.compute():
+        swapper = executor(sim)
+        y = made(sim)
+        expected = y.clone()
+        handle, other = saved(swapper, y), saved(swapper, y.detach())
+        del y
+        hook(swapper, times=2)
+        given = swapper.use(handle)
+        record = handle.claim.saved
+        assert not record.drop_restored()
+        hook(swapper)
+        assert torch.equal(given, expected)
+        del given
+        hook(swapper)
+        assert record.state is State.ON_HOST
+        assert torch.equal(swapper.use(other), expected)
+
+
+def test_all_views_come_back_with_one_copy(sim: cm.SimDevice) -> None:
+    with sim.compute():
+        swapper = executor(sim)
+        y = torch.randn(SIDE, SIDE, dtype=torch.complex64)
+        views = [y, y.t(), y[3:], y.conj(), y.imag, y.conj().imag, y.view(-1)[7::3]]
+        expected = [(v.clone(), v.stride(), v.storage_offset(), v.is_conj(), v.is_neg()) for v in views]
+        handles = [saved(swapper, v) for v in views]
+        assert len({id(handle.claim) for handle in handles}) == 1
+        storage = y.untyped_storage()._cdata
+        del y, views
+        hook(swapper, times=2)
+        assert handles[0].claim.saved.state is State.ON_HOST
+        used = [swapper.use(handle) for handle in handles]
+        assert {t.untyped_storage()._cdata for t in used} == {storage}  # the one that was saved
+        for t, (value, *geometry) in zip(used, expected, strict=True):
+            assert torch.equal(t, value)
+            assert [t.stride(), t.storage_offset(), t.is_conj(), t.is_neg()] == geometry
+
+
+def test_a_storage_that_had_no_object_in_python_goes_too() -> None:
+    """The object that we make for it counts as one reference for ever."""
+    t = torch.empty(8)
+    alias = t.detach()
+    holder = SimpleNamespace(storage=t.untyped_storage())
+    assert not held_alone(holder, 1)
+    del t
+    assert held_alone(holder, 1)
+    del alias
+    assert held_alone(holder)
+
+
+def test_nobody_else_holds_it_under_dynamos_evaluator_either() -> None:
+    """Calls hold more references to their arguments there."""
+    holder = SimpleNamespace(storage=torch.empty(8).untyped_storage())
+
+    def asked() -> bool:
+        return held_alone(holder)
+
+    @torch.compile(backend="eager")
+    def compiled(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        found.append(torch.compiler.disable(asked)())
+        return x + 1
+
+    found: list[bool] = []
+    compiled(torch.ones(2))
+    assert found == [True]
+    assert held_alone(holder)
+    other = holder.storage
+    assert not held_alone(holder)
+    assert other.nbytes() == 32
+
+
+BORROWED: dict[str, Callable[[], Tensor]] = {
+    "NumPy": lambda: torch.from_numpy(torch.randn(SIDE, SIDE).numpy().copy()),
+    "a buffer": lambda: torch.frombuffer(bytearray(NBYTES), dtype=torch.float32).normal_().view(SIDE, SIDE),
+    "DLPack": lambda: torch.utils.dlpack.from_dlpack(torch.randn(SIDE, SIDE)),
+}
+
+
+@pytest.mark.parametrize("name", BORROWED)
+def test_memory_that_torch_did_not_allocate_stays_and_is_counted(name: str, sim: cm.SimDevice) -> None:
+    with sim.compute():
+        swapper = executor(sim)
+        y = BORROWED[name]()
+        assert isinstance(swapper.save(y * 1), SwappedView)
+        handle = swapper.save(y)
+        assert isinstance(handle, KeptTensor)
+        assert swapper.metrics.totals.kept_by_reason == {"borrowed": 1}
+        assert torch.equal(swapper.use(handle), y)
+
+
+def test_what_numpy_was_given_after_its_save_stays(sim: cm.SimDevice) -> None:
+    with sim.compute():
+        swapper, y, expected, handle = one_saved(sim)
+        y.numpy()
+        del y
+        hook(swapper, times=2)
+        assert handle.claim.saved.state is State.RESTORED
+        assert torch.equal(swapper.use(handle), expected)
+
+
+# --- whole programs
+
+
+def program(at: torch.device, kept: list[Tensor] | None) -> list[Tensor]:
+    """Gradients of a chain whose activations somebody keeps (None: nobody), and what is kept at its end."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(SIDE, SIDE).to(at) for _ in range(4)]
+    x = torch.randn(SIDE, SIDE, device=at, requires_grad=True)
+    y = x
+    for layer in layers:
+        y = torch.tanh(layer(y))
+        if kept is not None:
+            kept.append(y)
+    y.square().sum().backward()
+    grads = [p.grad for layer in layers for p in layer.parameters() if p.grad is not None]
+    assert x.grad is not None
+    return [t.detach().clone() for t in (x.grad, *grads, *(kept or ()))]
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_activations_that_a_model_keeps_are_intact(holds: bool, device: Device) -> None:
+    expected = program(device.torch_device, [] if holds else None)
+    with device.compute(), cm.save_on_cpu(device=device, min_bytes=1024):
+        got = program(device.torch_device, [] if holds else None)
+    assert len(got) == len(expected)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_second_backward_finds_the_memory_gone_in_between(sim: cm.SimDevice) -> None:
+    def twice(at: torch.device, between: Callable[[], None]) -> list[Tensor]:
+        torch.manual_seed(3)
+        x = torch.randn(SIDE, SIDE, device=at, requires_grad=True)
+        loss = torch.tanh(torch.tanh(x) * 2).exp().sum()
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        between()
+        (second,) = torch.autograd.grad(loss, x, create_graph=False)
+        return [first, second]
+
+    expected = twice(sim.torch_device, lambda: None)
+    hooks = cm.save_on_cpu(device=sim, min_bytes=1024)
+    states: list[State] = []
+
+    def look() -> None:
+        torch.ones(2, requires_grad=True).exp()
+        torch.ones(2, requires_grad=True).exp()
+        states.extend(one.state for one in hooks._executor.parts.registry.all())
+
+    with sim.compute(), hooks:
+        got = twice(sim.torch_device, look)
+    assert states
+    assert set(states) == {State.ON_HOST}
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_penalty_on_gradients_saves_what_came_back_again(device: Device) -> None:
+    def penalised(at: torch.device) -> Tensor:
+        torch.manual_seed(3)
+        x = torch.randn(SIDE, SIDE, device=at, requires_grad=True)
+        loss = torch.tanh(x * 2).exp().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), x)
+        return second
+
+    expected = penalised(device.torch_device)
+    with device.compute(), cm.save_on_cpu(device=device, min_bytes=1024):
+        assert torch.equal(penalised(device.torch_device), expected)
+
+
+def test_a_save_with_bytes_that_the_copy_lacks_begins_it_again(sim: cm.SimDevice) -> None:
+    """One storage has one copy: the latest, which has what every earlier save would read of it now."""
+    with sim.compute():
+        swapper = executor(sim)
+        y = made(sim)
+        first = saved(swapper, y)
+        hook(swapper, times=2)
+        record = first.claim.saved
+        states = [record.state]
+        y.data.add_(1)
+        second = saved(swapper, y.data)
+        assert second.claim is first.claim
+        assert (record.state, record.copies) == (State.ON_DEVICE, 2)
+        expected = y.clone()
+        del y
+        hook(swapper, times=2)
+        states.append(record.state)
+        assert states == [State.RESTORED, State.ON_HOST]
+        assert torch.equal(swapper.use(second), expected)
+        assert torch.equal(swapper.use(first), expected)  # as eager's: both read the storage
+
+
+def test_a_use_on_another_stream_has_memory_of_its_own(sim: cm.SimDevice) -> None:
+    with sim.compute():
+        swapper = executor(sim)
+        other = sim.new_compute_stream("other")
+        y = made(sim)
+        expected = y.clone()
+        handle, again = saved(swapper, y), saved(swapper, y.detach())
+        del y
+        hook(swapper, times=2)
+        held = swapper.use(handle)  # back on this stream
+        with sim.stream(other):
+            elsewhere = swapper.use(again)
+            assert torch.equal(elsewhere, expected)
+        assert elsewhere.untyped_storage()._cdata != held.untyped_storage()._cdata
+        del elsewhere
+        assert torch.equal(held, expected)
+        sim.synchronize()
+
+
+def test_nothing_of_it_needs_the_collector(sim: cm.SimDevice) -> None:
+    with sim.compute():
+        swapper = executor(sim)
+        y = made(sim)
+        handle = saved(swapper, y)
+        hook(swapper, times=2)
+        assert swapper.parts.context.held
+        ref = weakref.ref(swapper)
+        del handle, swapper, y
+        assert ref() is None

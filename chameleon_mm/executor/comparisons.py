@@ -11,13 +11,10 @@ No kernel waits for the host: it reads checksums once at the end of each backwar
 
 from __future__ import annotations
 
-import atexit
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
-from weakref import WeakSet
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +25,6 @@ from chameleon_mm.saved.metrics import Totals
 from chameleon_mm.saved.recomputed_form import Original
 
 _log = logging.getLogger(__name__)
-
-_EXIT_LIMIT_S = 1.0
-
-_queued: WeakSet[partial[Any]] = WeakSet()
-"""What autograd has to call at the ends of backwards, until its threads let go of it."""
 
 
 class _Pair(NamedTuple):
@@ -100,7 +92,8 @@ class Comparisons:
             settle(task)
         elif task not in self._ends:
             self._ends.add(task)
-            _queue(partial(_queue, partial(settle, task)))
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(partial(settle, task)))
 
     def end_step(self) -> None:
         """Free the device memory of checksums that are not held: a later step may follow a plan without any."""
@@ -112,21 +105,6 @@ class Comparisons:
         failed, self._failed, self.pending = self._failed, False, []
         self._ends.clear()
         return failed
-
-
-def _queue(act: partial[Any]) -> None:
-    """Have autograd call `act` before the backward that runs on this thread returns."""
-    _queued.add(act)
-    torch.autograd.Variable._execution_engine.queue_callback(act)
-
-
-@atexit.register
-def _wait_for_autograd() -> None:
-    """Wait until autograd's threads have let go of what they had to call: a device's thread does so after `backward` has
-    returned, takes the interpreter's lock for it, and where the interpreter has ended torch aborts the process."""
-    limit = time.monotonic() + _EXIT_LIMIT_S
-    while _queued and time.monotonic() < limit:
-        time.sleep(0.0002)  # gives them the lock
 
 
 def _mismatch(original: Original, before: int, after: int) -> RecomputeMismatch:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
+from chameleon_mm.executor.at_exit import let_go_at_exit
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.hook_lock import Ended, HookLock
@@ -82,6 +83,7 @@ class Executor:
         self.director = Director()
         self.hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
         self._pid = self.hook_lock.pid
+        let_go_at_exit(device.torch_device)
         self.hook_counts = HookCounts()
         self.loop = StepLoop(self)
         self._in_step = False

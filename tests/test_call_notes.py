@@ -184,11 +184,11 @@ def test_births_at_the_places_of_a_plan() -> None:
             y, z = x * 3, x * 4
             torch._foreach_mul([x, y], 2.0)
             del z
-            assert [value.call is not None and value.storage() is it for _, value, it in watch.born] == [True, True]
-            found = [(number, int(torch.empty(0).set_(storage, 0, (4,), (1,))[0])) for number, _, storage in watch.born]
+            assert [value.call is not None and value.storage() is it for _, value, it in watch.births.born] == [True, True]
+            found = [(number, int(torch.empty(0).set_(storage, 0, (4,), (1,))[0])) for number, _, storage in watch.births.born]
             watch.at_hook(2)
             _ = x * 3, x * 4
-            assert len(watch.born) == 2
+            assert len(watch.births.born) == 2
         watch.end()
         return found
 

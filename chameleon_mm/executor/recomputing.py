@@ -162,10 +162,9 @@ class Recomputing:
     def hold_born(self, claim_to_hold: ClaimToHold, note_held: Callable[[SavedStorage, int], None]) -> None:
         """Hold the storages to be held that were made since the last hook. `note_held(saved, number)` is told of each."""
         self._follow()
-        if self.watch is None or not self.watch.born:
+        if self.watch is None or not self.watch.births.born:
             return
-        born, self.watch.born = self.watch.born, []
-        for number, value, _ in born:
+        for number, value, _ in self.watch.births.take():
             if not value.is_latest:
                 continue
             t = None if value.tensor is None else value.tensor()

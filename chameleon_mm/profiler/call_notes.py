@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import ModuleType, TracebackType
@@ -32,6 +31,7 @@ from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import (
     Argument,
     BirthPlace,
+    Births,
     Call,
     Geometry,
     Operation,
@@ -98,15 +98,10 @@ class CallNotes:
         self._values: dict[int, NotedValue] = {}
         self._calls: dict[int, Call] = {}
         self._storages: dict[int, Any] = {}
-        self._places: Mapping[BirthPlace, int] = {}
-        self._names: dict[int, set[str]] = {}
-        """Names of the operators that make storages to hold, by the number of hooks before; "": any."""
-        self._ran: Counter[str] = Counter()
-        self._hooks = 0
         me = weakref.ref(self)
         """What the helper has: the collector does not see a reference of its own."""
         self.noted: Any = helper.Notes(partial(_tell, me), device.torch_device.type == "cuda")
-        self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
+        self.births = Births()
         self.after_forward: Callable[[], None] | None = None
         self.is_over = False
         """Whether the step has ended, or has turned out to be one in which nothing is recomputed: it is to be left."""
@@ -131,7 +126,7 @@ class CallNotes:
         """Look at nothing more, and forget what was noted."""
         self.is_over = True
         self.noted.end()
-        for kept in (self._values, self._calls, self._storages, self.born):
+        for kept in (self._values, self._calls, self._storages, self.births.born):
             kept.clear()
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
@@ -140,29 +135,24 @@ class CallNotes:
 
     def given(self, t: Tensor) -> Value:
         """The latest value of the storage of `t`, a plain tensor: new where it was not known."""
-        value = self._value(self.noted.given(t))
-        assert value is not None
-        return value
+        return self._known(self.noted.given(t))
 
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
-        """Hold storages from their birth on at these places; each with the plan's number of the storage."""
-        self.born.clear()
-        self._places, self._names = places, defaultdict(set)
-        for place in places:
-            self._names[place.hooks].add(place.operator)
-        self.at_hook(self._hooks)
+        """Hold storages from their birth on, as `Births` does."""
+        self.births.hold(places)
+        self.noted.tell_of_births(self.births.are_due)
 
     def at_hook(self, hooks: int) -> None:
         """Note that there were so many hooks in the step so far."""
-        self._hooks = hooks
-        self._ran.clear()
-        self.noted.hold(self._names.get(hooks, set()))
+        self.births.at_hook(hooks)
+        self.noted.tell_of_births(self.births.are_due)
 
     # --- what values and recipes ask for
 
     def _value(self, number: int) -> NotedValue | None:
-        if number == _NONE:
-            return None
+        return None if number == _NONE else self._known(number)
+
+    def _known(self, number: int) -> NotedValue:
         value = self._values.get(number)
         if value is None:
             value = self._values[number] = NotedValue(self, number)
@@ -217,7 +207,7 @@ class CallNotes:
 
     # --- what the helper asks for, in the middle of an operator
 
-    def _facts_of(self, name: str, overload: str) -> tuple[bool, bool, bool, bool, bool, bool, list[int], int]:
+    def _facts_of(self, name: str, overload: str) -> tuple[Any, ...]:
         func, facts, told = _of_torch.get((name, overload, self._device_type)) or _facts(name, overload, self._device_type)
         self._operators.append((func, facts))
         return *told, len(self._operators) - 1
@@ -226,8 +216,8 @@ class CallNotes:
         self._settings.append(settings_now(is_product=True))
         return len(self._settings) - 1
 
-    def _note_random(self, generator: torch.Generator | None, device: torch.device | None) -> int:
-        drawn_from = generator_of((generator,), {"device": device})
+    def _note_random(self, given: list[Any]) -> int:
+        drawn_from = generator_of(tuple(given), {"device": next((one for one in given if isinstance(one, torch.device)), None)})
         if drawn_from is None:
             return _NONE
         self._random.append((drawn_from, drawn_from.get_state()))
@@ -239,20 +229,14 @@ class CallNotes:
     def _write(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             value = self._values.get(number)
-            if value is not None and value.relied is not None and value.relied.dependents:
+            if value is not None and value.has_dependents:
                 self._before_write(value)
 
-    def _note_born(self, name: str, made: int, made_end: int) -> None:
-        self._ran[name] += 1
-        for position, number in enumerate(range(made, made_end)):
-            tensor = self._places.get(BirthPlace(self._hooks, name, self._ran[name], position))
-            value = None if tensor is None else self._value(number)
-            storage = None if value is None else value.storage()
-            if tensor is not None and value is not None and storage is not None:
-                self.born.append((tensor, value, storage))
+    def _note_born(self, operator: int, made: int, made_end: int) -> None:
+        self.births.note(self._operators[operator][0].name(), map(self._known, range(made, made_end)))
 
 
-_Known = tuple[Any, OpFacts, tuple[bool, bool, bool, bool, bool, bool, list[int]]]
+_Known = tuple[Any, OpFacts, tuple[Any, ...]]
 
 _of_torch: dict[tuple[str, str, str], _Known] = {}
 """Facts about torch's own operators, which nobody defines anew, by name, overload and type of device."""
@@ -260,12 +244,13 @@ _of_torch: dict[tuple[str, str, str], _Known] = {}
 
 def _facts(name: str, overload: str, device_type: str) -> _Known:
     """An operator, facts about it, and what the helper is told of them: whether to skip it, whether it runs in parts, is in
-    place, random, a product, whether counters tell of its writes; which arguments it may write to."""
+    place, random, a product, whether counters tell of its writes; which arguments it may write to; the numbers of its
+    arguments and results."""
     namespace, _, base = name.partition("::")
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     except (AttributeError, RuntimeError):  # one of `prim` that torch.ops does not have: a question
-        return None, OpFacts(base), (True, False, False, False, False, False, [])
+        return None, OpFacts(base), (True, False, False, False, False, False, [], 0, 0)
     facts, arguments = OpFacts.of(func, device_type), func._schema.arguments
     written = [i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
     written.sort(key=lambda i: arguments[i].kwarg_only)
@@ -273,8 +258,8 @@ def _facts(name: str, overload: str, device_type: str) -> _Known:
         written += [3, 4] if facts.name in BATCH_NORMS else [i for i, one in enumerate(arguments) if not one.kwarg_only]
     makes = any("Tensor" in str(one.type) for one in func._schema.returns)
     skip = not (facts.kernel or facts.uninitialised) or not (makes or written)
-    product, counts = is_product(func), not facts.hidden_writes
-    known = func, facts, (skip, facts.composite, facts.in_place, facts.random, product, counts, written)
+    kinds = skip, facts.composite, facts.in_place, facts.random, is_product(func), not facts.hidden_writes
+    known = func, facts, (*kinds, written, len(arguments), len(func._schema.returns))
     if facts.is_torchs_own:
         _of_torch[name, overload, device_type] = known
     return known

@@ -10,6 +10,7 @@ A value is what a storage holds between two writes. None of them holds a tensor.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -43,6 +44,52 @@ class BirthPlace(NamedTuple):
     """Number of operators of that name since the last hook, it included."""
     position: int
     """Position of the storage among those that the operator wrote."""
+
+
+class Births:
+    """Storages to hold from their birth on, at the places that a plan has them born at. Not thread-safe."""
+
+    __slots__ = ("_hooks", "_places", "_ran", "_watched", "born")
+
+    def __init__(self) -> None:
+        self._places: Mapping[BirthPlace, int] = {}
+        self._watched = frozenset[int]()
+        """Numbers of hooks behind which one is born."""
+        self._ran: Counter[str] = Counter()
+        """Operators since the last hook, by name; counted where a storage is to be held."""
+        self._hooks = 0
+        self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
+        """Those that were made since the last hook, each with the plan's number. Taken by whoever holds them."""
+
+    def hold(self, places: Mapping[BirthPlace, int]) -> None:
+        """Hold storages that are born at these places; each with the plan's number of the storage. Forgets what was born for
+        other ones."""
+        self.born.clear()
+        self._places, self._watched = places, frozenset(place.hooks for place in places)
+
+    def at_hook(self, hooks: int) -> None:
+        """Note that there were so many hooks in the step so far."""
+        self._hooks = hooks
+        self._ran.clear()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether one is born before the next hook: operators are to be noted."""
+        return self._hooks in self._watched
+
+    def note(self, operator: str, made: Iterable[Value]) -> None:
+        """Note an operator that ran, with the values that it made, in order."""
+        self._ran[operator] += 1
+        for position, value in enumerate(made):
+            number = self._places.get(BirthPlace(self._hooks, operator, self._ran[operator], position))
+            storage = None if number is None else value.storage()
+            if number is not None and storage is not None:
+                self.born.append((number, value, storage))
+
+    def take(self) -> list[tuple[int, Value, torch.UntypedStorage]]:
+        """Those that were born since this was asked last."""
+        born, self.born = self.born, []
+        return born
 
 
 class Geometry(NamedTuple):
@@ -135,6 +182,11 @@ class Value:
         if self.relied is None:
             self.relied = Relied()
         return self.relied
+
+    @property
+    def has_dependents(self) -> bool:
+        """Whether others are made from its bytes: whoever writes to it has them made first."""
+        return self.relied is not None and bool(self.relied.dependents)
 
     @property
     def is_uninitialised(self) -> bool:

@@ -2,7 +2,7 @@
 
     a chain of operators, each of which saves one tensor: no hooks | hooks alone | light profiler, of a step that is known and
     of one that is new | a dispatch mode that does nothing | the call watch, under which steps that recompute run their forward
-    | the detailed recorder
+    | call notes, the same in C++, where that is built | the detailed recorder
     bounds: light profiler at most 1.2 us per saved tensor (its save and its use) over hooks that do nothing, and 90 % below
             the detailed recorder. Of a step that is known, as nearly all are
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chameleon_mm import native
 from chameleon_mm.bench._measure import (
     Cell,
     Column,
@@ -41,6 +42,7 @@ from chameleon_mm.bench._measure import (
 from chameleon_mm.bench._report import Bound, Report, median_of
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.profiler.call_notes import watch_calls
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.record_hooks import RecordingHooks
@@ -56,6 +58,7 @@ LIGHT = "light profiler"
 NEW_STEP = "light, new step"
 PASS_THROUGH = "pass-through mode"
 CALL_WATCH = "call watch"
+CALL_NOTES = "call notes"
 DETAILED = "detailed recorder"
 
 _WARMUP = 3
@@ -150,8 +153,16 @@ def peers(device: Device) -> Mapping[str, Watch]:
         NEW_STEP: partial(_light, timed, None),
         PASS_THROUGH: partial(_under, PassThrough, timed),
         CALL_WATCH: partial(_under, lambda: CallWatch(device, lambda value: None), timed),
+        **({} if native.load("notes") is None else {CALL_NOTES: partial(_noted, device, timed)}),
         DETAILED: partial(_detailed, device, timed),
     }
+
+
+def _noted(device: Device, timed: Watch, step: Step) -> float:
+    with watch_calls(device, lambda value: None) as notes:
+        us = timed(step)
+    notes.end()
+    return us
 
 
 class PassThrough(TorchDispatchMode):

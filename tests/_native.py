@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from chameleon_mm import native
 from chameleon_mm.errors import NativeBuildError
@@ -27,6 +28,11 @@ def only(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda name: load(name) if name in names else None)
 
 
+def without(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have devices and sessions find none of these helpers."""
+    only([name for name in native.HELPERS if name not in names], monkeypatch)
+
+
 def helper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The helper `name`, which devices and sessions find from then on, as they find others of that folder."""
     monkeypatch.setattr(native.building, "CACHE", BUILDS)
@@ -39,6 +45,13 @@ def helper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = native.load(name)
     assert module is not None, native.status(name)
     return module
+
+
+def unnoted() -> torch._C._ExcludeDispatchKeyGuard:
+    """A context whose operators no call notes see."""
+    key = torch._C._parse_dispatch_key("Fake")
+    assert key is not None
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
 def mutated(name: str, file: str, text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

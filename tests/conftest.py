@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.executor import Executor
 from chameleon_mm.profiler.dispatch_state import remove
-from tests._native import BUILDS
+from tests._native import BUILDS, helper, without
 from tests.cuda_stand_in import control
 from tests.observed import observe_all
 
@@ -87,6 +88,8 @@ def _no_mode_stays() -> Iterator[None]:
     for mode in stay:
         remove(mode)
     names = [type(mode).__name__ for mode in stay]
+    key_is_on = torch._C._dispatch_tls_is_dispatch_key_included("Fake")
+    assert not key_is_on, "expected the dispatch key of call notes to be off when the test ends, got it on"
     assert not names, f"expected no dispatch mode of ours on this thread's stack when the test ends, got {names}"
 
 
@@ -113,6 +116,17 @@ def device(request: pytest.FixtureRequest) -> Device:
     from chameleon_mm.device.cuda import CudaDevice
 
     return CudaDevice()
+
+
+@pytest.fixture(params=["watch", "notes"])
+def each_watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Steps that recompute are watched in Python, then noted in C++: with each all is the same."""
+    if request.param == "notes":
+        helper("notes", monkeypatch)
+        if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
+            dynamo.counters["frames"].clear()  # of an earlier test
+    without(["notes"] if request.param == "watch" else [], monkeypatch)
+    return str(request.param)
 
 
 @pytest.fixture

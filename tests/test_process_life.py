@@ -464,3 +464,25 @@ def test_a_process_ends_as_it_should(name: str, became: dict[str, tuple[int, str
 if __name__ == "__main__":
     observe_all()
     main(Path(sys.argv[1]))
+
+
+ENDS_AFTER_A_BACKWARD = """
+import torch
+from chameleon_mm.executor.at_exit import let_go_at_exit
+let_go_at_exit(torch.device("cuda", 0))
+x = torch.ones(4, device="cuda", requires_grad=True)
+y = x * 2
+y.register_hook(lambda gradient: torch.autograd.Variable._execution_engine.queue_callback(lambda: None))
+y.sum().backward()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(4))
+def test_a_program_may_end_as_soon_as_a_backward_has_returned(number: int) -> None:
+    """Autograd's thread lets go of what that backward held after it has returned: most such programs of plain torch abort."""
+    command = [sys.executable, "-c", ENDS_AFTER_A_BACKWARD]
+    done = subprocess.run(
+        command, cwd=_ROOT, env={**os.environ, "PYTHONPATH": str(_ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

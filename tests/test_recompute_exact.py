@@ -32,6 +32,9 @@ from chameleon_mm.trace import replayable
 from tests._fakes import Unwatched
 from tests._mix_models import MODELS, Case, bits, train
 from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
+from tests._native import unnoted
+
+pytestmark = pytest.mark.usefixtures("each_watch")
 
 ALL = replayable.DEFAULT | replayable.PRODUCTS
 
@@ -122,7 +125,7 @@ LARGE = 160
 
 def outside(*shape: int, grad: bool = False) -> Tensor:
     """Random numbers that no step has made, as a batch or a parameter."""
-    with _disable_current_modes():
+    with _disable_current_modes(), unnoted():
         return torch.randn(*(shape or (SIDE, SIDE)), requires_grad=grad)
 
 
@@ -843,7 +846,7 @@ class Sharded(nn.Module):
 
     def fetch(self, *, filled: bool = True) -> None:
         self.shift.data.untyped_storage().resize_(self.full.untyped_storage().nbytes())
-        with torch.no_grad(), _disable_current_modes():  # a collective on a stream of its own
+        with torch.no_grad(), _disable_current_modes(), unnoted():  # a collective on a stream of its own
             self.shift.data.copy_(self.full if filled else torch.full_like(self.full, torch.nan))
 
 

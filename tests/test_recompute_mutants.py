@@ -30,7 +30,7 @@ from tests.test_compute_streams import Side
 from tests.test_recompute_exact import ALL, LARGE, SIDE, Program, grads, leaf, outcome, outside
 
 pytestmark = [
-    pytest.mark.usefixtures("no_gc"),
+    pytest.mark.usefixtures("no_gc", "each_watch"),
     # A mutant also breaks what runs when its graph is dropped, where an error can only be reported.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -96,7 +96,8 @@ def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def from_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.profiler.call_watch.generator_of", lambda args, kwargs: torch.default_generator)
+    for module in ("call_watch", "call_notes"):
+        monkeypatch.setattr(f"chameleon_mm.profiler.{module}.generator_of", lambda args, kwargs: torch.default_generator)
 
 
 MUTANTS: list[tuple[Mutate, Program]] = [
@@ -181,6 +182,7 @@ def test_statistics_that_would_move_twice(refused: bool, hidden: bool, monkeypat
         monkeypatch.setattr("chameleon_mm.executor.recompute_plan.running_statistics", nothing)
     if not hidden:
         monkeypatch.setattr("chameleon_mm.device.operators._HIDDEN_WRITES", frozenset())
+        monkeypatch.setattr("chameleon_mm.profiler.call_notes._of_torch", {})
         by_reference(monkeypatch)
     expected = outcome(normalised, 2)
     assert (outcome(normalised, 2, mixed(unproven())) == expected) == (hidden or refused)

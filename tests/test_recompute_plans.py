@@ -130,6 +130,7 @@ def totals(run: Run) -> Any:
     return totals_of_session(run.session)
 
 
+@pytest.mark.usefixtures("each_watch")
 @pytest.mark.parametrize("share", [0.6, 0.4, 0.3])
 def test_a_plan_that_recomputes_gives_plain_bits_within_the_budget(share: float) -> None:
     budget = budget_for(share)
@@ -146,6 +147,7 @@ def test_a_plan_that_recomputes_gives_plain_bits_within_the_budget(share: float)
     assert run.peaks[-1] >= 0.98 * budget
 
 
+@pytest.mark.usefixtures("each_watch")
 @pytest.mark.parametrize("share", [0.6, 0.4, 0.3])
 def test_the_step_takes_the_time_that_was_predicted(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[float, float]] = []
@@ -181,6 +183,7 @@ def test_recomputing_is_faster_than_swapping_alone() -> None:
     assert steps_us[0] - unswapped_us < 0.5 * (steps_us[1] - unswapped_us)
 
 
+@pytest.mark.usefixtures("each_watch")
 def test_each_place_is_proven_once_and_nothing_is_dropped_before_that() -> None:
     """Note [Relied on], rule 3: in the first step by a plan the originals stay until their uses, within the budget."""
     budget = budget_for(0.4)
@@ -202,6 +205,7 @@ def test_each_place_is_proven_once_and_nothing_is_dropped_before_that() -> None:
     assert run.session.report().not_recomputed_by_reason == {"proved at its use first": proofs[3]}
 
 
+@pytest.mark.usefixtures("each_watch")
 def test_what_is_recomputed_is_compared_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs: list[bool] = []
     add = Comparisons.add
@@ -216,6 +220,7 @@ def test_what_is_recomputed_is_compared_each_time(monkeypatch: pytest.MonkeyPatc
     assert pairs.count(False) == totals(run).recomputed
 
 
+@pytest.mark.usefixtures("each_watch")
 def test_an_error_of_an_operator_in_a_proof_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any, exclude: Any) -> None:
         raise RuntimeError("it does not run in this mode")
@@ -259,6 +264,7 @@ def differing(monkeypatch: pytest.MonkeyPatch, *, in_proof: bool) -> list[Origin
     return changed
 
 
+@pytest.mark.usefixtures("each_watch")
 def test_what_a_proof_finds_to_differ_is_swapped_and_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = differing(monkeypatch, in_proof=True)
     run = train(8, budget_for(0.4), device=far_ahead())
@@ -276,6 +282,7 @@ def test_what_a_proof_finds_to_differ_is_swapped_and_planned_without(monkeypatch
     assert number not in {action.tensor for action in adaptation.latest.current.program.plan.recomputed}
 
 
+@pytest.mark.usefixtures("each_watch")
 def test_a_mismatch_ends_backward_with_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """And steps after it are right: that tensor is not recomputed any more."""
     changed = differing(monkeypatch, in_proof=False)
@@ -302,6 +309,7 @@ def test_a_mismatch_ends_backward_with_an_error_that_names_it(monkeypatch: pytes
     assert session.report().steps_by_phase["failed"] == 1
 
 
+@pytest.mark.usefixtures("each_watch")
 def test_run_step_runs_a_step_with_a_mismatch_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With plain PyTorch's bits in each step, and without a lower budget."""
 

@@ -268,6 +268,7 @@ def _dropping() -> cm.SwapSession:
     return mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
 
 
+@pytest.mark.usefixtures("each_watch")
 def test_what_a_replay_makes_besides_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, session = outcome(two_results, 2), _dropping()
     assert outcome(two_results, 2, session) == expected

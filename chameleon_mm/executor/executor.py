@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
+from chameleon_mm.executor.at_exit import let_go_at_exit
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.hook_lock import Ended, HookLock
@@ -32,7 +33,7 @@ from chameleon_mm.executor.weak_calls import weak_before_write, weak_settle
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.process import ThisProcess
-from chameleon_mm.profiler.call_watch import CallWatch
+from chameleon_mm.profiler.call_notes import AnyWatch
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.profiler.recorder import Recorder
@@ -82,6 +83,7 @@ class Executor:
         self.director = Director()
         self.hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
         self._pid = self.hook_lock.pid
+        let_go_at_exit(device.torch_device)
         self.hook_counts = HookCounts()
         self.loop = StepLoop(self)
         self._in_step = False
@@ -247,7 +249,7 @@ class Executor:
         if self.hook_lock.may_ask_device():
             self.recording.begin(*self.hook_lock.run(self._begin_step, timed))
 
-    def _begin_step(self, timed: bool) -> tuple[Recorder | None, CallWatch | None]:
+    def _begin_step(self, timed: bool) -> tuple[Recorder | None, AnyWatch | None]:
         if self.checksums is not None:
             self.checksums.prepare()  # before anything of the step is counted
         self.loop.forget()

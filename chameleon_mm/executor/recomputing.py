@@ -25,7 +25,7 @@ from chameleon_mm.executor.parameter_sizes import ParameterSizes
 from chameleon_mm.executor.recipe_runner import RecipeRunner, Restore
 from chameleon_mm.executor.recompute_plan import Followed, RecomputePlan
 from chameleon_mm.policy.recipes import COPIED_BYTES
-from chameleon_mm.profiler.call_watch import CallWatch
+from chameleon_mm.profiler.call_notes import AnyWatch, watch_calls
 from chameleon_mm.profiler.calls import Value, has_plain_storage
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import Claim
@@ -74,7 +74,7 @@ class Recomputing:
         self._followed: Followed | None = None
         self._is_untypical = False
         """Whether the step takes another time than its plan says, whichever plan it is."""
-        self.watch: CallWatch | None = None
+        self.watch: AnyWatch | None = None
         """What watches the running step's forward; None: nothing is recomputed in this step."""
         self._held: dict[int, tuple[Value, Claim]] = {}
         """Values that recipes of this step may need, each with what keeps its bytes, by the value's id."""
@@ -89,14 +89,14 @@ class Recomputing:
 
     # --- the step
 
-    def begin(self, followed: Followed, before_write: Callable[[Value], None] | None) -> CallWatch | None:
+    def begin(self, followed: Followed, before_write: Callable[[Value], None] | None) -> AnyWatch | None:
         """Begin a step, which follows what `followed` says at each hook. Returns what watches its forward; None without
         `before_write`: nothing is recomputed in it."""
         if self._followed is not None:  # the step before did not end
             self.end()
         self._followed, self._is_untypical = followed, False
         if before_write is not None:
-            self.watch = CallWatch(self._device, before_write)
+            self.watch = watch_calls(self._device, before_write)
             self.watch.after_forward = self._held.clear  # recipes hold what they need
         self._follow()
         return self.watch
@@ -162,10 +162,9 @@ class Recomputing:
     def hold_born(self, claim_to_hold: ClaimToHold, note_held: Callable[[SavedStorage, int], None]) -> None:
         """Hold the storages to be held that were made since the last hook. `note_held(saved, number)` is told of each."""
         self._follow()
-        if self.watch is None or not self.watch.born:
+        if self.watch is None or not self.watch.births.born:
             return
-        born, self.watch.born = self.watch.born, []
-        for number, value, _ in born:
+        for number, value, _ in self.watch.births.take():
             if not value.is_latest:
                 continue
             t = None if value.tensor is None else value.tensor()

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from chameleon_mm.profiler.call_watch import CallWatch
+from chameleon_mm.profiler.call_notes import AnyWatch, CallNotes
 from chameleon_mm.profiler.dispatch_state import in_backward, is_on
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.storages import TracedStorage
@@ -34,16 +34,16 @@ class Recording:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         """The recorder that records the step, or did until it was stopped. Others only read it."""
-        self.watch: CallWatch | None = None
+        self.watch: AnyWatch | None = None
         self._thread = 0
         """The thread that began the step: a watch is on there alone."""
         self._entered = False
-        self._left_within: list[Recorder | CallWatch] = []  # backwards that were not over yet
+        self._left_within: list[Recorder | AnyWatch] = []  # backwards that were not over yet
 
         self.is_over = True
         """Whether there is no mode any more, and none that autograd may put back: hooks do nothing about it."""
 
-    def begin(self, recorder: Recorder | None, watch: CallWatch | None = None) -> None:
+    def begin(self, recorder: Recorder | None, watch: AnyWatch | None = None) -> None:
         """Enter `recorder` or `watch`, one of the two at most."""
         mode = recorder or watch
         if not self.is_over:
@@ -75,7 +75,7 @@ class Recording:
                 self.watch = None
                 self._note_whether_over()
 
-    def _enter_or_leave(self, watch: CallWatch) -> None:
+    def _enter_or_leave(self, watch: AnyWatch) -> None:
         wanted = not (watch.must_leave or watch.is_over or in_backward())
         if self._entered and not wanted:
             self._leave(watch)
@@ -87,7 +87,7 @@ class Recording:
         """Leave every mode of the step that is on this thread's stack, before one that was entered earlier is: torch keeps for
         each mode what was on when it was entered, and takes that for true again as it is left."""
         mode = self.recorder or self.watch
-        if mode is not None and self._entered and is_on(mode):
+        if mode is not None and self._entered and (isinstance(mode, CallNotes) or is_on(mode)):
             self._leave(mode)
         self.leave_restored()
 
@@ -123,7 +123,7 @@ class Recording:
     def _note_whether_over(self) -> None:
         self.is_over = self.recorder is None and self.watch is None and not self._left_within
 
-    def _leave(self, mode: Recorder | CallWatch) -> None:
+    def _leave(self, mode: Recorder | AnyWatch) -> None:
         self._entered = False
         mode.__exit__(None, None, None)
         if in_backward():

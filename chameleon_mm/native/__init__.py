@@ -5,8 +5,8 @@
     status("memory")         # the same, in words: `chameleon-mm doctor` prints it
 
 A build is made for one Python, one torch, one C++ ABI and one source, and the name of its file says which: after an update of
-any of them there is none, until it is built again. `memory` stands for Python that is there anyway and is its reference;
-`reclaim` is what torch's allocator calls. Sessions use what is built when they are made.
+any of them there is none, until it is built again. `memory` and `notes` stand for Python that is there anyway and is their
+reference; `reclaim` is what torch's allocator calls. Sessions use what is built when they are made.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import torch
 
 from chameleon_mm.errors import NativeBuildError
 
-HELPERS = ("reclaim", "memory")
+HELPERS = ("reclaim", "memory", "notes")
 """Names of the helpers, each of a source beside this file."""
 
 OF_CUDA = ("reclaim", "memory")
@@ -128,7 +128,8 @@ def _libraries(name: str) -> list[str]:
     """Options for the linker, and for the parts of a source that are for CUDA."""
     folder = Path(torch.__file__).parent / "lib"
     # Needed whether or not anything of it is called by name: it brings the runtime that torch uses.
-    of_cuda = ["-DWITH_CUDA", "-Wl,--no-as-needed", "-lc10_cuda"] if name in OF_CUDA and torch.version.cuda is not None else []
+    asks_cuda = torch.version.cuda is not None and name in (*OF_CUDA, "notes")
+    of_cuda = ["-DWITH_CUDA", "-Wl,--no-as-needed", "-lc10_cuda"] if asks_cuda else []
     return [f"-L{folder}", *of_cuda, "-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 

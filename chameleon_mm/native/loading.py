@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import logging
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -18,7 +19,11 @@ class Status(NamedTuple):
     words: str
 
 
+_log = logging.getLogger(__name__)
+
 _loaded: dict[Path, ModuleType] = {}
+_said: set[Path] = set()
+"""Builds of which the log has that they do not load."""
 
 
 def load(name: str) -> ModuleType | None:
@@ -42,6 +47,9 @@ def _find(name: str) -> ModuleType | str:
                 return "not built for this torch (`chameleon-mm native` builds it)"
             found = _import(name, path)
             if isinstance(found, str):  # asked again the next time: it may have been built anew
+                if path not in _said:
+                    _said.add(path)
+                    _log.warning("chameleon_mm: the C++ helper %r %s; all works without it", name, found)
                 return found
             _loaded[path] = found
     except (OSError, RuntimeError) as error:  # no home, or one that may not be read

@@ -26,6 +26,7 @@ from chameleon_mm.device.op_call import OpCall, lazy_bits_resolved, may_have_laz
 from chameleon_mm.device.operators import OpFacts, OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.profiler.calls import (
     Argument,
+    Births,
     Call,
     Geometry,
     Operation,
@@ -48,7 +49,6 @@ from chameleon_mm.profiler.dispatch_state import (
     leave,
     may_have_other_formula,
 )
-from chameleon_mm.trace.trace import BirthPlace
 from chameleon_mm.units import allocated_size
 
 
@@ -75,14 +75,8 @@ class CallWatch(StepMode):
         self._device_type = device.torch_device.type
         self._facts = OpFactsCache(self._device_type)
         self._latest: dict[int, Value] = {}
-        self._places: Mapping[BirthPlace, int] = {}
-        self._place_hooks = frozenset[int]()
-        self._ran: dict[str, int] = {}
-        """Operators since the last hook, by name; counted where a storage is to be held."""
-        self._hooks = 0
         self._number = 0
-        self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
-        """Storages to hold that were made since the last hook, each with the plan's number. Taken by whoever holds them."""
+        self.births = Births()
         self.after_forward: Callable[[], None] | None = None
         """Called by hooks of a backward: what was noted for its forward alone may go."""
         self.is_over = False
@@ -108,19 +102,15 @@ class CallWatch(StepMode):
         """Look at nothing more, and forget what was noted."""
         self.is_over = True
         self._latest.clear()
-        self.born.clear()
+        self.births.born.clear()
 
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
-        """Hold storages from their birth on at these places; each with the plan's number of the storage. Forgets what was born
-        for other ones."""
-        self.born.clear()
-        self._places, self._place_hooks = places, frozenset(place.hooks for place in places)
+        """Hold storages from their birth on, as `Births` does."""
+        self.births.hold(places)
 
     def at_hook(self, hooks: int) -> None:
         """Note that there were so many hooks in the step so far."""
-        self._hooks = hooks
-        if self._ran:
-            self._ran = {}
+        self.births.at_hook(hooks)
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,9 +125,6 @@ class CallWatch(StepMode):
         facts = self._facts[func]
         if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
-        if self._hooks in self._place_hooks:
-            name = func.name()
-            self._ran[name] = self._ran.get(name, 0) + 1
         if facts.question or not (facts.kernel or facts.uninitialised):
             return func(*args, **kwargs)  # a view, or a question: no bytes are made
         if may_have_other_formula(facts):
@@ -150,7 +137,7 @@ class CallWatch(StepMode):
         written = written_tensors(facts, args, kwargs)
         for t in written:
             value = self._latest.get(id(t.untyped_storage()))
-            if value is not None and value.relied is not None and value.relied.dependents:
+            if value is not None and value.has_dependents:
                 self._before_write(value)
         tensors = [one for one in args if isinstance(one, Tensor)]
         with lazy_bits_resolved() if may_have_lazy_bits(tensors) else nullcontext():
@@ -216,20 +203,13 @@ class CallWatch(StepMode):
                 if has_storage(t) and self.value_of(t.untyped_storage()) is None:
                     made.append(self._made(call, Result(True, position), t, None))
                     call.operation.made_bytes += allocated_size(t.untyped_storage().nbytes())
-        if self._ran:
-            self._hold_planned(call, made)
+        if self.births.are_due:
+            self.births.note(call.operation.func.name(), made)
 
-    def _made(self, call: Call, result: Result, t: Tensor, before: Value | None) -> tuple[Value, torch.UntypedStorage]:
+    def _made(self, call: Call, result: Result, t: Tensor, before: Value | None) -> Value:
         """Note a new value of the storage of `t`, the next that `call` wrote; `before`: the one that it had."""
         storage = t.untyped_storage()
         reference, writes = (weakref.ref(storage), 0) if before is None else (before.storage, before.writes + 1)
         value = self._latest[id(storage)] = Value(reference, storage.nbytes(), call, result, writes)
         self._note_counter(value, t, writes=0 if result.returned or call.operation.facts.hidden_writes else 1)
-        return value, storage
-
-    def _hold_planned(self, call: Call, made: Sequence[tuple[Value, torch.UntypedStorage]]) -> None:
-        name = call.operation.func.name()
-        for position, (value, storage) in enumerate(made):
-            tensor = self._places.get(BirthPlace(self._hooks, name, self._ran[name], position))
-            if tensor is not None:
-                self.born.append((tensor, value, storage))
+        return value

@@ -10,6 +10,7 @@ A value is what a storage holds between two writes. None of them holds a tensor.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ from chameleon_mm.device.op_call import collect_tensors
 from chameleon_mm.device.operators import BATCH_NORMS, OpFacts, updated_statistics
 from chameleon_mm.profiler.kernel_settings import settings_now
 from chameleon_mm.trace.replayable import PRODUCTS, base_name
+from chameleon_mm.trace.trace import BirthPlace
 
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 
@@ -30,6 +32,52 @@ _Leaf = TypeVar("_Leaf")
 def has_plain_storage(t: Tensor) -> bool:
     """Whether the bytes of `t` are in one storage of its own, where its strides say."""
     return t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_mkldnn) and has_storage(t)
+
+
+class Births:
+    """Storages to hold from their birth on, at the places that a plan has them born at. Not thread-safe."""
+
+    __slots__ = ("_hooks", "_places", "_ran", "_watched", "born")
+
+    def __init__(self) -> None:
+        self._places: Mapping[BirthPlace, int] = {}
+        self._watched = frozenset[int]()
+        """Numbers of hooks behind which one is born."""
+        self._ran: Counter[str] = Counter()
+        """Operators since the last hook, by name; counted where a storage is to be held."""
+        self._hooks = 0
+        self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
+        """Those that were made since the last hook, each with the plan's number. Taken by whoever holds them."""
+
+    def hold(self, places: Mapping[BirthPlace, int]) -> None:
+        """Hold storages that are born at these places; each with the plan's number of the storage. Forgets what was born for
+        other ones."""
+        self.born.clear()
+        self._places, self._watched = places, frozenset(place.hooks for place in places)
+
+    def at_hook(self, hooks: int) -> None:
+        """Note that there were so many hooks in the step so far."""
+        self._hooks = hooks
+        self._ran.clear()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether one is born before the next hook: operators are to be noted."""
+        return self._hooks in self._watched
+
+    def note(self, operator: str, made: Iterable[Value]) -> None:
+        """Note an operator that ran, with the values that it made, in order."""
+        self._ran[operator] += 1
+        for position, value in enumerate(made):
+            number = self._places.get(BirthPlace(self._hooks, operator, self._ran[operator], position))
+            storage = None if number is None else value.storage()
+            if number is not None and storage is not None:
+                self.born.append((number, value, storage))
+
+    def take(self) -> list[tuple[int, Value, torch.UntypedStorage]]:
+        """Those that were born since this was asked last."""
+        born, self.born = self.born, []
+        return born
 
 
 class Geometry(NamedTuple):
@@ -124,6 +172,11 @@ class Value:
         return self.relied
 
     @property
+    def has_dependents(self) -> bool:
+        """Whether others are made from its bytes: whoever writes to it has them made first."""
+        return self.relied is not None and bool(self.relied.dependents)
+
+    @property
     def is_uninitialised(self) -> bool:
         """Whether it is memory as the allocator gave it, as far as operators tell."""
         return self.call is not None and self.call.operation.facts.uninitialised
@@ -147,7 +200,7 @@ class Operation:
         self.facts = facts
         self.grad_enabled = torch.is_grad_enabled()
         """Whether gradients were on: they are off inside a custom function's forward."""
-        self.settings = settings_now(is_product=_is_product(func))
+        self.settings = settings_now(is_product=is_product(func))
         self.made_bytes = 0
         """Device memory of the storages that it made."""
         self.random_state: tuple[torch.Generator, Tensor] | None = None
@@ -199,10 +252,10 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
     given += [kwargs[name] for name in facts.mutated_names if name in kwargs]
     if facts.hidden_writes:
         given += updated_statistics(facts, args) if facts.name in BATCH_NORMS else args
-    return [part for t in tensors_of(given) for part in _with_storages(t)]
+    return [part for t in tensors_of(given) for part in with_storages(t)]
 
 
-def _with_storages(t: Tensor) -> Iterable[Tensor]:
+def with_storages(t: Tensor) -> Iterable[Tensor]:
     """`t`, if it has a storage, or the tensors that it consists of: a sparse one's indices and values."""
     if t.layout is torch.strided and not t.is_nested:
         return (t,) if has_storage(t) else ()
@@ -217,7 +270,7 @@ def tensors_of(nest: Any) -> list[Tensor]:
 
 
 @cache
-def _is_product(func: Any) -> bool:
+def is_product(func: Any) -> bool:
     return base_name(func.name()) in PRODUCTS
 
 

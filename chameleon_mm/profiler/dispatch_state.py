@@ -56,7 +56,7 @@ class DispatchState:
         self._device = device
         self._pid = os.getpid()
         self._fake_mode = torch._C._get_dispatch_mode(_Key.FAKE)
-        self._frames = _frames_compiled()
+        self._frames = frames_compiled()
 
     @property
     def forked(self) -> bool:
@@ -79,7 +79,7 @@ class DispatchState:
     @property
     def compiled(self) -> bool:
         """Whether dynamo has compiled anything since, on any thread."""
-        return _frames_compiled() != self._frames
+        return frames_compiled() != self._frames
 
 
 num_modes = torch._C._len_torch_dispatch_stack
@@ -135,7 +135,7 @@ def _with_innermost(mode: TorchDispatchMode, act: Callable[[], object]) -> None:
         _push_mode(one)
 
 
-def _frames_compiled() -> int:
+def frames_compiled() -> int:
     """Number of frames that dynamo was given to compile in this process; 0 where nobody imported it."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])

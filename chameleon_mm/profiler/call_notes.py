@@ -30,7 +30,6 @@ from chameleon_mm.device.operators import BATCH_NORMS, OpFacts
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import (
     Argument,
-    BirthPlace,
     Births,
     Call,
     Geometry,
@@ -43,6 +42,7 @@ from chameleon_mm.profiler.calls import (
 )
 from chameleon_mm.profiler.dispatch_state import frames_compiled
 from chameleon_mm.profiler.kernel_settings import KernelSettings, settings_now
+from chameleon_mm.trace.trace import BirthPlace
 from chameleon_mm.units import allocated_size
 
 _NONE = -1

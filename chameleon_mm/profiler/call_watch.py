@@ -49,6 +49,7 @@ from chameleon_mm.profiler.dispatch_state import (
     leave,
     may_have_other_formula,
 )
+from chameleon_mm.trace.trace import BirthPlace
 from chameleon_mm.units import allocated_size
 
 

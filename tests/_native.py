@@ -2,12 +2,10 @@
 
 module = helper("reclaim", monkeypatch)       # built and loaded; skips where nothing can be compiled
 only(["reclaim"], monkeypatch)                # whatever else is built is not found from then on
-mutated("reclaim", "reclaim.cpp", text, instead, tmp_path, monkeypatch)      # compiled from a source that differs in one place
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
@@ -38,18 +36,4 @@ def helper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         pytest.skip(f"nothing can be compiled here: {error}")
     module = native.load(name)
     assert module is not None, native.status(name)
-    return module
-
-
-def mutated(name: str, file: str, text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The helper `name`, and no other, compiled in `folder` from sources of which `file` has `instead` for the only `text`."""
-    source = Path(native.building.__file__).parent
-    for path in (*source.glob("*.h"), *source.glob("*.cpp")):
-        shutil.copy(path, folder)
-    before = (folder / file).read_text()
-    assert before.count(text) == 1
-    (folder / file).write_text(before.replace(text, instead))
-    monkeypatch.setattr(native.building, "source_of", lambda name: folder / f"{name}.cpp")
-    module = helper(name, monkeypatch)
-    only([name], monkeypatch)
     return module

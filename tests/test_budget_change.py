@@ -158,15 +158,6 @@ def test_a_change_inside_of_a_step_or_after_the_session_is_refused(which: str) -
     training.assert_exact()
 
 
-def test_before_the_session_it_is_the_budget_that_the_session_begins_with() -> None:
-    training = Training(0.9, [PLAIN] * 4)
-    training.session.hbm_budget = training.bytes_of(0.65)
-    with training.session:
-        for _ in range(4):
-            assert training.step() <= training.bytes_of(0.65)
-    training.assert_exact()
-
-
 def test_what_was_restored_goes_where_the_budget_is_passed_already() -> None:
     """An input that somebody allocates between two checks: what the host has, too, makes room for it."""
     device = cm.SimDevice()

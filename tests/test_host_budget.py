@@ -137,12 +137,13 @@ def test_what_is_still_saved_keeps_its_pinned_memory_until_it_is_used() -> None:
         assert all(torch.equal(a, b) for a, b in zip(grads(model), plain, strict=True))
 
 
-def test_before_the_session_it_is_the_budget_that_the_session_begins_with() -> None:
-    training = Training(SHARE, [PLAIN] * 4)
-    training.session.host_budget = MIB
+@pytest.mark.parametrize("which", ["hbm_budget", "host_budget"])
+def test_before_the_session_it_is_the_budget_that_the_session_begins_with(which: str) -> None:
+    training = Training(0.9 if which == "hbm_budget" else SHARE, [PLAIN] * 4)
+    setattr(training.session, which, training.bytes_of(0.65) if which == "hbm_budget" else MIB)
     with training.session:
         for _ in range(4):
-            assert pinned_in_step(training) <= MIB
+            assert pinned_in_step(training) <= training.session.host_budget
     training.assert_exact()
 
 

@@ -103,22 +103,6 @@ def test_a_stream_that_cannot_wait_leaves_nothing_behind(pool: PinnedPool) -> No
     assert pool.stats().num_live == 0
 
 
-def test_a_block_released_by_the_collector_at_any_line_does_not_deadlock(sim: SimDevice) -> None:
-    before = gc.get_threshold()
-    with PinnedPool("8MiB", sim) as pool, CheckingAllocator(pool) as checked:
-        gc.set_threshold(1)
-        try:
-            for n in range(60):
-                loop: list[Any] = [checked.allocate(1 + 37 * n % 5000)]
-                loop.append(loop)
-        finally:
-            gc.set_threshold(*before)
-        del loop
-        gc.collect()
-        checked.close()
-        assert pool.stats().num_live == 0
-
-
 def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -> None:
     script = """
         import gc, os, warnings

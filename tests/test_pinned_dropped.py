@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.pinned import CheckingAllocator, PinnedPool
 from chameleon_mm.units import MIB
+from tests._programs import on_a_thread
 from tests.cuda_stand_in import control
 from tests.observed import SimRaceError
 
@@ -120,9 +120,7 @@ def test_copying_and_dropping_on_another_thread(device: Device) -> None:
             staged = given.pop()
             targets.append(start_copy(device, staged, device.new_stream("the thread's")))
 
-        thread = threading.Thread(target=copy_and_drop)
-        thread.start()
-        thread.join()
+        on_a_thread(copy_and_drop)
         assert pool.stats().num_live == 0
         write_next(device, pool, address)
         check(device, targets[0])

@@ -22,7 +22,7 @@ from torch import Tensor
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import BlockReleasedError, HostMemoryExhausted, PoolStateError
-from chameleon_mm.pinned import PinnedBlock, PinnedPool, pool_for
+from chameleon_mm.pinned import CheckingAllocator, PinnedBlock, PinnedPool, pool_for
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import CountingDevice, ManualEvent
 
@@ -350,19 +350,23 @@ def test_release_is_idempotent_and_ends_the_views(pool: PinnedPool) -> None:
             use()
 
 
-def test_the_collector_may_run_at_any_line(ledgered: Ledgered) -> None:
+@pytest.mark.parametrize("checked", [False, True])
+def test_the_collector_may_run_at_any_line(checked: bool, ledgered: Ledgered) -> None:
     before = gc.get_threshold()
-    with PinnedPool("8MiB", ledgered, "64KiB") as pool:
+    with PinnedPool("16MiB", ledgered, "64KiB") as pool:
+        allocator = CheckingAllocator(pool) if checked else pool
         gc.set_threshold(1)
         try:
             for n in range(500):
-                loop: list[Any] = [pool.allocate(1 + 37 * n % 5000)]
+                loop: list[Any] = [allocator.allocate(1 + 37 * n % 5000)]
                 loop.append(loop)
         finally:
             gc.set_threshold(*before)
         del loop
         assert pool.stats().num_live < 500, "the collector never ran"
         gc.collect()
+        if isinstance(allocator, CheckingAllocator):
+            allocator.close()
         assert pool.stats().num_live == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.pinned.host_memory import available_host_bytes
 from chameleon_mm.units import MIB
-from tests._programs import deep, gradient, leaf
+from tests._programs import deep, gradient, leaf, on_a_thread
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -202,9 +201,7 @@ def test_a_report_from_another_thread_in_the_middle_of_a_step(device: Device) ->
     reports: list[cm.SwapReport] = []
     with session, session.step():
         out = deep(x).sum()
-        thread = threading.Thread(target=lambda: reports.append(session.report()))
-        thread.start()
-        thread.join()
+        on_a_thread(lambda: reports.append(session.report()))
         assert reports[0].bytes_swapped_out == session.report().bytes_swapped_out > 0
         out.backward()
         del out

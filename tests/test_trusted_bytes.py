@@ -27,6 +27,7 @@ from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
 from tests._mixes import Mix, Proofs, mixed, totals_of
+from tests._programs import on_a_thread
 from tests._snapshots import equal
 from tests.observed import SimLifetimeError
 from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, hosted, session_of
@@ -145,9 +146,7 @@ def _by_set(y: Tensor) -> None:
 
 
 def _by_data_on_a_thread(y: Tensor) -> None:
-    thread = threading.Thread(target=lambda: y.data.mul_(3))
-    thread.start()
-    thread.join()
+    on_a_thread(lambda: y.data.mul_(3))
 
 
 UNSEEN: dict[str, Write] = {

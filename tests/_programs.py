@@ -39,7 +39,7 @@ def opened(device: Device) -> cm.SwapSession:
     return cm.SwapSession(device.allocated_bytes() + 16 * MIB, "8MiB", device, min_bytes=0)
 
 
-def on_a_thread(work: Callable[[], None]) -> None:
+def on_a_thread(work: Callable[[], object]) -> None:
     """Runs `work` on a thread to its end; raises here what it raised."""
     raised: list[BaseException] = []
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # else importing it is part of whichever test comes first  # else importing it is part of the first test
+import torch._dynamo  # else importing it is part of whichever test comes first
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint

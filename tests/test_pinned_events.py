@@ -66,7 +66,7 @@ class Machine:
         return target, stream.record()
 
     def released(self) -> tuple[Tensor, Event]:
-        """Target of a copy of ones, under way out of a block of twice `SIZE`; and the event that the block was released with."""
+        """Target of a copy of ones, under way out of a block of twice `SIZE`, and the event the block was released with."""
         block = self.outbound(2 * SIZE, 1)
         target, event = self.load(block, self.h2d)
         block.release(after=event)

@@ -18,28 +18,17 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.policy import DEFAULT_BUDGET_SHARE
 from chameleon_mm.units import KIB, MIB, allocated_size
+from tests._programs import deep, gradient
 from tests._random_models import RandomNet
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 
-def chain(x: Tensor, links: int = 4) -> Tensor:
-    """Every link saves two tensors that nobody else keeps."""
-    for _ in range(links):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
-
-
-def gradient(device: Device, manager: cm.save_on_cpu, x: Tensor) -> Tensor:
+def swapped(device: Device, manager: cm.save_on_cpu, x: Tensor) -> Tensor:
     with device.compute():
         with manager:
-            out = chain(x).sum()
+            out = deep(x).sum()
         return torch.autograd.grad(out, x)[0]
-
-
-def expected(device: Device, x: Tensor) -> Tensor:
-    with device.compute():
-        return torch.autograd.grad(chain(x).sum(), x)[0]
 
 
 @pytest.fixture
@@ -73,7 +62,7 @@ def test_torchs_arguments_are_accepted_and_harmless(
 ) -> None:
     pool = cm.PinnedPool("8MiB", device=device)
     manager = cm.save_on_cpu(*positional, device=device, min_bytes=0, pool=pool, **keywords)  # type: ignore[arg-type]  # as a caller may
-    assert torch.equal(gradient(device, manager, x), expected(device, x))
+    assert torch.equal(swapped(device, manager, x), gradient(device, x))
     assert pool.stats().peak_live_bytes > 0
     assert pool.stats().num_live == 0
 
@@ -118,11 +107,11 @@ def test_one_pool_serves_several_managers_at_once(device: Device, x: Tensor) -> 
         outs = []
         for manager, t in zip(managers, (x, y), strict=True):
             with manager:
-                outs.append(chain(t).sum())
+                outs.append(deep(t).sum())
         both = pool.stats().num_live
         for out, t in zip(outs, (x, y), strict=True):
             (got,) = torch.autograd.grad(out, t)
-            assert torch.equal(got, expected(device, t))
+            assert torch.equal(got, gradient(device, t))
         del out, outs
     assert both >= 2 * 4
     assert pool.stats().num_live == 0
@@ -131,7 +120,7 @@ def test_one_pool_serves_several_managers_at_once(device: Device, x: Tensor) -> 
 def test_a_manager_keeps_its_own_pool_between_entries(device: Device, x: Tensor) -> None:
     manager = cm.save_on_cpu(device=device, min_bytes=0)
     for _ in range(3):
-        gradient(device, manager, x)
+        swapped(device, manager, x)
     stats = manager.pool.stats()
     assert stats.num_live == 0
     assert stats.num_chunks == 1
@@ -152,14 +141,14 @@ def test_the_hooks_are_gone_after_the_block_even_by_an_exception(device: Device,
     with pytest.raises(RuntimeError, match="the user's own"), manager:
         raise RuntimeError("the user's own")
     with device.compute():
-        chain(x).sum().backward()
+        deep(x).sum().backward()
     assert manager.pool.stats().peak_live_bytes == 0
 
 
 def test_small_tensors_stay_by_default(device: Device, x: Tensor) -> None:
     pool = cm.PinnedPool("8MiB", device=device)
     manager = cm.save_on_cpu(pool=pool)  # 1 MiB
-    assert torch.equal(gradient(device, manager, x), expected(device, x))
+    assert torch.equal(swapped(device, manager, x), gradient(device, x))
     assert pool.stats().peak_live_bytes == 0
 
 
@@ -167,16 +156,16 @@ def test_hooks_act_on_the_innermost_manager(device: Device, x: Tensor) -> None:
     outer, inner = (cm.save_on_cpu(pool=cm.PinnedPool("8MiB", device=device), min_bytes=0) for _ in range(2))
     with device.compute():
         with outer, inner:
-            out = chain(x).sum()
+            out = deep(x).sum()
         assert outer.pool.stats().num_live == 0 < inner.pool.stats().num_live
-        assert torch.equal(torch.autograd.grad(out, x)[0], expected(device, x))
+        assert torch.equal(torch.autograd.grad(out, x)[0], gradient(device, x))
 
 
 # --- memory
 
 
 def test_device_memory_is_bounded_while_the_graph_is_alive(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One link's activation is A. Every link of `chain` makes three and saves two; nothing but autograd holds them.
+    """One link's activation is A. Every link of `deep` makes three and saves two; nothing but autograd holds them.
 
     Unswapped, a graph of n links holds 2nA (tanh's result and exp's result), and the chain's own result beside it.
     Swapped, what is held once forward is over is
@@ -190,15 +179,15 @@ def test_device_memory_is_bounded_while_the_graph_is_alive(sim: cm.SimDevice, mo
     monkeypatch.setattr(importlib.import_module("chameleon_mm.save_on_cpu"), "LEAVING_BYTES", leaving_bytes)
     x = torch.randn(nbytes // 4, requires_grad=True)
     with sim.compute():
-        plain = chain(x, links)
+        plain = deep(x, links)
         before = sim.allocated_bytes()
         held_plain = before - nbytes  # x was counted with its first use
         del plain
         floor = sim.allocated_bytes()
         with cm.save_on_cpu(pool=cm.PinnedPool("256MiB", device=sim)):
-            swapped = chain(x, links)
+            out = deep(x, links)
         held_swapped = sim.allocated_bytes() - floor
-        del swapped
+        del out
     assert floor == nbytes
     assert held_plain >= 2 * links * nbytes
     assert held_swapped <= leaving_bytes + 3 * nbytes

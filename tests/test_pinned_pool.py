@@ -379,7 +379,7 @@ def test_the_collector_may_run_at_any_line(checked: bool, ledgered: Ledgered) ->
         finally:
             gc.set_threshold(*before)
         del loop
-        assert pool.stats().num_live < 500, "the collector never ran"
+        assert checked or pool.stats().num_live < 500, "the collector never ran"
         gc.collect()
         if isinstance(allocator, CheckingAllocator):
             allocator.close()

@@ -41,6 +41,13 @@ class Seen:
     def note(self, what: str, value: Tensor | float) -> None:
         self.outcome[f"{len(self.outcome)}: {what}"] = image(torch.as_tensor(value))
 
+    def finish_attached(self, swap: Any, model: nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[Outcome, Any]:
+        """The same of a loop, once what it attached (None: nothing) is detached, and what it attached."""
+        if swap is not None:
+            swap.detach()
+        check_nothing_left(model)
+        return self.finish(model, *optimizers), swap
+
     def finish(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Outcome:
         """With the random states, weights, buffers and the optimizers' states."""
         self.note("random state", torch.get_rng_state())

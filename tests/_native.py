@@ -2,12 +2,10 @@
 
 module = helper("reclaim", monkeypatch)       # built and loaded; skips where nothing can be compiled
 only(["reclaim"], monkeypatch)                # whatever else is built is not found from then on
-mutated("reclaim", "reclaim.cpp", text, instead, tmp_path, monkeypatch)      # compiled from a source that differs in one place
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType

@@ -66,28 +66,18 @@ def ops_of(trace: Trace) -> list[OpRecord]:
 
 def tensors_of(trace: Trace) -> list[TensorRecord]:
     """All storages, by their numbers."""
+    columns = (trace.tensor_bytes, trace.tensor_born, trace.tensor_released, trace.tensor_sendable, trace.tensor_dies)
+    rows = zip(trace.tensor_kind.tolist(), *(column.tolist() for column in columns), strict=True)
     return [
-        TensorRecord(
-            nbytes=int(trace.tensor_bytes[j]),
-            kind=TensorKind(int(trace.tensor_kind[j])),
-            born=int(trace.tensor_born[j]),
-            released=int(trace.tensor_released[j]),
-            sendable=int(trace.tensor_sendable[j]),
-            dies=int(trace.tensor_dies[j]),
-        )
-        for j in range(len(trace.tensor_bytes))
+        TensorRecord(nbytes=nbytes, kind=TensorKind(kind), born=born, released=released, sendable=sendable, dies=dies)
+        for kind, nbytes, born, released, sendable, dies in rows
     ]
 
 
 def hooks_of(trace: Trace) -> list[HookRecord]:
     """All hooks, in order."""
+    columns = (trace.hook_tick, trace.hook_use, trace.hook_tensor, trace.hook_released, trace.hook_feature)
     return [
-        HookRecord(
-            tick=int(trace.hook_tick[k]),
-            use=bool(trace.hook_use[k]),
-            tensor=int(trace.hook_tensor[k]),
-            released=int(trace.hook_released[k]),
-            feature=int(trace.hook_feature[k]),
-        )
-        for k in range(len(trace.hook_tick))
+        HookRecord(tick=tick, use=bool(use), tensor=tensor, released=released, feature=feature)
+        for tick, use, tensor, released, feature in zip(*(column.tolist() for column in columns), strict=True)
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import chameleon_mm as cm
 from chameleon_mm.attach import Attachment
 from chameleon_mm.device import Device
 from chameleon_mm.units import KIB, MIB
+from tests._programs import on_a_thread
 
 BUDGET = 10 * MIB
 STEPS = 6
@@ -417,9 +417,7 @@ def test_it_is_detached_where_it_was_attached(sim: cm.SimDevice) -> None:
         except cm.SessionClosedError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
+    on_a_thread(elsewhere)
     assert "leave it there" in str(errors[0])
     handle.detach()
     check_nothing_left(handle)
@@ -432,8 +430,6 @@ def test_training_on_another_thread_is_told(sim: cm.SimDevice) -> None:
     def train() -> None:
         model(batch_on(model)).sum().backward()
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
+    on_a_thread(train)
     handle.detach()
     assert "on the thread that entered the session" in handle.report().problems[0]

@@ -22,7 +22,7 @@ from chameleon_mm.units import KIB, MIB
 SMALL = Sizes(gemm=640, stream_elements=4 * MIB, dtype=torch.float32, chunk_bytes=MIB, target_us=100)
 
 
-def run(module: ModuleType, *arguments: str) -> int:
+def run_theme(module: ModuleType, *arguments: str) -> int:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(arguments), Console(quiet=True)))
@@ -41,7 +41,7 @@ def is_measured(cell: dict[str, Any]) -> bool:
 
 def test_copy_writes_what_it_measured(tmp_path: Path) -> None:
     target = tmp_path / "copy.json"
-    assert run(copy, "--device", "sim:a100", "--sizes", "64KiB,1MiB", "--repeats", "2", "--json", str(target)) == 0
+    assert run_theme(copy, "--device", "sim:a100", "--sizes", "64KiB,1MiB", "--repeats", "2", "--json", str(target)) == 0
     written = json.loads(target.read_text(encoding="utf-8"))
     assert (written["theme"], written["simulated"]) == ("copy", True)
     assert [row["name"] for row in written["rows"]] == [

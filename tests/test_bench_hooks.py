@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from chameleon_mm.bench import hooks
 from chameleon_mm.bench._hooks_peers import BY_HAND, DROPPED, IDENTITY, Sample
 from chameleon_mm.bench._measure import Figure, Results, Waived
 from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.device import Device, SimDevice
+from tests.test_bench_copies import run_theme
 
 STAYS = ("stays, save_on_cpu", "stays, session")
 LEAVES = (
@@ -26,12 +25,6 @@ LEAVES = (
     DROPPED,
 )
 SAVES = 50
-
-
-def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    hooks.add_arguments(parser)
-    return hooks.run(parser.parse_args(arguments), Console(quiet=True))
 
 
 def test_a_row_is_taken_from_hooks_that_do_nothing_round_by_round() -> None:
@@ -89,7 +82,7 @@ def test_what_is_written_says_what_lies_beneath(device: Device, tmp_path: Path, 
     monkeypatch.setattr(hooks, "peers", lambda device, saves: {IDENTITY: lambda: Sample(1.0, 1.0, 0.0)})
     target = tmp_path / "hooks.json"
     name = "sim" if device.simulated else "cuda"
-    assert run("--device", name, "--saves", str(SAVES), "--repeats", "1", "--json", str(target)) == 0
+    assert run_theme(hooks, "--device", name, "--saves", str(SAVES), "--repeats", "1", "--json", str(target)) == 0
     written: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
     assert (written["theme"], written["stand_in"]) == ("hooks", is_stand_in(device.name))
     assert {"commit", "versions", "device", "simulated"} <= set(written)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from rich.console import Console
 
 from chameleon_mm.bench import pack
 from chameleon_mm.bench._buffers import Buffers
@@ -23,6 +21,7 @@ from chameleon_mm.transfer import Path as Route
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import UnsimulatedDevice
+from tests.test_bench_copies import run_theme
 
 CASES = [pack.Case(4 * KIB, 8), pack.Case(MIB, 1)]
 
@@ -112,17 +111,11 @@ def test_bounds_on_rates(rates: Results, missed: list[str]) -> None:
 # --- the command
 
 
-def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    pack.add_arguments(parser)
-    return pack.run(parser.parse_args(arguments), Console(quiet=True))
-
-
 def test_the_command_writes_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "_CPU_SINGLES_BYTES", (MIB,))
     files = {name: tmp_path / "new" / f"pack.{name}" for name in ("json", "svg")}
     options = ["--json", str(files["json"]), "--svg", str(files["svg"])]
-    assert run("--device", "sim", "--sizes", "4KiB,64KiB", "--repeats", "1", *options) == 0
+    assert run_theme(pack, "--device", "sim", "--sizes", "4KiB,64KiB", "--repeats", "1", *options) == 0
     written = json.loads(files["json"].read_text(encoding="utf-8"))
     assert (written["theme"], written["simulated"], set(written["tables"])) == ("pack", True, {"rates", "host"})
     assert all(all(row["exact"].values()) for row in written["tables"]["rates"]["rows"])

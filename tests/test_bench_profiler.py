@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from chameleon_mm.bench import profiler
 from chameleon_mm.bench._measure import Figure, Waived
@@ -15,6 +13,7 @@ from chameleon_mm.bench.profiler import CALL_WATCH, DETAILED, HOOKS, LIGHT, NEW_
 from chameleon_mm.device import SimDevice
 from chameleon_mm.profiler.light import LightProfiler
 from chameleon_mm.profiler.step_record import StepRecord
+from tests.test_bench_copies import run_theme
 
 ROWS = [NO_HOOKS, HOOKS, LIGHT, NEW_STEP, PASS_THROUGH, CALL_WATCH, DETAILED]
 
@@ -66,15 +65,9 @@ def test_differences_are_taken_within_a_round() -> None:
     assert (share.found, share.held) == (1 - 1.0 / 20.0, True)
 
 
-def run(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    profiler.add_arguments(parser)
-    return profiler.run(parser.parse_args(arguments), Console(quiet=True))
-
-
 def test_the_command_writes_every_row(tmp_path: Path) -> None:
     target = tmp_path / "profiler.json"
-    assert run("--device", "sim", "--saves", "5", "--repeats", "2", "--json", str(target)) == 0
+    assert run_theme(profiler, "--device", "sim", "--saves", "5", "--repeats", "2", "--json", str(target)) == 0
     written = json.loads(target.read_text(encoding="utf-8"))
     assert written["theme"] == "profiler"
     table = written["tables"]["host time"]

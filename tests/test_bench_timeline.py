@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import xml.etree.ElementTree as ET
 from itertools import pairwise
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from chameleon_mm.bench import _timeline_run, timeline
 from chameleon_mm.bench._timeline_run import Comparison, watched
@@ -19,6 +17,7 @@ from chameleon_mm.demo.model import GPTConfig
 from chameleon_mm.report import SwapReport
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.session import SwapSession
+from tests.test_bench_copies import run_theme
 
 COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "timeline_simulated.svg"
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=2048)
@@ -104,16 +103,10 @@ def texts(svg: str) -> list[str]:
     return ["".join(text.itertext()) for text in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    timeline.add_arguments(parser)
-    return timeline.run(parser.parse_args(arguments), Console(quiet=True))
-
-
 def test_the_command_writes_what_was_asked_for(found: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "watched", lambda *_: found)
     svg, record = tmp_path / "new" / "timeline.svg", tmp_path / "timeline.json"
-    assert command("--svg", str(svg), "--json", str(record)) == 0
+    assert run_theme(timeline, "--svg", str(svg), "--json", str(record)) == 0
     assert svg.read_text(encoding="utf-8") == timeline_svg(found)
     written = json.loads(record.read_text(encoding="utf-8"))
     unswapped, planned = (row["cells"] for row in written["rows"])
@@ -133,5 +126,5 @@ def test_a_step_without_copies_has_no_share_of_them(found: Comparison) -> None:
 @pytest.mark.slow
 def test_the_committed_picture_is_what_the_command_draws(tmp_path: Path) -> None:
     svg = tmp_path / "timeline.svg"
-    assert command("--svg", str(svg)) == 0
+    assert run_theme(timeline, "--svg", str(svg)) == 0
     assert texts(svg.read_text(encoding="utf-8")) == texts(COMMITTED.read_text(encoding="utf-8"))

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.device.sim import SimStream
 from chameleon_mm.units import MIB
 from tests._fakes import Unwatched
 from tests._programs import deep
@@ -325,3 +326,71 @@ def test_fullgraph_works_under_hooks_and_refuses_to_enter_them(unwatched: Device
     after = manager.pool.stats().peak_live_bytes
     deep(torch.randn(512, 512, device=unwatched.torch_device, requires_grad=True)).sum().backward()
     assert manager.pool.stats().peak_live_bytes == after
+
+
+# --- swapping that is built within a compiled function
+
+# Dynamo compiles whatever is called after a graph break, constructors too. On CUDA a stream that is made in compiled code is a
+# `torch.Stream`, which has no `cuda_stream`: nothing of ours may be compiled.
+
+
+def with_the_drop_in(device: str) -> Callable[[Tensor], Tensor]:
+    def program(x: Tensor) -> Tensor:
+        y = torch.tanh(x * 2)
+        with cm.save_on_cpu(device=device, min_bytes=0):
+            y = deep(y)
+        return torch.autograd.grad((y * y).sum(), x)[0]
+
+    return program
+
+
+def with_a_session(device: str) -> Callable[[Tensor], Tensor]:
+    def program(x: Tensor) -> Tensor:
+        y = torch.tanh(x * 2)
+        with cm.SwapSession("64MiB", "4MiB", device, min_bytes=0) as session, session.step():
+            y = deep(y)
+            return torch.autograd.grad((y * y).sum(), x)[0]
+
+    return program
+
+
+@pytest.mark.parametrize("program", [with_the_drop_in, with_a_session])
+@pytest.mark.parametrize("device", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_it_may_be_built_in_what_is_compiled(device: str, program: Callable[[str], Callable[[Tensor], Tensor]]) -> None:
+    x = torch.randn(16, 16, device="cpu" if device == "sim" else device, requires_grad=True)
+    y = deep(torch.tanh(x * 2))
+    (expected,) = torch.autograd.grad((y * y).sum(), x)
+    compiled = torch.compile(program(device), backend="eager")
+    for _ in range(2):  # compiling, then compiled
+        assert torch.equal(compiled(x), expected)
+
+
+class Noticing(cm.SimDevice):
+    """Notes for each stream that is made whether dynamo compiles what makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: list[bool] = []
+
+    def new_stream(self, name: str) -> SimStream:
+        self.compiled.append(torch.compiler.is_compiling())
+        return super().new_stream(name)
+
+
+BUILDS: dict[str, Callable[[Noticing], object]] = {
+    "drop-in": lambda device: cm.save_on_cpu(device=device),
+    "session": lambda device: cm.SwapSession("1GiB", "4MiB", device),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_no_constructor_is_compiled(build: Callable[[Noticing], object]) -> None:
+    device = Noticing()
+
+    def program(x: Tensor) -> Tensor:
+        y = torch.tanh(x * 2)
+        build(device)
+        return y + 1
+
+    torch.compile(program, backend="eager")(torch.randn(4))
+    assert set(device.compiled) == {False}

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.reproducible import reproducible
-from chameleon_mm.units import MIB
-from tests._programs import deep
+from tests._programs import deep, gradient, leaf, opened
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -69,19 +68,6 @@ class Side:
             self._device.current_stream().wait(self._sim.record())
         else:
             torch.cuda.current_stream(self._device.torch_device).wait_stream(self._cuda)
-
-
-def opened(device: Device) -> cm.SwapSession:
-    return cm.SwapSession(device.allocated_bytes() + 16 * MIB, "8MiB", device, min_bytes=0)
-
-
-def leaf(device: Device) -> Tensor:
-    return torch.randn(64, 64, device=device.torch_device, requires_grad=True)
-
-
-def gradient(device: Device, x: Tensor) -> Tensor:
-    with device.compute():
-        return torch.autograd.grad(deep(x).sum(), x)[0]
 
 
 @pytest.mark.parametrize("forward_aside", [True, False], ids=["forward aside", "backward aside"])

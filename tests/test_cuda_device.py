@@ -6,7 +6,7 @@ copies are exact at every size, events order and time, memory is counted, a refu
 from __future__ import annotations
 
 import re
-import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +22,11 @@ from chameleon_mm.device.cuda import (
 )
 from chameleon_mm.device.cuda.pinning_calls import pinning_calls
 from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
-from chameleon_mm.device.pinning import PageLocker, PinningCalls
+from chameleon_mm.device.pinning import PageLocker
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.units import MIB
+from tests._programs import on_a_thread
 from tests.cuda_stand_in import control
 
 SIZES = [0, 1, 4095, MIB + 3]
@@ -200,9 +201,7 @@ def test_the_current_stream_is_the_calling_threads(cuda: CudaDevice) -> None:
     mine = torch.cuda.Stream(cuda.index)
     seen: list[CudaStream] = []
     with torch.cuda.stream(mine):
-        thread = threading.Thread(target=lambda: seen.append(cuda.current_stream()))
-        thread.start()
-        thread.join()
+        on_a_thread(lambda: seen.append(cuda.current_stream()))
     assert seen[0].raw == torch.cuda.default_stream(cuda.index)
 
 
@@ -241,15 +240,7 @@ def test_a_refused_pin_leaves_the_next_kernel_launch_working(cuda: CudaDevice, r
         assert calls.register is not None
         calls.register(taken.data_ptr(), MIB)  # registered already: the runtime refuses, and remembers that it did
 
-    refusing = PageLocker(
-        PinningCalls(
-            register=register_taken,
-            unregister=calls.unregister,
-            host_alloc=calls.host_alloc,
-            host_free=calls.host_free,
-            clear_error=calls.clear_error,
-        )
-    )
+    refusing = PageLocker(replace(calls, register=register_taken))
     memory = refusing.pin(MIB)  # by the fallback
     assert memory.is_pinned()
     doubled = torch.ones(8, device=cuda.torch_device) * 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from chameleon_mm.device.packing import PACK_PROGRAMS, Packer, PackKernels, packed_offsets
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZES = (1, 16, 17, 4096)
 
 

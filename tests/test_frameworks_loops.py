@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader, TensorDataset
 
 import chameleon_mm as cm
-from tests._frameworks import STEPS, Seen, check_loop, check_nothing_left, swapping
+from tests._frameworks import STEPS, Seen, check_loop, swapping
 from tests._plain_models import denoising, language, llama, recomputed, unet
 from tests._plain_training import Outcome
 
@@ -51,10 +51,7 @@ def test_accelerate_gives_the_same_bits(precision: str, checkpointing: bool, bud
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        if swap is not None:
-            swap.detach()
-        check_nothing_left(net)
-        return seen.finish(net, made), swap
+        return seen.finish_attached(swap, net, made)
 
     check_loop(train, budget_kib)
 
@@ -84,10 +81,7 @@ def test_a_recipe_gives_the_same_bits(checkpointing: bool, budget_kib: int) -> N
                 schedule.step()
                 seen.note("loss", running)
                 running = torch.zeros(())
-        if swap is not None:
-            swap.detach()
-        check_nothing_left(model)
-        return seen.finish(model, optimizer), swap
+        return seen.finish_attached(swap, model, optimizer)
 
     check_loop(train, budget_kib)
 
@@ -112,9 +106,6 @@ def test_generation_in_between_does_no_harm() -> None:
             if number % 2 == 1:
                 optimizer.step()
                 optimizer.zero_grad()
-        if swap is not None:
-            swap.detach()
-        check_nothing_left(model)
-        return seen.finish(model, optimizer), swap
+        return seen.finish_attached(swap, model, optimizer)
 
     check_loop(train, 600)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
-from chameleon_mm.units import MIB
-from tests._programs import deep
+from tests._programs import deep, gradient, opened
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -59,15 +58,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     for name in ("alloc_pinned", "alloc_pageable", "free_pinned", "allocated_bytes", "read_memory", "synchronize"):
         noted(cm.SimDevice, name)
     return device
-
-
-def opened(device: Device) -> cm.SwapSession:
-    return cm.SwapSession(device.allocated_bytes() + 16 * MIB, "8MiB", device, min_bytes=0)
-
-
-def gradient(device: Device, x: Tensor) -> Tensor:
-    with device.compute():
-        return torch.autograd.grad(deep(x).sum(), x)[0]
 
 
 def test_the_notes_see_what_is_asked(captures: Captures) -> None:

@@ -169,17 +169,6 @@ def test_a_number_of_ranks_that_is_none_is_named(said: str) -> None:
     assert f"got {said!r}: correct the environment variable" in str(caught.value)
 
 
-def test_auto_reads_the_environment_and_the_machine_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 48 * GIB)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert auto_limit_bytes() == 24 * GIB
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert auto_limit_bytes() == 6 * GIB
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "all")
-    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
-        auto_limit_bytes()
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_auto_asked_again_is_a_part_of_the_whole_and_grows_with_the_machine(ranks: int) -> None:
     environ = {"LOCAL_WORLD_SIZE": str(ranks)}

@@ -1,6 +1,6 @@
 """The checksum kernel: the same number as torch's operators and as Python's integers give, and no change of bytes unseen.
 
-Tests with the parameter "interpreter" exist only where Triton's interpreter is on: test_kernels_interpreted runs them.
+Tests with the parameter "interpreter" exist only where Triton's interpreter is on: test_kernels_compiled runs them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Every kernel compiled ahead of time, with no GPU: how wide its accesses are, its registers, and that nothing spills.
 
-The compiler runs in a process of its own: it would leave its mark on every other test of this one.
+The compiler runs in a process of its own: it would leave its mark on every other test of this one. So does the interpreter,
+which runs the kernels' numerics.
 """
 
 from __future__ import annotations
@@ -111,3 +112,24 @@ def test_sizes_do_not_recompile(compiled: dict[str, dict[str, Any]], name: str) 
     assert sizes
     # Neither by their value (1, a multiple of 16), nor by whether they fit 32 bits: the annotation settles that.
     assert set(map(tuple, sizes.values())) <= {(True, "i64"), (True, "i32")}
+
+
+# --- under Triton's interpreter
+
+# It is switched on by an environment variable that Triton reads when a kernel is defined, and would leave its mark on every
+# other test of this process. The tests themselves stand beside the others of their kernel, with the parameter "interpreter";
+# on a machine with a GPU the same ones run there too.
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what runs this process")
+@pytest.mark.parametrize("name", ["checksum", "pack"])
+def test_kernels_are_exact_under_the_interpreter(name: str) -> None:
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/test_kernels_{name}.py",
+        "-k", "interpreter", "-m", "not slow",
+    ]  # fmt: skip
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 0
+    assert "skipped" not in done.stdout

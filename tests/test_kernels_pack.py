@@ -1,6 +1,6 @@
 """Pack and unpack: every size and alignment, exactly, and not a byte beside it. Under Triton's interpreter or on a GPU.
 
-Tests with the parameter "interpreter" exist only where Triton's interpreter is on: test_kernels_interpreted runs them.
+Tests with the parameter "interpreter" exist only where Triton's interpreter is on: test_kernels_compiled runs them.
 """
 
 from __future__ import annotations

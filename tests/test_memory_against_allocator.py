@@ -13,17 +13,151 @@ and the budget. Peaks are what a step adds to what was there before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import pytest
 from torch import nn
 
 from chameleon_mm.adaptive.planning import SLACK_PART
+from chameleon_mm.bench._measure import free_unused, one_thread
+from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
 from chameleon_mm.device import SimDevice
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.units import allocated_size
-from tests._memory_models import MODELS
-from tests._memory_steps import Seen, bounds, foreign_names, inner_bytes, swapped, unswapped
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.policy import peak_memory, smallest_budget
+from chameleon_mm.profiler.record_hooks import RecordingHooks
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.session import SwapSession
+from chameleon_mm.trace import Trace
+from chameleon_mm.units import KIB, allocated_size
+from tests._memory_models import MODELS, Job, Training
+
+# --- a step on one device
+#
+# unswapped(device, make)             peak of a step above what was there before it; its trace
+# swapped(device, make, above)        the same of a step that follows a plan within start + `above` bytes
+
+
+_MIN_BYTES = 4 * KIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Figures of a step on one device."""
+
+    before_bytes: int
+    """Bytes allocated before the model was made."""
+    start_bytes: int
+    """Bytes allocated before the step."""
+    peak_bytes: int
+    """The most that was allocated in the step that counts."""
+    trace: Trace | None = None
+    """Trace of a step without swapping."""
+    budget_bytes: int | None = None
+    planned_peak_bytes: int | None = None
+    """As the plan that the step followed has it; None: it followed none."""
+
+    @property
+    def training_bytes(self) -> int:
+        """Bytes that model, batch and optimizer hold between steps."""
+        return self.start_bytes - self.before_bytes
+
+    @property
+    def above_bytes(self) -> int:
+        """What the step adds at its peak."""
+        return self.peak_bytes - self.start_bytes
+
+    @property
+    def least_above_bytes(self) -> int:
+        """What it would add if all were away that swapping can move."""
+        assert self.trace is not None
+        return smallest_budget(self.trace) - self.trace.start_bytes
+
+
+def unswapped(device: Device, make: Callable[[], Job]) -> Seen:
+    """A step without swapping, then one that is recorded."""
+    with device.compute(), one_thread():
+        before = _begin(device)
+        training = Training(make, device)
+        training.step()
+        start = _begin(device)
+        training.step()
+        device.synchronize()
+        peak = device.peak_allocated_bytes()
+        recorder = Recorder(device, model=training.model, optimizers=[training.optimizer])
+        with recorder, RecordingHooks(recorder):
+            training.step()
+        return Seen(before_bytes=before, start_bytes=start, peak_bytes=peak, trace=recorder.finish())
+
+
+def swapped(device: Device, make: Callable[[], Job], above_bytes: int) -> Seen:
+    """A step of a session that may use `above_bytes` more than what is there before a step."""
+    with device.compute(), one_thread():
+        before = _begin(device)
+        training = Training(make, device)
+        training.step()
+        start = _begin(device)
+        budget = start + above_bytes
+        session = SwapSession(budget, device=device, min_bytes=_MIN_BYTES, model=training.model)
+        with session.pool, session:
+            for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
+                with session.step():
+                    training.step()
+            earlier = session.report()
+            _begin(device)
+            with session.step():  # one: the next may be by another plan, which is on trial
+                training.step()
+            device.synchronize()
+            peak = device.peak_allocated_bytes()
+            report = session.report()
+    followed = report.plan_cache_hits > earlier.plan_cache_hits
+    return Seen(
+        before_bytes=before,
+        start_bytes=start,
+        peak_bytes=peak,
+        budget_bytes=budget,
+        planned_peak_bytes=report.planned_peak_bytes if followed else None,
+    )
+
+
+def bounds(simulated: Trace, real: Trace) -> tuple[int, int]:
+    """How far below and above the simulated peak of a step its real one may lie, without swapping."""
+    return -(inner_bytes(simulated) + foreign_bytes(simulated, real)), inner_bytes(real) + foreign_bytes(real, simulated)
+
+
+def inner_bytes(trace: Trace) -> int:
+    """The most that an operator of the step takes for itself and gives back."""
+    return int(trace.op_inner_bytes.max(initial=0))
+
+
+def foreign_bytes(trace: Trace, other: Trace) -> int:
+    """Bytes at the peak of `trace` in storages that were made by operators of which `other` has none."""
+    there = _there_at_peak(trace)
+    foreign = [trace.op_names[name] not in other.op_names for name in trace.op_name]
+    made = np.isin(trace.tensor_born, trace.op_tick[np.array(foreign, np.bool_)])
+    return int(allocated_size(trace.tensor_bytes[there & made]).sum())
+
+
+def foreign_names(trace: Trace, other: Trace) -> list[str]:
+    """Operators of `trace` of which `other` has none."""
+    return sorted(set(trace.op_names) - set(other.op_names))
+
+
+def _there_at_peak(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    tick = peak_memory(trace).tick
+    return np.asarray((trace.tensor_born <= tick) & (trace.tensor_dies >= tick))
+
+
+def _begin(device: Device) -> int:
+    """The bytes allocated now, when steps begin that count."""
+    device.synchronize()
+    free_unused()  # what earlier jobs left is not this one's memory
+    device.reset_peaks()
+    return device.allocated_bytes()
+
 
 pytestmark = pytest.mark.gpu
 

@@ -9,13 +9,13 @@ import mmap
 from pathlib import Path
 
 import pytest
-import torch
 
 from chameleon_mm.device.cuda import CudaDevice, visible_gpus
 from chameleon_mm.device.numa import PreferredNode, _linux_mbind, near_node
-from chameleon_mm.device.pinning import PageLocker, PinningCalls
+from chameleon_mm.device.pinning import PageLocker
 from chameleon_mm.units import MIB
 from tests._fakes import file_tree
+from tests.test_device_pinning import FakeDriver
 
 PCI_ID = "0000:65:00.0"
 NODE = f"sys/bus/pci/devices/{PCI_ID}/numa_node"
@@ -103,16 +103,10 @@ def test_the_kernel_is_told_the_range_and_the_node_and_no_more(node: int, mask: 
 @pytest.mark.parametrize("failure", [errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.ENOMEM])
 def test_a_refusal_is_logged_once_and_the_memory_is_good(failure: int, caplog: pytest.LogCaptureFixture) -> None:
     kernel = FakeKernel(failure)
-    registered: list[tuple[int, int]] = []
-    calls = PinningCalls(
-        register=lambda address, nbytes: registered.append((address, nbytes)),
-        unregister=lambda address: None,
-        host_alloc=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8),
-        host_free=lambda memory: None,
-        clear_error=lambda: None,
-    )
-    locker = PageLocker(calls, prefer_pages=PreferredNode(1, kernel.mbind))
+    driver = FakeDriver()
+    locker = PageLocker(driver.calls(), prefer_pages=PreferredNode(1, kernel.mbind))
     memory = [locker.pin(nbytes) for nbytes in (3 * MIB, 4096)]
+    registered = list(driver.registered.items())
     assert registered == [(each.data_ptr(), each.numel()) for each in memory]
     assert [asked[:2] for asked in kernel.asked] == registered
     assert not any(each.any() for each in memory)

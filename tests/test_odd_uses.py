@@ -25,24 +25,10 @@ from torch.utils.checkpoint import (
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.units import MIB
 from tests._fakes import Unwatched
-from tests._programs import deep, on_a_thread
+from tests._programs import deep, gradient, leaf, on_a_thread, opened
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-
-def leaf(device: Device) -> Tensor:
-    return torch.randn(64, 64, device=device.torch_device, requires_grad=True)
-
-
-def gradient(device: Device, x: Tensor, program: Callable[[Tensor], Tensor] = deep) -> Tensor:
-    with device.compute():
-        return torch.autograd.grad(program(x).sum(), x)[0]
-
-
-def opened(device: Device) -> cm.SwapSession:
-    return cm.SwapSession(device.allocated_bytes() + 16 * MIB, "8MiB", device, min_bytes=0)
 
 
 def swapping(device: Device) -> cm.save_on_cpu:
@@ -181,8 +167,13 @@ def test_a_generator_that_is_dropped_inside_a_step(device: Device) -> None:
         session.__enter__()
 
 
-def test_an_exception_that_ends_a_session_before_the_generator_of_its_steps(device: Device) -> None:
-    """The loop's body raises, and the generator that holds the step is let go of only after the session was left."""
+@pytest.mark.parametrize("at", [0, 1], ids=["recorded", "planned"])
+def test_an_exception_that_ends_a_session_before_the_generator_of_its_steps(at: int, device: Device) -> None:
+    """The loop's body raises, and the generator that holds the step is let go of only after the session was left.
+
+    Torch keeps what was on when a recorder's dispatch mode was entered, and takes it for true again as the mode is left.
+    """
+    before = is_in_torch_dispatch_mode()
     session = opened(device)
     x = leaf(device)
 
@@ -195,32 +186,15 @@ def test_an_exception_that_ends_a_session_before_the_generator_of_its_steps(devi
     with pytest.raises(RuntimeError, match="the user's own") as caught, session:
         for number, _ in enumerate(generator):
             deep(x).sum().backward()
-            if number == 1:
+            if number == at:
                 raise RuntimeError("the user's own")
     assert caught.value.__context__ is None  # the session's end had no trouble of its own
-    assert session.report().steps == 1
+    assert session.report().steps == at
     generator.close()
     del caught
-    assert session.report().steps == 1
-    assert session.pool.stats().num_live == 0
-
-
-def test_an_exception_in_a_recorded_step_leaves_torch_as_it_was(device: Device) -> None:
-    """Torch keeps what was on when a dispatch mode was entered, and takes it for true again as the mode is left."""
-    before = is_in_torch_dispatch_mode()
-    session = opened(device)
-
-    def steps() -> Generator[cm.SwapSession]:
-        with session.step() as step:
-            yield step
-
-    generator = steps()
-    with pytest.raises(RuntimeError, match="the user's own"), session:
-        for _ in generator:
-            deep(leaf(device)).sum().backward()
-            raise RuntimeError("the user's own")
-    generator.close()
     assert is_in_torch_dispatch_mode() == before
+    assert session.report().steps == at
+    assert session.pool.stats().num_live == 0
 
 
 def test_two_generators_that_leave_in_the_order_they_entered(device: Device) -> None:
@@ -244,9 +218,6 @@ def test_two_generators_that_leave_in_the_order_they_entered(device: Device) -> 
         outs.clear()
         assert not any(hooks_act(manager.pool, x) for manager in managers)
     assert [manager.pool.stats().num_live for manager in managers] == [0, 0]
-
-
-# --- nesting
 
 
 # --- other people's hooks

@@ -6,6 +6,7 @@ The link is so slow that nothing saved later finds it idle: the first small one 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -110,41 +111,42 @@ class Swapping:
         assert self.pool.stats().num_live == 0
 
 
+@pytest.fixture
+def swapping(slow: cm.SimDevice) -> Iterator[Swapping]:
+    """Its link is busy. Nothing is left of it when the test's own references are gone."""
+    with slow.compute():
+        made = Swapping(slow)
+        large = made.keep_the_link_busy()
+        yield made
+        del large
+        made.assert_nothing_left()
+
+
 def places(handles: list[SwappedView]) -> list[State]:
     return [handle.claim.saved.state for handle in handles]
 
 
-def test_one_carrier_for_all_and_their_memory_goes_at_once(slow: cm.SimDevice) -> None:
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
-        before = slow.allocated_bytes()
-        handles, expected = swapping.save_small(16)
-        # Left: the expected values and the group, whose copy has not even begun.
-        assert slow.allocated_bytes() == before + 2 * 16 * SMALL
-        assert places(handles) == [State.ON_HOST] * 16
-        assert swapping.totals == {"packed_groups": 1, "out": MIB + 16 * SMALL, "in": 0}
-        swapping.executor.end_step(completed=False)
-        assert slow.allocated_bytes() == before - MIB + 16 * SMALL
-        swapping.assert_exact(handles, expected)
-        assert swapping.totals["in"] == 16 * SMALL  # all by one copy, at the first use
-        assert places(handles) == [State.ON_HOST] * 15 + [State.RESTORED]  # and each let go at the hook after its own
-        del handles, large
-        swapping.assert_nothing_left()
+def test_one_carrier_for_all_and_their_memory_goes_at_once(swapping: Swapping, slow: cm.SimDevice) -> None:
+    before = slow.allocated_bytes()
+    handles, expected = swapping.save_small(16)
+    # Left: the expected values and the group, whose copy has not even begun.
+    assert slow.allocated_bytes() == before + 2 * 16 * SMALL
+    assert places(handles) == [State.ON_HOST] * 16
+    assert swapping.totals == {"packed_groups": 1, "out": MIB + 16 * SMALL, "in": 0}
+    swapping.executor.end_step(completed=False)
+    assert slow.allocated_bytes() == before - MIB + 16 * SMALL
+    swapping.assert_exact(handles, expected)
+    assert swapping.totals["in"] == 16 * SMALL  # all by one copy, at the first use
+    assert places(handles) == [State.ON_HOST] * 15 + [State.RESTORED]  # and each let go at the hook after its own
 
 
-def test_fewer_than_a_carrier_wait_while_the_link_is_busy(slow: cm.SimDevice) -> None:
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
-        handles, expected = swapping.save_small(3)
-        assert places(handles) == [State.ON_DEVICE] * 3
-        slow.synchronize()
-        swapping.next_op()  # nothing else is under way: they go
-        assert places(handles) == [State.ON_HOST] * 3
-        swapping.assert_exact(handles, expected)
-        del handles, large
-        swapping.assert_nothing_left()
+def test_fewer_than_a_carrier_wait_while_the_link_is_busy(swapping: Swapping, slow: cm.SimDevice) -> None:
+    handles, expected = swapping.save_small(3)
+    assert places(handles) == [State.ON_DEVICE] * 3
+    slow.synchronize()
+    swapping.next_op()  # nothing else is under way: they go
+    assert places(handles) == [State.ON_HOST] * 3
+    swapping.assert_exact(handles, expected)
 
 
 def test_one_alone_on_an_idle_link_travels_by_itself(slow: cm.SimDevice) -> None:
@@ -155,115 +157,80 @@ def test_one_alone_on_an_idle_link_travels_by_itself(slow: cm.SimDevice) -> None
         swapping.assert_exact(handles, expected)
 
 
-def test_a_carrier_lives_as_long_as_its_last_member(slow: cm.SimDevice) -> None:
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
+def test_a_carrier_lives_as_long_as_its_last_member(swapping: Swapping) -> None:
+    handles, expected = swapping.save_small(10)
+    swapping.executor.end_step(completed=False)
+    group = handles[0].claim.saved.form.group
+    assert isinstance(group, PackedGroup)
+    del handles[:9]
+    assert group.members_left == 1
+    assert swapping.pool.stats().num_live == 2  # the large one's and the group's
+    swapping.assert_exact(handles, expected[9:])
+    handles.clear()
+    assert group.packed.state is State.RETIRED
+
+
+def test_used_twice_under_pressure_it_is_unpacked_twice(swapping: Swapping) -> None:
+    handles, expected = swapping.save_small(10)
+    swapping.executor.end_step(completed=False)
+    swapping.assert_exact(handles[:1], expected[:1])
+    assert places(handles)[1:] == [State.RESTORED] * 9
+    swapping.executor.budget.reclaim_all(exclude=())
+    assert places(handles) == [State.ON_HOST] * 10
+    swapping.assert_exact(handles, expected)
+    swapping.assert_exact(handles, expected)  # and again, as for retain_graph
+
+
+def test_a_written_or_dropped_tensor_is_left_behind(swapping: Swapping) -> None:
+    handles, expected = swapping.save_small(4)
+    written = torch.randn(SMALL // 4)
+    handle = swapping.save(written)
+    written.add_(1)
+    dropped = swapping.save(torch.randn(SMALL // 4))
+    swapping.next_op()
+    del dropped
+    more, more_expected = swapping.save_small(8)
+    assert swapping.totals["packed_groups"] == 1
+    assert swapping.totals["out"] == MIB + 12 * SMALL
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        swapping.executor.use(handle)
+    swapping.assert_exact(handles + more, expected + more_expected)
+
+
+def test_a_member_that_lives_on_is_used_itself(swapping: Swapping) -> None:
+    held = torch.randn(SMALL // 4)
+    handle = swapping.save(held)
+    _others, _ = swapping.save_small(10)
+    assert swapping.executor.use(handle).untyped_storage() is held.untyped_storage()
+    assert swapping.totals["in"] == 0
+
+
+def test_without_memory_for_a_carrier_they_stay(swapping: Swapping, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(SimStream, "alloc", refusing(torch.OutOfMemoryError, "no room"))
         handles, expected = swapping.save_small(10)
-        swapping.executor.end_step(completed=False)
-        group = handles[0].claim.saved.form.group
-        assert isinstance(group, PackedGroup)
-        del handles[:9]
-        assert group.members_left == 1
-        assert swapping.pool.stats().num_live == 2  # the large one's and the group's
-        swapping.assert_exact(handles, expected[9:])
-        handles.clear()
-        assert group.packed.state is State.RETIRED
-        del large
-        swapping.assert_nothing_left()
+    assert places(handles) == [State.ON_DEVICE] * 10
+    swapping.assert_exact(handles, expected)
 
 
-def test_used_twice_under_pressure_it_is_unpacked_twice(slow: cm.SimDevice) -> None:
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
-        handles, expected = swapping.save_small(10)
-        swapping.executor.end_step(completed=False)
-        swapping.assert_exact(handles[:1], expected[:1])
-        assert places(handles)[1:] == [State.RESTORED] * 9
-        swapping.executor.budget.reclaim_all(exclude=())
-        assert places(handles) == [State.ON_HOST] * 10
-        swapping.assert_exact(handles, expected)
-        swapping.assert_exact(handles, expected)  # and again, as for retain_graph
-        del handles, large
-        swapping.assert_nothing_left()
+def test_a_refused_kernel_leaves_everything_as_it_was(swapping: Swapping, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = [torch.randn(SMALL // 4) for _ in range(10)]
+    expected = [t.clone() for t in saved]
+    handles = [swapping.save(t) for t in saved]
+    del saved
+    with monkeypatch.context() as broken:
+        broken.setattr(SimStream, "pack", refusing(RuntimeError, "no kernel"))
+        with pytest.raises(RuntimeError, match="no kernel"):
+            swapping.next_op()
+    swapping.assert_exact(handles, expected)
 
 
-def test_a_written_or_dropped_tensor_is_left_behind(slow: cm.SimDevice) -> None:
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
-        handles, expected = swapping.save_small(4)
-        written = torch.randn(SMALL // 4)
-        handle = swapping.save(written)
-        written.add_(1)
-        dropped = swapping.save(torch.randn(SMALL // 4))
-        swapping.next_op()
-        del dropped
-        more, more_expected = swapping.save_small(8)
-        assert swapping.totals["packed_groups"] == 1
-        assert swapping.totals["out"] == MIB + 12 * SMALL
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            swapping.executor.use(handle)
-        swapping.assert_exact(handles + more, expected + more_expected)
-        del handles, more, handle, large
-        swapping.assert_nothing_left()
-
-
-def test_a_member_that_lives_on_is_used_itself(slow: cm.SimDevice) -> None:
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
-        held = torch.randn(SMALL // 4)
-        handle = swapping.save(held)
-        handles, _ = swapping.save_small(10)
-        assert swapping.executor.use(handle).untyped_storage() is held.untyped_storage()
-        assert swapping.totals["in"] == 0
-        del handles, handle, large
-        swapping.assert_nothing_left()
-
-
-def test_without_memory_for_a_carrier_they_stay(slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
-        with monkeypatch.context() as full:
-            full.setattr(SimStream, "alloc", refusing(torch.OutOfMemoryError, "no room"))
-            handles, expected = swapping.save_small(10)
-        assert places(handles) == [State.ON_DEVICE] * 10
-        swapping.assert_exact(handles, expected)
-        del handles, large
-        swapping.assert_nothing_left()
-
-
-def test_a_refused_kernel_leaves_everything_as_it_was(slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
-        saved = [torch.randn(SMALL // 4) for _ in range(10)]
-        expected = [t.clone() for t in saved]
-        handles = [swapping.save(t) for t in saved]
-        del saved
-        with monkeypatch.context() as broken:
-            broken.setattr(SimStream, "pack", refusing(RuntimeError, "no kernel"))
-            with pytest.raises(RuntimeError, match="no kernel"):
-                swapping.next_op()
-        swapping.assert_exact(handles, expected)
-        del handles, large
-        swapping.assert_nothing_left()
-
-
-def test_a_full_pool_keeps_the_carrier_on_the_device(slow: cm.SimDevice) -> None:
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
-        hog = swapping.pool.allocate(swapping.pool.limit_bytes - swapping.pool.stats().live_bytes)
-        handles, expected = swapping.save_small(10)
-        assert swapping.executor.metrics.totals.fallbacks == 1
-        swapping.assert_exact(handles, expected)
-        hog.release()
-        del handles, large
-        swapping.assert_nothing_left()
+def test_a_full_pool_keeps_the_carrier_on_the_device(swapping: Swapping) -> None:
+    hog = swapping.pool.allocate(swapping.pool.limit_bytes - swapping.pool.stats().live_bytes)
+    handles, expected = swapping.save_small(10)
+    assert swapping.executor.metrics.totals.fallbacks == 1
+    swapping.assert_exact(handles, expected)
+    hog.release()
 
 
 def test_the_next_steps_prefetch_the_carrier(slow: cm.SimDevice) -> None:
@@ -450,16 +417,11 @@ def test_staging_too_small_for_a_tensor_is_refused() -> None:
         Thresholds(staging_bytes=100 * KIB)
 
 
-def test_a_group_ends_though_its_members_are_saved_again(slow: cm.SimDevice) -> None:
+def test_a_group_ends_though_its_members_are_saved_again(swapping: Swapping) -> None:
     """As a double backward does: the copy of each begins again, and the group has one member less."""
-    with slow.compute():
-        swapping = Swapping(slow)
-        large = swapping.keep_the_link_busy()
-        handles, expected = swapping.save_small(4)
-        used = [swapping.executor.use(handle) for handle in handles]
-        again = [swapping.save(t) for t in used]
-        assert not swapping.executor._registry.packed_groups
-        del used, handles, large
-        swapping.assert_exact(again, expected)
-        del again
-        swapping.assert_nothing_left()
+    handles, expected = swapping.save_small(4)
+    used = [swapping.executor.use(handle) for handle in handles]
+    again = [swapping.save(t) for t in used]
+    assert not swapping.executor._registry.packed_groups
+    del used, handles
+    swapping.assert_exact(again, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -21,6 +22,7 @@ from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Transfer
+from tests._programs import deep
 from tests._random_models import adaptation_of, far_ahead, planning, seeds, train
 from tests._traces import plan_of, random_plan
 from tests.observed import SimLifetimeError, SimRaceError, poison
@@ -300,20 +302,9 @@ def in_part(rng: Random) -> Callable[..., Sequence[SwapPlan]]:
             return rng.randint(1, max(1, int(trace.tensor_bytes[action.tensor]) - 1))
 
         plan = random_plan(rng, trace, share=1.0)
-        return [plan_of(trace, [_moving(action, some(action)) for action in plan.actions])]
+        return [plan_of(trace, [replace(action, nbytes=some(action)) for action in plan.actions])]
 
     return plans
-
-
-def _moving(action: Action, nbytes: int) -> Action:
-    return Action(
-        tensor=action.tensor,
-        nbytes=nbytes,
-        out_at=action.out_at,
-        reclaim_at=action.reclaim_at,
-        in_at=action.in_at,
-        use_at=action.use_at,
-    )
 
 
 @pytest.mark.parametrize("seed", seeds(1, of=range(3)))
@@ -336,19 +327,13 @@ def test_a_graph_kept_for_a_second_backward(monkeypatch: pytest.MonkeyPatch) -> 
     with device.compute():
         for _ in range(3):
             x = torch.randn(64, 64, requires_grad=True)
-            expected = torch.autograd.grad(_deep(x), x)[0]
+            expected = torch.autograd.grad(deep(x).sum(), x)[0]
             executor.begin_step(timed=True)
             with torch.autograd.graph.saved_tensors_hooks(executor.save, executor.use):
-                out = _deep(x)
+                out = deep(x).sum()
             for retain in (True, True, False):
                 assert torch.equal(torch.autograd.grad(out, x, retain_graph=retain)[0], expected)
             del out
             executor.end_step(completed=True)
     assert adaptation_of(executor).plan_cache_hits == 2
     assert pool.stats().live_bytes == 0
-
-
-def _deep(x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x.sum()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,60 +98,6 @@ def test_a_stream_that_cannot_wait_leaves_nothing_behind(pool: PinnedPool) -> No
         event.complete = True
         checked.allocate(4096).release()
     assert pool.stats().num_live == 0
-
-
-def test_a_block_released_by_the_collector_at_any_line_does_not_deadlock(sim: SimDevice) -> None:
-    before = gc.get_threshold()
-    with PinnedPool("8MiB", sim) as pool, CheckingAllocator(pool) as checked:
-        gc.set_threshold(1)
-        try:
-            for n in range(60):
-                loop: list[Any] = [checked.allocate(1 + 37 * n % 5000)]
-                loop.append(loop)
-        finally:
-            gc.set_threshold(*before)
-        del loop
-        gc.collect()
-        checked.close()
-        assert pool.stats().num_live == 0
-
-
-def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -> None:
-    script = """
-        import gc, os, warnings
-        from chameleon_mm.device.sim import SimDevice
-        from chameleon_mm.pinned import CheckingAllocator, PinnedPool
-
-        class Loud(SimDevice):
-            def free_pinned(self, memory):
-                os.write(1, b"freed ")
-
-        class Event:
-            def query(self):
-                os.write(1, b"asked ")
-                return True
-            synchronize = query
-
-        pool = PinnedPool("1MiB", Loud())
-        checked = CheckingAllocator(pool)
-        blocks = [checked.allocate(100) for _ in range(4)]
-        tensor = pool.empty((3,), __import__("torch").float32)
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        child = os.fork()
-        if child == 0:
-            blocks.pop().release(after=Event())
-            blocks.clear()
-            del tensor
-            gc.collect()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        blocks.pop().release(after=Event())
-        loop = [blocks, tensor]
-        loop.append(loop)
-        del blocks, tensor
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 # --- what it finds

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.pinned import CheckingAllocator, PinnedPool
 from chameleon_mm.units import MIB
+from tests._programs import on_a_thread
 from tests.cuda_stand_in import control
 from tests.observed import SimRaceError
 
@@ -62,6 +62,12 @@ def staged_ones(device: Device, allocator: PinnedPool | CheckingAllocator) -> Te
     staged = allocator.allocate(SIZE).tensor((SIZE,), torch.uint8)
     with device.compute():
         return staged.fill_(1)
+
+
+def dropped_under_a_copy(device: Device, allocator: PinnedPool | CheckingAllocator) -> tuple[Tensor, int]:
+    """The target of a copy on another stream whose source was dropped, and the address of that."""
+    staged = staged_ones(device, allocator)
+    return start_copy(device, staged, device.new_stream("side")), staged.data_ptr()
 
 
 def write_next(device: Device, allocator: PinnedPool | CheckingAllocator, address: int) -> None:
@@ -114,9 +120,7 @@ def test_copying_and_dropping_on_another_thread(device: Device) -> None:
             staged = given.pop()
             targets.append(start_copy(device, staged, device.new_stream("the thread's")))
 
-        thread = threading.Thread(target=copy_and_drop)
-        thread.start()
-        thread.join()
+        on_a_thread(copy_and_drop)
         assert pool.stats().num_live == 0
         write_next(device, pool, address)
         check(device, targets[0])
@@ -135,10 +139,7 @@ def test_a_raw_buffer_of_a_dropped_block_waits_too(device: Device) -> None:
 
 def test_a_checked_block_waits_too(device: Device) -> None:
     with PinnedPool(2 * SIZE, device) as pool, CheckingAllocator(pool) as allocator:
-        staged = staged_ones(device, allocator)
-        address = staged.data_ptr()
-        target = start_copy(device, staged, device.new_stream("side"))
-        del staged
+        target, address = dropped_under_a_copy(device, allocator)
         write_next(device, allocator, address)
         check(device, target)
 
@@ -164,7 +165,7 @@ def test_a_stream_that_gets_the_bytes_waits_and_the_host_does_not(device: Device
 
 def test_closing_the_pool_waits(device: Device) -> None:
     pool = PinnedPool(SIZE, device)
-    target = start_copy(device, staged_ones(device, pool), device.new_stream("side"))
+    target, _ = dropped_under_a_copy(device, pool)
     pool.close()  # frees the memory: the simulator raises SimRaceError under a copy
     check(device, target)
 
@@ -205,27 +206,18 @@ def test_a_release_after_an_event_records_no_other(device: Device, monkeypatch: 
         check(device, target)
 
 
-def test_without_the_wait_the_simulator_names_the_race(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimDevice, "record_all", lambda self: ())
+@pytest.mark.parametrize(
+    "record_all",
+    [lambda device: (), lambda device: (device.current_stream().record(),)],
+    ids=["no event", "the current stream alone"],
+)
+def test_without_the_wait_the_simulator_names_the_race(
+    record_all: Callable[[Device], tuple[Event, ...]], sim: SimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimDevice, "record_all", record_all)
     pool = PinnedPool(SIZE, sim)
-    staged = staged_ones(sim, pool)
-    address = staged.data_ptr()
-    target = start_copy(sim, staged, sim.new_stream("side"))
-    del staged
+    target, address = dropped_under_a_copy(sim, pool)
     with pytest.raises(SimRaceError, match=r"write of .* by fill_ on the host is not ordered after read .* on side"):
-        write_next(sim, pool, address)
-    sim.synchronize()
-    del target
-
-
-def test_with_the_current_stream_alone_the_simulator_names_the_race(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimDevice, "record_all", lambda self: (self.current_stream().record(),))
-    pool = PinnedPool(SIZE, sim)
-    staged = staged_ones(sim, pool)
-    target = start_copy(sim, staged, sim.new_stream("side"))
-    address = staged.data_ptr()
-    del staged
-    with pytest.raises(SimRaceError, match="fill_ on the host"):
         write_next(sim, pool, address)
     sim.synchronize()
     del target
@@ -243,10 +235,7 @@ def test_without_the_wait_wrong_bytes_arrive_on_cuda(monkeypatch: pytest.MonkeyP
     device = CudaDevice()
     monkeypatch.setattr(CudaDevice, "record_all", lambda self: (self.current_stream().record(),))
     with PinnedPool(SIZE, device) as pool:
-        staged = staged_ones(device, pool)
-        address = staged.data_ptr()
-        target = start_copy(device, staged, device.new_stream("side"))
-        del staged
+        target, address = dropped_under_a_copy(device, pool)
         write_next(device, pool, address)
         with pytest.raises(AssertionError):
             check(device, target)

@@ -65,6 +65,18 @@ class Machine:
         stream.copy(target, block.buffer)
         return target, stream.record()
 
+    def released(self) -> tuple[Tensor, Event]:
+        """Target of a copy of ones, under way out of a block of twice `SIZE`, and the event the block was released with."""
+        block = self.outbound(2 * SIZE, 1)
+        target, event = self.load(block, self.h2d)
+        block.release(after=event)
+        return target, event
+
+    def check_ones_and(self, target: Tensor, block: PinnedBlock) -> None:
+        """Ones have arrived in `target`, and twos in `block`."""
+        self.check(target, 1)
+        self.check_host(block, 2)
+
     def check(self, memory: Tensor, value: int) -> None:
         self.device.synchronize()
         assert torch.equal(memory.cpu(), torch.full((memory.numel(),), value, dtype=torch.uint8))
@@ -76,27 +88,21 @@ class Machine:
 
 def reused(m: Machine) -> None:
     """H2D from a block, then D2H into the next block over the same bytes."""
-    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
-    target, event = m.load(first, m.h2d)
-    first.release(after=event)
+    source, (target, _) = m.hbm(2), m.released()
     second = m.pool.allocate(SIZE, stream=m.d2h)
     m.d2h.copy(second.buffer, source)
-    m.check(target, 1)
-    m.check_host(second, 2)
+    m.check_ones_and(target, second)
 
 
 def reused_and_waited_for_later(m: Machine) -> None:
     """The same, where the block is allocated before it is known which stream will use it."""
-    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
-    target, event = m.load(first, m.h2d)
-    first.release(after=event)
+    source, (target, event) = m.hbm(2), m.released()
     second = m.pool.allocate(SIZE)
     assert second.pending_events == (event,) or event.query()
     second.wait_on(m.d2h)
     assert second.pending_events == ()
     m.d2h.copy(second.buffer, source)
-    m.check(target, 1)
-    m.check_host(second, 2)
+    m.check_ones_and(target, second)
 
 
 def reused_after_a_late_event(m: Machine) -> None:
@@ -108,15 +114,12 @@ def reused_after_a_late_event(m: Machine) -> None:
     for pending in second.pending_events:
         m.d2h.wait(pending)  # as a queue of copies does: a stream takes real events alone
     m.d2h.copy(second.buffer, source)
-    m.check(target, 1)
-    m.check_host(second, 2)
+    m.check_ones_and(target, second)
 
 
 def split(m: Machine) -> None:
     """One released block becomes two; both wait for its event."""
-    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
-    target, event = m.load(first, m.h2d)
-    first.release(after=event)
+    source, (target, _) = m.hbm(2), m.released()
     halves = [m.pool.allocate(SIZE, stream=stream) for stream in (m.d2h, m.other)]
     for half, stream in zip(halves, (m.d2h, m.other), strict=True):
         stream.copy(half.buffer, source)
@@ -141,70 +144,53 @@ def coalesced(m: Machine) -> None:
 
 def passed_on_unused(m: Machine) -> None:
     """An owner in between, which waited and then never used the block, hands the event on."""
-    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
-    target, event = m.load(first, m.h2d)
-    first.release(after=event)
+    source, (target, _) = m.hbm(2), m.released()
     between = m.pool.allocate(2 * SIZE, stream=m.other)
     between.release()  # a block that is dropped waits for all there is
     second = m.pool.allocate(SIZE, stream=m.d2h)
     m.d2h.copy(second.buffer, source)
-    m.check(target, 1)
-    m.check_host(second, 2)
+    m.check_ones_and(target, second)
 
 
 def passed_on_unmet(m: Machine) -> None:
     """An owner in between, which never waited for anything, hands the event on beside its own."""
-    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
-    target, event = m.load(first, m.h2d)
-    first.release(after=event)
+    source, (target, _) = m.hbm(2), m.released()
     between = m.pool.allocate(2 * SIZE)
     between.release(after=m.other.record())
     second = m.pool.allocate(SIZE, stream=m.d2h)
     m.d2h.copy(second.buffer, source)
-    m.check(target, 1)
-    m.check_host(second, 2)
+    m.check_ones_and(target, second)
 
 
 def two_first_streams(m: Machine) -> None:
     """Two streams use the halves of one block; each has to wait."""
-    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
-    target, event = m.load(first, m.h2d)
-    first.release(after=event)
+    source, (target, _) = m.hbm(2), m.released()
     second = m.pool.allocate(2 * SIZE, stream=m.d2h)
     second.wait_on(m.other)
     m.d2h.copy(second.buffer[:SIZE], source)
     m.other.copy(second.buffer[SIZE:], source)
-    m.check(target, 1)
-    m.check_host(second, 2)
+    m.check_ones_and(target, second)
 
 
 def touched_by_the_host(m: Machine) -> None:
     """The host writes into a block that the device may still be reading for its earlier owner."""
-    first = m.outbound(2 * SIZE, 1)
-    target, event = m.load(first, m.h2d)
-    first.release(after=event)
+    target, _ = m.released()
     second = m.pool.allocate(SIZE)
     second.tensor((SIZE,), torch.uint8).fill_(2)
-    m.check(target, 1)
-    m.check_host(second, 2)
+    m.check_ones_and(target, second)
 
 
 def touched_by_the_host_after_a_streams_wait(m: Machine) -> None:
     """A stream's wait orders the stream, not the host."""
-    first = m.outbound(2 * SIZE, 1)
-    target, event = m.load(first, m.h2d)
-    first.release(after=event)
+    target, _ = m.released()
     second = m.pool.allocate(SIZE, stream=m.d2h)
     second.numpy((SIZE,), np.uint8)[:] = 2
-    m.check(target, 1)
-    m.check_host(second, 2)
+    m.check_ones_and(target, second)
 
 
 def closed(m: Machine) -> None:
     """The memory goes while a copy may still read it."""
-    first = m.outbound(2 * SIZE, 1)
-    target, event = m.load(first, m.h2d)
-    first.release(after=event)
+    target, _ = m.released()
     m.pool.close()
     m.check(target, 1)
 

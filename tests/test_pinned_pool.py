@@ -22,7 +22,7 @@ from torch import Tensor
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import BlockReleasedError, HostMemoryExhausted, PoolStateError
-from chameleon_mm.pinned import PinnedBlock, PinnedPool, pool_for
+from chameleon_mm.pinned import CheckingAllocator, PinnedBlock, PinnedPool, pool_for
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import CountingDevice, ManualEvent
 
@@ -279,9 +279,9 @@ def test_a_dropped_pool_gives_its_chunks_back_once_its_blocks_are_gone(ledgered:
 
 def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -> None:
     script = """
-        import gc, os, sys, warnings
+        import gc, os, sys, torch, warnings
         from chameleon_mm.device.sim import SimDevice
-        from chameleon_mm.pinned import PinnedPool
+        from chameleon_mm.pinned import CheckingAllocator, PinnedPool
 
         class Loud(SimDevice):
             def free_pinned(self, memory):
@@ -294,6 +294,12 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
 
             def synchronize(self):
                 os.write(1, b"waited ")
+
+        class Asked:
+            def query(self):
+                os.write(1, b"asked ")
+                return True
+            synchronize = query
 
         def leave(pool):
             pool.allocate_pageable(100).release(after=Event())
@@ -311,14 +317,24 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
         held.allocate(100).release(after=Event())
         # The child's copy of the lock is never given back. It asks for nothing that is behind it.
         held._ledger.lock.acquire()
+        checked = CheckingAllocator(last)
+        blocks = [checked.allocate(100) for _ in range(4)]
+        tensor = last.empty((3,), torch.float32)
         child = os.fork()
         if child == 0:
             held.close()
             del forked, held
+            blocks.pop().release(after=Asked())
+            blocks.clear()
+            del tensor
             gc.collect()
             os._exit(0)
         held._ledger.lock.release()
         assert os.waitpid(child, 0)[1] == 0
+        blocks.pop().release(after=Asked())
+        kept = [blocks, tensor]
+        kept.append(kept)
+        del blocks, tensor
         os.write(1, b"parent ")
         del normal
         gc.collect()
@@ -350,19 +366,23 @@ def test_release_is_idempotent_and_ends_the_views(pool: PinnedPool) -> None:
             use()
 
 
-def test_the_collector_may_run_at_any_line(ledgered: Ledgered) -> None:
+@pytest.mark.parametrize("checked", [False, True])
+def test_the_collector_may_run_at_any_line(checked: bool, ledgered: Ledgered) -> None:
     before = gc.get_threshold()
-    with PinnedPool("8MiB", ledgered, "64KiB") as pool:
+    with PinnedPool("16MiB", ledgered, "64KiB") as pool:
+        allocator = CheckingAllocator(pool) if checked else pool
         gc.set_threshold(1)
         try:
             for n in range(500):
-                loop: list[Any] = [pool.allocate(1 + 37 * n % 5000)]
+                loop: list[Any] = [allocator.allocate(1 + 37 * n % 5000)]
                 loop.append(loop)
         finally:
             gc.set_threshold(*before)
         del loop
-        assert pool.stats().num_live < 500, "the collector never ran"
+        assert checked or pool.stats().num_live < 500, "the collector never ran"
         gc.collect()
+        if isinstance(allocator, CheckingAllocator):
+            allocator.close()
         assert pool.stats().num_live == 0
 
 

@@ -367,6 +367,3 @@ def test_the_nth_registration_ends_in_another_error_which_is_passed_on(
     with pytest.raises(error, match=f"^no pages to lock for chunk {nth}$"):
         serve(pool)
     check_whole(pool, scripted)
-
-
-# --- delegations

@@ -19,7 +19,6 @@ from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from tests.observed import SimRaceError
 
 PAGE = 4096
-SIZE = 64 << 10
 
 
 @pytest.fixture

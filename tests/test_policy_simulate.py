@@ -106,13 +106,6 @@ def test_a_storage_that_moves_in_part() -> None:
     assert (timeline.peak_bytes, timeline.host_bytes) == (SIZE + half, round_up(half, 4096))
 
 
-def test_the_head_is_copied_while_its_copy_out_runs() -> None:
-    trace, half = small(), SIZE // 2
-    timeline = simulate(trace, plan_of(trace, [act(1, 1, 3, nbytes=half)]), LINK)
-    # Out from 150 to 210, the head from 150 to 155: 55 us remain to wait.
-    assert (timeline.out_stalls_us, timeline.head_copy_us) == ({X: 55.0}, 10.0)
-
-
 def test_what_stays_counts_rounded_up() -> None:
     trace = small()
     # 102399 of 102400 bytes move: 1 byte stays, in 512.
@@ -156,16 +149,6 @@ def test_the_use_goes_ahead_of_others_that_come_back_at_the_same_hook() -> None:
     assert timeline.in_spans == (EngineSpan(1, 520.0, 580.0, SIZE), EngineSpan(0, 580.0, 640.0, SIZE))
     assert (timeline.out_stalls_us, timeline.in_stalls_us) == ({0: 10.0, 1: 110.0}, {1: 60.0})
     assert timeline.step_us == trace.duration_us + 180.0
-
-
-def test_a_copy_back_waits_for_its_own_copy_out() -> None:
-    trace = several(SIZE)
-    # Hook 1 at 200: out until 310, and compute waits for it there; hook 1 is also where it comes back: 310 to 370.
-    timeline = simulate(trace, plan_of(trace, [act(1, 1, 1, use_at=2)]), LINK)
-    assert timeline.out_spans[0].end_us == timeline.in_spans[0].start_us == 310.0
-    # Nothing is gained: it goes before it comes back, and is there at the hook's end.
-    assert timeline.peak_bytes == SIZE
-    assert timeline.allocated_bytes.tolist() == memory_curve(trace).tolist()
 
 
 def test_whole_reclaims_come_before_those_in_part() -> None:
@@ -230,12 +213,6 @@ def test_copies_both_ways_share_what_the_link_carries() -> None:
     # Out once more, behind the first: from 1020 on at the 512 that are left until 1110, 46080 in all; then at 1024 for 50 us.
     assert out.queue(3, 46_080 + 51_200, 0.0) == 1160.0
     assert [span.start_us for span in (*out.spans, *back.spans)] == [0.0, 1010.0, 500.0, 610.0]
-
-
-def test_copies_are_cut_into_pieces_of_fixed_cost() -> None:
-    out, _ = CopyEngine.pair(replace(LINK, piece_bytes=1024))
-    assert out.queue(0, 1024, 0.0) == 11.0
-    assert out.queue(0, 1025, 0.0) == pytest.approx(11.0 + 20.0 + 1025 / 1024, rel=1e-15)
 
 
 def test_a_link_that_carries_nothing_more_both_ways() -> None:

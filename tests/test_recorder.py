@@ -25,9 +25,6 @@ from chameleon_mm.profiler.step_log import StepLog
 from chameleon_mm.trace import StepPhase, TensorKind, Trace
 from tests._trace_records import hooks_of, ops_of, tensors_of
 
-KB = 1024
-"""float32 [16, 16]: every tensor of the little programs below has this size."""
-
 
 def square() -> Tensor:
     return torch.ones(16, 16)

@@ -1,15 +1,16 @@
-"""Which device a name stands for, and what is said about a name that stands for none."""
+"""Which device a name stands for, what is said about a name that stands for none, and the figures of the simulated ones."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from chameleon_mm.device import CudaDevice, Device, SimDevice, cuda_is_available, resolve_device
-from chameleon_mm.device.specs import SPECS
+from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
 
 without_cuda = pytest.mark.skipif(cuda_is_available(), reason="says what happens where there is no CUDA GPU")
 
@@ -111,3 +112,31 @@ def test_a_script_is_told_once_that_a_gpu_is_simulated_and_that_its_steps_are_no
     assert lines[1].startswith("chameleon_mm: no CUDA found: simulating a GPU on the CPU")
     assert 'pass device="sim"' in lines[1]
     assert lines[3].startswith("chameleon_mm: session.step() was never called")
+
+
+# --- specs: each figure is there, is possible and says where it comes from
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+def test_every_spec_names_datasheet_and_link(spec: GpuSpec) -> None:
+    assert "NVIDIA" in spec.source
+    link = spec.source.partition("link: ")[2]
+    assert link.startswith(("published", "derived"))
+
+
+@pytest.mark.parametrize("name", ["h200", "H200", "h-200", " H200 "])
+def test_spec_by_name_forgives_spelling(name: str) -> None:
+    assert spec_by_name(name) is SPECS["h200"]
+    assert spec_by_name("RTX 4090") is spec_by_name("rtx_4090") is SPECS["rtx4090"]
+
+
+@pytest.mark.parametrize("name", ["b300", "", "h200x"])
+def test_spec_by_name_lists_what_it_knows(name: str) -> None:
+    with pytest.raises(ValueError, match=r"expected one of h200, h100, a100, rtx4090, rtx5090, gh200, got '"):
+        spec_by_name(name)
+
+
+@pytest.mark.parametrize("change", [{"hbm_bytes": 0}, {"bf16_tflops": -1.0}, {"duplex_gbps": 55.4}, {"duplex_gbps": 111.0}])
+def test_impossible_figures_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        replace(SPECS["h200"], **change)  # type: ignore[arg-type]  # one dict carries ints and floats

@@ -430,6 +430,3 @@ def test_it_is_recorded_again_and_planned_within_a_tighter_budget() -> None:
 )
 def test_a_tighter_budget(budget: int, allocated: int, asked: int, resting: int, expected: int) -> None:
     assert tighter(budget, allocated=allocated, asked=asked, resting=resting) == expected
-
-
-# --- which tensors are their bytes

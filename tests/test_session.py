@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,15 +17,11 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.pinned.host_memory import available_host_bytes
 from chameleon_mm.units import MIB
-from tests._programs import deep
+from tests._programs import deep, gradient, leaf, on_a_thread
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 KIB = 1 << 10
-
-
-def leaf(device: Device) -> Tensor:
-    return torch.randn(64, 64, device=device.torch_device, requires_grad=True)
 
 
 def opened(device: Device, **changed: object) -> cm.SwapSession:
@@ -52,8 +47,7 @@ def test_a_step_outside_the_session_is_refused(device: Device) -> None:
 def test_a_step_inside_a_step_is_refused_and_harms_neither(device: Device) -> None:
     session = opened(device)
     x = leaf(device)
-    with device.compute():
-        expected = torch.autograd.grad(deep(x).sum(), x)[0]
+    expected = gradient(device, x)
     with session:
         with session.step():
             with pytest.raises(cm.SessionClosedError, match="got one that is in step"), session.step():
@@ -79,8 +73,7 @@ def test_a_session_is_entered_once(device: Device) -> None:
 def test_what_is_saved_between_steps_is_swapped_too(device: Device) -> None:
     session = opened(device)
     x = leaf(device)
-    with device.compute():
-        expected = torch.autograd.grad(deep(x).sum(), x)[0]
+    expected = gradient(device, x)
     with session:
         out = deep(x).sum()
         assert session.pool.stats().num_live > 0
@@ -92,8 +85,7 @@ def test_what_is_saved_between_steps_is_swapped_too(device: Device) -> None:
 def test_nested_sessions_are_exact_and_the_innermost_acts(device: Device) -> None:
     outer, inner = opened(device), opened(device)
     x = leaf(device)
-    with device.compute():
-        expected = torch.autograd.grad(deep(deep(x)).sum(), x)[0]
+    expected = gradient(device, x, lambda t: deep(deep(t)))
     with outer, outer.step():
         half = deep(x)
         outside = outer.pool.stats().num_live
@@ -209,9 +201,7 @@ def test_a_report_from_another_thread_in_the_middle_of_a_step(device: Device) ->
     reports: list[cm.SwapReport] = []
     with session, session.step():
         out = deep(x).sum()
-        thread = threading.Thread(target=lambda: reports.append(session.report()))
-        thread.start()
-        thread.join()
+        on_a_thread(lambda: reports.append(session.report()))
         assert reports[0].bytes_swapped_out == session.report().bytes_swapped_out > 0
         out.backward()
         del out
@@ -223,8 +213,7 @@ def test_a_report_from_another_thread_in_the_middle_of_a_step(device: Device) ->
 def test_an_exception_in_a_step_leaves_no_block_and_the_next_step_is_right(device: Device) -> None:
     session = opened(device)
     x = leaf(device)
-    with device.compute():
-        expected = torch.autograd.grad(deep(x).sum(), x)[0]
+    expected = gradient(device, x)
 
     def fails() -> None:
         out = deep(x)

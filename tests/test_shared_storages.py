@@ -82,7 +82,7 @@ class FillsItsSlice(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, buffer: Tensor, number: int) -> Tensor:
         buffer[number].data.copy_(x * x)
         ctx.save_for_backward(buffer[number])
-        return x * 3
+        return x * 0.5
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.units import round_up
+from tests._programs import on_a_thread
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -121,9 +121,7 @@ def test_what_died_on_another_thread_while_an_operator_ran_makes_room() -> None:
                 super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
 
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                thread = threading.Thread(target=others.clear)
-                thread.start()
-                thread.join()
+                on_a_thread(others.clear)
                 return func(*args)
 
     # Below the simulator's mode, so it runs in the middle of the operator.
@@ -219,9 +217,7 @@ def test_threads_share_one_device_and_its_mode_is_entered_once() -> None:
             x = square().requires_grad_()
             loss = x.sin().cos().sum()
         if thread:
-            runner = threading.Thread(target=backward)
-            runner.start()
-            runner.join()
+            on_a_thread(backward)
         else:
             backward()
         assert x.grad is not None

@@ -14,13 +14,14 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from ctypes import byref, c_size_t, c_void_p
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests._programs import on_a_thread
 
 from ._stand_in_calls import GLOBAL, RELAXED, THREAD_LOCAL, Graph, Runtime, random_program
 from ._stand_in_programs import PROGRAMS
@@ -206,9 +207,7 @@ def test_what_another_thread_may_do_during_a_capture(cuda: Runtime, mode: int, e
     stream, host, device, errors = cuda.stream(), cuda.pinned(64), cuda.malloc(64), []
     with Graph(cuda, stream, mode) as graph:
         cuda.copy(device, host, 64, stream)
-        other = threading.Thread(target=lambda: errors.append(cuda.error("cudaMalloc", byref(c_void_p()), c_size_t(64))))
-        other.start()
-        other.join()
+        on_a_thread(lambda: errors.append(cuda.error("cudaMalloc", byref(c_void_p()), c_size_t(64))))
     assert (errors, graph.end_error) == ([error], end)
 
 

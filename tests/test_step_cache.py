@@ -49,11 +49,6 @@ def test_nothing_is_known_at_first() -> None:
     assert cache.current is None
 
 
-def test_a_known_step_is_followed_to_its_end() -> None:
-    cache = knowing("abc")
-    assert run(cache, "abc") == ["abc"] * 4
-
-
 def test_another_takes_over_at_the_hook_that_tells_them_apart() -> None:
     cache = knowing("abcx", "abcy")
     assert run(cache, "abcx") == ["abcy"] * 4 + ["abcx"]

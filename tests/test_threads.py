@@ -22,7 +22,7 @@ from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.transfer import Transfer
-from tests._programs import deep
+from tests._programs import deep, gradient, on_a_thread
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -149,11 +149,8 @@ def test_forward_on_one_thread_backward_on_another(device: Device) -> None:
         with device.compute(), hooks:
             made.append(deep(x).sum())
 
-    with device.compute():
-        (expected,) = torch.autograd.grad(deep(x).sum(), x)
-    saver = threading.Thread(target=forward)
-    saver.start()
-    saver.join()
+    expected = gradient(device, x)
+    on_a_thread(forward)
     with device.compute():
         (got,) = torch.autograd.grad(made.pop(), x)
     assert torch.equal(got, expected)
@@ -189,9 +186,7 @@ def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDev
     def ending(saved: SavedStorage) -> None:
         """Another thread gets its turn in the middle of the end."""
         if next(turns, False):
-            other = threading.Thread(target=lambda: again.append(saved_by(swapper, t)))
-            other.start()
-            other.join()
+            on_a_thread(lambda: again.append(saved_by(swapper, t)))
         ended(saved)
 
     monkeypatch.setattr(swapper, "on_claim_end", ending)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torchs
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.running.training_watch import Stopped, TrainingWatch
+from tests._op_samples import BareMode
 
 
 def net() -> nn.Module:
@@ -95,16 +95,11 @@ def test_no_session_is_made_for_a_budget_below_what_never_moves(sim: Device) -> 
     assert no_hook_is_left()
 
 
-class Onlooker(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's signature
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("block", "words"),
     [
         (lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), "saved-tensor hooks of the program's own"),
-        (Onlooker, "a dispatch mode of the program's own"),
+        (BareMode, "a dispatch mode of the program's own"),
     ],
 )
 def test_nothing_is_put_between_a_program_and_its_own_hooks_or_modes(

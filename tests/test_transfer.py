@@ -20,8 +20,8 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device, Event, Stream
-from chameleon_mm.transfer import Move, Transfer
-from chameleon_mm.units import MIB
+from chameleon_mm.transfer import Move, Path, Thresholds, Transfer
+from chameleon_mm.units import KIB, MIB
 
 PIECE = 1000
 """A piece in these tests: small, and no power of two."""
@@ -598,3 +598,38 @@ def test_two_threads_may_use_one_transfer() -> None:
 def prepare(ends: Ends, number: int) -> tuple[Tensor, Tensor, Tensor]:
     content = random_bytes(PIECE // 2 + 150 * number)
     return ends.on_host(torch.zeros_like(content)), ends.on_device(content), content
+
+
+# --- which way a buffer goes, by its size alone
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "path"),
+    [
+        (0, Path.STAY), (4 * KIB - 1, Path.STAY), (4 * KIB, Path.PACK), (128 * KIB - 1, Path.PACK), (128 * KIB, Path.DIRECT),
+        (1 << 40, Path.DIRECT),
+    ],
+)  # fmt: skip
+def test_each_path_begins_where_the_one_before_it_ends(nbytes: int, path: Path) -> None:
+    assert Thresholds().path(nbytes) is path
+
+
+@given(st.lists(st.integers(0, 1 << 40), min_size=2, max_size=2).map(sorted), st.integers(0, 1 << 41), st.integers(0, 1 << 41))
+def test_a_larger_buffer_never_takes_a_path_for_smaller_ones(ends: list[int], one: int, other: int) -> None:
+    stay, pack = ends
+    thresholds = Thresholds(stay_below_bytes=stay, pack_below_bytes=pack, staging_bytes=2 * pack)
+    order = list(Path)
+    small, large = sorted((one, other))
+    assert order.index(thresholds.path(small)) <= order.index(thresholds.path(large))
+
+
+@pytest.mark.parametrize(
+    ("ends", "match"),
+    [
+        ({"stay_below_bytes": -1}, "stay_below_bytes: expected 0 bytes or more"),
+        ({"pack_below_bytes": 4095}, "pack_below_bytes: expected 4096 bytes or more"),
+    ],
+)
+def test_ends_out_of_order_are_refused(ends: dict[str, int], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Thresholds(**ends)

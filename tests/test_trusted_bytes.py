@@ -7,7 +7,6 @@ plain tensors of the same device: its bits, or eager's error. Rows that other fi
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +26,7 @@ from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
 from tests._mixes import Mix, Proofs, mixed, totals_of
+from tests._programs import on_a_thread
 from tests._snapshots import equal
 from tests.observed import SimLifetimeError
 from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, hosted, session_of
@@ -85,9 +85,7 @@ def _by_out(y: Tensor) -> None:
 
 
 def _by_thread(y: Tensor) -> None:
-    thread = threading.Thread(target=_by_operator, args=(y,))
-    thread.start()
-    thread.join()
+    on_a_thread(lambda: _by_operator(y))
 
 
 SEEN: dict[str, Write] = {"operator": _by_operator, "view": _by_view, "out=": _by_out, "thread": _by_thread}
@@ -145,9 +143,7 @@ def _by_set(y: Tensor) -> None:
 
 
 def _by_data_on_a_thread(y: Tensor) -> None:
-    thread = threading.Thread(target=lambda: y.data.mul_(3))
-    thread.start()
-    thread.join()
+    on_a_thread(lambda: y.data.mul_(3))
 
 
 UNSEEN: dict[str, Write] = {
@@ -287,9 +283,6 @@ def test_what_a_replay_makes_besides_is_compared(monkeypatch: pytest.MonkeyPatch
     found = outcome(two_results, 2, _dropping())
     assert isinstance(found, str)
     assert found.startswith("RecomputeMismatch")
-
-
-# --- parameters in host memory: the host copy stands for them while no counter moved and nobody holds the storage
 
 
 # --- optimizer state at rest

@@ -31,6 +31,7 @@ from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.version import SavedBytes, cover_all
 from tests.cuda_stand_in import control
 from tests.observed import SimRaceError
+from tests.test_shared_storages import FillsItsSlice
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -92,21 +93,6 @@ def split_with_an_activation(x: Tensor, w: Tensor) -> Tensor:
 
 def gated(x: Tensor, w: Tensor) -> Tensor:
     return F.glu(x @ w[:, : 2 * WIDTH], 1)
-
-
-class FillsItsSlice(torch.autograd.Function):
-    """Saves the slice of a buffer that it has filled behind the version counter's back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: Tensor, number: int) -> Tensor:
-        buffer[number].data.copy_(x * x)
-        ctx.save_for_backward(buffer[number])
-        return x * 0.5
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (squares,) = ctx.saved_tensors
-        return grad * squares, None, None
 
 
 def buffer_part_by_part(x: Tensor, w: Tensor) -> Tensor:

@@ -51,13 +51,11 @@ LATE_ALONE: dict[str, str] = {
     "tests/test_op_db.py::test_every_other_operator": (
         "run in mode late alone: copies are late there, and nothing else about an operator depends on the mode"
     ),
-    "tests/test_compile.py::test_compiled_training_is_bit_identical_in_a_session": (
-        "run in mode late alone: what dynamo compiles has nothing to do with the mode"
-    ),
     **{
-        f"tests/test_plain_models.py::{name}": "run in mode late alone, where copies are late; smaller models run in both"
-        for name in ("test_a_session_trains_as_plain_pytorch_does", "test_save_on_cpu_trains_as_plain_pytorch_does")
+        f"tests/test_compile.py::{name}": "run in mode late alone: what dynamo compiles has nothing to do with the mode"
+        for name in ("test_compiled_training_is_bit_identical_in_a_session", "test_it_may_be_built_in_what_is_compiled")
     },
+    "tests/test_plain_models.py": "run in mode late alone, where copies are late; smaller models run in both",
     "tests/test_stand_in_compute.py": "run in mode late alone: operators run the same kernels in each mode",
     **{
         f"tests/test_stand_in_runtime.py::{name}": "run in mode late alone: it starts a process in each mode by itself"
@@ -68,7 +66,7 @@ LATE_ALONE: dict[str, str] = {
     },
     **{
         f"tests/test_{name}.py": "run in mode late alone: what steps there are, and what is said of them, is one"
-        for name in ("attach", "compile_building", "composite", "odd_uses", "progress", "true_report")
+        for name in ("attach", "composite", "odd_uses", "progress", "true_report")
     },
     **{
         f"tests/test_{name}.py": "run in mode late alone, where memory comes back latest: a budget that holds there holds"
@@ -76,7 +74,7 @@ LATE_ALONE: dict[str, str] = {
     },
     **{
         f"tests/test_{name}.py": "run in mode late alone: other programs on the path that random ones go in both modes"
-        for name in ("plain_recurrent", "relied_on", "tensor_kinds")
+        for name in ("relied_on", "tensor_kinds")
     },
 }
 """Reason by test or file that runs in one mode, which is enough.

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from chameleon_mm.api.save_on_cpu import save_on_cpu
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._measure import undisturbed
 from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
 from chameleon_mm.bench.profiler import keep
 from chameleon_mm.device.protocols import Device, Event, Stream
-from chameleon_mm.policy import LinkCost
-from chameleon_mm.save_on_cpu import save_on_cpu
-from chameleon_mm.session import SwapSession
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.units import KIB
 
 TENSOR_BYTES = 4 * KIB

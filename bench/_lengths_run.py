@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._length_models import LengthModel, batch_of, training_step
 from chameleon_mm.device import SPECS, SimDevice
 from chameleon_mm.device.sim import CostModel
-from chameleon_mm.report import SwapReport
-from chameleon_mm.saved.timed_spans import StepKind
-from chameleon_mm.session import SwapSession
+from chameleon_mm.report.report import SwapReport
+from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import KIB
 
 MIN_BYTES = 8 * KIB

@@ -30,7 +30,7 @@ from rich.text import Text
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._stand_in import NOT_MEASURED
 from chameleon_mm.device.protocols import Device, Stream
-from chameleon_mm.outputs import print_table
+from chameleon_mm.tools.outputs import print_table
 
 __all__ = ["Cell", "Column", "Figure", "Results", "Waived", "add_output_arguments", "environment", "interleave", "timed_us"]
 

@@ -23,8 +23,8 @@ from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Waived
 from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
-from chameleon_mm.executor.swap_outs import GROUP_BYTES
-from chameleon_mm.transfer import Move, Path, Thresholds, Transfer
+from chameleon_mm.swap.copy_queue import Move, Path, Thresholds, Transfer
+from chameleon_mm.swap.swap_outs import GROUP_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ add_planned(planned_table(device), ...)    step, peak, stall, recomputation:  pr
 add_classes(classes_table(device), ...)    bytes kept, swapped, recomputed, held, and what went out and was dropped after all
 add_bound(bound_table(device), ...)        budget | T* | share of it that the session reaches | the checkpointed run
 
-T* is `policy.ideal` of the step that the session recorded, its operators' times scaled to add up to the step without swapping:
+T* is `ideal` of the step that the session recorded, its operators' times scaled to add up to the step without swapping:
 what recording cost the host is in none of them then. Where the session recomputes, so does T*.
 """
 
@@ -19,7 +19,7 @@ from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns
 from chameleon_mm.bench._training_run import PeerRun
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy import Ideal, ideal
+from chameleon_mm.plan.bounds import Ideal, ideal
 from chameleon_mm.units import GIB
 
 Outcome = PeerRun | Waived
@@ -110,7 +110,7 @@ def bound_table(device: Device) -> Results:
         device,
         {
             "budget": ("budget GiB", "kept between steps + that share of what a step adds"),
-            "ideal": ("T* ms", "the least of any plan: policy.ideal; of those that only swap, where the session only swaps"),
+            "ideal": ("T* ms", "the least of any plan: ideal; of those that only swap, where the session only swaps"),
             "reached": ("of T*", "T* / median step of the session"),
             "checkpointing": (
                 "checkpointing",

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave, undisturbed
 from chameleon_mm.bench._report import Bound, median_of
 from chameleon_mm.bench.profiler import keep
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.session import SwapSession
 
 MAX_RATIO = 1.03
 NO_SESSION, SESSION = "no session", "session, nothing to swap"

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._timeline_step import Copy, Step, Watch, WatchedDevice
-from chameleon_mm.demo.model import GPT, VOCABULARY, GPTConfig
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.device.specs import GpuSpec
-from chameleon_mm.policy import SwapPlan
-from chameleon_mm.session import SwapSession
-from chameleon_mm.trace import Trace
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
 
 WARMUP_STEPS = 2
 """Steps before the one that is watched: optimizer state is made in the first, and a session records it."""

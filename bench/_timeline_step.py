@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device import SimDevice
-from chameleon_mm.device.sim.sim_stream import SimStream
+from chameleon_mm.device.sim.machine import SimStream
 from chameleon_mm.device.specs import GpuSpec
 
 PHASES = ("forward", "backward", "optimizer")

@@ -5,7 +5,7 @@ model, loss = work.make(device, checkpointed)         # weights from torch's gen
 loss(*work.batch(device)).backward()                  # data from the same one
 
 llama   RMS norm, RoPE, SwiGLU, no biases (_llama.py)
-gpt2    LayerNorm, GELU, dropout, learned positions, biases; the vocabulary is the byte (demo/model.py)
+gpt2    LayerNorm, GELU, dropout, learned positions, biases; the vocabulary is the byte (tools/demo.py)
 vit     patches by a convolution, a class token, LayerNorm, GELU, attention to all patches
 resnet  bottlenecks of convolutions with batch norm, ReLU in place, three stages; no pooling of maxima, whose backward
         has no deterministic kernel on a GPU
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack, noise
-from chameleon_mm.demo.model import GPT, VOCABULARY, GPTConfig
+from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
 
 CLASSES = 10
 """Kinds of images that ViT and ResNet tell apart."""

@@ -22,10 +22,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from chameleon_mm.api.save_on_cpu import save_on_cpu
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.save_on_cpu import save_on_cpu
-from chameleon_mm.session import SwapSession
+from chameleon_mm.pool.pool import PinnedPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def peers(device: Device) -> tuple[Peer, ...]:
         Peer(
             key="chameleon_save_on_cpu",
             name="our save_on_cpu",
-            note="chameleon_mm.save_on_cpu: everything worth moving is moved",
+            note="chameleon_mm.api.save_on_cpu: everything worth moving is moved",
             over_run=_ours_on_cpu,
             ours=True,
         ),

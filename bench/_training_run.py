@@ -17,19 +17,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chameleon_mm.adaptive import link_cost_for
-from chameleon_mm.adaptive.adaptation import Adaptation
-from chameleon_mm.adaptive.link_rates import rates_of
-from chameleon_mm.adaptive.planned_step import MOST_PLANS, SAMPLES
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._measure import free_unused
 from chameleon_mm.bench._training_models import Workload
 from chameleon_mm.bench._training_peers import Peer
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
-from chameleon_mm.policy import LinkCost, SwapPlan
-from chameleon_mm.session import SwapSession
-from chameleon_mm.step_history import TIMED_EVERY
-from chameleon_mm.trace import Trace
+from chameleon_mm.follow.adaptation import Adaptation
+from chameleon_mm.follow.link_rates import link_cost_for, rates_of
+from chameleon_mm.follow.planned_step import MOST_PLANS, SAMPLES
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.report.step_history import TIMED_EVERY
 
 WARMUP_STEPS = 2
 """Of a peer that does not plan: the first step pins memory and makes the optimizer's state, the second follows the first."""

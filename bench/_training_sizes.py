@@ -16,7 +16,7 @@ from chameleon_mm.bench._llama import DTYPES, Shape
 from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.bench._training_models import Sizes, Workload, gpt2, llama, resnet, vit
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.pinned.host_memory import available_host_bytes
+from chameleon_mm.pool.host_memory import available_host_bytes
 
 TINY: dict[str, Any] = {"layers": 10, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
 """Llama: small enough for a CPU, large enough that every activation is worth moving (1 MiB and more); so many blocks that an

@@ -24,13 +24,12 @@ from functools import partial
 
 from rich.console import Console
 
-from chameleon_mm import native
 from chameleon_mm.bench._environment import environment
 from chameleon_mm.bench._hooks_peers import IDENTITY, TENSOR_BYTES, Sample, peers
 from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, interleave
 from chameleon_mm.bench._report import Bound, Report, median_of
 from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
-from chameleon_mm.device import resolve_device
+from chameleon_mm.device import native, resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.units import format_size
 

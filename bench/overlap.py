@@ -35,7 +35,7 @@ from chameleon_mm.bench._measure import (
     environment,
     interleave,
 )
-from chameleon_mm.bench._overlap_work import (
+from chameleon_mm.bench._overlap_work import (  # fmt: skip
     PACKED_TENSORS,
     Beside,
     Sample,
@@ -46,7 +46,7 @@ from chameleon_mm.bench._overlap_work import (
     count_for,
     operators,
     packed_copies,
-)  # fmt: skip
+)
 from chameleon_mm.bench._report import Bound, Found, Report, median_of
 from chameleon_mm.bench._stand_in import computes_on_cpu, is_stand_in
 from chameleon_mm.device import resolve_device

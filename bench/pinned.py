@@ -32,7 +32,7 @@ from chameleon_mm.bench._report import Bound, Report, median_of, over
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import GIB, KIB, TIB
 
 MAX_POOL_US, MAX_GROWTH, MAX_RESERVED_RATIO = 5.0, 3.0, 1.10

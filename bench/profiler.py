@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chameleon_mm import native
 from chameleon_mm.bench._measure import (
     Cell,
     Column,
@@ -40,14 +39,12 @@ from chameleon_mm.bench._measure import (
     undisturbed,
 )
 from chameleon_mm.bench._report import Bound, Report, median_of
-from chameleon_mm.device import resolve_device
+from chameleon_mm.device import native, resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.profiler.call_notes import watch_calls
-from chameleon_mm.profiler.call_watch import CallWatch
-from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
-from chameleon_mm.profiler.record_hooks import RecordingHooks
-from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.step_record import StepRecord
+from chameleon_mm.record.call_notes import watch_calls
+from chameleon_mm.record.calls import CallWatch
+from chameleon_mm.record.light_profiler import NEW_STORAGE, LightProfiler, StepRecord
+from chameleon_mm.record.recorder import Recorder, RecordingHooks
 
 MAX_US_PER_SAVE = 1.2
 MIN_SHARE_BELOW = 0.9

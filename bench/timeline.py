@@ -20,8 +20,8 @@ from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_outpu
 from chameleon_mm.bench._timeline_run import Comparison, watched
 from chameleon_mm.bench._timeline_step import Step
 from chameleon_mm.bench._timeline_svg import timeline_svg
-from chameleon_mm.demo.model import GPTConfig
 from chameleon_mm.device import SimDevice, resolve_device
+from chameleon_mm.tools.demo import GPTConfig
 from chameleon_mm.units import MIB, format_size
 
 COLUMNS = columns(

@@ -19,7 +19,9 @@ from __future__ import annotations
 import numpy as np  # noqa: F401 - for when it is imported, not for its names
 
 from chameleon_mm import integrations
-from chameleon_mm.attach import Attachment, attach
+from chameleon_mm.api.attach import Attachment, attach
+from chameleon_mm.api.save_on_cpu import install, save_on_cpu, uninstall
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
 from chameleon_mm.errors import (
     BlockCorruptedError,
@@ -35,13 +37,11 @@ from chameleon_mm.errors import (
     SwapMismatch,
     TransferFailed,
 )
-from chameleon_mm.install import install, uninstall
-from chameleon_mm.merged_report import MergedReport, merge_reports
-from chameleon_mm.pinned import PinnedBlock, PinnedPool
-from chameleon_mm.report import SwapReport
-from chameleon_mm.save_on_cpu import save_on_cpu
-from chameleon_mm.session import SwapSession
-from chameleon_mm.snapshots import Snapshot, SnapshotWrite
+from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.report.merged_report import MergedReport, merge_reports
+from chameleon_mm.report.report import SwapReport
+from chameleon_mm.state.snapshots import Snapshot, SnapshotWrite
 
 __version__ = "0.1.0"
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from chameleon_mm.cli import main
+from chameleon_mm.tools.cli import main
 
 sys.exit(main())

@@ -23,7 +23,7 @@ from torch import Tensor
 from chameleon_mm.bench.gpu_suite import Part
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.saved.calling_thread import ComputeStreams
+from chameleon_mm.swap.calling_thread import ComputeStreams
 
 # --- events and streams
 

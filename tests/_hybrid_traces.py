@@ -1,4 +1,4 @@
-"""Made-up steps whose storages can be recomputed, and a walk that carries a plan out on them: an oracle for `policy.rewrite`.
+"""Made-up steps whose storages can be recomputed, and a walk that carries a plan out on them: an oracle for `plan.rewrite`.
 
 random_hybrid_step(random)                 operators of all kinds: in place, with several results, random ones, products, views
 random_choice(random, recipes)             storages to drop and storages to hold, at random
@@ -12,12 +12,11 @@ from collections import defaultdict
 from dataclasses import replace
 from random import Random
 
-from chameleon_mm.policy import ActionKind, SwapPlan
-from chameleon_mm.policy.planned_rewrite import choice_actions
-from chameleon_mm.policy.recipes import Recipes
-from chameleon_mm.policy.rewrite import RewrittenTrace
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
-from chameleon_mm.trace.replayable import VIEWS, base_name
+from chameleon_mm.plan.recipes import Recipes
+from chameleon_mm.plan.rewrite import RewrittenTrace, choice_actions
+from chameleon_mm.plan.swap_plan import ActionKind, SwapPlan
+from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.replayable import VIEWS, base_name
 from chameleon_mm.units import round_up
 from tests._trace_records import hooks_of, ops_of, tensors_of
 from tests._traces import plan_of, random_plan

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from chameleon_mm.demo.model import GPT, VOCABULARY, GPTConfig
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
 
 
 class Job(NamedTuple):

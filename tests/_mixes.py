@@ -17,18 +17,18 @@ from typing import Any
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm import replayable
 from chameleon_mm.device import Device, Stream
-from chameleon_mm.executor import Executor
-from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.director import Director
-from chameleon_mm.executor.recompute_plan import RecomputePlan
-from chameleon_mm.executor.way import Way
-from chameleon_mm.policy.step_program import DROP, Row, StepProgram
-from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.saved.metrics import Totals
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.trace import replayable
-from chameleon_mm.trace.trace import BirthPlace
+from chameleon_mm.plan.step_program import DROP, Row, StepProgram
+from chameleon_mm.plan.trace import BirthPlace
+from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.swap.budget import Budget
+from chameleon_mm.swap.director import Director
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.metrics import Totals
+from chameleon_mm.swap.recomputing import RecomputePlan
+from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.way import Way
 from tests._traces import chain, plan_of
 
 HELD_FROM = 1_000_000

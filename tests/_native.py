@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from chameleon_mm import native
+from chameleon_mm.device import native
 from chameleon_mm.errors import NativeBuildError
 
 BUILDS = Path("~", ".cache", "chameleon_mm", "tests_native").expanduser()
@@ -33,7 +33,7 @@ def without(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def helper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The helper `name`, which devices and sessions find from then on, as they find others of that folder."""
-    monkeypatch.setattr(native.building, "CACHE", BUILDS)
+    monkeypatch.setattr(native, "CACHE", BUILDS)
     try:
         native.build(name)
     except NativeBuildError as error:

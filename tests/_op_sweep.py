@@ -22,11 +22,11 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.saved import ProtectedStorages, SwappedView
-from chameleon_mm.saved.handles import Handle
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import Handle, SwappedView
 from tests._fakes import Unwatched
 from tests._op_samples import OPS, BareMode, Outcome, differentiable, run, samples_of
 

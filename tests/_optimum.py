@@ -16,8 +16,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]  # scipy ships no types
 from scipy.sparse import coo_array  # type: ignore[import-untyped]  # the same
 
-from chameleon_mm.policy import LinkCost
-from chameleon_mm.policy.problem import Problem
+from chameleon_mm.plan.problem import Problem
+from chameleon_mm.plan.timing import LinkCost
 
 UNIT = 512
 """Bytes are counted in these: numbers of like size are what keeps the solver exact."""

@@ -10,9 +10,10 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan
-from chameleon_mm.policy.timing import CopyEngine
-from chameleon_mm.trace import Trace
+from chameleon_mm.plan.planner import generate_plan
+from chameleon_mm.plan.swap_plan import Action, SwapPlan
+from chameleon_mm.plan.timing import CopyEngine, LinkCost
+from chameleon_mm.plan.trace import Trace
 from chameleon_mm.units import round_up
 from tests._trace_records import hooks_of, ops_of, tensors_of
 

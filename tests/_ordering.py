@@ -20,12 +20,13 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.saved import ProtectedStorages, SwappedView
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.state import State
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import SwappedView
+from chameleon_mm.swap.host_copy import State
+from chameleon_mm.swap.saved_storage import SavedStorage
 from tests._programs import deep
 from tests.observed import unchecked
 

@@ -21,16 +21,18 @@ from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive import Adaptation, plan_steps
-from chameleon_mm.adaptive.plan_follower import PlanFollower
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.device.specs import GpuSpec
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import DefaultRule, Limits, LinkCost, SwapPlan
-from chameleon_mm.saved import ProtectedStorages
-from chameleon_mm.trace import Trace
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.follow.adaptation import Adaptation
+from chameleon_mm.follow.plan_follower import PlanFollower, plan_steps
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.executor import Executor
 
 SLOW_GPU = dataclasses.replace(
     SPECS["h200"], bf16_tflops=0.5, fp32_tflops=0.5, hbm_gbps=20.0, h2d_gbps=2.0, d2h_gbps=2.0, duplex_gbps=3.0

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import chameleon_mm as cm
-from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device import SPECS
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.units import MIB
 
 

@@ -44,7 +44,7 @@ def python(arguments: Sequence[str], folder: Path, stdin: str = "") -> Ended:
 
 _FORKS = """
 import json, os, sys
-import chameleon_mm.cli, chameleon_mm.running.run_command, tests.observed
+import chameleon_mm.tools.cli, chameleon_mm.tools.run_command, tests.observed
 tests.observed.observe_all()
 for number, case in enumerate(json.loads(sys.argv[1])):
     pid = os.fork()
@@ -59,7 +59,7 @@ for number, case in enumerate(json.loads(sys.argv[1])):
         file.write(str(os.waitstatus_to_exitcode(status)))
 else:
     os._exit(0)
-sys.exit(chameleon_mm.cli.main(["run", *case["arguments"]]))
+sys.exit(chameleon_mm.tools.cli.main(["run", *case["arguments"]]))
 """
 
 

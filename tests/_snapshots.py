@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.hosted import HostedTensor, Where
+from chameleon_mm.state.hosted import HostedTensor, Where
 from chameleon_mm.units import KIB
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from chameleon_mm.policy import LinkCost, SwapPlan
-from chameleon_mm.policy.action_columns import PlannedMemory
-from chameleon_mm.policy.swap_all import early_moves, plan_of
-from chameleon_mm.policy.unswapped_memory import Candidates, below_least, memory_curve
-from chameleon_mm.trace import Trace
+from chameleon_mm.plan.swap_all import early_moves, plan_of
+from chameleon_mm.plan.swap_plan import PlannedMemory, SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.unswapped_memory import Candidates, below_least, memory_curve
 from chameleon_mm.units import whole_bytes
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace
+from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

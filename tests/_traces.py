@@ -15,8 +15,10 @@ from random import Random
 
 import numpy as np
 
-from chameleon_mm.policy import Action, Candidates, LinkCost, SwapPlan, peak_memory, smallest_budget
-from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.swap_plan import Action, SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.unswapped_memory import Candidates, peak_memory, smallest_budget
 from chameleon_mm.units import MIB
 
 FORWARD, BACKWARD, OPTIMIZER = StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER

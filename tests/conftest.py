@@ -22,12 +22,11 @@ import torch
 from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from chameleon_mm import native
-from chameleon_mm.device import resolve_device
+from chameleon_mm.device import native, resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.executor import Executor
-from chameleon_mm.profiler.dispatch_state import remove
+from chameleon_mm.record.dispatch_state import remove
+from chameleon_mm.swap.executor import Executor
 from tests._native import BUILDS, helper, without
 from tests.cuda_stand_in import control
 from tests.observed import observe_all
@@ -58,11 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
     logger.disabled = False
     # What this machine's user has built is none of the tests'.
     if config.getoption("--native"):
-        native.building.CACHE = BUILDS
+        native.CACHE = BUILDS
         for name in native.useful():
             native.build(name)
     else:
-        native.building.CACHE = Path(tempfile.gettempdir(), "chameleon_mm has no build here")
+        native.CACHE = Path(tempfile.gettempdir(), "chameleon_mm has no build here")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import chameleon_mm as cm
-from chameleon_mm import native
 from chameleon_mm.bench._measure import free_unused
-from chameleon_mm.device import Device
+from chameleon_mm.device import Device, native
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.device.cuda.cuda_allocator_hook import CudaAllocatorHook
-from chameleon_mm.device.sim.sim_stream import SimStream
-from chameleon_mm.executor import Executor
-from chameleon_mm.saved import SwappedView
+from chameleon_mm.device.cuda.cuda_device import CudaAllocatorHook
+from chameleon_mm.device.sim.machine import SimStream
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.units import MIB
 from tests._lending_device import GreedyDevice, LendingDevice, SimHeldStorage
 from tests._memory_limit import fraction_of_memory
@@ -78,7 +77,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, *, hook: bool) -> Iterator[CudaDevice]
     if hook:
         helper("reclaim", monkeypatch)
     else:
-        monkeypatch.setattr(native.building, "CACHE", BUILDS / "none")
+        monkeypatch.setattr(native, "CACHE", BUILDS / "none")
     free_unused()
     device = CudaDevice()
     with fraction_of_memory(torch.cuda.memory_reserved(device.index) + CAPACITY["cuda"], device.index):

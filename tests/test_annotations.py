@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import chameleon_mm as cm
-from chameleon_mm.saved.calling_thread import annotation
+from chameleon_mm.swap.calling_thread import annotation
 from tests._random_models import far_ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the profiler's own, about what it will do in later versions

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import chameleon_mm as cm
-from chameleon_mm.attach import Attachment
+from chameleon_mm.api.attach import Attachment
 from chameleon_mm.device import Device
 from chameleon_mm.units import KIB, MIB
 from tests._programs import on_a_thread

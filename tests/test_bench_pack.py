@@ -17,8 +17,8 @@ from chameleon_mm.bench._report import Bound, Report, median_of, most, over
 from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in
 from chameleon_mm.device import Device, SimDevice, resolve_device
 from chameleon_mm.device.protocols import Event
-from chameleon_mm.transfer import Path as Route
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.swap.copy_queue import Path as Route
+from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import UnsimulatedDevice
 from tests.test_bench_copies import run_theme

@@ -11,8 +11,7 @@ from chameleon_mm.bench import profiler
 from chameleon_mm.bench._measure import Figure, Waived
 from chameleon_mm.bench.profiler import CALL_WATCH, DETAILED, HOOKS, LIGHT, NEW_STEP, NO_HOOKS, PASS_THROUGH, chain, peers
 from chameleon_mm.device import SimDevice
-from chameleon_mm.profiler.light import LightProfiler
-from chameleon_mm.profiler.step_record import StepRecord
+from chameleon_mm.record.light_profiler import LightProfiler, StepRecord
 from tests.test_bench_copies import run_theme
 
 ROWS = [NO_HOOKS, HOOKS, LIGHT, NEW_STEP, PASS_THROUGH, CALL_WATCH, DETAILED]

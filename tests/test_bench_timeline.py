@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench import _timeline_run, timeline
 from chameleon_mm.bench._timeline_run import Comparison, watched
 from chameleon_mm.bench._timeline_svg import ROWS, followed, marks, timeline_svg
-from chameleon_mm.demo.model import GPTConfig
-from chameleon_mm.report import SwapReport
-from chameleon_mm.saved import CopySpan
-from chameleon_mm.session import SwapSession
+from chameleon_mm.report.report import SwapReport
+from chameleon_mm.swap.metrics import CopySpan
+from chameleon_mm.tools.demo import GPTConfig
 from tests.test_bench_copies import run_theme
 
 COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "timeline_simulated.svg"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench import _planned, _small_step, _training_peers, _training_run, training
 from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
@@ -23,10 +24,9 @@ from chameleon_mm.bench._training_peers import PLANNED, SWAP_ONLY, ModelledSaveO
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
 from chameleon_mm.bench._training_sizes import FILL, TINY, choose_shape, choose_workload, fill_layers
 from chameleon_mm.bench.training import fresh_device
-from chameleon_mm.cli import main
 from chameleon_mm.device import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
-from chameleon_mm.session import SwapSession
+from chameleon_mm.tools.cli import main
 from chameleon_mm.units import GIB
 from tests._fakes import UnsimulatedDevice
 

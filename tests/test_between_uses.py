@@ -15,23 +15,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy import (
-    Action,
-    Candidates,
-    LinkCost,
-    SwapPlan,
-    generate_plan,
-    simulate,
-    smallest_budget,
-)
-from chameleon_mm.policy.action_columns import in_order
-from chameleon_mm.policy.bounds import ideal
-from chameleon_mm.policy.problem import Problem
-from chameleon_mm.policy.step_program import OUT, RECLAIM, RELEASE, StepProgram
-from chameleon_mm.policy.swap_all import SwapAll
-from chameleon_mm.policy.timing import walk
-from chameleon_mm.report_page.step_picture import STALL, PlannedStepData, picture_of
-from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.bounds import ideal
+from chameleon_mm.plan.planner import generate_plan
+from chameleon_mm.plan.problem import Problem
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.step_program import OUT, RECLAIM, RELEASE, StepProgram
+from chameleon_mm.plan.swap_all import SwapAll
+from chameleon_mm.plan.swap_plan import Action, SwapPlan, in_order
+from chameleon_mm.plan.timing import LinkCost, walk
+from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.unswapped_memory import Candidates, smallest_budget
+from chameleon_mm.report.step_picture import STALL, PlannedStepData, picture_of
 from tests._oracles import carried_out, plan_within_host, timed_one_by_one
 from tests._traces import H200_LINK, away_before_first_uses_alone, between, plan_of
 

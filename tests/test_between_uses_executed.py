@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, peak_memory, simulate, smallest_budget
-from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.trace import NEVER, Trace
+from chameleon_mm.plan.planner import generate_plan
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.swap_plan import Action, SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import NEVER, Trace
+from chameleon_mm.plan.unswapped_memory import peak_memory, smallest_budget
+from chameleon_mm.record.recorder import Recorder
 from tests._random_models import SLOW_GPU, far_ahead, link_of, planning, seeds, train
 from tests._trace_records import hooks_of
 from tests._traces import away_before_first_uses_alone
@@ -124,7 +128,7 @@ def test_a_wrong_plan_costs_time_alone(
         made.append(dataclasses.replace(plan, actions=tuple(wrong(plan))))
         return [made[-1]]
 
-    monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", plans)
+    monkeypatch.setattr("chameleon_mm.follow.adaptation.candidate_plans", plans)
     device = far_ahead()
     executor = planning(device)
     expected, unswapped = train(seed, far_ahead(), steps=4, backwards=2)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.bench._lengths_run import SMALL_GPU as GPU
 from chameleon_mm.device.sim import CostModel
-from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.saved.state import State
+from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.swap.host_copy import State
 from chameleon_mm.units import KIB, MIB
 from tests.test_changing_steps import LONG_ROWS, MIN_BYTES, PLAIN, Net, Work, run, step
 

@@ -20,13 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from chameleon_mm import native
-from chameleon_mm.device import Device, resolve_device
-from chameleon_mm.profiler import call_notes, kernel_settings
-from chameleon_mm.profiler.call_notes import AnyWatch, CallNotes, watch_calls
-from chameleon_mm.profiler.call_watch import CallWatch
-from chameleon_mm.profiler.calls import Argument, Value, map_leaves
-from chameleon_mm.trace.trace import BirthPlace
+from chameleon_mm.device import Device, native, resolve_device
+from chameleon_mm.plan.trace import BirthPlace
+from chameleon_mm.record import call_notes
+from chameleon_mm.record import calls as kernel_settings
+from chameleon_mm.record.call_notes import AnyWatch, CallNotes, watch_calls
+from chameleon_mm.record.calls import Argument, CallWatch, Value, map_leaves
 from tests._fakes import Unwatched
 from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
 from tests._native import helper, unnoted
@@ -401,9 +400,9 @@ TAKEN = """
 import logging
 from pathlib import Path
 import torch
-from chameleon_mm import native
+from chameleon_mm.device import native
 logging.basicConfig(format="%(message)s")
-native.building.CACHE = Path({cache!r})
+native.CACHE = Path({cache!r})
 other = torch.library.Library("_", "IMPL")
 other.fallback(lambda op, *args, **kwargs: None, dispatch_key="Fake")
 assert native.load("notes") is native.load("notes") is None
@@ -412,7 +411,7 @@ print(native.status("notes"))
 
 
 def test_a_key_that_somebody_has_is_left_to_them_and_said_once() -> None:
-    script = TAKEN.format(cache=str(native.building.CACHE))
+    script = TAKEN.format(cache=str(native.CACHE))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     why = "does not load: torch, or somebody else, uses the dispatch key Fake"
     assert done.stdout == f"Status(active=False, words='{why}')\n"

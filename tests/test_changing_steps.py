@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.adaptation import CACHED_STEPS, RECORDED_SHARE, UNUSED_RECORDINGS
 from chameleon_mm.bench._length_models import MODELS, LengthModel
 from chameleon_mm.bench._lengths_run import SMALL_GPU as GPU
 from chameleon_mm.bench._lengths_run import run_lengths
 from chameleon_mm.device.sim import CostModel
+from chameleon_mm.follow.adaptation import CACHED_STEPS, RECORDED_SHARE, UNUSED_RECORDINGS
 from tests.test_random_lengths import check, report_of, share_of_unswapped
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -237,7 +237,7 @@ def test_a_known_sequence_that_comes_back_is_not_recorded_again() -> None:
 
 
 def test_the_cache_of_known_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.adaptive.adaptation.CACHED_STEPS", 2)
+    monkeypatch.setattr("chameleon_mm.follow.adaptation.CACHED_STEPS", 2)
     works = [Work(micro_batches=count) for count in (1, 2, 3, 1, 1, 1)]
     got = assert_exact_within(works, 0.7)
     assert recordings(works, got)[PLAIN] == 2  # forgotten meanwhile, recorded again, known from then on

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 import chameleon_mm as cm
-from chameleon_mm.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, TraceData, readings, write_trace
 from chameleon_mm.device import Device
-from chameleon_mm.saved import CopySpan
-from chameleon_mm.saved.timed_spans import MemorySample, StepSpan, TimedSpans
+from chameleon_mm.report.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, TraceData, readings, write_trace
+from chameleon_mm.swap.metrics import CopySpan, MemorySample, StepSpan, TimedSpans
 from chameleon_mm.units import MIB
 from tests._report_sessions import gpt_report
 from tests.test_report import made_up

@@ -18,9 +18,9 @@ from rich.table import Column, Table
 
 import chameleon_mm
 from chameleon_mm.bench import THEMES
-from chameleon_mm.cli import main
 from chameleon_mm.errors import DeviceUnavailable
-from chameleon_mm.outputs import check_outputs, print_table
+from chameleon_mm.tools.cli import main
+from chameleon_mm.tools.outputs import check_outputs, print_table
 
 Run = Callable[[argparse.Namespace, Console], int]
 REPEATING = ("copy", "hooks", "overlap", "pack", "pinned", "profiler")
@@ -241,7 +241,7 @@ def test_help_imports_no_benchmark_and_no_demo() -> None:
     root = Path(chameleon_mm.__file__).resolve().parents[1]
     commands = tuple(f"chameleon_mm.{name}" for name in ("bench.", "demo", "doctor", "planning"))
     program = (
-        "import sys; from chameleon_mm.cli import main; main(['--help']); "
+        "import sys; from chameleon_mm.tools.cli import main; main(['--help']); "
         f"print([m for m in sys.modules if m.startswith({commands})])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=True)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, operators
 from chameleon_mm.device.operators import CUDA_KERNELS, OpFactsCache, composite_on
-from chameleon_mm.planning.record import record_step
-from chameleon_mm.planning.workload import Workload
-from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.tools.step_on_shapes import record_step
+from chameleon_mm.tools.workload import Workload
 from tests._fakes import Unwatched
 from tests._trace_records import ops_of
 

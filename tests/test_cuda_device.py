@@ -14,13 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.cuda import (
-    CudaDevice,
-    CudaStream,
-    cuda_is_available,
-    visible_gpus,
-)
-from chameleon_mm.device.cuda.pinning_calls import pinning_calls
+from chameleon_mm.device.cuda import CudaDevice, CudaStream, cuda_is_available, visible_gpus
+from chameleon_mm.device.cuda.cuda_device import pinning_calls
 from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
 from chameleon_mm.device.pinning import PageLocker
 from chameleon_mm.device.protocols import Device

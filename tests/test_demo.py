@@ -15,13 +15,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from chameleon_mm.cli import main
-from chameleon_mm.demo import demo_training as training
-from chameleon_mm.demo.demo_command import SIZES, show, table_rows, verdicts
-from chameleon_mm.demo.demo_training import Rows, RunResult, draw_rows, first_difference, read_text, train, train_plain
-from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.session import SwapSession
+from chameleon_mm.tools import demo as training
+from chameleon_mm.tools.cli import main
+from chameleon_mm.tools.demo import GPT, GPTConfig, Rows, RunResult, draw_rows, first_difference, read_text, train, train_plain
+from chameleon_mm.tools.demo_command import SIZES, show, table_rows, verdicts
 from chameleon_mm.units import parse_size
 
 TINY = GPTConfig(layers=2, width=32, heads=4, context=64)
@@ -270,7 +269,7 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     assert text.endswith(f"written: {path}\n")
     assert "simulated H200" in text
     data = json.loads(path.read_text())
-    assert data["schema"] == "chameleon_mm.demo/6"
+    assert data["schema"] == "chameleon_mm.tools/6"
     assert data["device"] == "simulated H200"
     assert data["simulated"] is True
     assert {"commit", "versions", "date"} <= data.keys()

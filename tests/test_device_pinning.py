@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.device.cuda.pinning_calls import driver_attribute, pinning_calls
+from chameleon_mm.device.cuda.cuda_device import driver_attribute, pinning_calls
 from chameleon_mm.device.pinning import PageLocker, PinningCalls, populated_pages
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
 from chameleon_mm.units import MIB

@@ -10,12 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from chameleon_mm import doctor
 from chameleon_mm.device import SimDevice
 from chameleon_mm.device.cuda import VisibleGpu
-from chameleon_mm.doctor import checks, collect, find
-from chameleon_mm.doctor.checks import CHECKS, Unavailable, driver, gpus, installed, link_rates, memlock, memory
-from chameleon_mm.transfer import calibrate, kept
+from chameleon_mm.swap.calibration import calibrate, kept
+from chameleon_mm.tools import doctor
+from chameleon_mm.tools import doctor as checks
+from chameleon_mm.tools.doctor import CHECKS, Unavailable, collect, driver, find, gpus, installed, link_rates, memlock, memory
 from chameleon_mm.units import GIB, MIB
 from tests._fakes import UnsimulatedDevice, file_tree
 
@@ -50,7 +50,7 @@ def test_run_shows_every_row_writes_json_and_returns_0(tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
     assert doctor.run(path, Console(file=shown, width=200)) == 0
     written = json.loads(path.read_text(encoding="utf-8"))
-    assert written["schema"] == "chameleon_mm.doctor/3"
+    assert written["schema"] == "chameleon_mm.tools.doctor/3"
     assert set(written["findings"]) == {"software", "gpu", "host", "link"}
     for section, rows in written["findings"].items():
         assert section in shown.getvalue()

@@ -16,9 +16,9 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimEvent, SimStream
-from chameleon_mm.executor import swap_outs
-from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.transfer import Transfer
+from chameleon_mm.swap import swap_outs
+from chameleon_mm.swap.copy_queue import Transfer
+from chameleon_mm.swap.metrics import Metrics
 from chameleon_mm.units import KIB
 from tests._fakes import Faults
 from tests._programs import deep

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack
 from chameleon_mm.bench._measure import free_unused
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.pinned.host_memory import available_host_bytes
-from chameleon_mm.session import SwapSession
+from chameleon_mm.pool.host_memory import available_host_bytes
 from chameleon_mm.units import GIB, KIB, MIB
 from tests._memory_limit import fraction_of_memory
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
+from chameleon_mm.device.sim.machine import SimEvent, SimStream
 from tests._programs import deep, gradient, opened
 
 pytestmark = pytest.mark.usefixtures("no_gc")

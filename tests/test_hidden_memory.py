@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.extra_memory import RECENT_STEPS
 from chameleon_mm.device import SPECS
-from chameleon_mm.device.sim import CostModel, compute
+from chameleon_mm.device.sim import CostModel, sim_device
+from chameleon_mm.follow.structure import RECENT_STEPS
 from chameleon_mm.units import KIB
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -122,7 +122,7 @@ def test_what_operators_take_inside_themselves_in_their_first_step_alone_is_forg
     budget = int(max(expected.peaks) * 0.85)
     tried = iter(range(LAYERS))
     monkeypatch.setattr(
-        compute, "inner_bytes", lambda call: 2 * budget if call.facts.name == "tanh" and next(tried, None) is not None else 0
+        sim_device, "inner_bytes", lambda call: 2 * budget if call.facts.name == "tanh" and next(tried, None) is not None else 0
     )
     got = run(kinds, budget)
     assert got.losses == expected.losses

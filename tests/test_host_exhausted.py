@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import MIB
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -10,8 +10,8 @@ import pytest
 
 from chameleon_mm.device import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.pinned import PinnedPool, auto_limit_bytes, available_host_bytes
-from chameleon_mm.pinned.host_memory import FRESH_S, AvailableMemory
+from chameleon_mm.pool.host_memory import FRESH_S, AvailableMemory, auto_limit_bytes, available_host_bytes
+from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import GIB, KIB
 from tests._fakes import ManualClock, file_tree, refusing
 
@@ -187,8 +187,8 @@ def test_auto_is_zero_where_nothing_says_what_is_left() -> None:
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual machine that starts small and is given memory as it uses it; a limit that was given stays."""
     available = [8 << 20]
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: available[0])
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.FRESH_S", 0)
+    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: available[0])
+    monkeypatch.setattr("chameleon_mm.pool.host_memory.FRESH_S", 0)
     device = SimDevice()
     with PinnedPool(None, device=device) as left_open, PinnedPool("4MiB", device=device) as given:
         assert left_open.limit_bytes == given.limit_bytes == 4 << 20
@@ -204,8 +204,8 @@ def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.M
 
 def test_what_is_available_is_read_again_after_a_while_or_when_much_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     readings, clock = iter([16_000, 32_000, 48_000, 64_000]), ManualClock()
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: next(readings))
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.time", clock)
+    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: next(readings))
+    monkeypatch.setattr("chameleon_mm.pool.host_memory.time", clock)
     memory = AvailableMemory()
     assert [memory.read(), memory.read(taking=400), memory.read(taking=600)] == [16_000] * 3
     assert memory.read(taking=1) == 32_000, "1/16 of the first answer was taken"
@@ -223,8 +223,8 @@ def test_a_full_pool_does_not_read_the_machine_for_every_pageable_block(monkeypa
         readings.append(left[0])
         return left[0]
 
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", available)
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.time", clock)
+    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", available)
+    monkeypatch.setattr("chameleon_mm.pool.host_memory.time", clock)
     with PinnedPool("auto", SimDevice()) as pool:
         blocks = [pool.allocate(pool.limit_bytes)]
         left[0] -= blocks[0].nbytes

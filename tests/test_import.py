@@ -44,9 +44,9 @@ def test_the_report_sees_what_it_is_asked_about() -> None:
     [
         "import chameleon_mm",
         f"import chameleon_mm as cm; [getattr(cm, name) for name in {sorted(_PUBLIC)}]",
-        "import chameleon_mm.cli",
+        "import chameleon_mm.tools.cli",
         "import chameleon_mm as cm; cm.integrations, dir(cm.integrations)",
-        "import chameleon_mm.device.cuda, chameleon_mm.doctor, chameleon_mm.bench, chameleon_mm.kernels",
+        "import chameleon_mm.device.cuda, chameleon_mm.tools.doctor, chameleon_mm.bench, chameleon_mm.kernels",
     ],
     ids=["package", "public names", "command line", "integrations", "device, doctor, bench, kernels"],
 )
@@ -114,7 +114,7 @@ _PROGRAM = """
 import gc, json, sys, weakref
 import torch
 import chameleon_mm as cm
-from chameleon_mm.uncompiled import import_dynamo
+from chameleon_mm.device.uncompiled import import_dynamo
 
 sim = cm.SimDevice()
 pool = cm.PinnedPool("8MiB", device=sim)
@@ -154,7 +154,7 @@ def test_what_needs_dynamo_first_keeps_none_of_its_callers_variables(case: str, 
 
 _BROKEN = """
 import importlib.abc, sys
-from chameleon_mm.uncompiled import import_dynamo
+from chameleon_mm.device.uncompiled import import_dynamo
 
 class Broken(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.holders import held_alone
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
-from chameleon_mm.saved.state import State
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import KeptTensor, SwappedView
+from chameleon_mm.swap.host_copy import State
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

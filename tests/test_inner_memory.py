@@ -18,15 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device, MemoryReading
-from chameleon_mm.device.inner_memory import _FORMULAS, inner_bytes
-from chameleon_mm.device.op_call import OpCall
-from chameleon_mm.device.operators import OpFacts
-from chameleon_mm.planning.prediction import needs_of
-from chameleon_mm.policy import memory_curve, peak_memory
-from chameleon_mm.profiler.op_times import PricedTimes
-from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.storages import Readings, StorageTable
-from chameleon_mm.trace import Trace, TraceBuilder
+from chameleon_mm.device.operators import _FORMULAS, OpCall, OpFacts, inner_bytes
+from chameleon_mm.plan.trace import Trace, TraceBuilder
+from chameleon_mm.plan.unswapped_memory import memory_curve, peak_memory
+from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.record.step_log import PricedTimes
+from chameleon_mm.record.storages import Readings, StorageTable
+from chameleon_mm.tools.prediction import needs_of
 from chameleon_mm.units import KIB
 from tests._trace_records import ops_of
 

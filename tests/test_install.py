@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
 import chameleon_mm as cm
+from chameleon_mm.api.save_on_cpu import InstalledSaveOnCpu
 from chameleon_mm.device import Device
-from chameleon_mm.install import InstalledSaveOnCpu
 from tests._plain_models import language, llama
 from tests._plain_training import Outcome, differences, image
 

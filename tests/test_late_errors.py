@@ -14,8 +14,8 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.saved_storage import SavedStorage
 from tests._fakes import Unwatched
 from tests._programs import deep
 from tests.observed import SimLifetimeError, SimRaceError

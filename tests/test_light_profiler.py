@@ -15,9 +15,17 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
-from chameleon_mm.profiler.step_record import EARLIER_STEP, NOT_A_USE, Boundary, StepRecord, feature_hash
-from chameleon_mm.trace import StepPhase
+from chameleon_mm.plan.trace import StepPhase
+from chameleon_mm.record.light_profiler import (
+    EARLIER_STEP,
+    FIXED_STORAGE,
+    NEW_STORAGE,
+    NOT_A_USE,
+    Boundary,
+    LightProfiler,
+    StepRecord,
+    feature_hash,
+)
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 

@@ -16,17 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive import link_rates
-from chameleon_mm.adaptive.link_rates import UNMEASURED_LINK, link_cost_for, rates_of
 from chameleon_mm.device import SPECS, CudaDevice, SimDevice
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.policy import LinkCost
-from chameleon_mm.policy.timing import CopyEngine
-from chameleon_mm.saved.timed_spans import CopySpan
-from chameleon_mm.transfer import calibrate, keep, kept
-from chameleon_mm.transfer.calibrate import busy_gbps
-from chameleon_mm.transfer.calibration_cache import cache_file
+from chameleon_mm.follow import link_rates
+from chameleon_mm.follow.link_rates import UNMEASURED_LINK, link_cost_for, rates_of
+from chameleon_mm.plan.timing import CopyEngine, LinkCost
+from chameleon_mm.swap.calibration import busy_gbps, cache_file, calibrate, keep, kept
+from chameleon_mm.swap.metrics import CopySpan
 from chameleon_mm.units import MIB
 from tests._fakes import CountingDevice, UnsimulatedDevice, refusing
 

@@ -21,17 +21,16 @@ import numpy as np
 import pytest
 from torch import nn
 
-from chameleon_mm.adaptive.planning import SLACK_PART
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._measure import free_unused, one_thread
 from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
 from chameleon_mm.device import SimDevice
 from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.policy import peak_memory, smallest_budget
-from chameleon_mm.profiler.record_hooks import RecordingHooks
-from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.session import SwapSession
-from chameleon_mm.trace import Trace
+from chameleon_mm.follow.adaptation import SLACK_PART
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.unswapped_memory import peak_memory, smallest_budget
+from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.units import KIB, allocated_size
 from tests._memory_models import MODELS, Job, Training
 

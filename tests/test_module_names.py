@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from chameleon_mm.profiler.module_names import ModuleNames
+from chameleon_mm.record.recorder import ModuleNames
 
 
 class Asks(nn.Module):

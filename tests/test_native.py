@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from chameleon_mm import cli, native
+from chameleon_mm.device import native
 from chameleon_mm.errors import NativeBuildError
+from chameleon_mm.tools import cli
 
 
 @pytest.fixture
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of builds that has none, for one helper."""
-    monkeypatch.setattr(native.building, "CACHE", tmp_path / "builds")
+    monkeypatch.setattr(native, "CACHE", tmp_path / "builds")
     monkeypatch.setattr(native, "useful", lambda: ["memory"])
     return tmp_path / "builds"
 
@@ -53,7 +54,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(empty: Path, tmp_path: Path
 
 
 def test_a_torch_without_headers_is_named(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.building, "_HEADER", Path("no-such.h"))
+    monkeypatch.setattr(native, "_HEADER", Path("no-such.h"))
     with pytest.raises(NativeBuildError, match=r"expected the header no-such\.h, got none in"):
         native.build("memory", compiler="sh")
 

@@ -1,4 +1,4 @@
-"""The reading of the allocator's memory in C++ (`native/memory.cpp`), beside torch's own."""
+"""The reading of the allocator's memory in C++ (`device/memory.cpp`), beside torch's own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from chameleon_mm import native
+from chameleon_mm.device import native
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.device.cuda.memory_reader import reader, torch_reader
+from chameleon_mm.device.cuda.cuda_device import reader, torch_reader
 from chameleon_mm.units import KIB, MIB
 from tests._native import BUILDS, helper
 
@@ -48,7 +48,7 @@ def test_a_device_reads_by_it_where_it_is_built(built: bool, monkeypatch: pytest
 
         monkeypatch.setattr(native, "load", lambda name: SimpleNamespace(read=counted))
     else:
-        monkeypatch.setattr(native.building, "CACHE", BUILDS / "none")
+        monkeypatch.setattr(native, "CACHE", BUILDS / "none")
     device = CudaDevice()
     calls.clear()
     before = device.read_memory()
@@ -87,7 +87,7 @@ def test_what_is_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_reading_in_the_middle_of_a_reading_is_no_reset_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread's, or that of a finaliser which the collector runs in the middle of torch's own reading."""
-    monkeypatch.setattr(native.building, "CACHE", BUILDS / "none")
+    monkeypatch.setattr(native, "CACHE", BUILDS / "none")
     device, held = CudaDevice(), list[torch.Tensor]()
     begun = device.read_memory().cumulative_bytes
     read = device._read_allocated

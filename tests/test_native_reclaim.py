@@ -1,4 +1,4 @@
-"""The queue of storages that the caching allocator may reclaim (`native/reclaim.cpp`): by itself, over a driver that the
+"""The queue of storages that the caching allocator may reclaim (`device/reclaim.cpp`): by itself, over a driver that the
 test plays, and under torch's own allocator on CUDA, by random programs.
 
 No block may be handed out before the copy that reads it is done: on the stand-in the copy would bring the next owner's bytes,
@@ -357,10 +357,10 @@ def test_without_the_wait_in_malloc_the_programs_go_wrong(monkeypatch: pytest.Mo
 THREADS = """
 import sys, threading, time
 import torch
-from chameleon_mm import native
+from chameleon_mm.device import native
 from chameleon_mm.device.holders import REFERENCES_AT_REST
 from pathlib import Path
-native.building.CACHE = Path(sys.argv[1])
+native.CACHE = Path(sys.argv[1])
 module = native.load("reclaim")
 if sys.argv[2] == "history":
     torch.cuda.memory._record_memory_history()

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_mm.device.cuda import CudaDevice, visible_gpus
-from chameleon_mm.device.numa import PreferredNode, _linux_mbind, near_node
-from chameleon_mm.device.pinning import PageLocker
+from chameleon_mm.device.pinning import PageLocker, PreferredNode, _linux_mbind, near_node
 from chameleon_mm.units import MIB
 from tests._fakes import file_tree
 from tests.test_device_pinning import FakeDriver

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chameleon_mm.device.op_call import OpCall
-from chameleon_mm.device.operators import OpFacts
+from chameleon_mm.device.operators import OpCall, OpFacts
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.retry import OomRetry, tried_bytes
+from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.record.retry import OomRetry, tried_bytes
 from chameleon_mm.units import MIB
 from tests._trace_records import ops_of
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device import Device, op_call, operators
-from chameleon_mm.saved.handles import Handle
+from chameleon_mm.device import Device, operators
+from chameleon_mm.device import operators as op_call
+from chameleon_mm.swap.handles import Handle
 from tests import _op_sweep
 from tests._fakes import Unwatched
 from tests._op_samples import OPS, run

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.hosted import HostedTensor, Where
-from chameleon_mm.optimizer_state.swapped_state import SwappedState
-from chameleon_mm.process import ThisProcess
+from chameleon_mm.state.hosted import HostedTensor, Where
+from chameleon_mm.state.swapped_state import SwappedState
+from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.units import KIB, MIB
 from tests._snapshots import equal
 from tests.observed import SimRaceError

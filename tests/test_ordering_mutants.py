@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.saved.state import State
+from chameleon_mm.swap.host_copy import State
 from tests._ordering import (
     BYTES,
     WAITS,
@@ -106,7 +106,7 @@ def test_copying_in_the_middle_of_an_op_goes_red(monkeypatch: pytest.MonkeyPatch
 
     step()
     numbers = iter(range(1_000_000))
-    monkeypatch.setattr("chameleon_mm.executor.swap_outs.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
+    monkeypatch.setattr("chameleon_mm.swap.swap_outs.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
     with pytest.raises(RED):
         step()
 

@@ -95,7 +95,7 @@ def test_the_wheel_holds_every_module_as_a_real_file(checkout: Path, wheel: Path
 
 @pytest.mark.parametrize("name", ["page.html", "page.css", "page.js"])
 def test_the_wheel_holds_the_reports_page(checkout: Path, wheel: Path, name: str) -> None:
-    path = f"chameleon_mm/report_page/{name}"
+    path = f"chameleon_mm/report/{name}"
     assert _contents(wheel)[path] == (checkout / path).read_bytes()
 
 
@@ -109,7 +109,9 @@ def test_the_wheel_carries_the_license_and_the_command(wheel: Path) -> None:
     contents = _contents(wheel)
     (info,) = {name.split("/")[0] for name in contents if ".dist-info/" in name}
     assert contents[f"{info}/licenses/LICENSE"] == (_ROOT / "LICENSE").read_bytes()
-    assert contents[f"{info}/entry_points.txt"].split() == b"[console_scripts] chameleon-mm = chameleon_mm.cli:main".split()
+    assert (
+        contents[f"{info}/entry_points.txt"].split() == b"[console_scripts] chameleon-mm = chameleon_mm.tools.cli:main".split()
+    )
     metadata = contents[f"{info}/METADATA"].decode()
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "\nRequires-Python: >=3.11\n" in metadata

@@ -19,13 +19,15 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Stream
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.executor import Executor, swap_outs
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.saved import ProtectedStorages, SwappedView
-from chameleon_mm.saved.calling_thread import ComputeStreams
-from chameleon_mm.saved.packed_group import PackedGroup
-from chameleon_mm.saved.state import State
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.swap import swap_outs
+from chameleon_mm.swap.calling_thread import ComputeStreams
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import SwappedView
+from chameleon_mm.swap.host_copy import State
+from chameleon_mm.swap.packed_group import PackedGroup
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import refusing
 from tests.observed import SimRaceError

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.hosted import HostedStorage, Where
-from chameleon_mm.parameters import ParameterSwap, window_size
-from chameleon_mm.parameters import parameter_watch as watch
-from chameleon_mm.parameters.window import Window
-from chameleon_mm.process import ThisProcess
+from chameleon_mm.state import parameter_swap
+from chameleon_mm.state import parameter_watch as watch
+from chameleon_mm.state.hosted import HostedStorage, Where
+from chameleon_mm.state.parameter_swap import ParameterSwap
+from chameleon_mm.state.window import Window
+from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.units import KIB
 from tests._ordering import SLOW_LINK
 from tests._parameter_programs import OPTIMIZERS, PROGRAMS, WIDTH, Make, Plain, Swapped, go_on, mlp, train
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 
 @pytest.fixture(autouse=True)
 def _small_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_size, "MIN_BYTES", KIB)
+    monkeypatch.setattr(parameter_swap, "MIN_BYTES", KIB)
 
 
 @pytest.fixture(autouse=True)

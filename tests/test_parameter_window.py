@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.parameters.device_beside_window import beside_window
-from chameleon_mm.parameters.use_sequence import UNKNOWN, UseSequence
-from chameleon_mm.parameters.window_size import charged_sizes, window_for
+from chameleon_mm.state.parameter_swap import charged_sizes, window_for
+from chameleon_mm.state.window import UNKNOWN, UseSequence, beside_window
 from chameleon_mm.units import KIB, MIB
 
 SEQUENCES = st.lists(st.integers(0, 5), min_size=1, max_size=12).map(

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.policy import Action, LinkCost, SwapPlan
-from chameleon_mm.saved.calling_thread import ComputeStreams
-from chameleon_mm.saved.checksums import Checksums
-from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.saved.partial_form import PartialForm
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.state import State, SwapContext
-from chameleon_mm.saved.version import SavedBytes
-from chameleon_mm.trace import Trace
-from chameleon_mm.transfer import Transfer
+from chameleon_mm.plan.swap_plan import Action, SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.swap.calling_thread import ComputeStreams
+from chameleon_mm.swap.checksums import Checksums
+from chameleon_mm.swap.copy_queue import Transfer
+from chameleon_mm.swap.forms import PartialForm
+from chameleon_mm.swap.handles import SavedBytes
+from chameleon_mm.swap.host_copy import State, SwapContext
+from chameleon_mm.swap.metrics import Metrics
+from chameleon_mm.swap.saved_storage import SavedStorage
 from tests._programs import deep
 from tests._random_models import adaptation_of, far_ahead, planning, seeds, train
 from tests._traces import plan_of, random_plan
@@ -309,7 +310,7 @@ def in_part(rng: Random) -> Callable[..., Sequence[SwapPlan]]:
 
 @pytest.mark.parametrize("seed", seeds(1, of=range(3)))
 def test_training_in_which_all_move_in_part_is_exact_and_verified(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", in_part(Random(seed)))
+    monkeypatch.setattr("chameleon_mm.follow.adaptation.candidate_plans", in_part(Random(seed)))
     device = far_ahead()
     pool = cm.PinnedPool("64MiB", device=device)
     expected, parameters = train(seed, far_ahead())
@@ -320,7 +321,7 @@ def test_training_in_which_all_move_in_part_is_exact_and_verified(seed: int, mon
 
 
 def test_a_graph_kept_for_a_second_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", in_part(Random(1)))
+    monkeypatch.setattr("chameleon_mm.follow.adaptation.candidate_plans", in_part(Random(1)))
     device = far_ahead()
     pool = cm.PinnedPool("64MiB", device=device)
     executor = planning(device, pool=pool)

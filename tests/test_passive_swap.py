@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.demo.demo_command import SIZES
-from chameleon_mm.demo.demo_training import draw_rows, first_difference, read_text, train
-from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.device.sim.sim_memory import Ledger
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.saved import ProtectedStorages, SwappedView
+from chameleon_mm.device.sim.machine import Ledger
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import SwappedView
+from chameleon_mm.tools.demo import GPT, GPTConfig, draw_rows, first_difference, read_text, train
+from chameleon_mm.tools.demo_command import SIZES
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import Faults
 
@@ -187,7 +187,7 @@ def test_after_a_step_that_ran_out_of_memory_the_next_is_right_and_nothing_leaks
     shortage: Faults, short_step: int, plans: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not plans:  # so that uses swap in, and find no memory
-        monkeypatch.setattr("chameleon_mm.executor.swap_ins.PREFETCH_WINDOW", 0)
+        monkeypatch.setattr("chameleon_mm.swap.swap_ins.PREFETCH_WINDOW", 0)
     expected = Run(short_step, plain=True, plans=plans)
     count = number_of_allocations(expected, shortage, again=False)
     escaped = retried = 0

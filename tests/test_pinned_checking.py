@@ -12,15 +12,10 @@ import pytest
 import torch
 
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.errors import (
-    BlockCorruptedError,
-    BlockInUseError,
-    BlockReleasedError,
-    HostMemoryExhausted,
-    PoolStateError,
-)
-from chameleon_mm.pinned import CheckingAllocator, PinnedBlock, PinnedPool
-from chameleon_mm.pinned.checking import POISON_BYTE, ZONE_BYTES
+from chameleon_mm.errors import BlockCorruptedError, BlockInUseError, BlockReleasedError, HostMemoryExhausted, PoolStateError
+from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.pool.checking import POISON_BYTE, ZONE_BYTES, CheckingAllocator
+from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import BrokenStream, ManualEvent, RecordingStream
 

@@ -13,7 +13,7 @@ import torch
 
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
-from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import MIB
 
 

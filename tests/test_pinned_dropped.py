@@ -23,7 +23,8 @@ from torch.utils.dlpack import from_dlpack
 
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.pinned import CheckingAllocator, PinnedPool
+from chameleon_mm.pool.checking import CheckingAllocator
+from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import MIB
 from tests._programs import on_a_thread
 from tests.cuda_stand_in import control
@@ -178,10 +179,10 @@ def test_a_dropped_tensor_that_no_copy_used_is_free_at_once(sim: SimDevice) -> N
 
 
 def test_without_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chameleon_mm.device.cuda import all_work
+    from chameleon_mm.device.cuda import cuda_stream
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert all_work.events_after_all_work() == ()
+    assert cuda_stream.events_after_all_work() == ()
 
 
 def test_a_release_after_an_event_records_no_other(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +244,9 @@ def test_without_the_wait_wrong_bytes_arrive_on_cuda(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.gpu
 def test_where_the_driver_has_no_such_event_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chameleon_mm.device.cuda import CudaDevice, all_work
+    from chameleon_mm.device.cuda import CudaDevice, cuda_stream
 
-    monkeypatch.setattr(all_work, "_record_context", lambda event: False)
+    monkeypatch.setattr(cuda_stream, "_record_context", lambda event: False)
     device = CudaDevice()
     with PinnedPool(SIZE, device) as pool:
         staged = staged_ones(device, pool)

@@ -16,13 +16,13 @@ import torch
 import torch._dynamo  # the first dispatch mode imports it, and what that import leaves in cycles holds its callers
 from torch import Tensor
 
+from chameleon_mm.api.save_on_cpu import save_on_cpu
 from chameleon_mm.bench._stand_in import is_stand_in
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.pinned import PinnedBlock, PinnedPool
-from chameleon_mm.pinned.block import Ticket
-from chameleon_mm.pinned.pending import LateEvent, PendingRanges
-from chameleon_mm.save_on_cpu import save_on_cpu
+from chameleon_mm.pool.block import PinnedBlock, Ticket
+from chameleon_mm.pool.chunks import LateEvent, PendingRanges
+from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import MIB
 from tests._fakes import BrokenStream, ManualEvent, RecordingStream
 from tests.observed import SimRaceError

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from chameleon_mm.bench.pinned import TRACES, read_trace
-from chameleon_mm.pinned.free_list import FreeList, units_bytes
-from chameleon_mm.pinned.plan_offsets import OffsetPlan, plan_offsets
+from chameleon_mm.pool.free_list import FreeList, OffsetPlan, plan_offsets, units_bytes
 
 UNIT = 64  # small, so that a few hundred steps fill, split and join regions
 

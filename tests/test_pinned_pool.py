@@ -22,7 +22,9 @@ from torch import Tensor
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import BlockReleasedError, HostMemoryExhausted, PoolStateError
-from chameleon_mm.pinned import CheckingAllocator, PinnedBlock, PinnedPool, pool_for
+from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.pool.checking import CheckingAllocator
+from chameleon_mm.pool.pool import PinnedPool, pool_for
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import CountingDevice, ManualEvent
 
@@ -168,7 +170,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
 def test_the_limit_auto_is_this_ranks_share_of_half_of_the_available_memory(
     monkeypatch: pytest.MonkeyPatch, auto: str | None
 ) -> None:
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 12 * MIB + 1)
+    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: 12 * MIB + 1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert PinnedPool(auto, "sim").limit_bytes == 6 * MIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -178,7 +180,7 @@ def test_the_limit_auto_is_this_ranks_share_of_half_of_the_available_memory(
         PinnedPool(auto, "sim")
     assert PinnedPool("1MiB", "sim").limit_bytes == MIB, "a limit in bytes is nobody's share"
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 0)
+    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: 0)
     with pytest.raises(ValueError, match=r'^max_bytes: expected the available host memory, which "auto" takes'):
         PinnedPool(auto, "sim")
 
@@ -281,7 +283,7 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
     script = """
         import gc, os, sys, torch, warnings
         from chameleon_mm.device.sim import SimDevice
-        from chameleon_mm.pinned import CheckingAllocator, PinnedPool
+        from chameleon_mm.pool.checking import CheckingAllocator; from chameleon_mm.pool.pool import PinnedPool
 
         class Loud(SimDevice):
             def free_pinned(self, memory):
@@ -502,7 +504,7 @@ def test_a_limit_that_is_no_size_or_of_a_closed_pool_is_refused(pool: PinnedPool
 
 
 def test_a_set_limit_does_not_follow_the_machine(ledgered: Ledgered, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 64 * MIB)
+    monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: 64 * MIB)
     with PinnedPool("auto", ledgered) as pool:
         pool.limit_bytes = 8 * PAGE
         with pytest.raises(HostMemoryExhausted):

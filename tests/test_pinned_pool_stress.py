@@ -24,8 +24,10 @@ import pytest
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.pinned import PinnedBlock, PinnedPool, growth
-from chameleon_mm.pinned.chunks import Chunks
+from chameleon_mm.pool import growth
+from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.pool.chunks import Chunks
+from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import CountingDevice, ManualEvent
 

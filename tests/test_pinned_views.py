@@ -15,7 +15,8 @@ from torch.utils.dlpack import from_dlpack
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import BlockInUseError, BlockReleasedError
-from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.pool.pool import PinnedPool
 from tests.observed import SimRaceError
 
 PAGE = 4096

@@ -21,20 +21,19 @@ from rich.console import Console
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
 import chameleon_mm
-from chameleon_mm.cli import main
+from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost_model import CostModel
-from chameleon_mm.planning.builtin import Gpt2, Gpt2Shape, Llama, LlamaShape, built_in
-from chameleon_mm.planning.gpu_operators import GpuOperators, gpu_autocast
-from chameleon_mm.planning.plan_command import source_of
-from chameleon_mm.planning.prediction import HIDDEN_WITHIN, Prediction, link_of, predict
-from chameleon_mm.planning.prediction_text import assumptions, show, verdicts
-from chameleon_mm.planning.record import OPTIMIZERS, RecordedStep, TrainingStep, record_step, shapes_alone
-from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
-from chameleon_mm.policy import peak_memory, simulate
-from chameleon_mm.session import SwapSession
-from chameleon_mm.trace import StepPhase, TensorKind
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.trace import StepPhase, TensorKind
+from chameleon_mm.plan.unswapped_memory import peak_memory
+from chameleon_mm.tools.cli import main
+from chameleon_mm.tools.plan_command import source_of
+from chameleon_mm.tools.prediction import HIDDEN_WITHIN, Prediction, assumptions, link_of, predict, show, verdicts
+from chameleon_mm.tools.shape_operators import GpuOperators, gpu_autocast
+from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, TrainingStep, record_step, shapes_alone
+from chameleon_mm.tools.workload import Build, Gpt2, Gpt2Shape, Llama, LlamaShape, ModelUnusable, Workload, built_in
 from chameleon_mm.units import GIB, MIB, parse_size
 from tests._trace_records import ops_of
 
@@ -565,9 +564,7 @@ def test_a_long_message_of_somebody_elses_is_cut(models: str, capsys: pytest.Cap
 
 def _without(monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        "chameleon_mm.planning.hugging_face.find_spec", lambda name: None if name == absent else find_spec(name)
-    )
+    monkeypatch.setattr("chameleon_mm.tools.workload.find_spec", lambda name: None if name == absent else find_spec(name))
 
 
 def test_without_transformers_the_others_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -651,7 +648,7 @@ def test_a_quantization_that_is_ignored_is_said_to_be(tmp_path: Path, capsys: py
 
 _MEASURED = """
 import json, resource, sys
-from chameleon_mm.cli import main
+from chameleon_mm.tools.cli import main
 from tests._trace_records import ops_of
 code = main(sys.argv[1:])
 used = resource.getrusage(resource.RUSAGE_SELF)

@@ -7,10 +7,11 @@ from statistics import median
 
 import pytest
 
-from chameleon_mm.adaptive.planned_step import MOST_PLANS, SAMPLES
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import LinkCost, least_memory, memory_curve
-from chameleon_mm.profiler.op_times import EventTimes
+from chameleon_mm.follow.planned_step import MOST_PLANS, SAMPLES
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.unswapped_memory import least_memory, memory_curve
+from chameleon_mm.record.step_log import EventTimes
+from chameleon_mm.swap.executor import Executor
 from tests._random_models import SLOW_GPU, Step, adaptation_of, far_ahead, link_of, planning, seeds, train
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.adaptation import RECORDINGS
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import LinkCost, SwapPlan, generate_plan, least_memory
-from chameleon_mm.saved.timed_spans import StepKind
-from chameleon_mm.trace import Trace
+from chameleon_mm.follow.adaptation import RECORDINGS
+from chameleon_mm.plan.planner import generate_plan
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.unswapped_memory import least_memory
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.metrics import StepKind
 from tests._random_models import SLOW_GPU, adaptation_of, far_ahead, link_of, planning
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -31,7 +34,7 @@ def _all_that_can_move(monkeypatch: pytest.MonkeyPatch) -> None:
     def plans(trace: Trace, hbm_budget: int, host_budget: int, link: LinkCost, **_: Any) -> Sequence[SwapPlan]:
         return [generate_plan(trace, least_memory(trace).nbytes, None, link_of(SLOW_GPU))]
 
-    monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", plans)
+    monkeypatch.setattr("chameleon_mm.follow.adaptation.candidate_plans", plans)
 
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -197,7 +200,7 @@ def test_what_comes_outside_of_steps_goes_by_no_plan() -> None:
 
 
 def test_a_step_that_cannot_be_recorded_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.profiler.recorder.Recorder.flaw", "made up")
+    monkeypatch.setattr("chameleon_mm.record.recorder.Recorder.flaw", "made up")
     training = Training()
     had_plan = [training.step("tsecst") for _ in range(RECORDINGS + 2)]
     assert had_plan == [False] * (RECORDINGS + 2)

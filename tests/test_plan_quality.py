@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from chameleon_mm.policy import LinkCost, generate_plan, ideal, memory_curve, smallest_budget, swap_all
-from chameleon_mm.trace import Trace
+from chameleon_mm.plan.bounds import ideal
+from chameleon_mm.plan.planner import generate_plan
+from chameleon_mm.plan.swap_all import swap_all
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.unswapped_memory import memory_curve, smallest_budget
 from tests._planner_traces import LayerShape, layer_chain, pipeline_chain
 from tests._swap_first import swap_first
 

@@ -18,21 +18,17 @@ import pytest
 import torch
 
 import chameleon_mm as cm
-from chameleon_mm.cli import main
-from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import SPECS
-from chameleon_mm.planning import session_run
-from chameleon_mm.planning.beside import beside
-from chameleon_mm.planning.builtin import Llama, LlamaShape
-from chameleon_mm.planning.gpu_operators import GpuOperators
-from chameleon_mm.planning.no_arithmetic import NoArithmetic
-from chameleon_mm.planning.plan_command import source_of
-from chameleon_mm.planning.record import TrainingStep
-from chameleon_mm.planning.session_prediction import record
-from chameleon_mm.planning.session_run import RunRequest, Swapped, run_session
-from chameleon_mm.planning.workload import Build, Workload
-from chameleon_mm.policy import least_memory, peak_memory
+from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
+from chameleon_mm.tools import session_on_shapes
+from chameleon_mm.tools.cli import main
+from chameleon_mm.tools.demo import GPT, GPTConfig
+from chameleon_mm.tools.plan_command import source_of
+from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, beside, record, run_session
+from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic
+from chameleon_mm.tools.step_on_shapes import TrainingStep
+from chameleon_mm.tools.workload import Build, Llama, LlamaShape, Workload
 from chameleon_mm.units import KIB, MIB
 from tests._traces import away_before_first_uses_alone
 
@@ -162,13 +158,13 @@ def test_the_predicted_run_is_the_computed_one(build: Build, swapped: Swapped, r
 def recorded_by_a_session(request: RunRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trace that the session recorded, of which it makes its plans."""
     sessions: list[cm.SwapSession] = []
-    make = session_run._session
+    make = session_on_shapes._session
 
     def made(*args: Any) -> cm.SwapSession:
         sessions.append(make(*args))
         return sessions[-1]
 
-    monkeypatch.setattr(session_run, "_session", made)
+    monkeypatch.setattr(session_on_shapes, "_session", made)
     run_session(request, steps=2, counted=False)
     adaptation = sessions[0]._adaptation
     assert adaptation is not None
@@ -276,7 +272,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_built(
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("built")
 
-    monkeypatch.setattr("chameleon_mm.planning.plan_command.source_of", never)
+    monkeypatch.setattr("chameleon_mm.tools.plan_command.source_of", never)
     assert main(["plan", "gpt2", *options]) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -16,14 +16,18 @@ import pytest
 import torch
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.planning import SLACK_PART, SPARE_PART
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.device.specs import GpuSpec
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, least_memory, memory_curve, simulate
-from chameleon_mm.trace import Trace
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.follow.adaptation import SLACK_PART, SPARE_PART
+from chameleon_mm.plan.planner import generate_plan
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.swap_plan import Action, SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.unswapped_memory import least_memory, memory_curve
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.executor import Executor
 from tests._random_models import (
     FULL_DUPLEX_GPU,
     NO_LIMIT,
@@ -53,7 +57,7 @@ def plan_by(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
     def plans(trace: Trace, hbm_budget: int, host_budget: int, link: LinkCost, **_: Any) -> Sequence[SwapPlan]:
         return planner(trace, link)
 
-    monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", plans)
+    monkeypatch.setattr("chameleon_mm.follow.adaptation.candidate_plans", plans)
 
 
 def budgets_of(seed: int, shares: Sequence[float]) -> list[int]:

@@ -8,17 +8,13 @@ from array import array
 import numpy as np
 import pytest
 
-from chameleon_mm.adaptive.extra_memory import RECENT_STEPS, ExtraMemory
-from chameleon_mm.adaptive.plan_trial import PlanTrial
-from chameleon_mm.adaptive.planned_step import (
-    MOST_PLANS,
-    SAMPLES,
-    WORTH_A_PLAN,
-    PlannedStep,
-)
-from chameleon_mm.policy import Action, Candidates, SwapPlan, memory_curve, simulate
-from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
-from chameleon_mm.saved.metrics import StepTime
+from chameleon_mm.follow.planned_step import MOST_PLANS, SAMPLES, WORTH_A_PLAN, PlannedStep, PlanTrial
+from chameleon_mm.follow.structure import RECENT_STEPS, ExtraMemory
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.swap_plan import Action, SwapPlan
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
+from chameleon_mm.record.light_profiler import NOT_A_USE, StepRecord
+from chameleon_mm.swap.metrics import StepTime
 from chameleon_mm.units import allocated_size
 from tests._trace_records import ops_of, tensors_of
 from tests._traces import H200_LINK, chain, plan_of

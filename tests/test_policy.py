@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chameleon_mm
-from chameleon_mm.policy import DefaultRule, Headroom, Limits, SaveFacts, UseOrder
+from chameleon_mm.plan.rule import DefaultRule, Headroom, Limits, SaveFacts, UseOrder
 from chameleon_mm.units import MIB
 
 
 def test_the_policy_imports_no_torch() -> None:
     """Read, not run: `import chameleon_mm` loads torch for others."""
     imported = set()
-    for file in (Path(chameleon_mm.__file__).parent / "policy").glob("*.py"):
+    for file in (Path(chameleon_mm.__file__).parent / "plan").glob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert "dataclasses" in imported  # the test does see imports
     ours = {".".join(name.split(".")[:2]) for name in imported if name.startswith("chameleon_mm")}
-    # errors and units import the standard library alone, trace NumPy too: the layers hold that
-    assert ours <= {"chameleon_mm.errors", "chameleon_mm.policy", "chameleon_mm.trace", "chameleon_mm.units"}
+    # errors, replayable and units import the standard library alone: the layers hold that
+    assert ours <= {"chameleon_mm.errors", "chameleon_mm.plan", "chameleon_mm.replayable", "chameleon_mm.units"}
     assert not {name for name in imported if name.partition(".")[0] in {"torch", "cupy", "triton"}}
 
 

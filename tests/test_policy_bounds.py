@@ -12,22 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy import (
-    Candidates,
-    LinkCost,
-    SwapPlan,
-    full_recomputation,
-    hidden_budget_bound,
-    ideal,
-    memory_curve,
-    peak_memory,
-    simulate,
-    smallest_budget,
-    smallest_hidden_budget,
-    swap_all,
-)
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
-from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
+from chameleon_mm.plan.bounds import hidden_budget_bound, ideal, smallest_hidden_budget
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.swap_all import swap_all
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.unswapped_memory import Candidates, full_recomputation, memory_curve, peak_memory, smallest_budget
+from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import KIB, MIB
 from tests._swap_first import swap_first
 from tests._trace_records import ops_of, tensors_of

@@ -15,29 +15,22 @@ from scipy.sparse import coo_array  # type: ignore[import-untyped]  # the same
 
 from chameleon_mm.device.specs import spec_by_name
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.planning.builtin import built_in
-from chameleon_mm.planning.prediction import link_of
-from chameleon_mm.planning.record import DTYPES, record_step
-from chameleon_mm.policy import (
-    Candidates,
-    DefaultRule,
-    LinkCost,
-    SwapPlan,
-    candidate_plans,
-    full_recomputation,
-    generate_plan,
-    ideal,
-    memory_curve,
-    peak_memory,
-    simulate,
-    smallest_budget,
-)
-from chameleon_mm.policy.choice import ChoicePath
-from chameleon_mm.policy.planned_rewrite import rewritten_for
-from chameleon_mm.policy.problem import Problem
-from chameleon_mm.policy.recipes import Recipes
-from chameleon_mm.trace import Trace
-from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
+from chameleon_mm.plan.bounds import ideal
+from chameleon_mm.plan.planner import candidate_plans, generate_plan
+from chameleon_mm.plan.problem import Problem
+from chameleon_mm.plan.recipes import Recipes
+from chameleon_mm.plan.rewrite import rewritten_for
+from chameleon_mm.plan.rule import DefaultRule
+from chameleon_mm.plan.selection import ChoicePath
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.unswapped_memory import Candidates, full_recomputation, memory_curve, peak_memory, smallest_budget
+from chameleon_mm.replayable import DEFAULT, PRODUCTS
+from chameleon_mm.tools.prediction import link_of
+from chameleon_mm.tools.step_on_shapes import DTYPES, record_step
+from chameleon_mm.tools.workload import built_in
 from chameleon_mm.units import allocated_size
 from tests._hybrid_traces import carried_out_recomputing, random_hybrid_step
 from tests._traces import H200_LINK, between, chain

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.policy import Candidates, least_memory, memory_curve, peak_memory, smallest_budget
-from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.unswapped_memory import Candidates, least_memory, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.units import KIB, round_up
 from tests._trace_records import hooks_of, ops_of, tensors_of
 from tests._traces import chain, random_step

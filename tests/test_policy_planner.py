@@ -13,27 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy import (
-    Candidates,
-    LinkCost,
-    SwapPlan,
-    candidate_plans,
-    generate_plan,
-    ideal,
-    memory_curve,
-    peak_memory,
-    simulate,
-    smallest_budget,
-    swap_all,
-)
-from chameleon_mm.policy.action_columns import ActionColumns, in_order
-from chameleon_mm.policy.problem import Problem
-from chameleon_mm.policy.scheduling import latest_back, schedule
-from chameleon_mm.policy.selection import RANKS, select, spread_evenly, spread_evenly_by_bytes, used_latest
-from chameleon_mm.policy.swap_all import SwapAll
-from chameleon_mm.policy.timing import walk
-from chameleon_mm.policy.unswapped_memory import sum_over_time
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.bounds import ideal
+from chameleon_mm.plan.planner import candidate_plans, generate_plan
+from chameleon_mm.plan.problem import Problem, latest_back, schedule
+from chameleon_mm.plan.selection import RANKS, select, spread_evenly, spread_evenly_by_bytes, used_latest
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.swap_all import SwapAll, swap_all
+from chameleon_mm.plan.swap_plan import ActionColumns, SwapPlan, in_order
+from chameleon_mm.plan.timing import LinkCost, walk
+from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, peak_memory, smallest_budget, sum_over_time
 from chameleon_mm.units import MIB
 from tests._optimum import least_step_us
 from tests._oracles import plan_within_host, timed_one_by_one

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.policy import Action, ActionKind, Candidates, memory_curve, simulate
-from chameleon_mm.policy.planned_rewrite import choice_actions
-from chameleon_mm.policy.recipes import Recipes
-from chameleon_mm.policy.rewrite import RewrittenTrace
-from chameleon_mm.policy.step_program import DROP, OUT, StepProgram
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
-from chameleon_mm.trace.trace import BirthPlace
+from chameleon_mm.plan.recipes import Recipes
+from chameleon_mm.plan.rewrite import RewrittenTrace, choice_actions
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.step_program import DROP, OUT, StepProgram
+from chameleon_mm.plan.swap_plan import Action, ActionKind
+from chameleon_mm.plan.trace import BirthPlace, StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
 from chameleon_mm.units import KIB
 from tests._hybrid_traces import (
     carried_out_recomputing,
@@ -214,7 +214,7 @@ def test_an_input_that_is_changed_after_it_was_read_is_none() -> None:
     ("name", "admitted"), [("gelu", True), ("native_batch_norm", True), ("_scaled_dot_product_flash_attention", False)]
 )
 def test_operators_have_to_be_admitted(name: str, *, admitted: bool) -> None:
-    from chameleon_mm.trace.replayable import DEFAULT
+    from chameleon_mm.replayable import DEFAULT
 
     s = Step()
     x = s.save(s.op("mm", s.w))

@@ -14,20 +14,11 @@ from hypothesis import strategies as st
 
 from chameleon_mm.device.sim.cost_model import COPY_LATENCY_US
 from chameleon_mm.device.sim.cost_model import CopyEngine as SimulatedEngine
-from chameleon_mm.policy import (
-    Action,
-    ActionKind,
-    Candidates,
-    LinkCost,
-    Simulator,
-    memory_curve,
-    peak_memory,
-    simulate,
-    smallest_budget,
-)
-from chameleon_mm.policy.action_columns import ActionColumns, PlannedMemory
-from chameleon_mm.policy.timing import CopyEngine, EngineSpan
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.simulate import Simulator, simulate
+from chameleon_mm.plan.swap_plan import Action, ActionColumns, ActionKind, PlannedMemory
+from chameleon_mm.plan.timing import CopyEngine, EngineSpan, LinkCost
+from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.units import MIB, round_up
 from tests._oracles import carried_out, timed_one_by_one
 from tests._trace_records import hooks_of, tensors_of

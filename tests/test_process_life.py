@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
-from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
+from chameleon_mm.device.sim.machine import SimEvent, SimStream
 from chameleon_mm.units import MIB
 from tests._programs import deep
 from tests.observed import observe_all
@@ -468,7 +468,7 @@ if __name__ == "__main__":
 
 ENDS_AFTER_A_BACKWARD = """
 import torch
-from chameleon_mm.executor.at_exit import let_go_at_exit
+from chameleon_mm.swap.calling_thread import let_go_at_exit
 let_go_at_exit(torch.device("cuda", 0))
 x = torch.ones(4, device="cuda", requires_grad=True)
 y = x * 2

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm import step_history
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, peak_between
-from chameleon_mm.pinned.free_list import FreeList
-from chameleon_mm.progress import parts_of
-from chameleon_mm.saved.timed_spans import StepKind
-from chameleon_mm.step_figures import StepFigures
+from chameleon_mm.pool.free_list import FreeList
+from chameleon_mm.report import step_history
+from chameleon_mm.report.step_history import StepFigures, parts_of
+from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import GIB, MIB
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -190,7 +189,7 @@ def test_a_step_that_is_never_complete_holds_up_no_more_than_so_many(
     sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_history, "MAX_PENDING", 2)
-    monkeypatch.setattr("chameleon_mm.saved.metrics.Metrics.is_complete", lambda self, sums: False)
+    monkeypatch.setattr("chameleon_mm.swap.metrics.Metrics.is_complete", lambda self, sums: False)
     told = list[StepFigures]()
     session = session_on(sim, progress=told.append)
     with session:
@@ -291,7 +290,7 @@ def test_an_error_in_the_function_is_logged_once_and_holds_nothing(device: Devic
     _, report = Training(device).swapped(device, progress=broken)
     assert calls == [0]
     assert [ref() for ref in held] == [None]
-    (record,) = [record for record in caplog.records if record.name == "chameleon_mm.progress"]
+    (record,) = [record for record in caplog.records if record.name == "chameleon_mm.report.step_history"]
     assert record.levelno == logging.WARNING
     assert "telling step 0 raised" in record.getMessage()
     assert "in my own code" in record.getMessage()

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.step_cache import StepCache
-from chameleon_mm.adaptive.structure import RECORDED, Structure, Structures
 from chameleon_mm.bench._length_models import MODELS, Bert, LengthModel, Llama, batch_of, lengths_of, training_step
 from chameleon_mm.bench._lengths_run import MIN_BYTES, LengthRun, Shape, Train, run_lengths
-from chameleon_mm.profiler.step_record import Feature, StepRecord, sizes_of
-from chameleon_mm.trace import Trace
+from chameleon_mm.follow.step_cache import StepCache
+from chameleon_mm.follow.structure import RECORDED, Structure, Structures
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.record.light_profiler import Feature, StepRecord, sizes_of
 from tests._trace_records import ops_of
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive import plan_steps
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.reproducible import reproducible
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.saved import ProtectedStorages
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.follow.plan_follower import plan_steps
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.executor import Executor
 from tests._lending_device import GreedyDevice
 from tests._random_programs import UNARY, Instruction, Run, normalised, programs, run
 from tests._unseen_writes import unseen_writes
@@ -305,7 +305,7 @@ def test_what_is_remembered_stays_flat_without_steps(
     session: bool, keep_one: bool, backward: bool, sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody says where a step ends, and one graph may be kept for ever: 500 iterations must not pile anything up."""
-    monkeypatch.setattr("chameleon_mm.executor.executor.LONGEST_UNNAMED_STEP", 256)
+    monkeypatch.setattr("chameleon_mm.swap.executor.LONGEST_UNNAMED_STEP", 256)
     weight = nn.Parameter(torch.randn(8, 8) * 0.1)
     manager = cm.SwapSession("1MiB", "1MiB", sim, min_bytes=0) if session else swapping(sim)
     kept: list[Tensor] = []

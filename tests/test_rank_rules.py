@@ -19,13 +19,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import DTensor, Replicate
 
 import chameleon_mm as cm
-from chameleon_mm.device.op_call import OpCall
-from chameleon_mm.device.operators import OpFacts
-from chameleon_mm.profiler.retry import OomRetry
-from chameleon_mm.ranks import Rank, Ranks
-from chameleon_mm.saved.classify import unwrapped
-from chameleon_mm.trace import replayable
-from chameleon_mm.trace.replayable import base_name
+from chameleon_mm import replayable
+from chameleon_mm.device.operators import OpCall, OpFacts
+from chameleon_mm.record.retry import OomRetry
+from chameleon_mm.replayable import base_name
+from chameleon_mm.report.report import Rank, Ranks
+from chameleon_mm.swap.classify import unwrapped
 from chameleon_mm.units import GIB, MIB
 from tests._mixes import Mix, Proofs, mixed, totals_of
 
@@ -276,8 +275,8 @@ def test_a_rank_that_never_comes_is_waited_for_by_nobody(monkeypatch: pytest.Mon
 
 
 def test_a_machine_too_small_for_all_of_its_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.ranks.local_ranks", lambda: 8)
-    monkeypatch.setattr("chameleon_mm.ranks.available_host_bytes", lambda: 400 * GIB)
+    monkeypatch.setattr("chameleon_mm.report.report.local_ranks", lambda: 8)
+    monkeypatch.setattr("chameleon_mm.report.report.available_host_bytes", lambda: 400 * GIB)
     ranks = Ranks(host_budget_bytes=64 * GIB)
     ranks.enter(GIB)
     (problem,) = ranks.problems

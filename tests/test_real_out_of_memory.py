@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.bench._measure import free_unused
-from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.executor import Executor
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.units import MIB
 from tests._memory_limit import fraction_of_memory
 from tests._plain_training import image

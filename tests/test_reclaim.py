@@ -11,13 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.reclaim import ReclaimQueue
-from chameleon_mm.saved.calling_thread import ComputeStreams
-from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.state import SwapContext
-from chameleon_mm.saved.version import SavedBytes
-from chameleon_mm.transfer import Transfer
+from chameleon_mm.swap.calling_thread import ComputeStreams
+from chameleon_mm.swap.copy_queue import Transfer
+from chameleon_mm.swap.handles import SavedBytes
+from chameleon_mm.swap.host_copy import SwapContext
+from chameleon_mm.swap.metrics import Metrics
+from chameleon_mm.swap.reclaim import ReclaimQueue
+from chameleon_mm.swap.saved_storage import SavedStorage
 
 
 class Way(enum.Enum):

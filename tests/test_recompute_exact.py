@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 import chameleon_mm as cm
-from chameleon_mm.executor.recipe_runner import RecipeRunner
-from chameleon_mm.profiler.call_watch import CallWatch
-from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.trace import replayable
+from chameleon_mm import replayable
+from chameleon_mm.record.calls import CallWatch
+from chameleon_mm.swap.handles import flat_bytes
+from chameleon_mm.swap.recipe_runner import RecipeRunner
 from tests._fakes import Unwatched
 from tests._mix_models import MODELS, Case, bits, train
 from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
@@ -821,7 +821,7 @@ def test_no_memory_for_the_copy_of_a_small_input_is_not_the_users(monkeypatch: p
             raise torch.OutOfMemoryError("no memory for a copy")
         return flat_bytes(storage)
 
-    monkeypatch.setattr("chameleon_mm.executor.recipe_runner.flat_bytes", without_memory)
+    monkeypatch.setattr("chameleon_mm.swap.recipe_runner.flat_bytes", without_memory)
     shift = nn.Parameter(torch.ones(8))
 
     def program() -> list[Tensor]:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
-from chameleon_mm.executor import Executor
-from chameleon_mm.executor.comparisons import Comparisons
-from chameleon_mm.executor.parameter_sizes import ParameterSizes
-from chameleon_mm.executor.recipe_runner import RecipeRunner
-from chameleon_mm.executor.rescue import Rescue
-from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.recipe_runner import Comparisons, RecipeRunner
+from chameleon_mm.swap.recomputing import ParameterSizes
+from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.swap_ins import Rescue
 from tests import test_recompute_exact as exact
 from tests._mix_models import MODELS, train
 from tests._mixes import Mix, Proofs, mixed
@@ -59,7 +58,7 @@ def nothing(*_: object) -> None:
 
 
 def without_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.saved.recipe._random_state", lambda operation: nullcontext())
+    monkeypatch.setattr("chameleon_mm.swap.recipe._random_state", lambda operation: nullcontext())
 
 
 def with_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +91,12 @@ def after_autograds_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.saved.recipe.applied", lambda settings: nullcontext())
+    monkeypatch.setattr("chameleon_mm.swap.recipe.applied", lambda settings: nullcontext())
 
 
 def from_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("call_watch", "call_notes"):
-        monkeypatch.setattr(f"chameleon_mm.profiler.{module}.generator_of", lambda args, kwargs: torch.default_generator)
+        monkeypatch.setattr(f"chameleon_mm.record.{module}.generator_of", lambda args, kwargs: torch.default_generator)
 
 
 MUTANTS: list[tuple[Mutate, Program]] = [
@@ -179,10 +178,10 @@ def test_statistics_that_would_move_twice(refused: bool, hidden: bool, monkeypat
     """Batch norm with running statistics is refused, and what it writes is known though its schema says nothing: red without
     both."""
     if not refused:
-        monkeypatch.setattr("chameleon_mm.executor.recompute_plan.running_statistics", nothing)
+        monkeypatch.setattr("chameleon_mm.swap.recomputing.running_statistics", nothing)
     if not hidden:
         monkeypatch.setattr("chameleon_mm.device.operators._HIDDEN_WRITES", frozenset())
-        monkeypatch.setattr("chameleon_mm.profiler.call_notes._of_torch", {})
+        monkeypatch.setattr("chameleon_mm.record.call_notes._of_torch", {})
         by_reference(monkeypatch)
     expected = outcome(normalised, 2)
     assert (outcome(normalised, 2, mixed(unproven())) == expected) == (hidden or refused)
@@ -238,6 +237,6 @@ def recomputed_aside_and_used_here() -> None:
 
 def test_what_is_recomputed_on_another_stream_does_not_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     recomputed_aside_and_used_here()
-    monkeypatch.setattr("chameleon_mm.executor.rescue.swap_out_now", nothing)
+    monkeypatch.setattr("chameleon_mm.swap.swap_ins.swap_out_now", nothing)
     with pytest.raises((SimRaceError, AssertionError)):
         recomputed_aside_and_used_here()

@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.planned_step import PlannedStep
-from chameleon_mm.executor.comparisons import Comparisons
-from chameleon_mm.executor.recipe_runner import RecipeRunner
-from chameleon_mm.policy import LinkCost
-from chameleon_mm.saved.metrics import StepTime
-from chameleon_mm.saved.recomputed_form import Original
+from chameleon_mm.follow.planned_step import PlannedStep
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.swap.forms import Original
+from chameleon_mm.swap.metrics import StepTime
+from chameleon_mm.swap.recipe_runner import Comparisons, RecipeRunner
 from tests._mix_models import bits
 from tests._random_models import far_ahead
 

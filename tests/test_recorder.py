@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.profiler.record_hooks import RecordingHooks
-from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.step_log import StepLog
-from chameleon_mm.trace import StepPhase, TensorKind, Trace
+from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
+from chameleon_mm.record.recorder import Recorder, RecordingHooks
+from chameleon_mm.record.step_log import StepLog
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from tests._trace_records import hooks_of, ops_of, tensors_of
 
 

@@ -28,10 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.adaptation import RECORDINGS
-from chameleon_mm.profiler.dispatch_state import is_on
-from chameleon_mm.profiler.record_hooks import RecordingHooks
-from chameleon_mm.profiler.recorder import _INTERRUPTED, Recorder
+from chameleon_mm.follow.adaptation import RECORDINGS
+from chameleon_mm.record.dispatch_state import is_on
+from chameleon_mm.record.recorder import _INTERRUPTED, Recorder, RecordingHooks
 from chameleon_mm.units import MIB
 from tests._fakes import Unwatched
 from tests._programs import deep, on_a_thread

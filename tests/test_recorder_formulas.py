@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import chameleon_mm as cm
-from chameleon_mm.profiler import recorder as recorder_module
+from chameleon_mm.record import recorder as recorder_module
 from tests._fakes import Unwatched
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost_model import CostModel
-from chameleon_mm.profiler.op_times import EventTimes, PricedTimes
-from chameleon_mm.profiler.record_hooks import RecordingHooks
-from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.step_log import UNMOVABLE, content_of, describe_tensor
-from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace
+from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace
+from chameleon_mm.record.recorder import Recorder, RecordingHooks
+from chameleon_mm.record.step_log import UNMOVABLE, EventTimes, PricedTimes, content_of, describe_tensor
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from tests._trace_records import hooks_of, ops_of, tensors_of
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
-from chameleon_mm.saved import CopySpan
-from chameleon_mm.saved.metrics import MAX_SPANS, Metrics
-from chameleon_mm.transfer import Transfer
+from chameleon_mm.swap.copy_queue import Transfer
+from chameleon_mm.swap.metrics import MAX_SPANS, CopySpan, Metrics
 from chameleon_mm.units import MIB
 
 PROMISED = {

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import chameleon_mm as cm
-from chameleon_mm.report_page import PlannedStepData, StepPicture, TensorRow, picture_of
+from chameleon_mm.report.step_picture import PlannedStepData, StepPicture, TensorRow, picture_of
 from chameleon_mm.units import format_size, format_us
 from tests._report_sessions import busy_report, gpt_report
 from tests._traces import H200_LINK, chain, random_plan

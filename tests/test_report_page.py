@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import chameleon_mm as cm
-from chameleon_mm.policy import memory_curve, simulate
-from chameleon_mm.report_page import PlannedStepData, StepPicture, picture_of
-from chameleon_mm.report_page.drawing import MOST_POINTS, thinned_memory
-from chameleon_mm.report_page.step_picture import Memory
-from chameleon_mm.saved.timed_spans import StepKind
+from chameleon_mm.plan.simulate import simulate
+from chameleon_mm.plan.unswapped_memory import memory_curve
+from chameleon_mm.report.page import MOST_POINTS, thinned_memory
+from chameleon_mm.report.step_picture import Memory, PlannedStepData, StepPicture, picture_of
+from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import MIB
 from tests._report_sessions import busy_report, gpt_report, small_gpt
 from tests._traces import H200_LINK, chain, random_plan, random_step

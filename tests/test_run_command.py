@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from chameleon_mm.cli import main
-from chameleon_mm.running.launched_ranks import LaunchedRank
+from chameleon_mm.tools.cli import main
+from chameleon_mm.tools.run_command import LaunchedRank
 from tests import _run_scripts as scripts
 from tests._run_scripts import Ended, python, runs
 
@@ -164,7 +164,7 @@ def test_an_error_inside_of_training_is_reported_too(trained: tuple[Path, dict[s
     _, ended, reports = trained
     assert ended["failing"].code == 1
     assert ended["failing"].own_err.startswith("Traceback")
-    assert "running/" not in ended["failing"].own_err
+    assert "tools/" not in ended["failing"].own_err
     assert reports["failing"]["steps"] == 5
 
 

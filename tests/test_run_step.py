@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.rerun.step_retry import LEAST_CUT, MAX_RETRIES, tighter
+from chameleon_mm.state.rerun import LEAST_CUT, MAX_RETRIES, tighter
 from chameleon_mm.units import KIB
 from tests._mix_models import bits
 
@@ -238,7 +238,7 @@ def test_a_graph_from_before_the_step_that_saved_a_buffer_stays_good(sim: cm.Sim
 
 @pytest.mark.usefixtures("no_gc")
 def test_nothing_of_the_failed_run_is_alive_in_the_next(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.rerun.step_retry.gc.collect", lambda: 0)  # by references alone
+    monkeypatch.setattr("chameleon_mm.state.rerun.gc.collect", lambda: 0)  # by references alone
     made: list[weakref.ref[torch.UntypedStorage]] = []
     alive: list[int] = []
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.policy import DEFAULT_BUDGET_SHARE
+from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE
 from chameleon_mm.units import KIB, MIB, allocated_size
 from tests._programs import deep, gradient
 from tests._random_models import RandomNet
@@ -176,7 +176,7 @@ def test_device_memory_is_bounded_while_the_graph_is_alive(sim: cm.SimDevice, mo
     nbytes, links = MIB, 24
     leaving_bytes = 8 * nbytes
     # By its module's full name: in the package that name is the class.
-    monkeypatch.setattr(importlib.import_module("chameleon_mm.save_on_cpu"), "LEAVING_BYTES", leaving_bytes)
+    monkeypatch.setattr(importlib.import_module("chameleon_mm.api.save_on_cpu"), "LEAVING_BYTES", leaving_bytes)
     x = torch.randn(nbytes // 4, requires_grad=True)
     with sim.compute():
         plain = deep(x, links)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
-from chameleon_mm.pinned.host_memory import available_host_bytes
+from chameleon_mm.pool.host_memory import available_host_bytes
 from chameleon_mm.units import MIB
 from tests._programs import deep, gradient, leaf, on_a_thread
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.saved.calling_thread import current_operator, made_before
-from chameleon_mm.saved.slot import Slot
-from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.swap.calling_thread import current_operator, made_before
+from chameleon_mm.swap.handles import SavedBytes
+from chameleon_mm.swap.slot import Slot
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -290,7 +290,7 @@ def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(
 def test_without_the_place_that_called_it_an_operator_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd's number alone, which a function of one's own shares with the last operator that it ran."""
     for module in ("slot", "saved_storage"):
-        monkeypatch.setattr(f"chameleon_mm.saved.{module}.call_site", lambda: None)
+        monkeypatch.setattr(f"chameleon_mm.swap.{module}.call_site", lambda: None)
     assert "written unseen between operators" in _red(sim)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_mm.adaptive.size_forms import SizeForms
+from chameleon_mm.follow.structure import SizeForms
 
 LENGTHS = st.lists(st.integers(20, 4096), min_size=3, max_size=5, unique=True)
 

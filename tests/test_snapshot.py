@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.hosted import Hosted, Where
-from chameleon_mm.optimizer_state import OptimizerSwap
-from chameleon_mm.rerun.step_retry import MAX_RETRIES
-from chameleon_mm.snapshots.tensor_copy import Copier, TensorCopy
+from chameleon_mm.state.hosted import Hosted, Where
+from chameleon_mm.state.optimizer_swap import OptimizerSwap
+from chameleon_mm.state.rerun import MAX_RETRIES
+from chameleon_mm.state.tensor_copy import Copier, TensorCopy
 from tests._fakes import Faults, refusing
 from tests._snapshots import OPTIMIZERS, RUNS, Training, away, equal, plainly, read, session_of, steps
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import chameleon_mm as cm
-from chameleon_mm.hosted import Home, Hosted
-from chameleon_mm.snapshots.tensor_copy import Copier
+from chameleon_mm.state.hosted import Home, Hosted
+from chameleon_mm.state.tensor_copy import Copier
 from tests._ordering import SLOW_LINK
 from tests._snapshots import Training, equal, session_of, steps
 from tests.observed import SimRaceError
@@ -89,7 +89,7 @@ def test_a_host_that_does_not_wait_for_copies_races(method: str, monkeypatch: py
 
     def hurried(hosted: Hosted, *arguments: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("chameleon_mm.device.sim.sim_stream.SimEvent.synchronize", lambda event: None)
+            patch.setattr("chameleon_mm.device.sim.machine.SimEvent.synchronize", lambda event: None)
             original(hosted, *arguments)
 
     monkeypatch.setattr(Hosted, method, hurried)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.snapshots import checkpoint_folder
+from chameleon_mm.state import checkpoint_folder
 from tests._snapshots import RUNS, Training, equal, plainly, read, session_of, steps
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -164,7 +164,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import chameleon_mm as cm
-from chameleon_mm.snapshots import checkpoint_folder
+from chameleon_mm.state import checkpoint_folder
 from tests._snapshots import Training, session_of, steps
 from tests.observed import observe_all
 
@@ -398,7 +398,7 @@ def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path: Path, mon
     def refused(**_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("chameleon_mm.snapshots.checkpoint_folder.tempfile.TemporaryFile", refused)
+    monkeypatch.setattr("chameleon_mm.state.checkpoint_folder.tempfile.TemporaryFile", refused)
     with pytest.raises(PermissionError, match=r"expected a folder that may be written, got .*; choose another") as failure:
         written(tmp_path / "run")
     assert "\n" not in str(failure.value)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.reproducible import reproducible
-from chameleon_mm.step_figures import StepFigures
+from chameleon_mm.report.step_history import StepFigures
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.units import MIB
 
 SETTLED = 3
@@ -98,7 +98,7 @@ def soak(device: cm.SimDevice, steps: int, *, hbm_budget: int | None) -> Soaked:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("steps", [400, pytest.param(MANY, marks=pytest.mark.thorough)])
 def test_many_steps_leave_nothing_behind(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.saved.metrics.MAX_SPANS", 10 * steps)  # full at the first look, at 30 copies a step
+    monkeypatch.setattr("chameleon_mm.swap.metrics.MAX_SPANS", 10 * steps)  # full at the first look, at 30 copies a step
     plain = soak(cm.SimDevice(), steps, hbm_budget=None)
     # Not less: backward of the loss alone needs three quarters of the unswapped peak, the logits and their gradients.
     budget = max(plain.peak_bytes) * 4 // 5

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.adaptive.step_cache import CONTEXTS_PER_STEP, StepCache
-from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
+from chameleon_mm.follow.step_cache import CONTEXTS_PER_STEP, StepCache
+from chameleon_mm.record.light_profiler import NOT_A_USE, StepRecord
 
 
 def step(text: str, fingerprint: int | None = None) -> StepRecord:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.executor.step_loop import StepLoop
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.slot import Slot
-from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.swap.handles import SavedBytes
+from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.slot import Slot
+from chameleon_mm.swap.step_loop import StepLoop
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
 from tests.observed import SimLifetimeError, SimRaceError

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chameleon_mm.executor.way import Way
-from chameleon_mm.policy import Action
-from chameleon_mm.policy.step_program import AGAIN, END, FIRST, KEPT, OUT, RECLAIM, RELEASE, USE, Keys, Row, StepProgram
-from chameleon_mm.trace import Trace
+from chameleon_mm.plan.step_program import AGAIN, END, FIRST, KEPT, OUT, RECLAIM, RELEASE, USE, Keys, Row, StepProgram
+from chameleon_mm.plan.swap_plan import Action
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.swap.way import Way
 from tests._traces import chain, plan_of, random_plan, random_step
 
 TRACE = chain(layers=2)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import KeptTensor, SwappedView
 from tests._programs import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.saved import ProtectedStorages
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.executor import Executor
 
 NO_GC = pytest.mark.usefixtures("no_gc")
 # Torch says so of some layouts and of complex32, once a process.

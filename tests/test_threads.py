@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
-from chameleon_mm.executor import Executor
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.saved import ProtectedStorages, SwappedView
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.transfer import Transfer
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.copy_queue import Transfer
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import SwappedView
+from chameleon_mm.swap.saved_storage import SavedStorage
 from tests._programs import deep, gradient, on_a_thread
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -235,7 +236,7 @@ def test_a_dropped_block_is_safe_from_the_stream_that_owns_it(saved_on: str) -> 
 
 def test_a_block_read_twice_is_handed_on_after_the_later_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Swapped in, dropped under pressure, its second copy back still queued when the handle dies: the first may be running."""
-    monkeypatch.setattr("chameleon_mm.executor.parts.Transfer", lambda device, **how: Transfer(device, outstanding=1, **how))
+    monkeypatch.setattr("chameleon_mm.swap.executor.Transfer", lambda device, **how: Transfer(device, outstanding=1, **how))
     device = cm.SimDevice(SLOW_LINK)
     pool = cm.PinnedPool(BYTES, device=device)  # one block: the next owner gets the same bytes
     swapper = executor(device, pool)

@@ -10,10 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chameleon_mm.policy import memory_curve
-from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
-from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes, with_times, without_making
-from chameleon_mm.trace.trace import COLUMNS
+from chameleon_mm.plan.trace import (
+    COLUMNS,
+    NEVER,
+    StepPhase,
+    TensorKind,
+    Trace,
+    TraceBuilder,
+    outliving_bytes,
+    there_before,
+    with_extra,
+    with_spikes,
+    with_times,
+    without_making,
+)
+from chameleon_mm.plan.unswapped_memory import memory_curve
 from tests._trace_records import HookRecord, OpRecord, TensorRecord, hooks_of, ops_of, tensors_of
 from tests._traces import chain, random_step
 

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torchs
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.running.training_watch import Stopped, TrainingWatch
+from chameleon_mm.tools.training_watch import Stopped, TrainingWatch
 from tests._op_samples import BareMode
 
 

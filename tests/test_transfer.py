@@ -20,7 +20,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device, Event, Stream
-from chameleon_mm.transfer import Move, Path, Thresholds, Transfer
+from chameleon_mm.swap.copy_queue import Move, Path, Thresholds, Transfer
 from chameleon_mm.units import KIB, MIB
 
 PIECE = 1000

@@ -14,7 +14,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Event
-from chameleon_mm.transfer import OUTSTANDING, Move, Transfer
+from chameleon_mm.swap.copy_queue import OUTSTANDING, Move, Transfer
 
 PIECE = 1000
 # So slow that a piece takes the link many times as long as the host needs to ask for it: queues build up.

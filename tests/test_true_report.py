@@ -14,7 +14,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor.hook_counts import UNNAMED_STEPS
+from chameleon_mm.swap.hook_counts import UNNAMED_STEPS
 from chameleon_mm.units import MIB
 from tests._programs import deep, on_a_thread
 

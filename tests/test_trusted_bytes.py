@@ -16,15 +16,15 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor
-from chameleon_mm.optimizer_state import optimizer_swap as state_swapping
-from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
-from chameleon_mm.saved.recipe import Recipe, Recomputed
-from chameleon_mm.saved.slot import Slot
-from chameleon_mm.saved.state import State
-from chameleon_mm.saved.version import SavedBytes
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.state import optimizer_swap as state_swapping
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import KeptTensor, SavedBytes, SwappedView
+from chameleon_mm.swap.host_copy import State
+from chameleon_mm.swap.recipe import Recipe, Recomputed
+from chameleon_mm.swap.slot import Slot
 from tests._mixes import Mix, Proofs, mixed, totals_of
 from tests._programs import on_a_thread
 from tests._snapshots import equal

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.policy import Limits
-from chameleon_mm.saved.slot import Slot
-from chameleon_mm.saved.version import SavedBytes, cover_all
+from chameleon_mm.plan.rule import Limits
+from chameleon_mm.swap.handles import SavedBytes, cover_all
+from chameleon_mm.swap.slot import Slot
 from tests.cuda_stand_in import control
 from tests.observed import SimRaceError
 from tests.test_shared_storages import FillsItsSlice
@@ -354,7 +354,7 @@ def _far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # In mode early an event is complete as soon as it is asked.
     asked, every = itertools.count(1), 12 if control.mode() == "early" else 4
-    module = importlib.import_module("chameleon_mm.save_on_cpu")
+    module = importlib.import_module("chameleon_mm.api.save_on_cpu")
     monkeypatch.setattr(module, "Limits", lambda hbm_budget_bytes, **others: Limits(**others))
     monkeypatch.setattr(CudaEvent, "query", lambda self: next(asked) % every == 0 and bool(self.raw.query()))
 

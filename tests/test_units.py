@@ -163,7 +163,10 @@ SHARED: list[tuple[dict[str, object], str]] = [
     ({"pool": cm.PinnedPool}, POOL.format("the class PinnedPool itself")),
     ({"device": 3}, DEVICE.format(r"3 \(int\)")),
     ({"device": cm.SimDevice}, DEVICE.format("the class SimDevice itself")),
-    ({"thresholds": 4096}, r"thresholds: expected a chameleon_mm.transfer.Thresholds or None, got 4096 \(int\); leave it out"),
+    (
+        {"thresholds": 4096},
+        r"thresholds: expected a chameleon_mm.swap.copy_queue.Thresholds or None, got 4096 \(int\); leave it out",
+    ),
     ({"min_bytes": 1.5}, r"min_bytes: expected an int of bytes or text such as \"20GiB\", got 1.5 \(float\)"),
 ]
 OF_SESSIONS: list[tuple[dict[str, object], str]] = [
@@ -189,8 +192,8 @@ def test_a_wrong_type_is_refused_before_anything_is_started(
     def starts(*_: object, **__: object) -> None:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("chameleon_mm.pinned.pool.Chunks", starts)
-    monkeypatch.setattr("chameleon_mm.executor.Executor.__init__", starts)
+    monkeypatch.setattr("chameleon_mm.pool.pool.Chunks", starts)
+    monkeypatch.setattr("chameleon_mm.swap.executor.Executor.__init__", starts)
     with pytest.raises(TypeError, match=message) as caught:
         make(**{"device": "sim", **arguments})
     assert "\n" not in str(caught.value)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.saved.checksums import PAGE_BYTES, PAGE_SLOTS, Checksums
-from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.swap.checksums import PAGE_BYTES, PAGE_SLOTS, Checksums
+from chameleon_mm.swap.saved_storage import SavedStorage
 from tests._random_models import far_ahead, planning, seeds, train
 from tests.test_compute_streams import Side
 

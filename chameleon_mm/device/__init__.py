@@ -13,11 +13,11 @@ from functools import cache
 
 import torch
 
-from chameleon_mm.arguments import describe
 from chameleon_mm.device.cuda import CudaDevice, cuda_is_available
 from chameleon_mm.device.protocols import Device, Event, MemoryReading, Stream
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
+from chameleon_mm.errors import describe
 
 __all__ = [
     "SPECS", "CudaDevice", "Device", "Event", "GpuSpec", "MemoryReading", "SimDevice", "Stream", "cuda_is_available",

@@ -19,15 +19,18 @@ a composite operator whole in inference mode alone, and any other always. (c10's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from chameleon_mm.trace import replayable
+from chameleon_mm import replayable
+from chameleon_mm.units import allocated_size, round_up
 
 GPU = "cuda"
 """Type of device that a step of fake tensors is recorded for."""
@@ -246,3 +249,238 @@ def _flop_formula(func: torch._ops.OpOverload[Any, Any]) -> FlopFormula | None:
         return lambda *args, **_: int(flop_counter.sdpa_backward_flop_count(*(t.shape for t in args[:4])))
     formula: FlopFormula | None = flop_counter.flop_registry.get(func.overloadpacket)
     return formula
+
+
+# --- One call of an operator: the plain tensors that go in, those it mutates, those it writes
+#
+# For dispatch modes: the simulated compute and the recorder see the same calls.
+#
+# A mode's handler has to run them as eager would. A complex tensor's `conj()`, `mH` and `imag` may be views with a bit set,
+# which dispatch keys resolve before a kernel reads them. For the length of the handler torch excludes all keys above the
+# mode's, these among them: an operator that makes such a view inside itself then computes with numbers that are not
+# conjugated. `linalg.pinv` of a complex matrix is wrong in its first digit under any dispatch mode that does nothing at all.
+# So `lazy_bits_resolved`.
+
+_Key = torch._C.DispatchKey
+_RESOLVE = (_Key.Conjugate, _Key.Negative, _Key.ZeroTensor)
+
+Tensors = dict[int, Tensor]
+"""Distinct tensors by their id."""
+
+
+def lazy_bits_resolved() -> torch._C._ForceDispatchKeyGuard:
+    """A context in which operators resolve the bits of what they make, as they do outside of dispatch modes."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _RESOLVE:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def may_have_lazy_bits(tensors: Iterable[Tensor]) -> bool:
+    """Whether an operator that is given `tensors` may make views with such a bit: they begin with complex numbers."""
+    return any(t.is_complex() or t.is_neg() for t in tensors)
+
+
+class OpCall:
+    """A call of an operator that is not composite. Of its tensors those count whose memory is of `device_type`, fake or not."""
+
+    __slots__ = ("args", "device_type", "facts", "func", "inputs", "kwargs", "mutated", "out", "written")
+
+    def __init__(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, device_type: str) -> None:
+        self.facts = facts
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.device_type = device_type
+        self.out: Any = None
+        self.inputs: Tensors = {}
+        self.mutated: Tensors = {}
+        self.written: Tensors = {}
+        collect_tensors(args, device_type, self.inputs)
+        if kwargs:
+            collect_tensors(kwargs.values(), device_type, self.inputs)
+        if facts.mutated_names:
+            collect_tensors((args[i] for i in facts.mutated if i < len(args)), device_type, self.mutated)
+            collect_tensors((kwargs[name] for name in facts.mutated_names if name in kwargs), device_type, self.mutated)
+        if facts.hidden_writes:
+            collect_tensors(updated_statistics(facts, args), device_type, self.mutated)
+
+    def run(self) -> Any:
+        """Run it, once: what it returned and mutated is `written` afterwards. Torch function modes do not see it, as they see
+        no operator that C++ calls."""
+        resolved = lazy_bits_resolved() if may_have_lazy_bits(self.inputs.values()) else nullcontext()
+        with torch._C.DisableTorchFunction(), resolved:
+            self.out = self.func(*self.args, **self.kwargs)
+        self.written = dict(self.mutated)
+        collect_tensors((self.out,), self.device_type, self.written)
+        return self.out
+
+    def read(self) -> list[Tensor]:
+        """Tensors that the operator reads: not those that it only overwrites, or whose shape it asks for."""
+        if self.facts.asks_for_shape:
+            return []
+        if self.facts.overwrites:
+            return [t for key, t in self.inputs.items() if key not in self.mutated]
+        return list(self.inputs.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of what is written, which decides the rate of a product: half precision in, half precision out."""
+        for t in (*self.written.values(), *self.inputs.values()):
+            return t.dtype
+        return torch.float32
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether a copy asks the host not to wait: `copy_(self, src, non_blocking)`, or by name."""
+        return bool(self.kwargs.get("non_blocking") or (self.facts.name == "copy_" and len(self.args) > 2 and self.args[2]))
+
+    def flops(self) -> int:
+        """Floating-point operations of the call, once it has run; 0 where torch counts none."""
+        formula = self.facts.flops
+        return 0 if formula is None else self.ask(formula, out_val=self.out)
+
+    def ask(self, formula: Callable[..., int], **more: Any) -> int:
+        """Number that a formula gives for the operator's own arguments; 0 where their sizes are no numbers.
+
+        A formula asks for sizes. An irregular dimension of a nested tensor has none, a symbolic one no number, and a subclass
+        may refuse. The operator runs with them, so the formula must not fail. Plain tensors have sizes: an error for them is
+        raised.
+        """
+        try:
+            return int(formula(*self.args, **self.kwargs, **more))
+        except Exception:
+            if have_plain_sizes((self.args, *self.kwargs.values(), *more.values())):
+                raise
+            return 0
+
+    def touched_bytes(self) -> int:
+        """Bytes read and written by the call, once it has run, each tensor's by its own count."""
+        written = sum(_nbytes(t) for t in self.written.values())
+        read = sum(_nbytes(t) for t in self.read())
+        return written + (min(read, 2 * written) if self.facts.gathers else read)
+
+
+def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> None:
+    """The strided tensors of a kind of device in a nest of arguments; of sparse ones their indices and values, of nested ones
+    the buffer that holds them all."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.device.type == device_type:
+                if value.layout is torch.strided and not value.is_nested:
+                    found[id(value)] = value
+                else:
+                    collect_tensors(_parts(value), device_type, found)
+        elif isinstance(value, (tuple, list)):
+            collect_tensors(value, device_type, found)
+
+
+def have_plain_sizes(values: Iterable[Any]) -> bool:
+    """True if all tensors in a nest of arguments are torch's own strided ones."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if type(value) not in (Tensor, Parameter) or value.layout is not torch.strided or value.is_nested:
+                return False
+        elif isinstance(value, (tuple, list)) and not have_plain_sizes(value):
+            return False
+    return True
+
+
+def _nbytes(t: Tensor) -> int:
+    """Bytes of a tensor's elements, those that a stride of 0 repeats counted once, roughly: never more than its storage has."""
+    return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
+
+
+def _parts(sparse: Tensor) -> tuple[Tensor, ...]:
+    if sparse.is_nested:
+        return (sparse.values(),)
+    if sparse.layout is torch.sparse_coo:
+        return sparse._indices(), sparse._values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    return ()  # MKL-DNN's own layout: no storage to look at
+
+
+# --- Device memory that operators take for themselves and give back before they end, by formula, for where none can be
+# measured
+#
+# On a GPU the recorder measures it for every operator. On the simulator, whose kernels are a CPU's, and under fake tensors
+# there is nothing to measure: what a CPU kernel takes says nothing of a GPU's. So this is data, read in torch's sources, of
+# operators that take so much of it that it decides peaks. Not here: convolutions and matrix products, whose libraries choose a
+# workspace when they run; sorting and scanning, whose scratch memory is cub's; and whatever takes a few KiB.
+
+_FOREACH_CHUNK = 65_536
+"""Elements that a block of a `_foreach` kernel takes: kChunkSize of aten/src/ATen/native/cuda/MultiTensorApply.cuh."""
+
+_UNSORTED_INDICES = 3072
+"""Number of indices up to which an embedding's backward adds up without sorting them."""
+
+_ROWS_PER_PARTIAL_SUM = 10
+"""NROWS_PER_THREAD of aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu."""
+
+
+def inner_bytes(call: OpCall) -> int:
+    """Bytes that a GPU's allocator counts at most while `call` runs, its inputs and results left out."""
+    formula = _FORMULAS.get(call.facts.name)
+    if formula is None or call.func.namespace != "aten":
+        return 0
+    return call.ask(lambda *args, **kwargs: sum(allocated_size(int(nbytes)) for nbytes in formula(*args, **kwargs)))
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> list[int]:
+    """Bytes of a bool for each element, whether it is -inf; a bool for each row, whether all are; the 0 that fills such rows.
+    From aten/src/ATen/native/transformers/attention.cpp; the CUDA build's allocator counts the same."""
+    size = x.size(dim) if x.dim() else 1
+    return [x.numel(), x.numel() // size if size else 0, (x.dtype if dtype is None else dtype).itemsize]
+
+
+def _foreach_norm(tensors: list[Tensor], *_: object, **__: object) -> list[int]:
+    """Bytes of a partial norm for each chunk of the longest tensor, and as many for every other. From
+    aten/src/ATen/native/cuda/ForeachReduceOp.cu."""
+    chunks = max(-(-t.numel() // _FOREACH_CHUNK) for t in tensors)
+    return [len(tensors) * chunks * _summing_dtype(tensors[0].dtype).itemsize]
+
+
+def _embedding_dense_backward(
+    grad: Tensor, indices: Tensor, num_weights: int, _padding_idx: int, scale_grad_by_freq: bool, **_: object
+) -> list[int]:
+    """Bytes of the sorted indices and where they come from, with what sorting takes; their segments; and a row of the gradient,
+    in the dtype of sums, for each partial sum. From aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu."""
+    n = indices.numel()
+    if n <= _UNSORTED_INDICES and not scale_grad_by_freq:
+        return []
+    segments = min(n, num_weights)
+    partial_sums = n // _ROWS_PER_PARTIAL_SUM + segments
+    of_indices = [*[n] * (6 if scale_grad_by_freq else 5), n, segments, segments, partial_sums]
+    rows = partial_sums * grad.size(-1) * _summing_dtype(grad.dtype).itemsize
+    return [*(count * indices.dtype.itemsize for count in of_indices), rows]
+
+
+def _flash_attention_backward(
+    _grad: Tensor, query: Tensor, key: Tensor, *_: object, attn_mask: Tensor | None = None, **__: object
+) -> list[int]:
+    """Bytes of the query's gradient in float32 and a number for each row, the rows rounded up to 128 and their length to 32 or
+    64; where keys have fewer heads, their gradients for every head. Only in half precision and without a mask: others run
+    another kernel. From `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
+    if query.dtype not in (torch.float16, torch.bfloat16) or attn_mask is not None:
+        return []
+    batch, heads, rows, width = query.shape
+    rows, rounded_width = round_up(rows, 128), round_up(width, 32 if width <= 128 else 64)
+    expanded = batch * heads * key.size(2) * width * key.dtype.itemsize if key.size(1) != heads else 0
+    return [batch * heads * rows * rounded_width * 4, batch * heads * rows * 4, expanded, expanded]
+
+
+def _summing_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+_FORMULAS: dict[str, Callable[..., list[int]]] = {
+    "_safe_softmax": _safe_softmax,
+    "_foreach_norm": _foreach_norm,
+    "embedding_dense_backward": _embedding_dense_backward,
+    # Attention by its name on a CPU; the sizes are the GPU's.
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_attention_backward,
+}
+"""Sizes in bytes of what each operator allocates inside, by its name; called with the operator's own arguments."""

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from chameleon_mm.arguments import check_keywords, check_type
-from chameleon_mm.attach import Attachment, attach
-from chameleon_mm.report import SwapReport
-from chameleon_mm.session import SwapSession
+from chameleon_mm.api.attach import Attachment, attach
+from chameleon_mm.api.session import SwapSession
+from chameleon_mm.errors import check_keywords, check_type
+from chameleon_mm.report.report import SwapReport
 from chameleon_mm.units import parse_size
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from chameleon_mm.arguments import check_type
-from chameleon_mm.attach import Attachment
-from chameleon_mm.attach import attach as attach_model
+from chameleon_mm.api.attach import Attachment
+from chameleon_mm.api.attach import attach as attach_model
+from chameleon_mm.errors import check_type
 from chameleon_mm.integrations import load_framework
 
 accelerate = load_framework("accelerate")
@@ -25,10 +25,10 @@ accelerate = load_framework("accelerate")
 def attach(
     accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **session_args: Any
 ) -> Attachment:
-    """Swap what training of `model` keeps for backward: `chameleon_mm.attach`, with what `accelerator.prepare` returned.
+    """Swap what training of `model` keeps for backward: `chameleon_mm.api.attach`, with what `accelerator.prepare` returned.
 
     `optimizer` and `session_args` are those of `SwapSession`; a prepared optimizer is unwrapped. Raises `TypeError` for what is
-    no `Accelerator`, `ValueError` for a model that it has not prepared, and what `chameleon_mm.attach` raises.
+    no `Accelerator`, `ValueError` for a model that it has not prepared, and what `chameleon_mm.api.attach` raises.
     """
     check_type("accelerator", accelerator, accelerate.Accelerator, "an accelerate.Accelerator", "pass the loop's own")
     check_type("model", model, nn.Module, "a torch.nn.Module", "pass what accelerator.prepare returned")

@@ -1,4 +1,4 @@
-"""Swaps in Lightning's `Trainer`. Fabric's loops take `chameleon_mm.attach(fabric.setup(model, ...))`.
+"""Swaps in Lightning's `Trainer`. Fabric's loops take `chameleon_mm.api.attach(fabric.setup(model, ...))`.
 
     swap = SwapCallback(hbm_budget="20GiB")
     Trainer(callbacks=[swap]).fit(module, data)    # attached as training begins, detached as it ends
@@ -14,7 +14,7 @@ from typing import Any
 
 from chameleon_mm.integrations import load_framework
 from chameleon_mm.integrations._trainings import Trainings
-from chameleon_mm.report import SwapReport
+from chameleon_mm.report.report import SwapReport
 
 
 def _callback_class() -> Any:

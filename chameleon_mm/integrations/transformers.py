@@ -12,7 +12,7 @@ from typing import Any
 
 from chameleon_mm.integrations import load_framework
 from chameleon_mm.integrations._trainings import Trainings
-from chameleon_mm.report import SwapReport
+from chameleon_mm.report.report import SwapReport
 
 
 class SwapCallback(load_framework("transformers").TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.sim.sim_memory import plain_bytes
+from chameleon_mm.device.sim.machine import plain_bytes
 
 
 def held_by_caller_alone(buffer: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.sim import SimObserver, SimStream
-from chameleon_mm.device.sim.sim_memory import Buffer
+from chameleon_mm.device.sim.machine import Buffer
 from tests.observed.apart import check_apart
 from tests.observed.errors import SimLifetimeError, SimRaceError
 from tests.observed.holders import held_by_caller_alone

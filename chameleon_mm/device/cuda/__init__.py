@@ -1,16 +1,14 @@
 """A real GPU: torch's streams, events and allocator; copies and pinning by CuPy where it is installed, else by torch.
 
     device = CudaDevice(); h2d = device.new_stream("h2d")
-    gpus -> pinning_calls -> cuda_stream -> cuda_device    each imports what stands left
 
 The only package that talks to torch.cuda, CuPy or CUDA's own bindings. Importing it starts nothing.
 """
 
 from __future__ import annotations
 
-from chameleon_mm.device.cuda.cuda_device import CudaDevice, CupyPinning
+from chameleon_mm.device.cuda.cuda_device import CudaDevice, CupyPinning, VisibleGpu, cuda_is_available, visible_gpus
 from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
-from chameleon_mm.device.cuda.gpus import VisibleGpu, cuda_is_available, visible_gpus
 
 __all__ = [
     "CudaDevice", "CudaEvent", "CudaStream", "CupyPinning", "VisibleGpu",

@@ -9,28 +9,261 @@ CupyPinning()     = what an allocator of pinned memory for CuPy needs of CuPy
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checksummer import Checksummer
-from chameleon_mm.device.cuda.all_work import events_after_all_work
-from chameleon_mm.device.cuda.cuda_allocator_hook import CudaAllocatorHook, helper
-from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
-from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
-from chameleon_mm.device.cuda.memory_reader import reader
-from chameleon_mm.device.cuda.pinning_calls import cupy_runtime, pinning_calls
-from chameleon_mm.device.numa import PreferredNode, near_node
-from chameleon_mm.device.packing import PACK_PROGRAMS, Packer
-from chameleon_mm.device.pinning import PageLocker, pageable_memory
-from chameleon_mm.device.protocols import MemoryReading
+from chameleon_mm.device import native
+from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream, events_after_all_work
+from chameleon_mm.device.holders import REFERENCES_AT_REST
+from chameleon_mm.device.packing import PACK_PROGRAMS, Checksummer, Packer
+from chameleon_mm.device.pinning import PageLocker, PinningCalls, PreferredNode, near_node, pageable_memory
+from chameleon_mm.device.protocols import Event, MemoryReading, Stream
 from chameleon_mm.errors import DeviceUnavailable
 from chameleon_mm.units import MIB
+
+if TYPE_CHECKING:
+    from chameleon_mm.device.protocols import HeldStorage
+
+# --- The GPUs that torch sees, told without a context on any of them where that can be
+#
+# for gpu in visible_gpus(): gpu.name, gpu.total_bytes, gpu.pci_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleGpu:
+    """One GPU as torch sees it."""
+
+    index: int
+    name: str
+    total_bytes: int
+    capability: str
+    pci_id: str | None
+    """PCI address as sysfs names it, "0000:06:00.0"; None where torch does not tell."""
+
+
+def cuda_is_available() -> bool:
+    """Whether torch can use a CUDA GPU here. Starts no context on any of them."""
+    return torch.cuda.is_available()
+
+
+def visible_gpus() -> list[VisibleGpu]:
+    """The GPUs that torch sees, in its order; none where there is no CUDA. Starts CUDA where there is."""
+    gpus = []
+    for index in range(torch.cuda.device_count() if cuda_is_available() else 0):
+        about = torch.cuda.get_device_properties(index)
+        gpus.append(
+            VisibleGpu(
+                index=index,
+                name=about.name,
+                total_bytes=about.total_memory,
+                capability=f"{about.major}.{about.minor}",
+                pci_id=pci_id(about),
+            )
+        )
+    return gpus
+
+
+def pci_id(about: Any) -> str | None:
+    """PCI address of a GPU by its properties, as sysfs names it, or None where torch does not tell."""
+    # Not in torch's type stubs, and not in every build.
+    domain, bus, slot = (getattr(about, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    return None if bus is None else f"{domain or 0:04x}:{bus:02x}:{slot or 0:02x}.0"
+
+
+# --- Bytes that torch's caching allocator has handed out on a GPU: by the C++ helper `memory` where it is built, else by
+# torch
+
+Reading = tuple[int, int, int]
+"""Bytes allocated now; in all; the most at once: the last two since the process began or somebody reset them in torch."""
+
+
+def reader(index: int) -> Callable[[], Reading]:
+    """Function that reads the memory of the GPU number `index`, for a process that has initialised CUDA."""
+    of_torch = partial(torch_reader, index)
+    module = None if torch.version.cuda is None else native.load("memory")
+    if module is None:
+        return of_torch
+    helper: Callable[[], Reading] = partial(module.read, index)
+    # An allocator that is put in torch's place may count where the helper does not look. The two are compared up to five times,
+    # as another thread may allocate between the readings.
+    with suppress(RuntimeError):
+        if any(helper() == of_torch() for _ in range(5)):
+            return helper
+    return of_torch
+
+
+def torch_reader(index: int) -> Reading:
+    """Read by torch alone, which makes dictionaries of all that the allocator counts."""
+    # The nested form: torch.cuda.memory_allocated and its like flatten and sort a hundred keys to return one of them.
+    found = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
+    return int(found["current"]), int(found["allocated"]), int(found["peak"])
+
+
+# --- CuPy's binding of the CUDA runtime, where it can be used, and the calls that page-lock host memory, of it or of torch
+
+ATTR_HOST_REGISTER_SUPPORTED = 99
+"""cudaDevAttrHostRegisterSupported."""
+
+_log = logging.getLogger(__name__)
+
+_HOST_PORTABLE = 1  # cudaHostRegisterPortable = cudaHostAllocPortable: page-locked for every device of the process
+_ATTR_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+
+
+def cupy_runtime(index: int) -> Any:
+    """CuPy's CUDA runtime if it is installed and answers for this device, else None."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its remarks on import are about compilers and libraries that are not used here
+            from cupy.cuda import runtime
+
+        runtime.deviceGetAttribute(ATTR_HOST_REGISTER_SUPPORTED, index)  # refused by a CuPy for another CUDA than the driver's
+    except (ImportError, RuntimeError) as error:
+        _log.info("chameleon_mm: copies and pinning go through torch, as CuPy cannot be used: %s", error)
+        return None
+    return runtime
+
+
+def pinning_calls(runtime: Any, index: int) -> PinningCalls:
+    """The calls of CuPy's runtime, or of torch's where `runtime` is None."""
+
+    def clear_error() -> None:
+        # The error is kept per thread and runtime, and torch has no call that reads it: a kernel launch does, and raises it.
+        try:
+            torch.ones(1, device=torch.device("cuda", index))
+        except RuntimeError as error:
+            _log.debug("chameleon_mm: cleared a CUDA error that a refused pinning left behind: %s", error)
+
+    # Without the second, a kernel would need another address for the memory than the one its tensor has.
+    wanted = (ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER)
+    ask = driver_attribute if runtime is None else runtime.deviceGetAttribute
+    registers = all(ask(attribute, index) for attribute in wanted)
+    if runtime is None:
+        return PinningCalls(
+            register=_torch_register if registers else None,
+            unregister=_torch_unregister,
+            # torch rounds this up to a power of two and keeps it in a cache of its own: right, if wasteful, as a last resort.
+            host_alloc=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True),
+            host_free=lambda memory: None,  # goes back to that cache with its last reference
+            clear_error=clear_error,
+        )
+
+    def host_alloc(nbytes: int) -> Tensor:
+        address = runtime.hostAlloc(nbytes, _HOST_PORTABLE)
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+    return PinningCalls(
+        register=(lambda address, nbytes: runtime.hostRegister(address, nbytes, _HOST_PORTABLE)) if registers else None,
+        unregister=runtime.hostUnregister,
+        host_alloc=host_alloc,
+        host_free=lambda memory: runtime.freeHost(memory.data_ptr()),
+        clear_error=clear_error,
+    )
+
+
+def driver_attribute(attribute: int, index: int) -> int:
+    """Value of a GPU's attribute by the driver, 0 where it does not tell. torch has no call for it; the driver's numbers are
+    the runtime's."""
+    driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it already
+    gpu, value = ctypes.c_int(), ctypes.c_int()
+    known = driver.cuDeviceGet(ctypes.byref(gpu), index) == 0
+    known = known and driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, gpu) == 0
+    return value.value if known else 0
+
+
+def _torch_register(address: int, nbytes: int) -> None:
+    _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, nbytes, _HOST_PORTABLE))
+
+
+def _torch_unregister(address: int) -> None:
+    _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def _check(call: str, status: Any) -> None:
+    runtime = torch.cuda.cudart()
+    if status != runtime.cudaError.success:
+        raise RuntimeError(f"{call}: {runtime.cudaGetErrorString(status)} ({int(status)})")
+
+
+# --- The hook in torch's caching allocator on a GPU: the C++ helper `reclaim`, where it is built
+#
+# The allocator calls it inside malloc on every miss of its pools, before it asks the driver for more: `device/reclaim.cpp`.
+
+SEGMENT_BYTES = 20 * MIB
+"""Bytes by which torch's allocator grows for a small request (`kLargeBuffer` in c10/core/AllocatorConfig.h)."""
+
+
+def helper() -> ModuleType | None:
+    """The C++ helper, or None where it is not built or not for this torch."""
+    return None if torch.version.cuda is None else native.load("reclaim")
+
+
+class CudaAllocatorHook:
+    """Hook in the caching allocator of one GPU, for one session."""
+
+    __slots__ = ("_asked", "_history", "_hook", "_index", "_set", "_total_bytes")
+
+    def __init__(self, module: ModuleType, index: int) -> None:
+        self._hook: Any = module.Hook(index)
+        self._index = index
+        self._total_bytes = int(torch.cuda.get_device_properties(index).total_memory)
+        self._asked: tuple[int, int | None] | None = None
+        self._set = (1 << 62, 0)
+        self._history = False
+
+    @property
+    def reclaimed(self) -> int:
+        return int(self._hook.reclaimed)
+
+    @property
+    def waits(self) -> int:
+        """Number of storages among them whose copies were not complete: their streams were made to wait."""
+        return int(self._hook.waits)
+
+    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream, tensors: int) -> HeldStorage | None:
+        """Hold as `AllocatorHook.hold` does; not what another allocator than torch's own made."""
+        if not isinstance(done, CudaEvent) or not isinstance(owner, CudaStream):
+            raise TypeError(f"hold: expected an event and a stream of CUDA, got {type(done).__name__}, {type(owner).__name__}")
+        self._note_history()
+        event, stream = done.raw, owner.raw
+        held: HeldStorage | None = self._hook.hold(
+            storage, event, event.cuda_event, stream.cuda_stream, stream.stream_id, tensors, REFERENCES_AT_REST
+        )
+        return held
+
+    def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
+        """Set limits as `AllocatorHook.set_limits` does, within the process's share of the device. Growth that is not known is
+        taken to be half of the limit."""
+        self._note_history()
+        if (limit_bytes, growth_bytes) == self._asked:
+            return
+        self._asked = limit_bytes, growth_bytes
+        share = torch.cuda.get_per_process_memory_fraction(self._index)
+        limit = min(limit_bytes, int(share * self._total_bytes))
+        growth = max(SEGMENT_BYTES, limit // 2 if growth_bytes is None else growth_bytes)
+        self._set = limit, growth
+        self._hook.set_limits(limit, growth, self._history)
+
+    def _note_history(self) -> None:
+        """Note whether torch records memory history: with that the allocator may want Python's stack for every free, and for it
+        the GIL, which whoever waits for the allocator may hold. Then only threads that hold it themselves reclaim."""
+        history = bool(torch._C._cuda_isHistoryEnabled())
+        if history != self._history:
+            self._history = history
+            self._hook.set_limits(*self._set, history)
+
+
+# --- cuda device
 
 _MAX_KNOWN_STREAMS = 64  # torch itself has 32 per priority; more come only from other libraries
 
@@ -204,7 +437,7 @@ class CupyPinning:
     def __init__(self) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # as in pinning_calls.py
+                warnings.simplefilter("ignore")  # as in cuda_device.py
                 from cupy import cuda
         except ImportError as error:
             raise DeviceUnavailable(

@@ -8,6 +8,8 @@ stream.record()         = an untimed event; stream.wait(e) = cudaStreamWaitEvent
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checksummer import check_sum
-from chameleon_mm.device.packing import check_ends, check_packed
+from chameleon_mm.device.packing import check_ends, check_packed, check_sum
 from chameleon_mm.device.protocols import Event
 
 if TYPE_CHECKING:
@@ -156,3 +157,44 @@ class CudaStream:
         if not isinstance(event, CudaEvent):
             raise TypeError(f"wait: expected an event of a CUDA stream, got {type(event).__name__}: use one device throughout")
         event.raw.wait(self.raw)
+
+
+# --- Events after all work of all streams: a context's, which the driver records, or none after the host has waited
+#
+# Events on torch's own streams would not do. Other libraries have streams that torch does not know, and torch's are non-
+# blocking, so that no event on the null stream comes after them.
+
+_log = logging.getLogger(__name__)
+
+
+def events_after_all_work() -> tuple[CudaEvent, ...]:
+    """Events after what this process has given to every device so far. Without such events the host waits, and there are none.
+
+    A device that the process has no context on has done nothing. Pinned memory is every device's, so all are asked.
+    """
+    events: list[CudaEvent] = []
+    for index in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
+        if not torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]  # torch declares it in no stub
+            continue
+        with torch.cuda.device(index):
+            event = torch.cuda.Event()
+            event.record()
+            if _record_context(event):
+                events.append(CudaEvent(event, timed=False))
+            else:
+                torch.cuda.synchronize(index)
+    return tuple(events)
+
+
+def _record_context(event: torch.cuda.Event) -> bool:
+    """Record all work of the current context in `event`, which has been recorded there. Returns whether the driver did."""
+    driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it already
+    try:
+        record = driver.cuCtxRecordEvent
+    except AttributeError:  # an older driver
+        return False
+    context = ctypes.c_void_p()
+    status = driver.cuCtxGetCurrent(ctypes.byref(context)) or record(context, ctypes.c_void_p(event.cuda_event))
+    if status:
+        _log.info("chameleon_mm: the host waits for the device, as the driver records no event of a context: error %d", status)
+    return not status

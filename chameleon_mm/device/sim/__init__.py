@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from chameleon_mm.device.sim.cost_model import CostModel, Span
-from chameleon_mm.device.sim.observer import SimObserver
+from chameleon_mm.device.sim.machine import SimEvent, SimObserver, SimStream
 from chameleon_mm.device.sim.sim_device import SimDevice
-from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
 
 __all__ = ["CostModel", "SimDevice", "SimEvent", "SimObserver", "SimStream", "Span"]

@@ -1,0 +1,175 @@
+"""Swaps what a session was asked to beside activations: an optimizer's state, a model's parameters and their gradients.
+
+swap = ModelSwap(model, optimizer, parameters="swap")      # checks them
+executor = Executor(swap.device_for(device), ...)
+swap.bind(executor, hbm_budget_bytes)
+save, use = swap.hooks(save, use)
+swap.attach(stack); swap.begin_step(); swap.end_step(completed=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from chameleon_mm.device import Device
+from chameleon_mm.state.optimizer_swap import BUCKET_BYTES, OptimizerSwap, check_optimizer
+from chameleon_mm.state.parameter_swap import ParameterSwap, check_parameters
+from chameleon_mm.state.rerun import Repair
+from chameleon_mm.state.snapshots import Snapshots
+from chameleon_mm.state.window import DeviceBesideWindow, beside_window
+from chameleon_mm.swap.budget import check_budget
+from chameleon_mm.swap.checksums import Checksums
+from chameleon_mm.swap.executor import Executor
+
+BUCKET_SHARE = 1 / 16
+"""Share of the budget for a bucket's state: three are on the device at once, with parameters and gradients of that size."""
+
+
+def tensors_of(model: nn.Module | None) -> list[Tensor]:
+    """Parameters and buffers of a model, but for those that its first forward makes; none of None."""
+    return [] if model is None else [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
+
+
+class ModelSwap:
+    """Swaps an optimizer's state and a model's parameters, as far as it was asked to: nothing else is touched."""
+
+    def __init__(self, model: nn.Module | None, optimizer: object, parameters: object) -> None:
+        """Raises `TypeError` and `ValueError` for what cannot be swapped."""
+        self._optimizer = None if optimizer is None else check_optimizer(optimizer, model)
+        self._model = model if check_parameters(parameters, model) else None
+        self._beside: DeviceBesideWindow | None = None
+        self._state: OptimizerSwap | None = None
+        self._given_model = model
+        self._snapshots: Snapshots | None = None
+        self._parameters: ParameterSwap | None = None
+
+    @property
+    def swaps_parameters(self) -> bool:
+        """Whether parameters may be away."""
+        return self._model is not None
+
+    def device_for(self, device: Device) -> Device:
+        """The device as an executor is to see it."""
+        if self._model is None:
+            return device
+        seen, self._beside = beside_window(device)
+        return seen
+
+    def bind(self, executor: Executor, hbm_budget_bytes: int) -> None:
+        """Swap over what `executor` uses. Raises `InfeasibleBudget`."""
+        if self._optimizer is not None:
+            self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=bucket_bytes_within(hbm_budget_bytes))
+        if self._model is not None and self._beside is not None:
+            self._parameters = ParameterSwap(
+                executor,
+                self._model,
+                self._beside,
+                hbm_budget_bytes=hbm_budget_bytes,
+                other_movable_bytes=self.movable_bytes,
+            )
+            if self._state is not None:
+                self._state.parameters = self._parameters
+
+    @contextmanager
+    def changing_budget(self, hbm_budget_bytes: int) -> Iterator[int]:
+        """Context in which an executor's budget is changed: gives the one for it. Where that raises, nothing is changed here.
+
+        Raises `InfeasibleBudget` for one below what parameters need.
+        """
+        if self._parameters is None:
+            yield hbm_budget_bytes
+        else:
+            limit_bytes = self._parameters.window_bytes(hbm_budget_bytes)
+            yield self._parameters.window.beside_bytes(hbm_budget_bytes, limit_bytes)
+            self._parameters.change_window(limit_bytes)
+        if self._state is not None:
+            self._state.bucket_bytes = bucket_bytes_within(hbm_budget_bytes)
+
+    def hooks(
+        self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]
+    ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Autograd's two hooks, after which nothing that is used is away."""
+        if self._parameters is None:
+            return save, use
+        return self._parameters.save_hook(save), self._parameters.use_hook(use)
+
+    def is_hidden(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the memory of `storage` is no part of what an executor plans."""
+        if self._parameters is not None and self._parameters.window.find(storage) is not None:
+            return True
+        return self._state is not None and self._state.is_state(storage)
+
+    @property
+    def movable_bytes(self) -> int:
+        """Bytes that are on the device now and may leave."""
+        state = 0 if self._state is None else self._state.resident_bytes
+        return state + (0 if self._parameters is None else self._parameters.resident_bytes)
+
+    def window_bytes(self, hbm_budget_bytes: int) -> int:
+        """Bytes to set aside for parameters and gradients within a budget. Raises `InfeasibleBudget`."""
+        return 0 if self._parameters is None else self._parameters.window_bytes(hbm_budget_bytes)
+
+    def check_budget(self, device: Device, hbm_budget_bytes: int, checksums: Checksums | None) -> None:
+        """Raise `InfeasibleBudget` for a budget that what never moves takes already, `checksums` among it."""
+        check_budget(
+            device,
+            hbm_budget_bytes,
+            tensors=() if self.swaps_parameters else tensors_of(self._given_model),
+            movable_bytes=self.movable_bytes,
+            window_bytes=self.window_bytes(hbm_budget_bytes),
+            checksum_bytes=0 if checksums is None else checksums.nbytes,
+        )
+
+    def attach(self, stack: ExitStack) -> None:
+        """Swap until `stack` is left: everything is back on the device then."""
+        stack.callback(self._drop_snapshots)
+        if self._parameters is not None:
+            self._parameters.attach(stack)
+        if self._state is not None:
+            stack.callback(self._state.detach)
+            self._state.attach()
+
+    def snapshots(self, what: str, executor: Executor) -> Snapshots:
+        """Snapshots of the model and its optimizer, for the session's method `what`. Raises `ValueError` without a model."""
+        if self._given_model is None:
+            raise ValueError(f"session.{what}(): expected a session that knows its model; make it SwapSession(model=model)")
+        if self._snapshots is None:
+            leave = None if self._state is None else self._state.leave
+            self._snapshots = Snapshots(executor, self._given_model, self._optimizer, parameters=self._parameters, leave=leave)
+        return self._snapshots
+
+    def _drop_snapshots(self) -> None:
+        self._snapshots = None  # what somebody else holds lives on
+
+    def repair(self, executor: Executor) -> Repair:
+        """Take a snapshot for the step that begins. Returns how it is restored. Raises as `snapshots` and `take` do, and
+        `ValueError` without an optimizer."""
+        snapshots = self.snapshots("run_step", executor)
+        if self._optimizer is None:
+            raise ValueError(
+                "session.run_step(snapshot=True): expected a session that knows the optimizer, whose state would be put back; "
+                "make it SwapSession(model=model, optimizer=optimizer)"
+            )
+        taken = snapshots.take()
+        return Repair(self._optimizer, lambda: snapshots.restore(taken))
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+        if self._parameters is not None:
+            self._parameters.begin_step()
+
+    def end_step(self, *, completed: bool) -> None:
+        """End the step."""
+        if self._parameters is not None:
+            self._parameters.end_step(completed=completed)
+
+
+def bucket_bytes_within(hbm_budget_bytes: int) -> int:
+    """Bytes of state that are stepped together within a budget."""
+    return min(BUCKET_BYTES, int(hbm_budget_bytes * BUCKET_SHARE))

@@ -1,0 +1,188 @@
+"""Drop-in for `torch.autograd.graph.save_on_cpu`: same call, exact, overlapped, reclaimed in stream order.
+
+    with save_on_cpu(pin_memory=True):        # hooks for this block; what it saved is swapped until its last use
+        loss = model(x)
+    loss.backward()                           # the first time last saved first, afterwards in the order seen before
+
+There is no step here, and the budget is that of a session that was given none. Two constants bound what copies hold each way.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.uncompiled import uncompiled
+from chameleon_mm.errors import check_keywords, check_type
+from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule, Limits
+from chameleon_mm.pool.pool import PinnedPool, pool_for
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.executor import Executor, autograd_hooks
+from chameleon_mm.units import MIB, parse_size
+
+LEAVING_BYTES = 256 * MIB
+"""HBM held by copies on their way out before compute waits for the oldest: 5 ms of copying at 55 GB/s."""
+
+AHEAD_BYTES = 256 * MIB
+"""HBM that prefetches may hold before their first use."""
+
+
+class _Entered(threading.local):
+    """Number of entries that the calling thread is inside of: hooks are each thread's own."""
+
+    times = 0
+
+
+class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a class used as a function
+    """Within this context, tensors saved for backward are swapped to pinned host memory and back, bit for bit.
+
+    `pin_memory` and `device_type` are torch's arguments, accepted and without effect: memory is always pinned, and the device
+    decides. `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA where there is one, else the simulator). `min_bytes`:
+    smaller storages stay on the device (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one.
+    `thresholds`: by which way a size travels (None: packed together below 128 KiB and each alone from there on).
+
+    Device memory is kept within nine tenths of the device, as by a session that was given no budget: where that is used up, and
+    in a first pass, of which nothing is known, compute waits for copies, on the device. Besides what torch's own hooks take,
+    which copy at each save and back at each use, it takes
+
+    1. the storages of the tensors that one operator saves, until the next hook: an operator may write what it saved;
+    2. for the tensors that one node of backward uses, the rest of their storages where views of them were saved, and once more
+       the bytes of a view that left its storage behind;
+    3. storages smaller than `min_bytes`;
+    4. once a pass has shown how far allocation climbs between two hooks, `LEAVING_BYTES` for copies on their way out and
+       `AHEAD_BYTES` for those that come back before their use, within the nine tenths.
+
+    May be entered again, nested (the innermost acts) and on several threads, and keeps its pool and what it learned between
+    entries. Hooks act on the thread that entered, which is the one to leave (`RuntimeError` on another). What dynamo compiles
+    is swapped where it saves something; it never traces the hooks. Raises `TypeError` for an argument of another type, and
+    `ValueError` for a malformed size, an unknown device or a pool of another device.
+    """
+
+    @uncompiled
+    def __init__(
+        self,
+        pin_memory: bool = False,
+        device_type: str = "cuda",
+        *,
+        device: Device | str | None = None,
+        min_bytes: int | str | None = None,
+        pool: PinnedPool | None = None,
+        thresholds: Thresholds | None = None,
+    ) -> None:
+        del pin_memory, device_type
+        if thresholds is not None:
+            check_type(
+                "thresholds", thresholds, Thresholds, "a chameleon_mm.swap.copy_queue.Thresholds or None", "leave it out"
+            )
+        rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
+        self.pool = pool_for(device, pool)
+        self.device = self.pool.device
+        self._executor = Executor(
+            self.device,
+            self.pool,
+            rule=rule,
+            limits=Limits(
+                hbm_budget_bytes=int(self.device.capacity * DEFAULT_BUDGET_SHARE),
+                leaving_bytes=LEAVING_BYTES,
+                ahead_bytes=AHEAD_BYTES,
+            ),
+            protected=ProtectedStorages(),
+            thresholds=thresholds or Thresholds(),
+        )
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(*autograd_hooks(self._executor))
+        self._entered = _Entered()
+
+    def __enter__(self) -> None:
+        self._hooks.__enter__()
+        self._entered.times += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._entered.times:
+            raise RuntimeError(
+                f"save_on_cpu: expected to be left on a thread that is inside, got {threading.current_thread().name}, which is "
+                f"not: hooks are each thread's own; leave it where it was entered"
+            )
+        self._entered.times -= 1
+        self._hooks.__exit__(kind, error, trace)
+        if error is None:
+            self._executor.raise_late_error()
+
+
+# --- Puts ours in the place of `torch.autograd.graph.save_on_cpu`, for libraries that offer it as an option of theirs
+#
+# Modules that imported the name before see the replacement, too. What was replaced is kept by the class that replaces it.
+
+
+class InstalledSaveOnCpu(saved_tensors_hooks):
+    """Stands for torch's `save_on_cpu`: the same arguments and base class, one pool for all that are made."""
+
+    installed: ClassVar[type[InstalledSaveOnCpu]]
+    """The class that `install` made, of which others may be made."""
+    replaced: ClassVar[type]
+    """Torch's own."""
+    arguments: ClassVar[dict[str, Any]]
+    """Arguments that `install` was given."""
+    _manager: ClassVar[save_on_cpu | None] = None
+
+    @uncompiled
+    def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        self._shared = self._the_manager()
+        super().__init__(self._shared._hooks.pack_hook, self._shared._hooks.unpack_hook)
+
+    def __enter__(self) -> None:
+        self._shared.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:  # noqa: PYI036 - what the base class declares, passed on
+        self._shared.__exit__(*(raised or (None, None, None)))
+
+    @classmethod
+    def _the_manager(cls) -> save_on_cpu:
+        """Made with the first of them: which device is the current one may be set after `install`."""
+        installed = cls.installed
+        if installed._manager is None:
+            installed._manager = save_on_cpu(**installed.arguments)
+        return installed._manager
+
+
+def install(**save_on_cpu_args: Any) -> None:
+    """Replace `torch.autograd.graph.save_on_cpu` by ours, wherever it has been imported, until `uninstall`.
+
+    `save_on_cpu_args` are our keywords (`device`, `min_bytes`, `pool`, `thresholds`); `device` is that which is current at the
+    first use unless given. Does nothing where the same is installed already. Raises `RuntimeError` where it is with other
+    arguments, `TypeError` for an unknown argument, and `ValueError` for a malformed size.
+    """
+    check_keywords("install", save_on_cpu_args, save_on_cpu, but=("pin_memory", "device_type"))
+    if (min_bytes := save_on_cpu_args.get("min_bytes")) is not None:
+        parse_size(min_bytes, what="min_bytes")
+    if (pool := save_on_cpu_args.get("pool")) is not None:
+        check_type("pool", pool, PinnedPool, "a PinnedPool, or None for one of its own", "pass PinnedPool('8GiB')")
+    there: Any = torch.autograd.graph.save_on_cpu
+    if issubclass(there, InstalledSaveOnCpu):
+        if there.arguments == save_on_cpu_args:
+            return
+        raise RuntimeError("install: expected torch's own save_on_cpu, got ours with other arguments; call uninstall() first")
+    ours: Any = type("save_on_cpu", (InstalledSaveOnCpu,), {"replaced": there, "arguments": dict(save_on_cpu_args)})
+    ours.installed = ours
+    _replace(there, ours)
+
+
+def uninstall() -> None:
+    """Put torch's own `save_on_cpu` back everywhere. Does nothing where ours is not installed. Graphs that ours saved something
+    for go on as they are."""
+    there: Any = torch.autograd.graph.save_on_cpu
+    if issubclass(there, InstalledSaveOnCpu):
+        _replace(there, there.replaced)
+
+
+def _replace(old: type, new: type) -> None:
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old:
+                setattr(module, name, new)

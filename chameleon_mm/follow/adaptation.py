@@ -1,0 +1,526 @@
+"""Decides for each step whether to record it, plan it or follow a plan, and which of several plans to keep.
+
+    the step that is expected has no plan     it is recorded, and swapped by the default rule
+    a recorded step ends                      its trace becomes a plan, which the step cache keeps under its fingerprint
+    the step that is expected has a plan      it follows it
+
+Every step is fingerprinted. A wrong expectation costs time, never a number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+from chameleon_mm.device import Stream
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.follow.planned_step import PlannedStep, PlanTrial
+from chameleon_mm.follow.step_cache import CachedStep, StepCache
+from chameleon_mm.follow.structure import TIMES_OFF, ExtraMemory, Structure, Structures
+from chameleon_mm.plan.planner import candidate_plans
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, without_making
+from chameleon_mm.record.light_profiler import Feature, StepRecord
+from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.swap.calling_thread import annotation
+from chameleon_mm.swap.metrics import Metrics, StepKind, StepTiming
+
+# --- Makes plans for steps within budgets; of device memory it leaves some free where it can
+
+_log = logging.getLogger(__name__)
+
+TRIAL_PLANS = 2
+"""Plans that are tried for one step, where their simulated times are close. Of a mixture of experts the second was up to 8 %
+faster than the one that was foreseen to be."""
+
+DRAFTS = 1000
+"""Tentative plans that the planner evaluates for a step with few candidates: a fifth of a second between two steps, once."""
+
+SPARE_PART = 256
+"""A plan leaves one part in this many of the budget free, where it can: a step of the same fingerprint may differ in what the
+hooks do not see, such as a scalar that the loop keeps."""
+
+SLACK_BLOCKS = 4
+"""Blocks, at a step's peak, for which plans leave room to be larger than asked for, each by `block_slack_bytes`."""
+
+SLACK_PART = 32
+"""A plan leaves at most one part in this many of the budget free for the slack of blocks, which matters below 128 MiB alone."""
+
+
+class Budgets(NamedTuple):
+    """Bytes that a plan may take."""
+
+    hbm_bytes: int
+    host_bytes: int
+
+
+class Planning:
+    """Makes plans. `slack_bytes` is the device's `block_slack_bytes`."""
+
+    def __init__(self, slack_bytes: int) -> None:
+        self.slack_bytes = slack_bytes
+
+    def spare_bytes(self, hbm_budget_bytes: int) -> int:
+        """Bytes of the budget that a plan leaves free, where it can."""
+        slack_bytes = min(SLACK_BLOCKS * self.slack_bytes, hbm_budget_bytes // SLACK_PART)
+        return max(hbm_budget_bytes // SPARE_PART, slack_bytes)
+
+    def plans_for(
+        self,
+        planned: PlannedStep,
+        budgets: Budgets,
+        link: LinkCost,
+        *,
+        lead_us: Mapping[int, float] | float = 0.0,
+        lag_us: Mapping[int, float] | float = 0.0,
+        at_most: int,
+    ) -> list[SwapPlan]:
+        """Plans for the step, best first. Raises `InfeasibleBudget`, with the smallest budget that has one."""
+        for spare_bytes in dict.fromkeys((self.spare_bytes(budgets.hbm_bytes), budgets.hbm_bytes // SPARE_PART, 0)):
+            try:
+                return candidate_plans(
+                    planned.trace,
+                    budgets.hbm_bytes - spare_bytes,
+                    budgets.host_bytes,
+                    link,
+                    lead_us=lead_us,
+                    lag_us=lag_us,
+                    at_most=at_most,
+                    drafts=DRAFTS,
+                    recompute=planned.admitted,
+                    refused=planned.refused,
+                )
+            except InfeasibleBudget:
+                if spare_bytes == 0:
+                    raise
+        raise AssertionError("without spare bytes there is a plan or an error")
+
+    def plans_within(
+        self, budgets: Budgets, planned_steps: Iterable[PlannedStep], link: LinkCost, *, before: Budgets
+    ) -> dict[int, list[SwapPlan]]:
+        """Plans of these steps within other budgets than those of `before`, by the `id` of each step.
+
+        Raises `InfeasibleBudget` where a step that has a plan now would have none; of several the one that asks for the most,
+        so that what it names is enough for all.
+        """
+        made = dict[int, list[SwapPlan]]()
+        refusals = list[InfeasibleBudget]()
+        for planned in planned_steps:
+            at_most = TRIAL_PLANS if planned.predicted_by is None else 1
+            try:
+                made[id(planned)] = self.plans_for(planned, budgets, link, at_most=at_most)
+            except InfeasibleBudget as refusal:
+                if planned.trials:
+                    refusals.append(refusal)
+                else:
+                    log_refusal(planned.record.num_hooks, refusal)
+                    made[id(planned)] = []
+        if refusals:
+            asked = "smallest_bytes" if budgets.host_bytes == before.host_bytes else "smallest_host_bytes"
+            try:
+                raise max(refusals, key=lambda refusal: getattr(refusal, asked) or 0)
+            finally:
+                refusals.clear()  # whose tracebacks hold this frame: a cycle
+        return made
+
+
+def log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
+    """Log that there is no plan for a step of so many hooks."""
+    if num_hooks:
+        _log.warning("chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal))
+    else:
+        _log.warning(
+            "chameleon_mm: a step takes more than the budget, and nothing in it can be swapped, as none of the session's hooks "
+            "ran: hooks see what autograd saves on the thread that entered the session, with gradients on"
+        )
+
+
+# --- Facts about a step that ended, as the plan follower tells them
+
+
+class FollowedStep(NamedTuple):
+    """Facts about a step that ended."""
+
+    record: StepRecord
+    followed: PlanTrial | None
+    whole: bool
+    """Whether a recorder saw all of it."""
+    recorded_hooks: int
+    """Number of hooks that a recorder saw, from the first one on."""
+    extra: ExtraMemory
+    """Memory that it took beyond its trace's, as far as it agreed with a cached step."""
+    unused: dict[tuple[int, int], int]
+    """Bytes that the recorded step allocated between two hooks and this one did not, by the two hooks."""
+    exceeded_plan: bool
+    """Whether it took so much more memory that its plan was no longer trusted."""
+    had_plan: bool
+    """Whether some hook of it belonged to a plan; `followed_plan`: all did, to one plan that was trusted to the end."""
+    followed_plan: bool
+
+
+# --- Digests of what a rank's plan is made from and of what it does, which ranks that do the same have in common
+#
+# Times are in none of them: they differ from rank to rank, and from run to run. A plan depends on them, so on a GPU ranks of
+# one step may have plans that differ.
+
+_DIGITS = 16
+
+
+def plan_digests(planned: PlannedStep | None) -> dict[str, str]:
+    """Digests of the step's operators and hooks in order, of its storages' sizes, and of what its plan does at which hook.
+    Without "plan" where it has no plan; empty where no step was planned. Comparable between processes."""
+    if planned is None:
+        return {}
+    trace, trial = planned.trace, planned.current
+    names = [trace.op_names[number] for number in trace.op_name.tolist()]
+    found = {
+        "operators": _digest([names, trace.op_phase.tolist(), trace.hook_use.tolist(), trace.hook_tensor.tolist()]),
+        "sizes": _digest(trace.tensor_bytes.tolist()),
+    }
+    if trial is not None:
+        found["plan"] = _digest(
+            [[a.tensor, a.nbytes, a.out_at, a.reclaim_at, a.in_at, a.use_at, a.kind.value] for a in trial.program.plan.actions]
+        )
+    return found
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:_DIGITS]
+
+
+# --- adaptation
+
+CACHED_STEPS = 32
+"""Steps that the cache keeps, with trace and plans: some MiB each for ten thousand hooks."""
+
+RECORDINGS = 3
+"""Recordings of one step that may fail to give a plan, before it runs by the default rule without a recorder's cost."""
+
+CORRECTIONS = 2
+"""Corrections of one step's operator times, at most: one for any factor, and one more for what the plan made for it changes."""
+
+UNUSED_RECORDINGS = 4
+"""Recorded steps of which nothing came yet, neither a step like them nor one that they tell of, ..."""
+RECORDED_SHARE = 0.02
+"""... beyond which steps are recorded only while this share of all steps, or of their time, is not reached. A recorded step
+takes up to 1.7 times as long as one with a plan (a mixture of experts, simulated), so that costs 1.4 % at most."""
+
+WASTED_SHARE = 1 / 64
+"""Share of all hooks that recorders may see in steps that have a plan already, while other steps still need a trace: 1.1 % of
+the time, by the same figure."""
+
+
+StepEntry = CachedStep[PlannedStep | None]
+"""A step that came before. Its plan is None where it has no trace."""
+Steps = StepCache[PlannedStep | None]
+
+
+class Adaptation:
+    """Records steps, makes plans for them and chooses among the plans. Not thread-safe: the executor holds its lock.
+
+    `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
+    is known of the link, `host_budget` how much pinned memory there may be; `replayable` has the base names of the operators
+    that may run again, and nothing is recomputed where it is empty. No storage below `min_bytes` moves.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        hbm_budget_bytes: int,
+        slack_bytes: int,
+        host_budget: Callable[[], int],
+        make_recorder: Callable[[], Recorder],
+        link_cost: Callable[[], LinkCost],
+        replayable: frozenset[str] = frozenset(),
+        min_bytes: int = 0,
+    ) -> None:
+        self.detailed_steps = 0
+        self.plans = 0
+        self.plan_cache_hits = 0
+        self.planning_us = 0.0
+        self.latest: PlannedStep | None = None
+        """The step that was planned last."""
+        self._metrics = metrics
+        self._hbm_budget_bytes = hbm_budget_bytes
+        self.planning = Planning(slack_bytes)
+        self._host_budget = host_budget
+        self._make_recorder = make_recorder
+        self._link_cost = link_cost
+        self._replayable = replayable
+        self._banned: set[str] = set()
+        self.steps: Steps = StepCache(CACHED_STEPS)
+        self._min_bytes = min_bytes
+        self._structures = Structures(min_bytes)
+        self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
+        """Fingerprints of the latest steps whose recordings gave no plan."""
+        self._hooks = self._wasted_hooks = 0
+        """Hooks of all steps so far, and those among them that a recorder saw for nothing."""
+        self._began_us = self._steps_us = self._recorded_us = 0.0
+        """Host time at which the step began; of all steps; of those that a recorder saw."""
+        self._num_steps = self._num_recorded = 0
+        self._unused: set[int] = set()
+        """Fingerprints of recorded steps that nothing came of yet."""
+        self._measuring: deque[tuple[PlannedStep, PlanTrial, StepTiming]] = deque()
+        """Steps that have ended on the host and whose last event is not complete on the device."""
+
+    @property
+    def latest_plan(self) -> SwapPlan | None:
+        """Plan of the step that was planned last; None: there is none within the budget."""
+        current = None if self.latest is None else self.latest.current
+        return None if current is None else current.program.plan
+
+    @property
+    def host_bytes_wanted(self) -> int | None:
+        """The most pinned memory that one of the cached steps needs by the plan that it would follow; None: none has a plan."""
+        followed = (entry.plan.current for entry in self.steps.entries() if entry.plan is not None)
+        return max((trial.program.plan.host_bytes for trial in followed if trial is not None), default=None)
+
+    @property
+    def banned(self) -> tuple[str, ...]:
+        """Names of the operators of recipes that made other bits than the original had, in order."""
+        return tuple(sorted(self._banned))
+
+    @property
+    def _spare_bytes(self) -> int:
+        return self.planning.spare_bytes(self._hbm_budget_bytes)
+
+    @property
+    def _budgets(self) -> Budgets:
+        return Budgets(self._hbm_budget_bytes, self._host_budget())
+
+    def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
+        """Plan every cached step for other budgets from its trace. Raises `InfeasibleBudget`, with nothing changed, where a
+        step that has a plan now would have none. Called between steps.
+
+        `host_budget_bytes`: what `host_budget` is about to say; None: what it says now. `must_fit` off: all steps are forgotten
+        instead, as their traces may be of steps that found no memory.
+        """
+        before = self._budgets
+        budgets = Budgets(hbm_budget_bytes, before.host_bytes if host_budget_bytes is None else host_budget_bytes)
+        if not must_fit:
+            self._hbm_budget_bytes, self.latest = hbm_budget_bytes, None
+            self.steps, self._structures = StepCache(CACHED_STEPS), Structures(self._min_bytes)
+            self._measuring.clear()
+            self._unused.clear()
+            return
+        if budgets == before:
+            return
+        planned_steps = [entry.plan for entry in self.steps.entries() if entry.plan is not None]
+        link, began = self._link_cost(), perf_counter()
+        made = self.planning.plans_within(budgets, planned_steps, link, before=before)
+        self._hbm_budget_bytes = hbm_budget_bytes
+        self._measuring.clear()
+        for planned in planned_steps:
+            planned.forget_plans()
+            planned.add_plans(made[id(planned)], link)
+            self.plans += len(made[id(planned)])
+        self.planning_us += (perf_counter() - began) * 1e6
+
+    def begin_step(self, compute: Stream) -> Recorder | None:
+        """Begin a step. Returns the recorder for it, or None where no trace is needed. Has the step timed where a plan is on
+        trial."""
+        self._learn_times()
+        self._began_us = self._metrics.host_us()
+        expected = self.steps.begin_step()
+        planned = None if expected is None else expected.plan
+        has_plan = planned is not None and bool(planned.trials)
+        recorder = self._make_recorder() if self._is_worth_recording(expected) else None
+        if planned is not None and not planned.is_decided:
+            self._metrics.time_step(compute)
+        self._metrics.timing = StepTiming(compute) if self._metrics.timed and has_plan and recorder is None else None
+        return recorder
+
+    def _is_worth_recording(self, expected: StepEntry | None) -> bool:
+        """Whether the step that begins may need a trace: because of what is expected, or, rarely enough, because some other
+        cached step does. A sequence that is never expected, such as an evaluation now and then, is only recorded so."""
+        if expected is None:
+            return True
+        is_rare = self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
+        if len(self._unused) >= UNUSED_RECORDINGS and not is_rare:
+            return False
+        if self.wants_trace(expected):
+            return True
+        wasted = self._wasted_hooks > WASTED_SHARE * self._hooks
+        return not wasted and any(map(self.wants_trace, self.steps.entries()))
+
+    def wants_trace(self, entry: StepEntry) -> bool:
+        """Whether a trace of this cached step is missing."""
+        if entry.plan is not None or self._flawed.count(entry.fingerprint) >= RECORDINGS:
+            return False
+        structure = self._structures.of(entry.record)
+        return structure is None or structure.wants_trace
+
+    def end_step(self, step: FollowedStep, recorder: Recorder | None, compute: Stream, *, completed: bool) -> StepKind:
+        """End `step` and return its kind. It is learned from if it `completed`."""
+        timing, self._metrics.timing = self._metrics.timing, None
+        record = step.record
+        if not completed:
+            self.steps.abandon_step()
+            return StepKind.FAILED
+        entry = self.steps.end_step(record)
+        wasted = step.recorded_hooks
+        kind = StepKind.PARTLY_PLANNED if step.had_plan else StepKind.BY_RULE
+        if entry is not None and entry.plan is not None:
+            self._note_use(entry.plan)
+            self.plan_cache_hits += bool(entry.plan.trials)
+            if step.followed_plan and entry.plan.trials:
+                kind = StepKind.PLANNED
+            if (
+                timing is not None
+                and step.followed_plan
+                and step.followed is not None
+                and step.followed in entry.plan.trials
+                and (step.followed.recompute is None or step.followed.recompute.is_typical)
+            ):
+                timing.end(compute)
+                self._measuring.append((entry.plan, step.followed, timing))
+            self._learn_extra(entry.plan, step)
+        elif recorder is not None and step.whole and recorder.flaw is None:
+            wasted, kind = 0, StepKind.RECORDED
+            self.detailed_steps += 1
+            self._unused.add(record.fingerprint)
+            # Optimizer state made in this step is there from the beginning in all that follow.
+            trace = renumbered(without_making(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
+            structure = self._structures.note(record, trace)
+            structure.modules = recorder.modules
+            planned = self._planned_step(record, trace, structure)
+            self._add_plans(planned)
+            self.steps.put(record, planned)
+            self.latest = planned
+        else:
+            if recorder is not None and recorder.flaw is not None:
+                self._flawed.append(record.fingerprint)
+                _log.info("chameleon_mm: no plan from this step of %d hooks: %s", record.num_hooks, recorder.flaw)
+            if entry is None:
+                self.steps.put(record, None)
+        self._hooks += record.num_hooks
+        self._wasted_hooks += wasted
+        self._note_time(was_recorded=step.whole)
+        return kind
+
+    def _note_use(self, planned: PlannedStep) -> None:
+        """Note that a step came again, or one that recorded steps tell of."""
+        if planned.predicted_by is not None:
+            self._unused.clear()
+        else:
+            self._unused.discard(planned.record.fingerprint)
+
+    def _note_time(self, *, was_recorded: bool) -> None:
+        took_us = self._metrics.host_us() - self._began_us
+        self._num_steps += 1
+        self._num_recorded += was_recorded
+        self._steps_us += took_us
+        self._recorded_us += was_recorded * took_us
+
+    # --- steps of other sizes than the recorded ones
+
+    def predict(self, features: Sequence[Feature]) -> tuple[StepRecord, PlannedStep] | None:
+        """The step that begins with these hooks, as those that were recorded tell it, with a plan; None: they do not."""
+        for structure in self._structures.beginning_with(features):
+            record = structure.predict(features)
+            if record is not None:
+                return record, self._predicted(record, structure)
+        return None
+
+    def plan_entry(self, entry: StepEntry) -> None:
+        """Have a cached step that was not recorded planned, where it can be predicted."""
+        structure = self._structures.of(entry.record) if entry.plan is None else None
+        if structure is not None and structure.predicts and structure.predict(entry.record.features) is not None:
+            entry.plan = self._predicted(entry.record, structure)
+
+    def _predicted(self, record: StepRecord, structure: Structure) -> PlannedStep:
+        planned = self._planned_step(record, structure.trace_of(record), structure)
+        planned.predicted_by, planned.margin_bytes = structure, structure.margin_bytes(record)
+        planned.reset_for(structure.extra)
+        self._add_plans(planned, at_most=1)
+        return planned
+
+    def _planned_step(self, record: StepRecord, trace: Trace, structure: Structure) -> PlannedStep:
+        planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
+        planned.proven, planned.refused = structure.proven(trace), structure.refused
+        planned.modules = structure.modules
+        return planned
+
+    # --- plans
+
+    def _add_plans(self, planned: PlannedStep, *, at_most: int = TRIAL_PLANS) -> None:
+        began = perf_counter()
+        link = self._link_cost()
+        plans: list[SwapPlan] = []
+        lead_us, lag_us = planned.lead_us or 0.0, planned.lag_us or 0.0
+        with annotation("chameleon::plan"):
+            try:
+                plans = self.planning.plans_for(planned, self._budgets, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
+            except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
+                log_refusal(planned.record.num_hooks, refusal)
+        self.plans += len(plans)
+        planned.add_plans(plans, link)
+        self.planning_us += (perf_counter() - began) * 1e6
+
+    # --- what steps teach
+
+    def replan(self) -> None:
+        """Make new plans for the steps whose plans recompute what cannot be."""
+        for entry in self.steps.entries():
+            if entry.plan is not None and entry.plan.has_new_refusals():
+                self._add_plans(entry.plan)
+
+    def needs_more(self, planned: PlannedStep, extra_bytes: int) -> bool:
+        """Whether the step's plans have to be made anew, as its first hook finds that many bytes more on the device than its
+        trace has."""
+        more_bytes = extra_bytes - planned.extra.extra_bytes
+        plan = None if planned.current is None else planned.current.program.plan
+        if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
+            return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
+        planned.reset_for(planned.extra | ExtraMemory(extra_bytes=extra_bytes))
+        self._add_plans(planned)
+        return True
+
+    def _learn_extra(self, planned: PlannedStep, step: FollowedStep) -> None:
+        if planned.predicted_by is not None:
+            planned.predicted_by.note_extra(step.extra)
+        spare_bytes = self._spare_bytes
+        extra = planned.note_extra(step.extra, spare_bytes)
+        if step.exceeded_plan:
+            extra = planned.extra | step.extra
+        if extra is not None:
+            planned.reset_for(extra)
+        if planned.learn_inner_memory(step.unused, spare_bytes) or planned.has_new_refusals() or extra is not None:
+            self._add_plans(planned)
+
+    def _learn_times(self) -> None:
+        """Read the times of the steps that are complete by now, and correct operator times and copy times by them."""
+        while self._measuring:
+            planned, trial, timing = self._measuring[0]
+            time = timing.result()
+            if time is None:
+                return
+            self._measuring.popleft()
+            if trial not in planned.trials:
+                continue
+            planned.add_time(trial, time)
+            if planned.predicted_by is not None:
+                planned.predicted_by.note_slowdown(planned.trace, planned.slowdown_under(trial))
+            if planned.times_corrected < CORRECTIONS and abs(planned.slowdown - 1) > TIMES_OFF:
+                planned.correct_times()
+                self._add_plans(planned)
+            elif planned.moves_nothing:
+                continue  # whatever the link does
+            elif planned.chooses_by_link and planned.is_for_another_link(self._link_cost()):
+                planned.reset_for(planned.extra)
+                self._add_plans(planned)
+            elif planned.learn_stalls():
+                self._add_plans(planned, at_most=1)
+
+
+def recomputes(entry: StepEntry) -> bool:
+    """Whether the plan of a cached step that would be followed recomputes something."""
+    current = None if entry.plan is None else entry.plan.current
+    return current is not None and current.recompute is not None

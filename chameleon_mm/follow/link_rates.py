@@ -1,0 +1,126 @@
+"""Rates of the link, from the copies that this process has timed.
+
+rates_of(spans, otherwise)      # LinkCost: each figure measured where there are copies for it, else that of `otherwise`
+
+alone:   time = copy_us + bytes / rate, fitted over the pieces beside which nothing went the other way
+duplex:  bytes of both directions / time, while both were busy
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from chameleon_mm.device import Device
+from chameleon_mm.plan.timing import FASTEST_GBPS, SLOWEST_GBPS, LinkCost
+from chameleon_mm.plan.trace import Float64s
+from chameleon_mm.swap.calibration import kept
+from chameleon_mm.swap.metrics import CopySpan
+
+UNMEASURED_LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
+"""Rates published for an H200 on PCIe 5: used until copies were timed, which the first steps do."""
+
+_LEAST_PIECES = 4
+"""Copies below which there is no measured rate."""
+
+_LEAST_SHARED_US = 50.0
+"""Time in which both directions must have been busy, for a measured duplex rate."""
+
+_LATEST, _LATEST_US = 4_000, 300e6
+"""Copies that count: so many each way, of the last five minutes. A link is what it is now, whatever used it an hour ago."""
+
+_FEW = 9
+"""Number of latest copies whose median start is taken for the present, even if one or two of them were timed wrong."""
+
+
+def link_cost_for(device: Device) -> LinkCost:
+    """Link as it was measured on this machine and kept; else as a datasheet has it, until copies of ours were timed."""
+    values = kept(device, "link") or {}
+    rates = [rate for name in ("d2h_gbps", "h2d_gbps", "duplex_gbps") if isinstance(rate := values.get(name), float)]
+    if len(rates) < 3 or not all(map(_is_rate, rates[:2])):
+        return UNMEASURED_LINK
+    return _link(UNMEASURED_LINK, *rates)
+
+
+def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
+    """Link as `spans`, copies on one clock, show it. `otherwise`: the figures for which there are too few.
+
+    The latest copies count. One that took no time, or no finite one, is left out: no timing is too bad to go on with.
+    """
+    sane = [span for span in spans if 0 < span.end_us - span.start_us <= _LATEST_US]  # NaN and infinity are not
+    now_us = median(span.start_us for span in sane[-_FEW:]) if sane else 0.0
+    recent = [span for span in sane if abs(span.start_us - now_us) <= _LATEST_US]
+    out, back = (_rows([span for span in recent if span.direction == way])[-_LATEST:] for way in ("out", "in"))
+    d2h_gbps, h2d_gbps = (
+        _alone_gbps(one, other, otherwise.copy_us) or rate
+        for one, other, rate in ((out, back, otherwise.d2h_gbps), (back, out, otherwise.h2d_gbps))
+    )
+    duplex_gbps = _duplex_gbps(out, back)
+    if duplex_gbps is None:  # as it stood to the two directions alone
+        duplex_gbps = otherwise.duplex_gbps * (d2h_gbps + h2d_gbps) / (otherwise.d2h_gbps + otherwise.h2d_gbps)
+    return _link(otherwise, d2h_gbps, h2d_gbps, duplex_gbps)
+
+
+def _link(otherwise: LinkCost, d2h_gbps: float, h2d_gbps: float, duplex_gbps: float) -> LinkCost:
+    """Link of measured rates; `duplex_gbps`, which noise may put anywhere, is limited to what a link can have."""
+    if not _is_rate(duplex_gbps):
+        duplex_gbps = 0.0
+    duplex_gbps = min(max(duplex_gbps, d2h_gbps, h2d_gbps), d2h_gbps + h2d_gbps)
+    return dataclasses.replace(otherwise, d2h_gbps=d2h_gbps, h2d_gbps=h2d_gbps, duplex_gbps=duplex_gbps)
+
+
+def _is_rate(gbps: float) -> bool:
+    return SLOWEST_GBPS <= gbps <= FASTEST_GBPS
+
+
+def _rows(spans: Sequence[CopySpan]) -> Float64s:
+    """(n, 3) array of start, end and bytes, ordered by start."""
+    rows = sorted((span.start_us, span.end_us, float(span.nbytes)) for span in spans)
+    return np.array(rows, np.float64).reshape(-1, 3)
+
+
+def _alone_gbps(one: Float64s, other: Float64s, copy_us: float) -> float | None:
+    """Rate of the copies beside which nothing went the other way, each taken to cost `copy_us` of its own."""
+    if len(one) == 0:
+        return None
+    alone = _shared_us(one, other) == 0
+    us, nbytes = one[:, 1] - one[:, 0] - copy_us, one[:, 2]
+    worth = alone & (us > copy_us)  # shorter ones tell of the fixed cost
+    if worth.sum() < _LEAST_PIECES:
+        return None
+    gbps = float(np.median(nbytes[worth] / us[worth]) / 1e3)
+    return gbps if _is_rate(gbps) else None
+
+
+def _duplex_gbps(out: Float64s, back: Float64s) -> float | None:
+    """Bytes of both directions by the time in which both were busy, each copy's bytes spread evenly over its time."""
+    if len(out) == 0 or len(back) == 0:
+        return None
+    out_shared, back_shared = _shared_us(out, back), _shared_us(back, out)
+    both_us = float(out_shared.sum())
+    if both_us < _LEAST_SHARED_US:
+        return None
+    moved = sum(
+        float((rows[:, 2] * shared / (rows[:, 1] - rows[:, 0])).sum())
+        for rows, shared in ((out, out_shared), (back, back_shared))
+    )
+    return moved / (both_us * 1e3)
+
+
+def _shared_us(one: Float64s, other: Float64s) -> Float64s:
+    """(n,): of each copy of `one`, for how long a copy of `other` ran too. Copies of one direction never overlap."""
+    if len(one) == 0 or len(other) == 0:
+        return np.zeros(len(one))
+    busy = np.concatenate([[0.0], np.cumsum(other[:, 1] - other[:, 0])])
+
+    def busy_until(times: Float64s) -> Float64s:
+        """How long `other` was busy before each of `times`."""
+        begun = np.searchsorted(other[:, 0], times, side="right")
+        last = np.maximum(begun - 1, 0)
+        over = np.clip(other[last, 1] - times, 0.0, None)
+        return np.where(begun > 0, busy[begun] - over, 0.0)
+
+    return np.asarray(busy_until(one[:, 1]) - busy_until(one[:, 0]))

@@ -1,0 +1,411 @@
+"""Follows a running step along the cached step that it agrees with, and says what that one's plan has due at each hook.
+
+    executor.director = PlanFollower(adaptation)    # from the next step on (`plan_follower.py`)
+
+A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged: from there on it goes by
+the default rule, and memory is checked as if there were no plan: a wrong plan costs time, never correctness or the budget. The
+methods, and the order in which they are called: `swap/director.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_mm.device import Stream
+from chameleon_mm.device.uncompiled import import_dynamo
+from chameleon_mm.follow.adaptation import Adaptation, FollowedStep, StepEntry, Steps, recomputes
+from chameleon_mm.follow.link_rates import UNMEASURED_LINK, rates_of
+from chameleon_mm.follow.planned_step import PlannedStep, PlanTrial
+from chameleon_mm.follow.structure import MOST_VARIABLES, ExtraMemory
+from chameleon_mm.plan.step_program import Row, StepProgram
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.record.light_profiler import EARLIER_STEP, FIXED_STORAGE, NEW_STORAGE, LatestHook, LightProfiler, feature_hash
+from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.swap.budget import Budget
+from chameleon_mm.swap.director import Director
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import NO_HOOK
+from chameleon_mm.swap.host_copy import State
+from chameleon_mm.swap.metrics import StepKind
+from chameleon_mm.swap.recomputing import RecomputePlan
+from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.way import TraceForecast, Way
+
+# --- Bytes by which what a step allocates differs from what the cached step did that it follows, and what plans make of them
+
+
+class StepMemory:
+    """Bytes that a step allocates beyond its trace's, and those of them that it does not."""
+
+    def __init__(self) -> None:
+        self.extra_bytes = 0
+        """Bytes allocated at the first hook beyond the planned step's."""
+        self.spikes: dict[int, int] = {}
+        """Bytes allocated beyond the trace's, by tick of the trace, as far as plans know or should know of them."""
+        self.unused: dict[tuple[int, int], int] = {}
+        """Bytes not allocated, as in `FollowedStep`."""
+        self.exceeded_plan = False
+
+    def differs(
+        self, more_bytes: int, since: int, hook: int, planned: PlannedStep, program: StepProgram | None, budget: Budget
+    ) -> bool:
+        """Note that so much more (less, if negative) was allocated between two hooks than `planned` has there. All that is more
+        is taken to come at the interval's peak. Returns whether it exceeds what the plan, `program`, has room for."""
+        if more_bytes < 0:
+            self.unused[since, hook] = -more_bytes
+            return False
+        planned.widen_margin(more_bytes)
+        ticks = planned.ticks_between(since, hook)
+        planned_for = planned.extra.spikes
+        tick = next((tick for tick in planned_for if ticks.start <= tick < ticks.stop), None)
+        spike_bytes = 0 if tick is None else planned_for[tick]
+        if tick is not None:
+            self.spikes[tick] = min(more_bytes, spike_bytes)
+        if program is None:
+            return False
+        allocated = program.allocated_bytes[ticks]
+        room_bytes = budget.hbm_budget_bytes - int(allocated.max())
+        beyond_bytes = more_bytes - spike_bytes
+        if beyond_bytes > room_bytes:
+            # No more than the device's own peak allows, which goes back to before this step.
+            beyond_bytes = min(beyond_bytes, budget.peak_allocated_bytes() - int(allocated.max()))
+        if beyond_bytes <= room_bytes:
+            return False
+        # A step that took more than its trace has may do so again.
+        self.spikes[ticks.start + int(allocated.argmax()) if tick is None else tick] = spike_bytes + beyond_bytes
+        self.exceeded_plan = True
+        return True
+
+
+# --- plan follower
+
+_NONE = -1
+
+
+class PlanFollower(Director):
+    """Follows the plan of the cached step that the running one agrees with. `adaptation` says which step is expected, makes
+    plans, and learns from what came."""
+
+    plans = True  # so that the executor tells it of every hook
+
+    def __init__(self, adaptation: Adaptation) -> None:
+        self.adaptation = adaptation
+        self.light: LightProfiler = LightProfiler()
+        self._trace_forecast = TraceForecast()
+        self._epoch = -1
+        self._last_entry: StepEntry | None = None
+        """The cached step that the last one agreed with to its end."""
+        self._budget: Budget | None = None
+        self._steps: Steps | None = None
+        """The step cache; None outside of steps."""
+        self._recorder: Recorder | None = None
+        self._forget_step()
+
+    @property
+    def recompute(self) -> RecomputePlan | None:
+        return None if self.followed is None else self.followed.recompute
+
+    @property
+    def may_recompute(self) -> bool:
+        return self._may_recompute
+
+    def replan(self) -> None:
+        self.adaptation.replan()
+
+    def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
+        recorder = self.adaptation.begin_step(compute)
+        self._forget_step()
+        self._epoch, self._budget = epoch, budget
+        self._steps, self._recorder = self.adaptation.steps, recorder
+        self._follow(self.adaptation.steps.current, budget)
+        self._may_recompute = any(map(recomputes, self.adaptation.steps.entries()))
+        return recorder
+
+    def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
+        num_hooks, entry = self.light.num_hooks, self._entry
+        self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
+        step = FollowedStep(
+            record=self.light.end_step(),
+            followed=self.followed,
+            whole=self._recorder is not None,
+            recorded_hooks=self._recorded_hooks if self._recorder is None else num_hooks,
+            extra=ExtraMemory(extra_bytes=self._memory.extra_bytes, spikes=self._memory.spikes),
+            unused=self._memory.unused,
+            exceeded_plan=self._memory.exceeded_plan,
+            had_plan=self._had_plan,
+            followed_plan=self._budget is not None and self._budget.forecast.follows_plan,
+        )
+        self._last_entry = None if self._diverged else self._entry
+        for fingerprint in self._predicted:
+            if fingerprint != step.record.fingerprint:
+                self.adaptation.steps.forget(fingerprint)
+        self._forget_step()
+        return self.adaptation.end_step(step, recorder, compute, completed=completed)
+
+    def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
+        self.adaptation.change_budget(hbm_budget_bytes, host_budget_bytes, must_fit=must_fit)
+
+    def _forget_step(self) -> None:
+        """Forget the step, and all that leads through it to the model. What comes until the next one follows nothing."""
+        self.light.begin_step()
+        self._steps = self._recorder = None
+        self._entry: StepEntry | None = None
+        """The cached step that this one agrees with, or did last."""
+        self._planned: PlannedStep | None = None
+        """The cached step's plans; None: it has none."""
+        self._recorded_hooks = 0
+        self._predicted: list[int] = []
+        """Fingerprints of the steps that this one was taken for because of its sizes."""
+        self._diverged = False
+        self._reached = _NONE
+        """The furthest of the cached step's hooks so far."""
+        self._first_saves: dict[int, SavedStorage] = {}
+        """First saves by hook of this step, retired ones included, which hold no device memory any more."""
+        self.followed: PlanTrial | None = None
+        """The trial whose plan this step follows, or did."""
+        self.way: Way | None = None
+        self._may_recompute = False
+        self._first_bytes = 0
+        """Bytes allocated at the first hook."""
+        self._memory = StepMemory()
+        self._checked_at, self._growth_bytes = _NONE, 0
+        """Hook of the last check of memory that every step like this one makes, and the growth since then."""
+        self._had_plan = False
+        self._trace_forecast.forget()
+        if self._budget is not None:
+            self._budget.forecast = self._budget.learned_forecast
+        self._budget = None
+
+    # --- the hooks
+
+    def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
+        if self._steps is None:  # outside of steps nobody would ever begin to number them again
+            return NO_HOOK
+        hook = self.light.num_hooks
+        first = False
+        if saved is None:
+            since = FIXED_STORAGE
+        else:
+            first, hooks_ago = saved.slot.note_save(self._epoch, hook)
+            since = NEW_STORAGE if hooks_ago is None else hooks_ago
+        expected = self.light.saved(t, since)
+        if self._recorder is not None:
+            self._recorder.all_sendable(over.slot.traced for over in finished)
+            if first and saved is not None and saved.part is None and saved.device is not None:
+                saved.slot.note_traced(self._recorder.add_claim(saved.device))
+            self._recorder.on_save([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
+        self._locate(hook, expected=expected)
+        if first and saved is not None and saved.part is None:
+            self._first_saves[hook] = saved
+            self._number(saved, hook, None if self._diverged else self.way)
+            if self._planned is not None and self._planned.predicted_by is not None and not self._diverged:
+                self._compare_size(saved, hook)
+        return hook
+
+    def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
+        if self._steps is None:
+            return
+        epoch, at_hook = saved_at
+        save = at_hook if epoch == self._epoch and at_hook != NO_HOOK else EARLIER_STEP
+        hook = self.light.num_hooks
+        expected = self.light.used(save)
+        if self._recorder is not None:
+            self._recorder.all_sendable(over.slot.traced for over in finished)
+            self._recorder.on_use([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
+        self._locate(hook, expected=expected)
+
+    def due(self) -> Sequence[Row]:
+        return () if self.way is None or self._diverged else self.way.due(self._reached)
+
+    def note_held(self, saved: SavedStorage, number: int) -> None:
+        if self.way is not None:
+            saved.number = number
+            self.way.storages[number] = saved
+
+    # --- the loop
+
+    def may_loop(self) -> bool:
+        way, budget = self.way, self._budget
+        if way is None or budget is None or budget.forecast is not way or self._diverged or self._recorder is not None:
+            return False
+        hook = self.light.num_hooks - 1
+        return way.is_up_to(hook) and way.program.rows[hook + 1].key is not None
+
+    def rejoin(self, hook: int, latest: LatestHook) -> None:
+        self.light.rejoin(hook, latest)
+        self._reached = hook
+        if self.way is not None:
+            self.way.rejoin(hook)
+
+    def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
+        if self._recorder is not None:
+            self._recorder.restored(saved.slot.traced, storage)
+
+    # --- which hook of the cached step it is
+
+    def _locate(self, hook: int, *, expected: bool) -> None:
+        """Find out whether this hook is the cached step's, and collect what is due up to it. `expected`: it has the feature
+        that the followed step has here."""
+        assert self._steps is not None and self._budget is not None
+        if not self._diverged and (not expected or hook == 0 or self._recorder is not None):
+            self._follow_or_diverge(self._steps, self._budget, hook)
+        if self._diverged:
+            return
+        if self.way is not None:
+            self.way.at(hook)
+            self._had_plan = True
+        self._trace_forecast.hook = hook
+        self._reached = max(self._reached, hook)
+
+    def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
+        if steps.follow(hook, self.light.feature) or self._predict(steps, hook):
+            another = steps.current is not self._entry
+            if another:
+                self._follow(steps.current, budget)
+            if hook == 0:
+                self._first_bytes = budget.allocated_bytes()
+            if hook == 0 or another:
+                self._compare_memory(budget)
+            self._may_recompute = self._may_recompute and any(map(recomputes, steps.agreeing()))
+            if self._recorder is not None and not any(map(self.adaptation.wants_trace, steps.agreeing())):
+                self._recorder.stop()  # whatever it turns out to be needs no trace
+                self._recorder, self._recorded_hooks = None, hook + 1
+        else:
+            self._diverge(budget)
+
+    def _diverge(self, budget: Budget) -> None:
+        self._diverged = True
+        budget.forecast = budget.highest_forecast
+
+    def _predict(self, steps: Steps, hook: int) -> bool:
+        """Take the step for one that those recorded tell of: the same but for its sizes."""
+        if len(self._predicted) >= MOST_VARIABLES:  # one for each that a step may show
+            return False
+        predicted = self.adaptation.predict(self.light.beginning)
+        if predicted is None:
+            return False
+        steps.adopt(hook, *predicted)
+        self._predicted.append(predicted[0].fingerprint)
+        return True
+
+    def _compare_memory(self, budget: Budget) -> None:
+        """Have the plan made anew if it counts on less memory than is allocated at the first hook: it would pass its
+        budget."""
+        if self._planned is None:
+            return
+        extra_bytes = max(0, self._first_bytes - self._planned.first_hook_bytes)
+        if self.adaptation.needs_more(self._planned, extra_bytes):
+            self._follow(self._entry, budget)
+        self._memory.extra_bytes = extra_bytes
+
+    def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
+        """Note growth; `at_hook`, compare all since the last comparison with the cached step's. `hook`: None is the latest."""
+        self._growth_bytes += nbytes
+        if not at_hook:
+            return
+        hook = self.light.num_hooks - 1 if hook is None else hook
+        since, self._checked_at = self._checked_at, hook
+        growth_bytes, self._growth_bytes = self._growth_bytes, 0
+        planned, budget = self._planned, self._budget
+        if planned is None or self._diverged or budget is None or hook <= since:
+            return
+        until = planned.allocated_until
+        more_bytes = growth_bytes - until[hook] + (until[since] if since >= 0 else 0)
+        program = None if self.way is None else self.way.program
+        if more_bytes and self._memory.differs(more_bytes, since, hook, planned, program, budget):
+            budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is not enough
+        if self.way is not None:
+            self.way.margin_bytes = planned.margin_bytes  # a step with open sizes may have widened it
+
+    def _follow(self, entry: StepEntry | None, budget: Budget) -> None:
+        """Follow `entry` from now on, with which the hooks of the step agree so far."""
+        self._entry = entry
+        if entry is not None:
+            self.adaptation.plan_entry(entry)
+            self.light.follow(entry.record)
+        self._planned = planned = None if entry is None else entry.plan
+        self.followed = None if planned is None else planned.current
+        self.way = None
+        if planned is not None and self.followed is not None:
+            self.way = Way(self.followed.program, self._epoch, margin_bytes=planned.margin_bytes, first_saves=self._first_saves)
+            if self.recompute is not None:
+                self.recompute.is_on_trial = not planned.is_decided
+        self._memory = StepMemory()
+        # The latest hook is counted already. What was due before it is made up for.
+        missed = self.way is not None and self.way.program.first_due < self.light.num_hooks - 1
+        untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
+        if self.way is not None and not missed and untouched:
+            budget.forecast = self.way
+        elif planned is not None and self._predicted:  # of a size like no step before
+            self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
+            budget.forecast = self._trace_forecast
+        elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
+            budget.forecast = budget.highest_forecast  # it may be like no step before
+        else:  # a cached step that has no plan within the budget, as the one before it
+            budget.forecast = budget.learned_forecast
+        for hook, saved in self._first_saves.items():
+            self._number(saved, hook, self.way)
+
+    @staticmethod
+    def _number(saved: SavedStorage, hook: int, way: Way | None) -> None:
+        """Give `saved`, which `hook` saved first, its number in the plan of `way`."""
+        number = saved.number = None if way is None else way.program.number_at(hook)
+        if way is not None and number is not None:
+            way.storages[number] = saved
+
+    def _compare_size(self, saved: SavedStorage, hook: int) -> None:
+        """Trust what was predicted no more if it has another size for `saved`: neither now nor in later steps like this one."""
+        planned = self._planned
+        structure = None if planned is None else planned.predicted_by
+        if planned is None or structure is None or structure.has_open_sizes or self._budget is None or self._steps is None:
+            return
+        tensor = planned.trace.hook_tensor[hook]
+        if tensor >= 0 and planned.trace.tensor_bytes[tensor] != saved.nbytes:
+            structure.note_misprediction()
+            self._diverge(self._budget)
+            self._steps.forget(planned.record.fingerprint)
+
+
+# --- Has the steps of an executor recorded, planned and followed
+
+
+def plan_steps(
+    executor: Executor,
+    pool: PinnedPool,
+    *,
+    model: nn.Module | None = None,
+    link_cost: LinkCost | None = None,
+    replayable: frozenset[str] = frozenset(),
+    is_hidden: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
+) -> Adaptation:
+    """Let the steps of `executor`, which has a budget, be recorded, planned and followed from the next one on.
+
+    Parameters and buffers of `model` tell what recorded storages are. `link_cost`: what is known of the link before copies were
+    timed. `replayable`: base names of operators that may run again. `is_hidden(storage)`: whether its memory is no part of a
+    plan.
+    """
+    import_dynamo()  # now, as the first step's recorder would
+    me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
+    device = executor.device
+    adaptation = Adaptation(
+        metrics,
+        hbm_budget_bytes=executor.budget.hbm_budget_bytes,
+        slack_bytes=device.block_slack_bytes,
+        host_budget=lambda: pool.limit_bytes,
+        make_recorder=lambda: Recorder(
+            device,
+            model=model,
+            is_hidden=is_hidden,
+            reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
+        ),
+        replayable=replayable,
+        min_bytes=executor.rule.min_bytes,
+        link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
+    )
+    executor.director = PlanFollower(adaptation)
+    return adaptation

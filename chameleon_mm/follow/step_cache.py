@@ -1,0 +1,217 @@
+"""Cache of steps that came before, each with its plan; tells which of them the running step still agrees with.
+
+    cache = StepCache(capacity=16)
+    cache.begin_step()             # a guess: what follows the steps that came before it
+    cache.follow(hook, feature)    # where the step leaves `cache.current`, or at each hook. True: another one took over, or
+                                   # `cache.current` agrees. False: none does
+    cache.end_step(record)         # the entry that it was, hook by hook; None: it is new
+    cache.put(record, plan)        # the least recently used one goes
+
+    A  f f f g h      A and B have 3 hooks in common: a step that follows A and diverges from it at hook 3 may be B,
+    B  f f f x y      and none of those that left A before
+
+Features are compared one by one and as they are, so that no collision of hashes can take one step for another. Whoever knows
+that a hook is that of `cache.current`, as the light profiler does, need not ask here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from itertools import compress, count
+from operator import ne
+from typing import Generic, TypeVar
+
+from chameleon_mm.record.light_profiler import StepRecord
+
+_Plan = TypeVar("_Plan")
+
+CONTEXTS_PER_STEP = 4
+"""Learned successions for each step of the capacity: contexts of one step and of two, runs that ended, some past ones."""
+
+_SHORTEST_RUN = 3
+
+_Context = tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CachedStep(Generic[_Plan]):
+    """One step that came before, with its plan."""
+
+    record: StepRecord
+    plan: _Plan
+    common: dict[int, int] = field(default_factory=dict, repr=False)
+    """Number of first hooks in common with each other cached step, by its fingerprint."""
+
+    @property
+    def fingerprint(self) -> int:
+        return self.record.fingerprint
+
+
+class StepCache(Generic[_Plan]):
+    """Cache of the most recently used `capacity` steps. Not thread-safe. Raises `ValueError` for a capacity below 1.
+
+    Costs one comparison for each hook it is told; where the step leaves what it followed, one per cached step. `put` compares
+    the new step with all.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"StepCache: expected a capacity of 1 or more, got {capacity}; without a plan there is no need")
+        self.capacity = capacity
+        self._entries: OrderedDict[int, CachedStep[_Plan]] = OrderedDict()
+        """Cached steps by fingerprint, the least recently used first."""
+        self._followed_by: dict[_Context, tuple[int, bool]] = {}
+        """What followed the last two steps, or the last one, and whether it did the last time. The oldest first."""
+        self._runs_ended: dict[_Context, tuple[int, bool]] = {}
+        """What followed so many repetitions of the last step, as above: an evaluation every so many steps."""
+        self._before: _Context = ()
+        self._run = 0
+        """Number of times that the last step came in a row."""
+        self._current: CachedStep[_Plan] | None = None
+        self._agreed = 0
+        self._diverged = False
+
+    def put(self, record: StepRecord, plan: _Plan) -> None:
+        """Put in `plan` for steps like `record`, in place of an earlier one for them."""
+        fingerprint = record.fingerprint
+        self.forget(fingerprint)
+        while len(self._entries) >= self.capacity:
+            self.forget(next(iter(self._entries)))
+        entry = CachedStep(record=record, plan=plan)
+        for other in self._entries.values():
+            other.common[fingerprint] = entry.common[other.fingerprint] = _common(record, other.record)
+        self._entries[fingerprint] = entry
+
+    # --- while a step runs
+
+    def begin_step(self) -> CachedStep[_Plan] | None:
+        """Begin a step. Returns the cached step that it is expected to be, None if the cache is empty."""
+        self._agreed = 0
+        self._diverged = False
+        self._current = self._expected()
+        return self._current
+
+    def follow(self, hook: int, feature: Hashable) -> bool:
+        """Note that hook number `hook` has this feature. Returns False once no cached step begins like this one, and from then
+        on always.
+
+        Hooks since the last one that was told agreed with `current`. On True `current` is one that agrees up to this hook;
+        another than before where this hook told them apart.
+        """
+        current = self._current
+        if current is None or self._diverged:
+            return False
+        self._agreed = hook
+        features = current.record.features
+        if hook < len(features) and features[hook] == feature:
+            self._agreed = hook + 1
+            return True
+        for other in reversed(self._entries.values()):
+            if other is not current and current.common.get(other.fingerprint, -1) >= hook:
+                features = other.record.features
+                if hook < len(features) and features[hook] == feature:
+                    self._current = other
+                    self._agreed = hook + 1
+                    return True
+        self._diverged = True
+        return False
+
+    def adopt(self, hook: int, record: StepRecord, plan: _Plan) -> None:
+        """Put in a step that the running one may be, as it agrees with it up to hook number `hook`, and take it for that."""
+        self.put(record, plan)
+        self._current = self._entries[record.fingerprint]
+        self._agreed = hook + 1
+        self._diverged = False
+
+    @property
+    def current(self) -> CachedStep[_Plan] | None:
+        """The cached step that the running one agrees with; after a divergence the last one that it agreed with."""
+        return self._current
+
+    def entries(self) -> tuple[CachedStep[_Plan], ...]:
+        """All cached steps, the least recently used first."""
+        return tuple(self._entries.values())
+
+    def agreeing(self) -> Iterator[CachedStep[_Plan]]:
+        """Every cached step that the running one may still be, as far as was told: `current` first. After a divergence none."""
+        current = self._current
+        if current is None or self._diverged:
+            return
+        yield current
+        for other in self._entries.values():
+            if other is not current and current.common[other.fingerprint] >= self._agreed:
+                yield other
+
+    def end_step(self, record: StepRecord) -> CachedStep[_Plan] | None:
+        """End the step, which was `record`. Returns the cached step that it was; None: it was none, to the last hook.
+
+        Also for a step of which not every hook was given to `follow`.
+        """
+        entry = self._entries.get(record.fingerprint)
+        if entry is not None and entry.record.features != record.features:
+            entry = None
+        if entry is not None:
+            self._entries.move_to_end(record.fingerprint)
+        self._learn(record.fingerprint)
+        return entry
+
+    def abandon_step(self) -> None:
+        """End a step that did not complete: nothing is learned of it, and what comes next follows nothing."""
+        self._current, self._diverged = None, False
+        self._before, self._run = (), 0
+
+    # --- what follows what
+
+    def _expected(self) -> CachedStep[_Plan] | None:
+        run_ended = self._runs_ended.get(self._run_so_far)
+        followers = [run_ended if run_ended is not None and run_ended[1] else None]
+        followers += map(self._followed_by.get, _contexts(self._before))
+        for follower in followers:
+            entry = None if follower is None else self._entries.get(follower[0])
+            if entry is not None:
+                return entry
+        return next(reversed(self._entries.values()), None)
+
+    @property
+    def _run_so_far(self) -> _Context:
+        return (*self._before[-1:], self._run)
+
+    def _learn(self, fingerprint: int) -> None:
+        goes_on = self._before[-1:] == (fingerprint,)
+        # Shorter runs are contexts of two steps; one that goes on is worth keeping where one as long ended before.
+        if self._run >= _SHORTEST_RUN and (not goes_on or self._run_so_far in self._runs_ended):
+            self._note(self._runs_ended, self._run_so_far, fingerprint, sure=False)
+        for context in _contexts(self._before):
+            self._note(self._followed_by, context, fingerprint, sure=True)
+        self._run = self._run + 1 if goes_on else 1
+        self._before = (*self._before, fingerprint)[-2:]
+
+    def _note(self, followed_by: dict[_Context, tuple[int, bool]], context: _Context, fingerprint: int, *, sure: bool) -> None:
+        """`sure`: whether once is enough."""
+        if context not in followed_by:
+            followed_by[context] = (fingerprint, sure)
+        else:  # as processors predict branches: what held until now has to fail twice. One evaluation step is no new habit
+            follower, sure = followed_by.pop(context)
+            holds = follower == fingerprint
+            followed_by[context] = (follower, holds) if holds or sure else (fingerprint, False)
+        while len(followed_by) > CONTEXTS_PER_STEP * self.capacity:
+            del followed_by[next(iter(followed_by))]
+
+    def forget(self, fingerprint: int) -> None:
+        """Forget the step with this fingerprint, if it is there."""
+        if self._entries.pop(fingerprint, None) is not None:
+            for other in self._entries.values():
+                del other.common[fingerprint]
+
+
+def _contexts(before: _Context) -> list[_Context]:
+    """Contexts from which the next step may be expected: the last two steps, then the last one alone."""
+    return [before[start:] for start in range(len(before))]
+
+
+def _common(one: StepRecord, other: StepRecord) -> int:
+    """Number of first hooks that two steps have in common."""
+    different = compress(count(), map(ne, one.features, other.features))
+    return next(different, min(one.num_hooks, other.num_hooks))

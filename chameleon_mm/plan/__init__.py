@@ -1,0 +1,3 @@
+"""Decides what moves and when, as arithmetic over a step's trace: no torch, no device."""
+
+from __future__ import annotations

@@ -1,0 +1,343 @@
+"""Bounds that no plan can beat: the least time that a step takes within a budget, and the least budget that costs no time.
+
+at any moment t before the last use, x = what is too much then:       x has crossed by t, and crosses back after t
+    step >= max(compute before t, x / d2h) + max(compute after t until the last use, x / h2d) + compute after it
+with recomputation, at the moment of the peak:                        the cheapest mix of x crossing and y recomputed
+    step >= min over x + y of the same, the time to recompute y added to compute after t     (bounds.py)
+
+Relaxed: storages are divisible, copies have no fixed cost, and nothing is said about which one is idle when. So what a plan
+reaches of it is a lower bound of how good the plan is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.plan.problem import Problem
+from chameleon_mm.plan.recipes import Recipes
+from chameleon_mm.plan.selection import LEAST_PRICE, NUM_PRICES
+from chameleon_mm.plan.simulate import Simulator
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Float64s, Int64s, Trace
+from chameleon_mm.plan.unswapped_memory import Candidates, below_least, least_memory, memory_curve, smallest_budget
+from chameleon_mm.units import allocated_size, whole_bytes
+
+# --- The bound of a step's time where what is saved may be swapped or recomputed: a linear program's, from below, with no
+# solver
+#
+# R(G) is the least time of operators that run again so that G bytes are gone at t, what is held for that taken off. Relaxed:
+# shares of storages, of operators and of holds; an operator runs once however many are made by it; what is saved is there. For
+# a price p
+#
+# because what several need, an operator or what it reads, costs at least the sum of their shares, whatever these are: that is
+# the dual of the linear program. The shares are moved to those that are recomputed, a few times, and of each price the best
+# counts.
+
+_FINER = 24
+"""Prices around the one that decides."""
+_ANY_PRICE = 1e-3
+"""Price, in us for a byte, where what can be recomputed takes no time."""
+_ROUNDS = 6
+"""Rounds of sharing out. With so many, and the prices above, the bound of a 7B model is within 0.5 % of a solver's."""
+
+
+class RecomputeTime:
+    """The least time in which bytes can be recomputed that are gone at one tick, from below."""
+
+    def __init__(self, recipes: Recipes, tick: int) -> None:
+        trace, c = recipes.trace, recipes.candidates
+        self._recipes = recipes
+        self._size = allocated_size(trace.tensor_bytes).astype(np.float64).tolist()
+        idle = np.zeros(len(self._size), np.bool_)
+        idle[c.tensor] = (trace.hook_tick[c.first] <= tick) & (tick < trace.hook_tick[c.use])
+        self._can_drop = (recipes.can_drop & idle).tolist()
+        there = recipes.can_hold & ((trace.tensor_dies >= tick) | (trace.tensor_born > tick))
+        saved = recipes.saved
+        self._free = there.tolist()
+        self._saved = saved.tolist()
+        self._can_hold, self._can_recompute = recipes.can_hold.tolist(), recipes.can_recompute.tolist()
+        self._unsaved = [[x for x in made_of if not self._saved[x] and not self._free[x]] for made_of in recipes.inputs]
+        self._order = self._needed_order()
+        self._us = self._shares_us()
+        self.lines: list[tuple[float, float]] = []
+        """(price, sum): R(G) >= price * G + sum."""
+        self._find_lines()
+
+    def at(self, nbytes: Float64s) -> Float64s:
+        """Lower bound of the time for each of `nbytes` that are gone."""
+        price, sums = np.array(self.lines).T
+        return np.asarray(np.maximum((price[:, None] * nbytes + sums[:, None]).max(axis=0), 0.0))
+
+    def kinks(self, most: float) -> Float64s:
+        """Bytes, from 0 to `most`, between which `at` is linear."""
+        lines = sorted({(0.0, 0.0), *self.lines})
+        hull: list[tuple[float, float]] = []
+        for p, s in lines:
+            while hull and hull[-1][0] == p and hull[-1][1] <= s:
+                hull.pop()
+            if hull and hull[-1][0] == p:
+                continue
+            while len(hull) > 1 and _crossing(hull[-2], (p, s)) <= _crossing(hull[-2], hull[-1]):
+                hull.pop()
+            hull.append((p, s))
+        inside = [_crossing(a, b) for a, b in pairwise(hull)]
+        return np.array([0.0, *(g for g in inside if 0 < g < most), most])
+
+    def _needed_order(self) -> list[int]:
+        """Storages that may be recomputed, with what they are made of, inputs first."""
+        needed = list(self._can_drop)
+        for j in reversed(self._recipes.order):
+            if needed[j]:
+                for x in self._unsaved[j]:
+                    needed[x] = True
+        self._needed = needed
+        order = [j for j in self._recipes.order if needed[j]]
+        self._only_held = {x for j in order for x in self._unsaved[j] if not self._recipes.makers[x]}
+        return order
+
+    def _shares_us(self) -> list[float]:
+        """(m,) time of the operators that make each, shared out by size where one makes several, and of comparing what was
+        dropped."""
+        recipes, size, op_us = self._recipes, self._size, self._recipes.trace.op_us.tolist()
+        us = [0.0] * len(size)
+        for j in self._order:
+            for o in recipes.makers[j]:
+                whole = sum(size[x] for x in recipes.fresh[o] if self._needed[x] and (self._can_drop[x] or not self._saved[x]))
+                us[j] += op_us[o] * (size[j] / whole if j in recipes.fresh[o] and whole else 1.0)
+            us[j] += float(recipes.compare_us[j]) if self._can_drop[j] else 0.0
+        return us
+
+    def _find_lines(self) -> None:
+        which = [j for j in self._order if self._can_drop[j] and self._size[j]]
+        ratio = [self._us[j] / self._size[j] for j in which if self._us[j] > 0]
+        ratio = [max(price, LEAST_PRICE) for price in ratio] or [_ANY_PRICE]
+        self.lines = [(0.0, 0.0)]
+        prices = np.geomspace(min(ratio) * 0.5, max(ratio) * 8, NUM_PRICES)
+        prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # for more bytes than can be recomputed
+        own = np.unique(ratio)  # where nothing is held these are the prices at which anything changes
+        prices = np.unique(np.append(prices, own if len(own) <= NUM_PRICES else own[:: len(own) // NUM_PRICES]))
+        self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
+
+    def refine(self, nbytes: float) -> None:
+        """Add prices around the one that decides at `nbytes`."""
+        lines = sorted(self.lines)
+        i = max(range(len(lines)), key=lambda i: lines[i][0] * nbytes + lines[i][1])
+        low, high = lines[max(i - 1, 0)][0], lines[min(i + 1, len(lines) - 1)][0]
+        prices = np.geomspace(low or high / 1e3, high, _FINER + 2)[1:-1]
+        self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
+
+    def _sums(self, prices: Float64s) -> Float64s:
+        """(prices,) the sum of the formula above, the best over a few rounds of shares."""
+        readers: dict[int, list[int]] = {}
+        for j in self._order:
+            for x in self._unsaved[j]:
+                readers.setdefault(x, []).append(j)
+        share = {(x, j): np.full(len(prices), 1 / len(of)) for x, of in readers.items() for j in of}
+        best = np.full(len(prices), -np.inf)
+        for rounds in range(_ROUNDS):
+            sums, active = self._priced(prices, share)
+            best = np.maximum(best, sums)
+            step = 1 / (rounds + 1.5)
+            for x, of in readers.items():
+                if len(of) > 1:
+                    count = sum(active[j] for j in of)
+                    for j in of:
+                        goal = np.where(count > 0, active[j] / np.maximum(count, 1), share[x, j])
+                        share[x, j] = (1 - step) * share[x, j] + step * goal
+        return best
+
+    def _priced(self, prices: Float64s, share: dict[tuple[int, int], Float64s]) -> tuple[Float64s, dict[int, Float64s]]:
+        """The sum for these shares, and of each storage whether it is recomputed."""
+        sums = np.zeros(len(prices))
+        get = {x: prices * self._size[x] for x in self._only_held}
+        again: dict[int, Float64s] = {}
+        for j in self._order:
+            cost = np.full(len(prices), self._us[j])
+            for x in self._unsaved[j]:
+                cost += share[x, j] * get[x]
+            held = prices * self._size[j]
+            if self._can_drop[j]:
+                again[j] = (cost < held).astype(np.float64)
+                sums += np.minimum(cost - held, 0.0)
+            elif not self._can_recompute[j]:
+                again[j], get[j] = np.zeros(len(prices)), held
+            elif not self._can_hold[j]:
+                again[j], get[j] = np.ones(len(prices)), cost
+            else:
+                again[j] = (cost < held).astype(np.float64)
+                get[j] = np.minimum(cost, held)
+        wanted = {j: again[j] if self._can_drop[j] else np.zeros(len(prices)) for j in self._order}
+        wanted |= {x: np.zeros(len(prices)) for x in self._only_held}
+        for j in reversed(self._order):
+            if not self._can_drop[j]:
+                wanted[j] *= again[j]
+            for x in self._unsaved[j]:
+                wanted[x] = np.maximum(wanted[x], wanted[j])
+        return sums, wanted
+
+
+def _crossing(a: tuple[float, float], b: tuple[float, float]) -> float:
+    """Where two lines meet, the second one steeper."""
+    return (a[1] - b[1]) / (b[0] - a[0])
+
+
+# --- bounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ideal:
+    """The relaxed bound of one step within one budget."""
+
+    step_us: float
+    swapped_bytes: float
+    """Bytes swapped one way, at the moment that decides."""
+    recomputed_us: float
+    """Share of `step_us` in which operators run again."""
+
+    def reached_by(self, step_us: float) -> float:
+        """Share of the bound that a step of `step_us` reaches: 1 is all there is."""
+        return self.step_us / step_us if step_us else 1.0
+
+
+def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Collection[str] = ()) -> Ideal:
+    """Bound of the step's time: no plan for `trace` within `hbm_budget` bytes takes less. `recompute`: base names of operators
+    that may run again, so that what is saved may be recomputed instead of swapped (bounds.py); of no account for a budget
+    that asks for swapping between two uses.
+
+    Raises `InfeasibleBudget` (a `ValueError`) where not even swapping all that may move is enough, `TypeError` for a budget
+    that is no whole number.
+    """
+    hbm_budget = whole_bytes("hbm_budget", hbm_budget)
+    least = smallest_budget(trace)
+    if hbm_budget < least:
+        raise below_least(least, hbm_budget)
+    first_uses = hbm_budget >= least_memory(trace, between_uses=False).nbytes
+    step = _Step(trace, between_uses=not first_uses)
+    over = np.maximum(step.least_moved - hbm_budget, 0)
+    if not over.any():
+        return Ideal(step_us=step.total_us, swapped_bytes=0.0, recomputed_us=0.0)
+    if recompute and first_uses:
+        return _cheapest_mix(
+            Recipes.of(trace, recompute, cost=cost_model), step, int(over.argmax()), float(over.max()), cost_model
+        )
+    out_us, back_us = over / (cost_model.d2h_gbps * 1e3), over / (cost_model.h2d_gbps * 1e3)
+    bound_us = relaxed_us(step.before_us, step.after_us, out_us, back_us)
+    t = int(bound_us.argmax())
+    return Ideal(step_us=float(bound_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
+
+
+def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
+    """The step on a link of the same mean rates that is never idle.
+
+    Unlike `ideal` it prices a copy's pieces and counts padding: no bound, but nearer to what a plan can reach.
+    """
+    nbytes = problem.candidates.nbytes
+    fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
+    out_us, back_us = (fixed_us + 1 / (rate * 1e3) for rate in (cost.d2h_gbps, cost.h2d_gbps))
+    last = max(problem.use)
+    clock = np.asarray(problem.time_us)
+    over = np.maximum(problem.level[:last] - budget, 0)
+    bound_us = relaxed_us(clock[1 : last + 1], clock[last] - clock[:last], over * out_us, over * back_us)
+    return float(bound_us.max()) + problem.total_us - float(clock[last])
+
+
+def relaxed_us(before_us: Float64s | float, after_us: Float64s | float, out_us: Float64s, back_us: Float64s) -> Float64s:
+    """The formula above, moment by moment: the step's time until the last use if what is too much then crosses in `out_us` and
+    `back_us`, with `before_us` and `after_us` of compute on either side."""
+    return np.maximum(before_us, out_us) + np.maximum(after_us, back_us)
+
+
+def hidden_budget_bound(trace: Trace, cost_model: LinkCost) -> int:
+    """Bytes of device memory below which no plan for `trace` hides all of its copies behind compute."""
+    step = _Step(trace, between_uses=True)
+    before_bytes = step.before_us * (cost_model.d2h_gbps * 1e3)
+    after_bytes = step.after_us * (cost_model.h2d_gbps * 1e3)
+    needed = step.least_moved - np.minimum(before_bytes, after_bytes)
+    return max(smallest_budget(trace), int(np.ceil(needed.max(initial=0.0))))
+
+
+def smallest_hidden_budget(
+    trace: Trace,
+    cost_model: LinkCost,
+    plan_for: Callable[[int], SwapPlan],
+    *,
+    tolerance: float = 1e-3,
+    precision_bytes: int | None = None,
+) -> int:
+    """The smallest budget, in bytes, for which `plan_for(budget)` makes a plan that costs no time, found by halving.
+
+    tolerance: what counts as no time, as a share of the step.
+    precision_bytes: how near to the smallest; None: 1/256 of what there is between the bound and the unswapped peak.
+    `plan_for` may raise `InfeasibleBudget`. Where plans of larger budgets are slower, any of the turning points is returned.
+    """
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance: expected a share of the step from 0 to below 1, got {tolerance}")
+    simulator = Simulator(trace, cost_model)
+    low, high = hidden_budget_bound(trace, cost_model), int(memory_curve(trace).max(initial=trace.start_bytes))
+    step_bytes = max(1, (high - low) // 256 if precision_bytes is None else precision_bytes)
+    if low >= high or hides_copies(simulator, plan_for, low, tolerance):
+        return min(low, high)
+    while high - low > step_bytes:
+        middle = (low + high) // 2
+        if hides_copies(simulator, plan_for, middle, tolerance):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budget: int, tolerance: float) -> bool:
+    """Whether `plan_for(budget)` makes a plan within `budget` whose step takes at most that share longer than unswapped."""
+    try:
+        timeline = simulator.run(plan_for(budget))
+    except InfeasibleBudget:
+        return False
+    return timeline.step_us <= simulator.trace.duration_us * (1 + tolerance) and timeline.peak_bytes <= budget
+
+
+class _Step:
+    """The part of a step before the last use for which something is back: after it nothing is away. `between_uses`: something
+    may be away between two uses as well."""
+
+    def __init__(self, trace: Trace, *, between_uses: bool) -> None:
+        candidates = Candidates.of(trace, between_uses=between_uses)
+        clock = trace.clock_us()
+        last = int(trace.hook_tick[candidates.use].max(initial=0))
+        self.total_us = float(clock[-1])
+        self.tail_us = float(clock[-1] - clock[last])
+        self.before_us: Float64s = clock[:last]
+        self.after_us: Float64s = clock[last] - clock[:last]
+        # What rounding gives: a storage of 1 byte takes 512, and 1 byte less to move gives all of them back.
+        padding = int((candidates.size - candidates.nbytes).sum())
+        self.least_moved: Int64s = memory_curve(trace)[:last] - padding
+
+
+def _cheapest_mix(recipes: Recipes, step: _Step, t: int, over: float, cost_model: LinkCost) -> Ideal:
+    """Bound with recomputation at tick `t`, where `over` bytes are too much: some cross the link, others are recomputed."""
+    out_rate, back_rate = cost_model.d2h_gbps * 1e3, cost_model.h2d_gbps * 1e3
+    recompute_time = RecomputeTime(recipes, t)
+    before_us, after_us = float(step.before_us[t]), float(step.after_us[t])
+
+    def cheapest() -> tuple[float, float, float]:
+        """The bound until the last use, its bytes that are recomputed, and the time of that."""
+        # Convex and linear between these points: the kinks, and where one side of a max meets the other.
+        points = np.unique(np.append(recompute_time.kinks(over), np.clip(over - before_us * out_rate, 0.0, over)))
+        slack_us = after_us + recompute_time.at(points) - (over - points) / back_rate
+        rises = int(np.searchsorted(slack_us, 0.0))
+        if 0 < rises < len(points):
+            points = np.append(points, np.interp(0.0, slack_us[rises - 1 : rises + 1], points[rises - 1 : rises + 1]))
+        again_us = recompute_time.at(points)
+        crosses = over - points
+        bound_us = relaxed_us(before_us, after_us + again_us, crosses / out_rate, crosses / back_rate)
+        best = int(bound_us.argmin())
+        return float(bound_us[best]), float(points[best]), float(again_us[best])
+
+    recompute_time.refine(cheapest()[1])
+    bound_us, again, again_us = cheapest()
+    return Ideal(step_us=bound_us + step.tail_us, swapped_bytes=over - again, recomputed_us=again_us)

@@ -1,0 +1,454 @@
+"""Makes the plan from a trace, budgets and the cost of the link.
+
+problem = Problem.of(trace)                 ticks become hooks, storages candidates
+fits already                                an empty plan
+not even with every candidate away          the same once more, with what is idle between two uses away there, too
+nor so                                      InfeasibleBudget, with the smallest budget that is feasible
+taken = select_candidates(problem, ...)     what moves, and how much of it: no more bytes than needed
+tentative = place(problem, ...)      when it goes, when its memory is reclaimed, when it comes back
+tentative.late_us(problem, cost)            what it costs, as `simulate` has it; the best of several selections is the plan
+
+docs/policy.md explains why, and says how far from the least time the result is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+
+import numpy as np
+
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.plan.bounds import relaxed_us
+from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled
+from chameleon_mm.plan.recipes import Recipes
+from chameleon_mm.plan.rewrite import RewrittenTrace, choice_actions
+from chameleon_mm.plan.search import Found, Search
+from chameleon_mm.plan.selection import Choice, ChoicePath
+from chameleon_mm.plan.simulate import Simulator
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import TensorKind, Trace
+from chameleon_mm.plan.unswapped_memory import peak_memory, sum_over_time
+from chameleon_mm.replayable import DEFAULT
+from chameleon_mm.units import MIB, format_size, whole_bytes
+
+# --- Plans that keep, swap, recompute or hold, each storage for itself: what is dropped is chosen, the rest is planned as
+# ever
+#
+# 1. a path of choices, one for each price of memory (choice.py)
+# 2. of each: its level and time by arithmetic, and the step as the relaxed bound of swapping has it
+# 3. the best few, and mixes of neighbours: the trace is rewritten, what is left to move is planned as any other step
+
+_PLANNED = 2
+"""Number of choices for which the rest is planned because they look best."""
+_BESIDE = 4
+"""Number of choices at most for which it is because they are beside the best one so far."""
+_WAITS = 1e-4
+"""Share of the step from which on compute is said to wait."""
+_REPAIRS = 8
+"""Number of times that what cannot be rebuilt for want of room is no longer dropped."""
+_FINER = 8
+"""Number of mixes between two prices. Without mixes plans of the built-in models take 0.6 % longer, and up to 6.5 %."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLimits:
+    """Budgets and the link, as `generate_plan` takes them."""
+
+    budget: int
+    host_budget: int | None
+    cost: LinkCost
+    lead_us: PerTensor
+    lag_us: PerTensor
+
+
+def hybrid_plans(
+    trace: Trace, problem: Problem, limits: PlanLimits, names: Collection[str], refused: Collection[int]
+) -> list[SwapPlan]:
+    """Plans of `trace` within `limits` that recompute, best first. `names`: base names of operators that may run again;
+    `refused`: storages that may not be dropped."""
+    recipes = Recipes.of(trace, names, refused, cost=limits.cost)
+    if not recipes.can_drop.any():
+        return []
+    search = HybridSearch(problem, recipes, limits)
+    search.run()
+    return search.plans
+
+
+class HybridSearch:
+    """Searches among plans that recompute for one trace."""
+
+    def __init__(self, problem: Problem, recipes: Recipes, limits: PlanLimits) -> None:
+        self._problem = problem
+        self._recipes = recipes
+        self._limits = limits
+        self._trace = recipes.trace
+        self._simulator = Simulator(self._trace, limits.cost)
+        self.plans: list[SwapPlan] = []
+        self._path = ChoicePath.of(recipes, problem.level, limits.budget)
+        self._last = self._path.last * _FINER
+        self._best_part = 0
+
+    def run(self) -> None:
+        """Plan the choices that look best, at prices and between them, and then those beside the best plan."""
+        parts = {part: self._estimate_us(self._choice(part)) for part in range(0, self._last + 1, _FINER)}
+        best = min(parts, key=lambda part: (parts[part], part))
+        for part in range(max(0, best - _FINER), min(self._last, best + _FINER) + 1):
+            if part not in parts:
+                parts[part] = self._estimate_us(self._choice(part))
+        tried = set[tuple[int, ...]]()
+        for part in sorted((part for part in parts if parts[part] < inf), key=lambda part: (parts[part], part)):
+            if len(tried) == _PLANNED or (self.plans and parts[part] >= self.plans[0].step_us):
+                break
+            self._try(part, tried)
+        if not self.plans:
+            self._try(self._last, tried)
+        for _ in range(_BESIDE):
+            # Where copies make compute wait more has to be recomputed, else less may do.
+            step = 1 if not self.plans or self.plans[0].stall_us > _WAITS * self.plans[0].step_us else -1
+            part = self._best_part + step
+            while 0 <= part <= self._last and not self._try(part, tried):
+                part += step
+            if not (0 <= part <= self._last) or self._best_part != part:
+                break
+
+    def _choice(self, part: int) -> Choice:
+        return self._path.choice(part / _FINER)
+
+    def _try(self, part: int, tried: set[tuple[int, ...]]) -> bool:
+        choice = self._choice(part)
+        key = (*choice.dropped.tolist(), -1, *choice.held.tolist())
+        if key in tried:
+            return False
+        tried.add(key)
+        best_us = self.plans[0].step_us if self.plans else inf
+        self._plan(choice)
+        self.plans.sort(key=lambda plan: plan.step_us)
+        if self.plans and self.plans[0].step_us < best_us:
+            self._best_part = part
+        return True
+
+    def _estimate_us(self, choice: Choice) -> float:
+        """The step on a link that is never idle, if recomputing took no memory; infinite where that exceeds the budgets."""
+        problem, limits = self._problem, self._limits
+        recipes, c = self._recipes, self._recipes.candidates
+        rows = recipes.row[choice.dropped]
+        hooks = len(problem.level)
+        level = problem.level - sum_over_time(hooks, c.size[rows], c.first[rows], c.use[rows])
+        held, tick = choice.held, self._trace.hook_tick
+        since = np.searchsorted(tick, self._trace.tensor_dies[held], side="right")
+        until = np.maximum(np.searchsorted(tick, recipes.needed_until[held], side="right"), since)
+        held_bytes = self._trace.tensor_bytes[held]
+        level = level + sum_over_time(hooks, held_bytes, since, until)
+        last = int(problem.candidates.use.max(initial=0))
+        over = np.maximum(level[:last] - limits.budget, 0)
+        swappable = np.ones(len(c), np.bool_)
+        swappable[rows] = False
+        idle = sum_over_time(hooks, c.size[swappable], c.first[swappable], c.use[swappable])
+        idle += sum_over_time(hooks, held_bytes, since, until)
+        if (over > idle[:last]).any() or (limits.host_budget is not None and over.max(initial=0) > limits.host_budget):
+            return inf
+        clock = np.asarray(problem.time_us)
+        after = clock[last] - clock[:last] + choice.recompute_us
+        out_us, back_us = over / (limits.cost.d2h_gbps * 1e3), over / (limits.cost.h2d_gbps * 1e3)
+        relaxed = relaxed_us(clock[:last], after, out_us, back_us)
+        floor = problem.total_us + choice.recompute_us
+        return max(floor, float(relaxed.max(initial=0.0)) + problem.total_us - float(clock[last]))
+
+    def _plan(self, choice: Choice) -> None:
+        """Plan what is left to move under `choice`, and keep the plan if it is within the budgets."""
+        limits = self._limits
+        dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
+        for repair in range(_REPAIRS):
+            rewritten = RewrittenTrace.of(self._recipes, dropped, held)
+            beside_bytes = rewritten.recomputations.bytes_beside(self._trace)
+            budget = limits.budget - beside_bytes
+            problem = Problem.of(rewritten.trace)
+            if problem.least_bytes <= budget:
+                break
+            spared = self._too_large(rewritten, problem, budget, gently=repair < _REPAIRS // 2)
+            if not spared:
+                return
+            dropped -= spared
+        else:
+            return
+        search = Search(problem, budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
+        if problem.peak_bytes <= budget:
+            found = Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
+        else:
+            search.try_ranks()
+            search.try_swap_all()
+            if search.best is None:
+                return
+            found = search.best
+        moves = rewritten.to_step(found.scheduled.moves)
+        swaps = moves.actions([problem.tensor[i] for i in found.scheduled.who])
+        timeline = self._simulator.run_rewritten(rewritten, swaps)
+        if timeline.peak_bytes > budget:
+            return
+        if limits.host_budget is not None and timeline.host_bytes > limits.host_budget:
+            return
+        self.plans.append(
+            SwapPlan(
+                fingerprint=self._trace.fingerprint,
+                num_hooks=len(self._trace.hook_tick),
+                actions=swaps + choice_actions(self._recipes, rewritten),
+                hbm_budget_bytes=limits.budget,
+                peak_bytes=timeline.peak_bytes + beside_bytes,
+                host_bytes=timeline.host_bytes,
+                step_us=timeline.step_us,
+                stall_us=timeline.stall_us,
+                recompute_us=timeline.recompute_us,
+            )
+        )
+
+    def _too_large(self, rewritten: RewrittenTrace, problem: Problem, budget: int, *, gently: bool) -> set[int]:
+        """Dropped storages without whose recomputations there is more room, where `budget` has too little, whatever is swapped:
+        all that is there again by then, and all that is made next. `gently`: what is used there, if that makes others as well,
+        else what is made there, if anything is."""
+        c, recipes = problem.candidates, self._recipes
+        level = problem.level - sum_over_time(len(problem.level), c.size, c.first, c.use)
+        use = recipes.candidates.use[recipes.row].tolist()
+        last_use = recipes.candidates.last_use[recipes.row].tolist()
+        made_at = rewritten.made_at
+        spared = set[int]()
+        for hook in np.unique(rewritten.origin[level > budget]).tolist():
+            made = [j for j, at in made_at.items() if at == hook]
+            used = [j for j in made if use[j] == hook]
+            if not gently or not made:
+                upcoming = min((at for at in made_at.values() if at >= hook), default=-1)
+                spared.update(j for j, at in made_at.items() if at == upcoming or at <= hook <= last_use[j])
+            else:
+                spared.update(used if len(used) < len(made) else made)
+        return spared
+
+
+# --- planner
+
+_WORTH_TRYING = 0.25
+"""Share by which the step of a plan that only swaps may be longer, as simulated, and is still worth measuring."""
+_FASTER_US = 1e-3
+"""Time that a plan which recomputes has to gain over one that only swaps: less is rounding."""
+
+
+def generate_plan(
+    trace: Trace,
+    hbm_budget: int,
+    host_budget: int | None,
+    cost_model: LinkCost,
+    *,
+    lead_us: PerTensor = 0.0,
+    lag_us: PerTensor = 0.0,
+    drafts: int = 4_500,
+    recompute: Collection[str] = (),
+    refused: Collection[int] = (),
+) -> SwapPlan:
+    """Plan of what of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the
+    least time.
+
+    host_budget: bytes of pinned memory; None: no limit. drafts: tentative plans that a local search may evaluate where there
+    are 16 candidates or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
+
+    lead_us: how much earlier than in time copies back are to be done, for all or by tensor; where memory has no room for that,
+    as early as it has. lag_us: how much later than foreseen copies out are there, for all or by tensor. The plan is the one
+    that is least late even so; a storage whose copy lags gives its memory back after others, where these will do. What the plan
+    says of itself, time and stalls, is as `simulate` has it, without lags.
+
+    recompute: base names of operators that may run again (`trace.replayable`); empty: nothing is recomputed. `refused`: numbers
+    of storages that must not be recomputed. Each storage is then kept, swapped or dropped and recomputed, and what others are
+    made of may be held: whatever takes the least time, and never more than what only swaps. A plan by which something is away
+    between two of its uses recomputes nothing; there is one only for budgets that are too small for any other.
+
+    Deterministic. About n log n in what autograd saved, and linear in operators.
+
+    Raises `InfeasibleBudget` where no plan is within the budgets, with the smallest that are; `ValueError` for a budget, a
+    lead or a lag that is none at all, `TypeError` for a budget that is no whole number of bytes.
+    """
+    return candidate_plans(
+        trace,
+        hbm_budget,
+        host_budget,
+        cost_model,
+        lead_us=lead_us,
+        lag_us=lag_us,
+        drafts=drafts,
+        at_most=1,
+        recompute=recompute,
+        refused=refused,
+    )[0]
+
+
+def candidate_plans(
+    trace: Trace,
+    hbm_budget: int,
+    host_budget: int | None,
+    cost_model: LinkCost,
+    *,
+    lead_us: PerTensor = 0.0,
+    lag_us: PerTensor = 0.0,
+    drafts: int = 4_500,
+    at_most: int = 2,
+    within: float = 0.02,
+    recompute: Collection[str] = (),
+    refused: Collection[int] = (),
+) -> list[SwapPlan]:
+    """Return the plan of `generate_plan`, then others whose simulated step takes at most `within` (a share) longer, best first.
+
+    A model of the link and of the operators is not exact: whoever can measure may try them all. After a plan that recomputes
+    the best one that only swaps comes second, if its step takes at most a quarter longer. Raises as `generate_plan` does.
+    """
+    hbm_budget = whole_bytes("hbm_budget", hbm_budget)
+    host_budget = None if host_budget is None else whole_bytes("host_budget", host_budget)
+    _check_arguments(hbm_budget, host_budget, {"lead_us": lead_us, "lag_us": lag_us}, drafts, at_most, within)
+    problem = Problem.of(trace)
+    if problem.peak_bytes <= hbm_budget:
+        return [_plan(trace, problem, hbm_budget, _nothing(problem))]
+    if problem.least_bytes > hbm_budget:  # what is used several times may be away between its uses, too: it comes back twice
+        problem, recompute = Problem.of(trace, between_uses=True), ()
+        if problem.least_bytes > hbm_budget:
+            raise _infeasible(trace, problem, hbm_budget)
+    limits = PlanLimits(
+        budget=hbm_budget,
+        host_budget=host_budget,
+        cost=cost_model,
+        lead_us=lead_us,
+        lag_us=lag_us,
+    )
+    search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
+    search.try_ranks()
+    search.try_swap_all()
+    search.improve(drafts)
+    hybrids: list[SwapPlan] = []
+    if recompute and not search.hides_all:
+        hybrids = hybrid_plans(trace, problem, limits, recompute, refused)
+    if not search.found and not hybrids:
+        raise _host_too_small(trace, problem, limits, search.least_host_bytes or 0, recompute, refused)
+    if at_most > 1 and search.found:
+        search.try_others(at_most)
+    swaps = _swap_only(trace, problem, limits, search, at_most, within)
+    if not swaps or (hybrids and hybrids[0].step_us < swaps[0].step_us - _FASTER_US):
+        return _mixed(hybrids, swaps, at_most, within)
+    return swaps
+
+
+def _swap_only(
+    trace: Trace, problem: Problem, limits: PlanLimits, search: Search, at_most: int, within: float
+) -> list[SwapPlan]:
+    """The best plans that `search` found, at most so many and so much slower."""
+    plans: list[SwapPlan] = []
+    for found in sorted(search.found, key=lambda found: found.order):
+        if len(plans) == at_most:
+            break
+        plan = _plan(trace, problem, limits.budget, found)
+        if plans and plan.step_us > plans[0].step_us * (1 + within):
+            break
+        if all(plan.actions != other.actions for other in plans):
+            plans.append(plan)
+    return plans
+
+
+def _mixed(hybrids: list[SwapPlan], swaps: list[SwapPlan], at_most: int, within: float) -> list[SwapPlan]:
+    """The best plan that recomputes, the best that does not if that is no quarter slower, and then more of the first kind."""
+    best = hybrids[0]
+    plans = [best, *(plan for plan in swaps[:1] if plan.step_us <= best.step_us * (1 + _WORTH_TRYING))]
+    for plan in hybrids[1:]:
+        if plan.step_us <= best.step_us * (1 + within) and all(plan.actions != other.actions for other in plans):
+            plans.append(plan)
+    return plans[:at_most]
+
+
+def _nothing(problem: Problem) -> Found:
+    """The draft for a step that fits."""
+    return Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
+
+
+def _plan(trace: Trace, problem: Problem, budget: int, found: Found) -> SwapPlan:
+    return SwapPlan(
+        fingerprint=trace.fingerprint,
+        num_hooks=len(problem.level),
+        actions=found.scheduled.moves.actions([problem.tensor[i] for i in found.scheduled.who]),
+        hbm_budget_bytes=budget,
+        peak_bytes=found.peak_bytes,
+        host_bytes=found.host_bytes,
+        step_us=problem.total_us + found.stall_us + found.head_copy_us,
+        stall_us=found.stall_us,
+    )
+
+
+def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget:
+    peak, least = peak_memory(trace), problem.least_bytes
+    parts = [f"{format_size(nbytes)} {kind.name.lower()}" for kind, nbytes in peak.by_kind.items()]
+    if peak.inner_bytes:
+        parts.append(f"{format_size(peak.inner_bytes)} inside an operator")
+    text = (
+        f"hbm_budget: expected {least} bytes ({format_size(least)}) or more, got {budget} ({format_size(budget)}); the step's "
+        f"peak of {format_size(peak.nbytes)} is {', '.join(parts)}"
+    )
+    activations = peak.by_kind.get(TensorKind.ACTIVATION, 0)
+    if least == problem.peak_bytes and not activations:
+        text += (
+            ". The peak is not in activations at all: nothing that could be swapped is idle then. Use a smaller batch or model"
+        )
+    elif least == problem.peak_bytes:
+        text += (
+            f". None of the {format_size(activations)} of activations can be away then: each is being used, or the program "
+            f"holds it as well, or it is too small to move. Raise the budget, or use a smaller batch or model"
+        )
+    else:
+        text += f", of which {format_size(peak.idle_bytes)} could be swapped. Raise the budget, or use a smaller batch or model"
+    return InfeasibleBudget(text, smallest_bytes=least)
+
+
+def _host_too_small(
+    trace: Trace,
+    problem: Problem,
+    limits: PlanLimits,
+    least_host_bytes: int,
+    recompute: Collection[str],
+    refused: Collection[int],
+) -> InfeasibleBudget:
+    """Find by halving the smallest device budget for which there is a plan within `host_budget`; more coarsely, what
+    recomputation makes of it."""
+    budget, host_budget = limits.budget, limits.host_budget or 0
+    low, high = budget, problem.peak_bytes
+    while high - low > max(MIB, high >> 10):
+        middle = (low + high) // 2
+        search = Search(problem, middle, host_budget, limits.cost)
+        search.try_ranks()
+        low, high = (low, middle) if search.found else (middle, high)
+    low = budget
+    while recompute and high - low > max(MIB, high >> 6):
+        middle = (low + high) // 2
+        found = hybrid_plans(trace, problem, replace(limits, budget=middle), recompute, refused)
+        low, high = (low, middle) if found else (middle, high)
+    also = ""
+    if not recompute and not problem.goes_between_uses and hybrid_plans(trace, problem, limits, DEFAULT, refused):
+        also = f"; or recompute: with recompute=True {budget} bytes ({format_size(budget)}) are enough"
+    return InfeasibleBudget(
+        f"host_budget: expected {least_host_bytes} bytes ({format_size(least_host_bytes)}) of pinned memory or more for an "
+        f"hbm_budget of {format_size(budget)}, got {host_budget} ({format_size(host_budget)}); raise it, or hbm_budget to "
+        f"{high} bytes ({format_size(high)}){also}",
+        smallest_bytes=high,
+        smallest_host_bytes=least_host_bytes,
+    )
+
+
+def _check_arguments(
+    hbm_budget: int, host_budget: int | None, times_us: Mapping[str, PerTensor], drafts: int, at_most: int, within: float
+) -> None:
+    if hbm_budget <= 0:
+        raise ValueError(
+            f"hbm_budget: expected more than 0 bytes, got {hbm_budget}; say how much device memory a step may take"
+        )
+    if host_budget is not None and host_budget < 0:
+        raise ValueError(f"host_budget: expected 0 bytes or more, or None for no limit, got {host_budget}")
+    for name, given in times_us.items():
+        for us in given.values() if isinstance(given, Mapping) else (given,):
+            if not isfinite(us) or us < 0:
+                raise ValueError(f"{name}: expected finite times of 0 us or more, got {us}")
+    if drafts < 0 or at_most < 1 or not within >= 0:
+        raise ValueError(
+            f"expected drafts of 0 or more, at_most of 1 or more and within of 0 or more, got {drafts}, {at_most} and {within}"
+        )

@@ -1,0 +1,343 @@
+"""A trace as the planner sees it, ticks as the intervals between hooks, and the hooks at which copies begin.
+
+memory:   level[k] = most allocated from hook k until hook k + 1, nothing swapped; what is above the budget has to be away
+time:     time_us[k] = when compute is at hook k, nothing swapped
+who:      candidate i may be away from hook first[i] until hook use[i], and its copy out begin at hook sendable[i]; a storage
+          that may be away between its uses as well is several candidates
+
+The executor acts at hooks alone, so nothing that happens between two of them can be told apart: arithmetic over hooks and
+candidates is exact, and a step of a million operators is a few arrays of a hundred thousand.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from chameleon_mm.plan.swap_plan import ActionColumns, partial_move_peaks
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import Bools, Float64s, Int64s, Trace
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, sum_over_time
+from chameleon_mm.units import ALLOCATION_UNIT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """K hooks and n candidates, in the order in which they may be copied out. Lists where Python walks through them."""
+
+    before_bytes: int
+    """Most bytes allocated before the first hook: nothing can be done about that."""
+    level: Int64s
+    """(K,) most bytes allocated from each hook until the next."""
+    at_hook: Int64s
+    """(K,) bytes allocated at the hook's own tick."""
+    time_us: list[float]
+    """(K,) times at which compute is at each hook."""
+    total_us: float
+    candidates: Candidates
+    """Candidates in the order in which their copies out may begin; the lists below are its columns."""
+    tensor: list[int] = field(init=False)
+    size: list[int] = field(init=False)
+    nbytes: list[int] = field(init=False)
+    sendable: list[int] = field(init=False)
+    first: list[int] = field(init=False)
+    use: list[int] = field(init=False)
+    padding: list[int] = field(init=False)
+    """Bytes by which `size` is more than `nbytes`."""
+    may_exceed_more: Bools = field(init=False)
+    """(K,) whether more may be missing from hook k on than before it: the level rises, or a candidate is used."""
+    may_exceed_more_backwards: Bools = field(init=False)
+    """(K,) whether more may be missing, walking back: the level is above hook k + 1's, or one may be away from k + 1 on."""
+    peak_bytes: int = field(init=False)
+    """Peak of the step, nothing swapped."""
+    least_bytes: int = field(init=False)
+    """Peak with every candidate away for as long as it may be: no plan's peak is below it."""
+    goes_between_uses: bool = False
+    """Whether there are candidates that are idle between two uses."""
+    goes_twice: bool = field(init=False)
+    """Whether there are two candidates or more that are one storage at different times."""
+
+    def __post_init__(self) -> None:
+        c = self.candidates
+        for name in ("tensor", "size", "nbytes", "sendable", "first", "use"):
+            object.__setattr__(self, name, getattr(c, name).tolist())
+        object.__setattr__(self, "padding", (c.size - c.nbytes).tolist())
+        object.__setattr__(self, "goes_twice", bool(c.away_before().any()))
+        rises = np.diff(self.level)
+        climbs, falls = np.ones(len(self.level), np.bool_), np.ones(len(self.level), np.bool_)
+        climbs[1:], falls[:-1] = rises > 0, rises < 0
+        climbs[c.use] = True
+        falls[np.maximum(c.first - 1, 0)] = True
+        object.__setattr__(self, "may_exceed_more", climbs)
+        object.__setattr__(self, "may_exceed_more_backwards", falls)
+        object.__setattr__(self, "peak_bytes", self.peak_of(self.level))
+        away = sum_over_time(len(self.level), c.size, c.first, c.use)
+        object.__setattr__(self, "least_bytes", self.peak_of(self.level - away))
+
+    @classmethod
+    def of(cls, trace: Trace, *, between_uses: bool = False) -> Problem:
+        """Problem of `trace`. `between_uses`: what is idle between two uses may be away there, too. O(operators + storages +
+        hooks), without a loop."""
+        curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace, between_uses=between_uses)
+        *time_us, total_us = trace.hook_us().tolist()
+        return cls(
+            before_bytes=int(curve[: hooks[0] if len(hooks) else None].max(initial=0)) if len(curve) else trace.start_bytes,
+            level=np.maximum.reduceat(curve, hooks) if len(hooks) else np.empty(0, np.int64),
+            at_hook=curve[hooks],
+            time_us=time_us,
+            total_us=total_us,
+            candidates=candidates.take(np.argsort(candidates.sendable, kind="stable")),
+            goes_between_uses=between_uses,
+        )
+
+    def peak_of(self, level: Int64s) -> int:
+        """Peak of a step with `level` from each hook until the next."""
+        return max(self.before_bytes, int(level.max(initial=0)))
+
+    def over(self, budget: int, where: Bools) -> tuple[list[int], list[int]]:
+        """Hooks of `where` from which more than `budget` is allocated until the next, and how much more."""
+        hooks = ((self.level > budget) & where).nonzero()[0]
+        return hooks.tolist(), (self.level[hooks] - budget).tolist()
+
+    def moves(
+        self, who: Sequence[int], freed: Sequence[int], out_at: Sequence[int], reclaim_at: Sequence[int], in_at: Sequence[int]
+    ) -> ActionColumns:
+        """The moves of candidates `who`, in the order of their uses. Each frees a multiple of 512 bytes: all that it takes, or
+        less."""
+        c = self.candidates
+        which, freed_bytes, *hooks = (np.asarray(column, np.int64) for column in (who, freed, out_at, reclaim_at, in_at))
+        again = c.take(which).away_before() if self.goes_twice else np.zeros(len(which), np.bool_)
+        return ActionColumns.reclaiming(freed_bytes, c.size[which], c.nbytes[which], (*hooks, c.use[which]), again)
+
+    def whole_where_twice(self, selected: Mapping[int, int]) -> Mapping[int, int]:
+        """`selected`, candidate -> bytes that it gives up: all that it takes for each storage that goes more than once, so that
+        it comes back from one host copy every time."""
+        if not self.goes_twice:
+            return selected
+        times = Counter(self.tensor[i] for i in selected)
+        return {i: nbytes if times[self.tensor[i]] == 1 else self.size[i] for i, nbytes in selected.items()}
+
+    def peak_with(self, moves: ActionColumns) -> int:
+        """Device memory at most under `moves`."""
+        away = moves.away(len(self.level))
+        return max([self.peak_of(self.level - away), *partial_move_peaks(moves, self.at_hook - away).values()])
+
+
+# --- Assigns hooks to what moves, so that memory is within the budget at every hook and copies have the most time
+#
+# copies out    as soon as each may be sent: the engine takes them one after the other copies back   last hook to first: memory
+# that is needed at hook k is taken from what is used latest; that comes back after k reclaims      first hook to last: memory
+# that is needed at hook k is reclaimed at k, from what was copied out first in part       a part that stays needs memory of
+# its own for a moment: at a hook with room for it, or all of it moves
+#
+# Both sweeps only decide who is away, never that fewer are than the selection found enough, so neither can end without room.
+# What the sweeps never send away is no longer part of the plan.
+
+PerTensor = float | Mapping[int, float]
+"""Microseconds: for all, or by tensor of the trace (0 for the others)."""
+
+
+class Scheduled(NamedTuple):
+    """The candidates that move, in the order of their uses, which is that of the plan."""
+
+    who: list[int]
+    """Numbers of the candidates in the problem."""
+    moves: ActionColumns
+
+
+def schedule(
+    problem: Problem,
+    budget: int,
+    selected: Mapping[int, int],
+    *,
+    send_from: Sequence[int] | None = None,
+    latest_return: Callable[[Mapping[int, int]], Mapping[int, int]] | None = None,
+    copied_out_us: Callable[[Mapping[int, int]], Mapping[int, float]] | None = None,
+    reclaim_early: Sequence[bool] = (),
+) -> Scheduled:
+    """Assign hooks to `taken`, candidate -> bytes, a selection for `problem`. Time: O(K + n log n).
+
+    ready: (n,) hooks from which copies out begin, not before they are sendable, which is the default. latest: of a selection,
+    by candidate, the hook until which its copy back need not begin (`latest_back`); by default it begins as soon as there is
+    room. copied: the same, when its copy out is there (`copied_by`); by default in the order in which copies out begin.
+    reclaim_early: (n,) whether its memory is reclaimed as soon as it may, needed or not; empty: none of them.
+    """
+    selected = dict(selected)
+    send_from = problem.sendable if send_from is None else send_from
+    while True:
+        in_at = _copies_back(problem, budget, selected, latest_return(selected) if latest_return is not None else {})
+        reclaim_at = _reclaims(
+            problem,
+            budget,
+            selected,
+            in_at,
+            send_from,
+            copied_out_us(selected) if copied_out_us is not None else {},
+            reclaim_early,
+        )
+        who = sorted(reclaim_at, key=lambda i: (problem.use[i], i))
+        moves = problem.moves(
+            who,
+            [selected[i] for i in who],
+            [min(send_from[i], reclaim_at[i]) for i in who],
+            [reclaim_at[i] for i in who],
+            [in_at[i] for i in who],
+        )
+        more = _make_room_for_parts(problem, budget, who, moves)
+        if not more:
+            return Scheduled(who, moves)
+        selected.update(more)
+
+
+def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, lead_us: PerTensor) -> dict[int, int]:
+    """Last hook, by candidate, at which its copy back begins in time, if they cross in the order of their uses.
+
+    In time: done `lead_us` before the use, even were the other direction busy all the while, and compute never late.
+    """
+    who = sorted(selected, key=lambda i: (problem.use[i], i))
+    if not who:
+        return {}
+    slower = max(cost.duplex_gbps - cost.d2h_gbps, cost.h2d_gbps / 2)
+    nbytes = np.array([selected[i] - problem.padding[i] for i in who])
+    copy_us = cost.alone_us(nbytes, slower)
+    clock, use = np.asarray(problem.time_us), problem.candidates.use[who]
+    due = clock[use] - by_candidate(problem, who, lead_us)
+    rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last
+    start = np.minimum.accumulate((due + rest_us - copy_us)[::-1])[::-1] - rest_us
+    hooks = np.searchsorted(clock, start, side="right") - 1
+    # Later hooks may share the time of a use, operators of no time between them: it begins with the use at the latest.
+    return dict(zip(who, np.clip(hooks, 0, use).tolist(), strict=True))
+
+
+def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> Float64s:
+    """(n,) times of the candidates `who`."""
+    if isinstance(us, Mapping):
+        return np.array([us.get(problem.tensor[i], 0.0) for i in who])
+    return np.full(len(who), us)
+
+
+def copied_by(
+    problem: Problem, selected: Mapping[int, int], send_from: Sequence[int], cost: LinkCost, lag_us: Sequence[float]
+) -> dict[int, float]:
+    """Time, by candidate, at which its copy out is there, if nothing stalls and nothing goes the other way.
+
+    send_from: (n,) hooks from which copies out begin. lag_us: (n,) by how much each is there later than that.
+    """
+    done, now = {}, 0.0
+    for i in sorted(selected, key=lambda i: (send_from[i], problem.use[i], i)):
+        copy_us = cost.alone_us(selected[i] - problem.padding[i], cost.d2h_gbps)
+        now = max(now, problem.time_us[send_from[i]]) + copy_us
+        done[i] = now + lag_us[i]
+    return done
+
+
+def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
+    """First hook, by candidate, at which there is room for it to be back, room until its use; last used, last back.
+
+    held: hooks before which it is not back even so.
+    """
+    first, use = problem.first, problem.use
+    waiting = sorted(selected, key=lambda i: (use[i], -first[i], i))  # the last one is the next to be away
+    holding = sorted(held, key=held.__getitem__)
+    here = [0] * (len(problem.level) + 1)  # by hook: bytes of what was not away before it
+    in_at: dict[int, int] = {}
+    away, seen = 0, len(problem.level)
+    for k, excess in zip(*map(reversed, problem.over(budget, problem.may_exceed_more_backwards)), strict=True):
+        away -= sum(here[k + 1 : seen + 1])
+        seen = k
+        while holding and held[holding[-1]] > k:
+            i = holding.pop()
+            if i not in in_at:
+                in_at[i] = held[i]
+                if first[i] <= k:
+                    away += selected[i]
+                    here[first[i]] += selected[i]
+        while away < excess:
+            i = waiting.pop()
+            if first[i] <= k and i not in in_at:
+                in_at[i] = k + 1
+                away += selected[i]
+                here[first[i]] += selected[i]
+    for i in holding:  # not needed by what comes after it; the reclaims may still prefer it
+        in_at.setdefault(i, held[i])
+    return in_at
+
+
+def _reclaims(
+    problem: Problem,
+    budget: int,
+    selected: Mapping[int, int],
+    in_at: Mapping[int, int],
+    send_from: Sequence[int],
+    copied_out_us: Mapping[int, float],
+    reclaim_early: Sequence[bool],
+) -> dict[int, int]:
+    """Last hook, by candidate, at which its memory must go; first copied out, first gone."""
+    first, use = problem.first, problem.use
+    who = sorted(in_at, key=lambda i: (send_from[i], use[i], i))
+    if copied_out_us:
+        who.sort(key=copied_out_us.__getitem__)
+    arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
+    climbs = problem.may_exceed_more.copy()
+    climbs[list(in_at.values())] = True
+    waiting: list[int] = []
+    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is away, less those of what went early
+    reclaim_at: dict[int, int] = {}
+    away, seen = 0, -1
+    for i in who if reclaim_early else ():
+        if reclaim_early[i] and first[i] < in_at[i]:
+            reclaim_at[i] = first[i]
+            back[first[i]] -= selected[i]
+            back[in_at[i]] += selected[i]
+    for k, excess in zip(*problem.over(budget, climbs), strict=True):
+        while arrivals and first[who[arrivals[-1]]] <= k:
+            heapq.heappush(waiting, arrivals.pop())
+        away -= sum(back[seen + 1 : k + 1])
+        seen = k
+        while away < excess:
+            i = who[heapq.heappop(waiting)]
+            if in_at[i] > k and i not in reclaim_at:
+                reclaim_at[i] = k
+                away += selected[i]
+                back[in_at[i]] += selected[i]
+    return reclaim_at
+
+
+def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], moves: ActionColumns) -> dict[int, int]:
+    """Move the reclaims of what moves in part to earlier hooks, and its returns to later ones, where what stays can be copied.
+
+    Returns candidate -> bytes that it has to give up at least, for each that finds no such hook. Sooner gone and later back can
+    only lower memory, so what had room still has it.
+    """
+    parts = moves.head.nonzero()[0].tolist()
+    if not parts:
+        return {}
+    reclaim_at, in_at, heads = moves.reclaim_at.tolist(), moves.in_at.tolist(), moves.head.tolist()
+    leaving, staying = _levels_within_hooks(problem, moves)
+    more: dict[int, int] = {}
+    for j in parts:
+        i, stays = who[j], heads[j]
+        room_out = budget - leaving[problem.first[i] : reclaim_at[j] + 1]
+        room_back = budget - staying[in_at[j] : problem.use[i] + 1]
+        room = min(int(room_out.max()), int(room_back.max()))
+        if room < stays:
+            more[i] = problem.size[i] - max(0, room // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES)
+            continue
+        moves.reclaim_at[j] = problem.first[i] + (room_out >= stays).nonzero()[0][-1]
+        moves.out_at[j] = min(moves.out_at[j], moves.reclaim_at[j])
+        moves.in_at[j] += (room_back >= stays).argmax()
+    return more
+
+
+def _levels_within_hooks(problem: Problem, moves: ActionColumns) -> tuple[Int64s, Int64s]:
+    """(K,) bytes allocated within each hook: once whole storages are reclaimed and nothing is back; once all is done."""
+    after = moves.away(len(problem.level))
+    before = np.concatenate((np.zeros(1, np.int64), after[:-1]))
+    whole = moves.head == 0
+    np.add.at(before, moves.reclaim_at[whole], moves.reclaimed[whole])
+    return problem.at_hook - before, problem.at_hook - after

@@ -1,0 +1,248 @@
+"""Recipes of a step: the storages that can be recomputed, by which operators, from what, as a trace tells it before any choice.
+
+recipes = Recipes.of(trace, names)      # names: base names of operators that may run again; None: any
+recipes.makers[j]                       operators of forward that wrote storage j, in order: all of them run again
+recipes.inputs[j]                       what they read beside it that was made in the step
+recipes.can_drop[j]                     whether it may be dropped at all: saved, idle, and recomputed from what can be had again
+recipes.can_hold[j]                     whether it may be held: unsaved, and there at a hook after it was written
+
+What was there before the step is there at a recomputation too, unless others may write to it: it is no input here, and an
+operator that reads what somebody writes before the recomputation recomputes nothing. A view writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from chameleon_mm.plan.timing import FASTEST_GBPS, LinkCost
+from chameleon_mm.plan.trace import NEVER, Bools, Float64s, Int64s, StepPhase, TensorKind, Trace
+from chameleon_mm.plan.unswapped_memory import Candidates
+from chameleon_mm.replayable import BATCH_NORMS, ELEMENTWISE, VIEWS, base_name
+from chameleon_mm.units import KIB
+
+ALWAYS = np.iinfo(np.int64).max
+"""Tick after all ticks."""
+
+COPIED_BYTES = 64 * KIB
+"""Size up to which a recipe has a copy of its own of a parameter or an input that autograd does not save, such as a bias:
+others may write to it after forward. What is larger may be read again only where backward reads it, as autograd relies on it
+then. Note [Relied on], `swap/recipe.py`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recipes:
+    """How each of the m storages of a trace is made. Storages and operators by number, moments by tick."""
+
+    trace: Trace
+    candidates: Candidates
+    row: Int64s
+    """(m,) row of each in `candidates`; -1: it is none."""
+    saved: Bools
+    """(m,) whether autograd saved it, so that it is there at a recomputation, if it is not dropped."""
+    makers: list[tuple[int, ...]]
+    """(m,) operators that wrote it, in order; empty: it was there before the step, or cannot be recomputed."""
+    inputs: list[tuple[int, ...]]
+    """(m,) storages made in the step that its makers read, beside itself."""
+    fresh: list[tuple[int, ...]]
+    """(n,) storages that each operator of forward makes."""
+    reads: list[tuple[int, ...]]
+    """(n,) storages made in the step that each operator of forward reads or writes to."""
+    order: list[int]
+    """Storages that forward makes, in the order in which they are whole: inputs before what is made of them."""
+    can_drop: Bools
+    can_recompute: Bools
+    """(m,) whether its makers may run again as a part of any recomputation that needs it."""
+    needed_until: Int64s
+    """(m,) latest tick at which a recomputation may read it; -1: none does."""
+    last_write: Int64s
+    """(m,) tick of the operator that wrote each last; NEVER: none did."""
+    can_hold: Bools
+    hold_hook: Int64s
+    """(m,) first hook at which it is whole; the number of hooks: there is none."""
+    is_kept: Bools
+    """(m,) whether backward reads it though no hook saved it: autograd keeps it where it is, as it does with what is small."""
+    alone_hook: Int64s
+    """(m,) first hook at which what is made from it may be dropped: the model lets go of it, or autograd keeps it."""
+    compare_us: Float64s
+    """(m,) time in which it is compared with the original, if it is dropped: each of two checksums reads every byte."""
+
+    @classmethod
+    def of(
+        cls,
+        trace: Trace,
+        names: Collection[str] | None,
+        refused: Collection[int] = (),
+        *,
+        cost: LinkCost | None = None,
+    ) -> Recipes:
+        """Recipes of `trace`. `refused`: storages that may not be recomputed. `cost`: prices comparisons; None: they take no
+        time. O(ticks + storages)."""
+        return _Finder(trace, names).recipes(refused, cost)
+
+
+class _Finder:
+    """Reads a trace for its recipes."""
+
+    def __init__(self, trace: Trace, names: Collection[str] | None) -> None:
+        self._trace = trace
+        m, n = len(trace.tensor_bytes), len(trace.op_us)
+        self._in_step = trace.tensor_born >= 0
+        bases = [base_name(name) for name in trace.op_names]
+        views = np.array([base in VIEWS for base in bases], np.bool_)
+        admitted = np.array([names is None or base in names for base in bases], np.bool_)
+        self._may_run: Bools = (trace.op_phase == StepPhase.FORWARD) & admitted[trace.op_name]
+        self._read_op = np.repeat(np.arange(n), np.diff(trace.read_offsets))
+        self._read = trace.read_tensors.astype(np.int64)
+        batch_norm = np.array([base in BATCH_NORMS for base in bases], np.bool_)
+        reads_statistics = batch_norm[trace.op_name[self._read_op]] & (trace.tensor_kind[self._read] == TensorKind.BUFFER)
+        self._may_run[self._read_op[reads_statistics]] = False
+        self._in_backward = np.zeros(m, np.bool_)
+        self._in_backward[self._read[trace.op_phase[self._read_op] == StepPhase.BACKWARD]] = True
+        others_write = ~self._in_step & ~self._in_backward & (trace.tensor_bytes > COPIED_BYTES)
+        self._may_run[self._read_op[others_write[self._read]]] = False
+        op = np.repeat(np.arange(n), np.diff(trace.write_offsets))
+        written = trace.write_tensors.astype(np.int64)
+        is_view = views[trace.op_name[op]]
+        if is_view.any():
+            keys = np.unique(
+                self._read_op[views[trace.op_name[self._read_op]]] * m + self._read[views[trace.op_name[self._read_op]]]
+            )
+            is_view = is_view & np.isin(op * m + written, keys)
+        self._write_op, self._written = op[~is_view], written[~is_view]
+        self._write_tick = trace.op_tick[self._write_op].astype(np.int64)
+        self._last_write = np.full(m, NEVER, np.int64)
+        self._last_write[self._written] = self._write_tick  # ticks rise: the last one assigned stays
+        first_write = np.full(m, NEVER, np.int64)
+        first_write[self._written[::-1]] = self._write_tick[::-1]
+        self._is_fresh = (first_write[self._written] == self._write_tick) & (
+            trace.tensor_born[self._written] == self._write_tick
+        )
+        self._valid_until = self._inputs_stay_until()
+
+    def _inputs_stay_until(self) -> Int64s:
+        """(n,) tick of the next write to what each operator reads; of what was made in the step any later write counts as one
+        at once. What it reads and writes itself is not in it, unless it was there before the step."""
+        trace, m = self._trace, len(self._trace.tensor_bytes)
+        keys = np.sort(self._written * (trace.num_ticks + 1) + self._write_tick)
+        tick = trace.op_tick[self._read_op].astype(np.int64)
+        # From its own tick on for what was there before: a write by the operator itself is one, too.
+        wanted = self._read * (trace.num_ticks + 1) + tick + self._in_step[self._read]
+        at = np.searchsorted(keys, wanted)
+        found = np.append(keys, ALWAYS)[at]
+        next_tick = np.where(found // (trace.num_ticks + 1) == self._read, found % (trace.num_ticks + 1), ALWAYS)
+        next_tick[(next_tick < ALWAYS) & self._in_step[self._read]] = -1
+        own = np.isin(self._read_op * m + self._read, self._write_op * m + self._written) & self._in_step[self._read]
+        until = np.full(len(trace.op_us), ALWAYS, np.int64)
+        np.minimum.at(until, self._read_op[~own], next_tick[~own])
+        return until
+
+    def recipes(self, refused: Collection[int], cost: LinkCost | None) -> Recipes:
+        trace, m = self._trace, len(self._trace.tensor_bytes)
+        candidates = Candidates.of(trace)
+        row = np.full(m, -1, np.int64)
+        row[candidates.tensor] = np.arange(len(candidates))
+        saves = np.flatnonzero(~trace.hook_use & (trace.hook_tensor >= 0))[::-1]
+        first_save = np.full(m, NEVER, np.int64)
+        first_save[trace.hook_tensor[saves]] = trace.hook_tick[saves]
+        saved = (first_save != NEVER) & self._in_step
+        makers, inputs, reads, fresh, stays = self._by_storage()
+        hold_hook = np.searchsorted(trace.hook_tick, self._last_write, side="right")
+        there = np.append(trace.hook_tick, trace.num_ticks + 1)[hold_hook] <= trace.tensor_dies
+        kept = self._in_step & ~saved & self._in_backward
+        can_hold = self._in_step & ~saved & there & (self._last_write != NEVER) & (trace.tensor_bytes > 0)
+        order = [j for j in np.argsort(self._last_write, kind="stable").tolist() if makers[j]]
+        use_tick = np.full(m, -1, np.int64)
+        droppable = (row >= 0) & (self._last_write < first_save) & (stays >= 0)
+        spared = {j for j in refused if 0 <= j < m}
+        droppable[list(spared)] = False
+        use_tick[candidates.tensor] = trace.hook_tick[candidates.use]
+        droppable &= stays > use_tick
+        needed_until = np.where(droppable, use_tick, -1).tolist()
+        stays_list, saved_list = stays.tolist(), saved.tolist()
+        droppable_list, hold_list = droppable.tolist(), can_hold.tolist()
+        for j in reversed(order):
+            if needed_until[j] >= 0:
+                for x in inputs[j]:
+                    if not saved_list[x] and needed_until[x] < needed_until[j]:
+                        needed_until[x] = needed_until[j]
+        recompute = [False] * m
+        for j in order:
+            had = all(saved_list[x] or hold_list[x] or recompute[x] for x in inputs[j])
+            recompute[j] = had and not saved_list[j] and stays_list[j] > needed_until[j] and j not in spared
+            droppable_list[j] = droppable_list[j] and had
+        droppable &= np.array(droppable_list, np.bool_)
+        droppable[[j for j in range(m) if not makers[j]]] = False
+        return Recipes(
+            trace=trace,
+            candidates=candidates,
+            row=row,
+            saved=saved,
+            makers=makers,
+            inputs=inputs,
+            fresh=fresh,
+            reads=reads,
+            order=order,
+            can_drop=droppable,
+            can_recompute=np.array(recompute, np.bool_),
+            needed_until=np.array(needed_until, np.int64),
+            last_write=self._last_write,
+            can_hold=can_hold,
+            hold_hook=hold_hook,
+            is_kept=kept,
+            alone_hook=np.where(kept, 0, np.searchsorted(trace.hook_tick, trace.tensor_dies, side="right")),
+            compare_us=np.zeros(m) if cost is None else 2 * trace.tensor_bytes / (_streaming_gbps(trace, cost) * 1e3),
+        )
+
+    def _by_storage(
+        self,
+    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], Int64s]:
+        """Makers and inputs of each storage, what each operator reads and makes, and (m,) ticks until which nothing that the
+        makers of a storage read is written; -1: it cannot be recomputed."""
+        m, n = len(self._trace.tensor_bytes), len(self._trace.op_us)
+        over = np.bincount(self._write_op[~self._is_fresh], minlength=n)
+        # An operator that writes to what was there before it recomputes nothing but that.
+        good = self._may_run[self._write_op] & np.where(self._is_fresh, over[self._write_op] == 0, over[self._write_op] == 1)
+        stays = np.full(m, ALWAYS, np.int64)
+        np.minimum.at(stays, self._written, np.where(good, self._valid_until[self._write_op], -1))
+        whole = np.zeros(m, np.bool_)
+        whole[self._written[self._is_fresh]] = True
+        stays[~whole | ~self._in_step] = -1
+        makers: list[list[int]] = [[] for _ in range(m)]
+        made_of: list[list[int]] = [[] for _ in range(n)]
+        fresh: list[list[int]] = [[] for _ in range(n)]
+        may_run, in_step = self._may_run.tolist(), self._in_step.tolist()
+        for o, x in zip(self._read_op.tolist(), self._read.tolist(), strict=True):
+            if may_run[o] and in_step[x]:
+                made_of[o].append(x)
+        can = (stays >= 0).tolist()
+        for o, j, new in zip(self._write_op.tolist(), self._written.tolist(), self._is_fresh.tolist(), strict=True):
+            if new:
+                fresh[o].append(j)
+            elif may_run[o] and in_step[j]:
+                made_of[o].append(j)
+            if can[j]:
+                makers[j].append(o)
+        inputs = [
+            tuple(dict.fromkeys(x for o in made_by for x in made_of[o] if x != j)) if made_by else ()
+            for j, made_by in enumerate(makers)
+        ]
+        reads = [tuple(dict.fromkeys(read)) for read in made_of]
+        return [tuple(made_by) for made_by in makers], inputs, reads, [tuple(new) for new in fresh], stays
+
+
+def _streaming_gbps(trace: Trace, cost: LinkCost) -> float:
+    """Rate at which kernels that do little arithmetic go through device memory, in 1e9 bytes a second: that of forward's
+    elementwise operators, by what they read and write. Where there are none, that of copies within device memory."""
+    elementwise = np.array([base_name(name) in ELEMENTWISE for name in trace.op_names], np.bool_)
+    which = elementwise[trace.op_name] & (trace.op_phase == StepPhase.FORWARD)
+    touched = 0
+    for offsets, tensors in ((trace.read_offsets, trace.read_tensors), (trace.write_offsets, trace.write_tensors)):
+        nbytes = np.concatenate(([0], np.cumsum(trace.tensor_bytes[tensors])))
+        touched += int((nbytes[offsets[1:]] - nbytes[offsets[:-1]])[which].sum())
+    us = float(trace.op_us[which].sum())
+    if not touched or us * FASTEST_GBPS < touched:
+        return 2 * cost.hbm_gbps  # a copy reads and writes every byte
+    return touched / (us * 1e3)

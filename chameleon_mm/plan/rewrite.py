@@ -1,0 +1,455 @@
+"""A trace rewritten for what is dropped and what is held: what the swap planner and `simulate` know is enough for the rest.
+
+rewritten = RewrittenTrace.of(recipes, dropped, held)
+rewritten.trace              a dropped storage dies at the hook from which it is away, and is recomputed after one of backward
+rewritten.hook_of[k]         number there of hook k of the step
+rewritten.origin[q]          the hook of the step at which hook q of the rewritten trace is: it rises with q
+rewritten.to_step(moves)     moves for the rewritten trace -> moves for the step; `from_step` is the way back
+
+hook k of the step           rewritten
+use of j (dropped)           hook k     reclaims, copies out, copies back with no use of their own at k
+                             uses       of what the recomputation reads and was not used before: a hook for each
+                             operators  of the recomputation, as operators of backward
+next tick                    next tick
+
+So all that happens at hook k happens before the recomputation's operators run, which belong to tick k as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from chameleon_mm.plan.recipes import COPIED_BYTES, Recipes
+from chameleon_mm.plan.swap_plan import Action, ActionColumns, ActionKind, SwapPlan
+from chameleon_mm.plan.trace import NEVER, Int32s, Int64s, StepPhase, TensorKind, Trace
+from chameleon_mm.plan.unswapped_memory import Candidates
+from chameleon_mm.units import CHECKSUM_BYTES, allocated_size
+
+# --- The recomputations of a step for a choice of what is dropped and what is held: when, by which operators, from what
+#
+# A recomputation at a dropped storage's first use goes back to what is there: what was there before the step, what autograd
+# saved, what is held. What autograd saved and was dropped as well is recomputed on the way, and stays until its own use. All
+# else is made as a part of the recomputation, and goes within it.
+
+CHECKSUMS_IN_PAGE = 512
+"""Checksums whose memory is allocated together: one of each dropped storage, and one of what is made in its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """What is recomputed within one hook."""
+
+    hook: int
+    ops: tuple[int, ...]
+    """Operators of forward that run again, in forward's order."""
+    made: tuple[int, ...]
+    """Dropped storages that are there from then on."""
+    passing: tuple[int, ...]
+    """Storages that are made on the way, and go once nothing of this recomputation reads them any more."""
+    sources: tuple[int, ...]
+    """Storages made in the step that it reads and that are there: saved, held, or recomputed before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputations:
+    """All recomputations of a step."""
+
+    by_hook: tuple[Recomputation, ...]
+    dropped: tuple[int, ...]
+    """The dropped storages, by number: those that are not needed again before they could be dropped."""
+    held: tuple[int, ...]
+    """The held ones, by number: those that a recomputation reads."""
+    first: Mapping[int, int]
+    """Hook from which each dropped storage is away: nobody but its handle holds it, nor but the session what is held for it."""
+
+    def bytes_beside(self, trace: Trace) -> int:
+        """Bytes that they take beside storages of the step: copies of the small things that they read, were there before it and
+        are not read in backward (autograd saves those, and keeps the original), such as biases; and pages of checksums."""
+        again = np.unique([op for recomputation in self.by_hook for op in recomputation.ops])
+        reader = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
+        read = np.unique(trace.read_tensors[np.isin(reader, again)])
+        saved = np.unique(trace.read_tensors[trace.op_phase[reader] == StepPhase.BACKWARD])
+        read = np.setdiff1d(read[trace.tensor_born[read] < 0], saved)
+        nbytes = trace.tensor_bytes[read]
+        pages = -(-2 * len(self.dropped) // CHECKSUMS_IN_PAGE)
+        return int(allocated_size(nbytes[nbytes <= COPIED_BYTES]).sum()) + pages * CHECKSUMS_IN_PAGE * CHECKSUM_BYTES
+
+
+def find_recomputations(recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> Recomputations:
+    """Recomputations where `dropped` and `held` are the choice. What cannot be dropped is not.
+
+    Raises `ValueError` where a recomputation would need what is neither there nor can be recomputed.
+    """
+    candidates, alone = recipes.candidates, recipes.alone_hook.tolist()
+    idle = dict(zip(candidates.tensor.tolist(), candidates.first.tolist(), strict=True))
+    use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
+    holds = frozenset(held)
+    gone = {j for j in dropped if recipes.makers[j] and j in use}
+    while True:
+        recomputations = _Walk(recipes, gone, holds).recomputations(sorted(gone, key=lambda j: (use[j], j)), use)
+        first: dict[int, int] = {}
+        for recomputation in recomputations:
+            since = max((alone[x] for x in recomputation.sources if x in holds), default=0)
+            first.update({j: max(idle[j], since) for j in recomputation.made})
+        too_early = {j for recomputation in recomputations for j in recomputation.made if recomputation.hook <= first[j]}
+        if not too_early:
+            break
+        gone -= too_early
+    read = {x for recomputation in recomputations for x in recomputation.sources}
+    return Recomputations(
+        by_hook=tuple(recomputations), dropped=tuple(sorted(gone)), held=tuple(sorted(read.intersection(holds))), first=first
+    )
+
+
+class _Walk:
+    def __init__(self, recipes: Recipes, dropped: set[int], held: frozenset[int]) -> None:
+        self._recipes = recipes
+        self._dropped = dropped
+        self._held = held
+        self._saved: list[bool] = recipes.saved.tolist()
+        self._recomputed: set[int] = set()
+
+    def recomputations(self, order: list[int], use: dict[int, int]) -> list[Recomputation]:
+        """One recomputation for each of `order`, dropped storages by their uses, that none before it makes."""
+        return [self._recomputation(j, use[j]) for j in order if j not in self._recomputed]
+
+    def _recomputation(self, target: int, hook: int) -> Recomputation:
+        recipes, recomputed, dropped = self._recipes, self._recomputed, self._dropped
+        seen, ops = {target}, set[int]()
+        sources: dict[int, None] = {}
+        stack = [target]
+        while stack:
+            j = stack.pop()
+            makers = recipes.makers[j]
+            if not makers:
+                raise ValueError(
+                    f"expected what storage {target} is recomputed from to be saved, held, or made by operators that may run "
+                    f"again, got storage {j}, which is none of it; hold it"
+                )
+            ops.update(makers)
+            for x in recipes.inputs[j]:
+                if x in self._held or x in recomputed or (self._saved[x] and x not in dropped):
+                    sources[x] = None
+                elif x not in seen:
+                    seen.add(x)
+                    stack.append(x)
+        beside = {x for o in ops for x in recipes.fresh[o] if x in dropped and x not in recomputed and x not in seen}
+        made = {j for j in seen if j in dropped} | {x for x in beside if ops.issuperset(recipes.makers[x])}
+        recomputed |= made
+        return Recomputation(
+            hook=hook,
+            ops=tuple(sorted(ops)),
+            made=tuple(sorted(made)),
+            passing=tuple(sorted(seen - made)),
+            sources=tuple(sorted(sources)),
+        )
+
+
+# --- rewrite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RewrittenTrace:
+    """A step with recomputations in it. Its storages have the step's numbers; those that are recomputed come after."""
+
+    trace: Trace
+    recomputations: Recomputations
+    tick_of: Int64s
+    """(ticks of the step,) number of each in the rewritten trace; what was inserted into one follows it."""
+    hook_of: Int64s
+    """(hooks of the step,) number of each in the rewritten trace."""
+    origin: Int64s
+    """(hooks,) number in the step of the hook that each belongs to."""
+    made_at: dict[int, int]
+    """By dropped storage: the hook of the step at which it is recomputed."""
+    recompute_us: float
+    """Time of the operators that run again, and of comparing what they make."""
+
+    @classmethod
+    def of(cls, recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> RewrittenTrace:
+        """Rewrite `recipes.trace`. Raises as `find_recomputations` does. O(ticks + storages + operators that run again)."""
+        recomputations = find_recomputations(recipes, dropped, held)
+        return _Writer(recipes, recomputations).rewritten()
+
+    def to_step(self, moves: ActionColumns) -> ActionColumns:
+        """The moves in the step's hooks."""
+        return replace(
+            moves,
+            out_at=self.origin[moves.out_at],
+            reclaim_at=self.origin[moves.reclaim_at],
+            in_at=self.origin[moves.in_at],
+            use_at=self.origin[moves.use_at],
+        )
+
+    def from_step(self, moves: ActionColumns, use_at: Int64s) -> ActionColumns:
+        """Moves of the step in this trace's hooks, `use_at` being where here each is used: at a hook of the step a copy back
+        for a later use is queued after what the recomputation there needs."""
+        last = np.append(self.hook_of[1:], len(self.origin)) - 1
+        on_demand = moves.in_at == moves.use_at
+        return replace(
+            moves,
+            out_at=self.hook_of[moves.out_at],
+            reclaim_at=self.hook_of[moves.reclaim_at],
+            in_at=np.where(on_demand, use_at, last[moves.in_at]),
+            use_at=use_at,
+        )
+
+    def moves_of(self, swaps: Sequence[Action]) -> ActionColumns:
+        """Actions of the step as moves here. Raises `ValueError` for one of a storage that is no candidate here."""
+        candidates = Candidates.of(self.trace)
+        use = np.full(len(self.trace.tensor_bytes), -1, np.int64)
+        use[candidates.tensor] = candidates.use
+        tensors = np.array([action.tensor for action in swaps], np.int64)
+        if (use[tensors] < 0).any():
+            wrong = tensors[(use[tensors] < 0).argmax()]
+            raise ValueError(f"plan, tensor {wrong}: expected a candidate, got another; make a plan for this trace")
+        return self.from_step(ActionColumns.of(swaps, self.trace), use[tensors])
+
+    def by_tick(self, values: Int64s) -> Int64s:
+        """(ticks of the step,) the largest of `values`, one for each tick here, that belong to each tick of the step."""
+        return np.maximum.reduceat(values, self.tick_of) if len(self.tick_of) else values
+
+
+class _Writer:
+    """Writes one rewritten trace: what is inserted after each tick first, and then the columns."""
+
+    def __init__(self, recipes: Recipes, recomputations: Recomputations) -> None:
+        self._recipes = recipes
+        self._recomputations = recomputations
+        self._old = recipes.trace
+        self._held = frozenset(recomputations.held)
+        self._dropped = frozenset(recomputations.dropped)
+        use = np.full(len(recipes.row), -1, np.int64)
+        last_use = np.full(len(recipes.row), -1, np.int64)
+        use[recipes.candidates.tensor] = recipes.candidates.use
+        last_use[recipes.candidates.tensor] = recipes.candidates.last_use
+        self._use, self._last_use = use.tolist(), last_use.tolist()
+        self._hooks = self._inserted_hooks()
+        counts = np.zeros(self._old.num_ticks + 1, np.int64)
+        for hooks, recomputation in zip(self._hooks, recomputations.by_hook, strict=True):
+            counts[self._old.hook_tick[recomputation.hook]] = len(hooks) + len(recomputation.ops)
+        self._end = np.arange(self._old.num_ticks + 1) + np.cumsum(counts)
+        """(ticks + 1,) last tick here of each tick of the step."""
+        self._tick_of: Int64s = np.append(0, self._end[:-1] + 1)[: self._old.num_ticks]
+
+    def _inserted_hooks(self) -> list[list[int]]:
+        """Storages used by hooks of their own in each recomputation: those that it brings before their own first use or keeps
+        beyond their last, and those that are held."""
+        first_read: dict[int, int] = {}
+        last_read: dict[int, int] = {}
+        for i, recomputation in enumerate(self._recomputations.by_hook):
+            for x in recomputation.sources:
+                first_read.setdefault(x, i)
+                last_read[x] = i
+        hooks = []
+        for i, recomputation in enumerate(self._recomputations.by_hook):
+            here = []
+            for x in recomputation.sources:
+                swappable = x in self._held or (self._use[x] >= 0 and x not in self._dropped)
+                early = first_read[x] == i and (x in self._held or recomputation.hook < self._use[x])
+                late = last_read[x] == i and recomputation.hook > self._last_use[x]
+                if swappable and (early or late):
+                    here.append(x)
+            hooks.append(here)
+        return hooks
+
+    def rewritten(self) -> RewrittenTrace:
+        old = self._old
+        tensors = self._old_tensors()
+        again, op_rows, hook_rows, made_at = self._insert(tensors)
+        ops = np.array([row[:2] for row in op_rows], np.int64).reshape(-1, 2)
+        op_us = np.concatenate((old.op_us, old.op_us[ops[:, 0]] + np.array([us for _, _, us in op_rows])))
+        hooks = np.array(hook_rows, np.int64).reshape(-1, 3)
+        op_tick = np.concatenate((self._tick_of[old.op_tick], ops[:, 1]))
+        op_order = np.argsort(op_tick, kind="stable")
+        op_from = np.concatenate((np.arange(len(old.op_us)), ops[:, 0]))[op_order]
+        phase = np.concatenate((old.op_phase, np.full(len(ops), StepPhase.BACKWARD, np.uint8)))[op_order]
+        hook_tick = np.concatenate((self._tick_of[old.hook_tick], hooks[:, 1]))
+        hook_order = np.argsort(hook_tick, kind="stable")
+        num_hooks = len(old.hook_tick)
+        hook_of = np.empty(len(hook_tick), np.int64)
+        hook_of[hook_order] = np.arange(len(hook_tick))
+        origin = np.concatenate((np.arange(num_hooks), hooks[:, 2]))[hook_order]
+        self._finish_tensors(tensors, hook_of[:num_hooks])
+        for name, values in again.items():
+            tensors[name] = np.concatenate((tensors[name], np.array(values, np.int64)))
+        none = np.zeros(len(hooks), np.uint64)
+        trace = Trace(
+            device=old.device,
+            simulated=old.simulated,
+            start_bytes=old.start_bytes,
+            op_names=old.op_names,
+            op_name=old.op_name[op_from],
+            op_content=old.op_content[op_from],
+            op_phase=phase,
+            op_us=op_us[op_order],
+            op_tick=op_tick[op_order].astype(np.int32),
+            **_ragged("read", old.read_offsets, old.read_tensors, op_from),
+            **_ragged("write", old.write_offsets, old.write_tensors, op_from),
+            op_inner_bytes=old.op_inner_bytes[op_from],
+            tensor_bytes=tensors["bytes"],
+            tensor_kind=tensors["kind"].astype(np.uint8),
+            **{f"tensor_{name}": tensors[name].astype(np.int32) for name in ("born", "released", "sendable", "dies")},
+            hook_tick=hook_tick[hook_order].astype(np.int32),
+            hook_use=np.concatenate((old.hook_use, np.ones(len(hooks), np.bool_)))[hook_order],
+            hook_tensor=np.concatenate((old.hook_tensor, hooks[:, 0].astype(np.int32)))[hook_order],
+            # Between two uses nothing is away in a step of which something is recomputed: recomputations read it there.
+            hook_released=np.full(len(hook_order), NEVER, np.int32),
+            hook_feature=np.concatenate((old.hook_feature, none))[hook_order],
+            fingerprint=old.fingerprint,
+        )
+        return RewrittenTrace(
+            trace=trace,
+            recomputations=self._recomputations,
+            tick_of=self._tick_of,
+            hook_of=hook_of[:num_hooks],
+            origin=origin,
+            made_at=made_at,
+            recompute_us=float(op_us[len(old.op_us) :].sum()),
+        )
+
+    def _old_tensors(self) -> dict[str, Any]:
+        """Columns of the step's storages, moments in the rewritten trace's ticks, but hooks still in the step's."""
+        old = self._old
+        born, released = old.tensor_born.astype(np.int64), old.tensor_released.astype(np.int64)
+        tick_of = np.append(self._tick_of, self._end[-1])
+        return {
+            "bytes": old.tensor_bytes,
+            "kind": old.tensor_kind.astype(np.int64),
+            "born": np.where(born >= 0, tick_of[born], born),
+            "released": np.where(released >= 0, self._end[released], released),
+            "sendable": old.tensor_sendable.astype(np.int64),
+            "dies": np.where(old.tensor_dies >= 0, self._end[old.tensor_dies], old.tensor_dies),
+        }
+
+    def _insert(
+        self, tensors: dict[str, Any]
+    ) -> tuple[dict[str, list[int]], list[tuple[int, int, float]], list[tuple[int, int, int]], dict[int, int]]:
+        """Storages that are recomputed, as columns; inserted operators, (operator, tick, time beside its own); inserted hooks,
+        (storage, tick, hook of the step); and at which hook of the step each dropped storage is recomputed."""
+        old, recipes = self._old, self._recipes
+        nbytes, dies = old.tensor_bytes.tolist(), tensors["dies"]
+        again: dict[str, list[int]] = {name: [] for name in tensors}
+        op_rows: list[tuple[int, int, float]] = []
+        hook_rows: list[tuple[int, int, int]] = []
+        made_at: dict[int, int] = {}
+        second: dict[int, int] = {}
+        tick_of_hook = self._tick_of[old.hook_tick].tolist()
+        for hooks, recomputation in zip(self._hooks, self._recomputations.by_hook, strict=True):
+            tick = tick_of_hook[recomputation.hook]
+            for x in hooks:
+                tick += 1
+                hook_rows.append((x, tick, recomputation.hook))
+            last_read: dict[int, int] = {}
+            for at, o in enumerate(recomputation.ops, tick + 1):
+                op_rows.append((o, at, 0.0))
+                last_read.update(dict.fromkeys(recipes.reads[o], at))
+            end = tick + len(recomputation.ops)
+            # Both checksums, though one is taken in forward.
+            compared_us = float(recipes.compare_us[list(recomputation.made)].sum())
+            op_rows[-1] = (*op_rows[-1][:2], compared_us)
+            made, passing = set(recomputation.made), set(recomputation.passing)
+            for at, o in enumerate(recomputation.ops, tick + 1):
+                for x in recipes.fresh[o]:
+                    if x in made:
+                        second[x] = len(again["bytes"])
+                        made_at[x] = recomputation.hook
+                        until = max(int(dies[x]), end)
+                    else:
+                        until = max(at, last_read.get(x, at)) if x in passing else at
+                    for name, value in (
+                        ("bytes", nbytes[x]), ("kind", TensorKind.TEMPORARY), ("born", at), ("released", NEVER),
+                        ("sendable", NEVER), ("dies", until),
+                    ):  # fmt: skip
+                        again[name].append(value)
+            for x in recomputation.sources:
+                if x in second:
+                    again["dies"][second[x]] = max(again["dies"][second[x]], end)
+                else:
+                    dies[x] = max(int(dies[x]), end)
+        return again, op_rows, hook_rows, made_at
+
+    def _finish_tensors(self, tensors: dict[str, Any], hook_of: Int64s) -> None:
+        """Hooks in the rewritten trace's numbers, and what the choice makes of dropped storages and held ones."""
+        old, recipes = self._old, self._recipes
+        sendable = tensors["sendable"]
+        known = sendable >= 0
+        sendable[known] = hook_of[sendable[known]]
+        dropped = np.array(self._recomputations.dropped, np.int64)
+        first = np.array([self._recomputations.first[j] for j in self._recomputations.dropped], np.int64)
+        tensors["dies"][dropped] = self._tick_of[old.hook_tick[first]] - 1
+        tensors["released"][dropped] = NEVER
+        sendable[dropped] = NEVER
+        held = np.array(self._recomputations.held, np.int64)
+        natural = old.tensor_dies[held].astype(np.int64)
+        tensors["released"][held] = np.where(natural < old.num_ticks, self._end[natural], NEVER)
+        # Only once the model does not hold it, its copy has for certain what recipes read: Note [Relied on].
+        since = np.where(recipes.is_kept[held], recipes.hold_hook[held], recipes.alone_hook[held])
+        sendable[held] = hook_of[np.minimum(since, len(hook_of) - 1)]
+        tensors["kind"][held] = TensorKind.ACTIVATION
+
+
+def _ragged(name: str, offsets: Int64s, values: Int32s, rows: Int64s) -> dict[str, Any]:
+    """Columns of the ragged rows `rows`, in that order."""
+    lengths = np.diff(offsets)[rows]
+    new = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+    index = np.arange(new[-1]) - np.repeat(new[:-1] - offsets[:-1][rows], lengths)
+    return {f"{name}_offsets": new, f"{name}_tensors": values[index]}
+
+
+# --- The rewritten trace of a plan that recomputes, and the actions that say which choice it was
+
+
+def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
+    """The trace of `recipes` rewritten for what `plan` drops and holds.
+
+    Raises `ValueError` unless all of it can be dropped, held and recomputed, at the hooks that the plan says.
+    """
+    again = "make a plan for this trace"
+    for action in plan.recomputed:
+        if not 0 <= action.tensor < len(recipes.can_drop) or not recipes.can_drop[action.tensor]:
+            raise ValueError(f"plan, tensor {action.tensor}: expected one that can be recomputed, got another; {again}")
+    for action in plan.held:
+        if not 0 <= action.tensor < len(recipes.can_hold) or not recipes.can_hold[action.tensor]:
+            raise ValueError(f"plan, tensor {action.tensor}: expected one that can be held, got another; {again}")
+    rewritten = RewrittenTrace.of(recipes, [a.tensor for a in plan.recomputed], [a.tensor for a in plan.held])
+    found = {(action.tensor, action.kind): action for action in choice_actions(recipes, rewritten)}
+    for action in plan.recomputed + plan.held:
+        expected = found.get((action.tensor, action.kind))
+        if expected is None:
+            raise ValueError(
+                f"plan, tensor {action.tensor}: expected something that is away and that a recomputation reads, got a "
+                f"{action.kind.value} of another; {again}"
+            )
+        if expected != action:
+            raise ValueError(
+                f"plan, tensor {action.tensor}: expected a {action.kind.value} from hook {expected.out_at} to "
+                f"{expected.use_at}, got {action.out_at}, {action.reclaim_at}, {action.in_at} and {action.use_at}; {again}"
+            )
+    return rewritten
+
+
+def choice_actions(recipes: Recipes, rewritten: RewrittenTrace) -> tuple[Action, ...]:
+    """What `rewritten` drops, by the hook at which it is recomputed, and then what it holds, by the hook of the first
+    recomputation that reads it."""
+    nbytes = recipes.trace.tensor_bytes
+    first_read: dict[int, int] = {}
+    for recomputation in rewritten.recomputations.by_hook:
+        for x in recomputation.sources:
+            first_read.setdefault(x, recomputation.hook)
+    spans = [
+        (ActionKind.RECOMPUTE, j, rewritten.recomputations.first[j], rewritten.made_at[j])
+        for j in sorted(rewritten.recomputations.dropped, key=lambda j: (rewritten.made_at[j], j))
+    ]
+    spans += [
+        (ActionKind.HOLD, h, int(recipes.hold_hook[h]), first_read[h])
+        for h in sorted(rewritten.recomputations.held, key=lambda h: (first_read[h], h))
+    ]
+    return tuple(
+        Action(tensor=j, nbytes=int(nbytes[j]), out_at=since, reclaim_at=since, in_at=until, use_at=until, kind=kind)
+        for kind, j, since, until in spans
+    )

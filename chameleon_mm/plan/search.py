@@ -1,0 +1,264 @@
+"""Searches for the plan within both budgets that takes the least time: by several ranks, and locally for few candidates.
+
+search = Search(problem, budget, host_budget, cost, lead_us, lag_us)
+search.try_ranks()          selections by a few ranks; enough where nothing stalls
+search.try_swap_all()       what swapping all that may move comes to, at several depths: never worse than that
+search.improve(drafts)       random small changes to the best ones, kept when they are hardly worse (selection.py)
+search.found                tentative plans, best first
+
+How many it tries falls with their size: a step of a million operators gets one or two, a dozen candidates thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+import numpy as np
+
+from chameleon_mm.plan.bounds import estimate_us
+from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled, by_candidate, copied_by, latest_back, schedule
+from chameleon_mm.plan.selection import (
+    RANKS,
+    Rank,
+    SearchPoint,
+    deprioritising,
+    neighbour,
+    select,
+    spread_evenly,
+    start_of,
+    used_latest,
+)
+from chameleon_mm.plan.swap_all import SwapAll
+from chameleon_mm.plan.swap_plan import in_order, pinned_peak
+from chameleon_mm.plan.timing import LinkCost, walk
+
+_CANDIDATES_BY_RANK = 2_000
+"""Number of candidates times ranks that is tried, the first rank apart."""
+_CLIMBS = 3
+"""Number of selections from which the local search starts."""
+_STRICTNESS = 30.0
+"""One over the share by which, on average, a change of the local search may be worse."""
+_MOST_VARIED = 16
+"""Candidates up to which there is a local search: of more a single one hardly matters, and ranks find as much. Without it three
+of 40 small steps take 1 % longer or more, one 13.8 %."""
+_NO_WORSE_US = 1e-6
+"""Difference of times below which they are the same: what is left is rounding."""
+_CLOSE_TO_ESTIMATE = 1.02
+"""Factor of an ideal link's step time within which a step is good, where candidates are too many for all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A tentative plan within both budgets, with its cost."""
+
+    scheduled: Scheduled
+    peak_bytes: int
+    host_bytes: int = 0
+    moved_bytes: int = 0
+    delay_us: float = 0.0
+    """Time by which it makes the step later, copies out being there as much later as the search was told."""
+    stall_us: float = 0.0
+    """Time that compute waits, copies out being there when their engine has them."""
+    head_copy_us: float = 0.0
+    """Time of the copies, within device memory, of what stays of storages that move in part."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Key by which plans are ordered, lower is better: less time, then fewer bytes."""
+        return round(self.delay_us / _NO_WORSE_US), self.moved_bytes
+
+
+class Search:
+    """Searches among the tentative plans for one problem. `host_budget`: None for no limit. `lead_us`, `lag_us`: as
+    `generate_plan` takes them."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        budget: int,
+        host_budget: int | None,
+        cost: LinkCost,
+        *,
+        lead_us: PerTensor = 0.0,
+        lag_us: PerTensor = 0.0,
+    ) -> None:
+        self.found: list[Found] = []
+        self.best: Found | None = None
+        self.least_host_bytes: int | None = None
+        """The least pinned memory of the tentative plans so far, within `host_budget` or not."""
+        self._problem = problem
+        self._budget = budget
+        self._host_budget = host_budget
+        self._cost = cost
+        self._lead_us = lead_us
+        lag = by_candidate(problem, range(len(problem.size)), lag_us)
+        self._lag_us: list[float] = lag.tolist() if lag.any() else []
+        self._lagging = frozenset(np.flatnonzero(lag > lag.min(initial=0.0)).tolist())
+        self._drafts = 0
+
+    @property
+    def hides_all(self) -> bool:
+        """Whether some plan costs no time, so that none can be better."""
+        return self.best is not None and self.best.delay_us < _NO_WORSE_US
+
+    def _to_beat_us(self) -> float:
+        return self.best.delay_us if self.best else inf
+
+    @property
+    def _close_to_estimate(self) -> bool:
+        """Whether the best is close to what a link of the same mean rates, that is never idle, would make of the step."""
+        if self.best is None:
+            return False
+        step_us = self._problem.total_us + self.best.delay_us
+        return step_us <= _CLOSE_TO_ESTIMATE * estimate_us(self._problem, self._budget, self._cost)
+
+    def try_ranks(self) -> None:
+        """Try selections by each rank, copies back as late as they are in time, then as early as there is room."""
+        self._try_rank(used_latest, eager=False)
+        if self.best is not None and self.best.delay_us - self.best.head_copy_us < _NO_WORSE_US:
+            # All that it costs are copies of what stays of storages that move in part: they may move whole.
+            self._schedule({i: self._problem.size[i] for i in self.best.scheduled.who}, eager=False)
+        ranks = [*RANKS, *(deprioritising(rank, self._lagging) for rank in RANKS if self._lagging)]
+        left = _CANDIDATES_BY_RANK // max(len(self._problem.size), 1)
+        if not left:
+            few = [deprioritising(used_latest, self._lagging)] if self._lagging else []
+            for rank in few if self._close_to_estimate else [*few, spread_evenly]:
+                if not self.hides_all:
+                    self._try_rank(rank, eager=False)
+            return
+        for eager in (False, True):
+            for rank in ranks:
+                if left <= 0 or self.hides_all:
+                    return
+                if eager or rank is not used_latest:
+                    self._try_rank(rank, eager=eager)
+                    left -= 1
+
+    def try_others(self, at_least: int) -> None:
+        """Try more plans, even where one hides all: by each rank, until there are `at_least` different ones."""
+        for eager in (True, False):
+            for rank in RANKS:
+                if len({found.order for found in self.found}) >= at_least:
+                    return
+                self._try_rank(rank, eager=eager)
+
+    def try_swap_all(self) -> None:
+        """Try to move all that may move, whole: at every depth worth it that the budget has room for, and as the budget
+        demands."""
+        if self.hides_all:
+            return
+        for scheduled, peak_bytes in SwapAll(self._problem).drafts(self._budget, self._cost, self._to_beat_us):
+            self._evaluate_time(scheduled, peak_bytes, at_most=self._to_beat_us())
+        if len(self._problem.size) <= _CANDIDATES_BY_RANK:
+            self._schedule(dict(enumerate(self._problem.size)), eager=True)
+
+    def improve(self, drafts: int) -> None:
+        """Run a local search from the best selections over that many tries. The same one every time."""
+        if len(self._problem.size) > _MOST_VARIED or not self.found or self.hides_all:
+            return
+        random = Random(0)
+        starts = [start_of(self._problem, rank, eager=eager) for rank in RANKS for eager in (False, True)]
+        for start in sorted(starts, key=self._delay_of)[:_CLIMBS]:
+            self._climb(start, random, self._drafts + drafts // _CLIMBS)
+
+    def _climb(self, point: SearchPoint, random: Random, until_draft: int) -> None:
+        delay_us = self._delay_of(point)
+        while self._drafts < until_draft and not self.hides_all:
+            changed = neighbour(self._problem, self._budget, point, random)
+            at_most = delay_us * (1 + random.expovariate(_STRICTNESS))  # a little worse may lead to something better
+            changed_us = self._delay_of(changed, at_most=at_most)
+            if changed_us <= at_most:
+                point, delay_us = changed, changed_us
+
+    def _delay_of(self, point: SearchPoint, *, at_most: float = inf) -> float:
+        """Time by which a variation makes the step later; infinite where it is not within the budgets, or beyond `at_most`."""
+        selected = point.select(self._problem, self._budget)
+        if selected is None:
+            self._drafts += 1
+            return inf
+        send_from = point.send_from(self._problem, selected)
+        orders: list[list[int] | None] = [None] if send_from == self._problem.sendable else [None, send_from]
+        return min(
+            self._schedule(
+                selected,
+                eager=point.eager,
+                not_back_before=point.not_back_before,
+                reclaim_early=point.reclaim_early,
+                send_from=order,
+                at_most=at_most,
+            )
+            for order in orders
+        )
+
+    def _try_rank(self, rank: Rank, *, eager: bool) -> None:
+        selected = select(self._problem, self._budget, rank(self._problem))
+        if selected is not None:
+            self._schedule(selected, eager=eager)
+
+    def _schedule(
+        self,
+        selected: Mapping[int, int],
+        *,
+        eager: bool,
+        not_back_before: Sequence[int] | None = None,
+        reclaim_early: Sequence[bool] = (),
+        send_from: Sequence[int] | None = None,
+        at_most: float = inf,
+    ) -> float:
+        selected = self._problem.whole_where_twice(selected)
+
+        def latest_return(selected: Mapping[int, int]) -> Mapping[int, int]:
+            hooks = {} if eager else latest_back(self._problem, selected, self._cost, self._lead_us)
+            return hooks if not_back_before is None else {i: max(hooks.get(i, 0), not_back_before[i]) for i in selected}
+
+        def copied_out_us(selected: Mapping[int, int]) -> Mapping[int, float]:
+            return copied_by(self._problem, selected, send_from or self._problem.sendable, self._cost, self._lag_us)
+
+        scheduled = schedule(
+            self._problem,
+            self._budget,
+            selected,
+            send_from=send_from,
+            latest_return=latest_return,
+            copied_out_us=copied_out_us if self._lagging else None,
+            reclaim_early=reclaim_early,
+        )
+        return self._evaluate(scheduled, at_most=at_most)
+
+    def _evaluate(self, scheduled: Scheduled, *, at_most: float = inf) -> float:
+        """Keep a plan if it is within both budgets. Returns by how much it makes the step later; infinite beyond `at_most`,
+        too."""
+        self._drafts += 1
+        peak_bytes = self._problem.peak_with(scheduled.moves)
+        return inf if peak_bytes > self._budget else self._evaluate_time(scheduled, peak_bytes, at_most=at_most)
+
+    def _evaluate_time(self, scheduled: Scheduled, peak_bytes: int, *, at_most: float) -> float:
+        """Keep a plan as `_evaluate` does, if it is known to be within the device's budget."""
+        problem, (who, moves) = self._problem, scheduled
+        host_bytes = pinned_peak(len(problem.level), moves, problem.candidates.last_use[who])
+        self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)
+        if self._host_budget is not None and host_bytes > self._host_budget:
+            return inf
+        events, lags = in_order(moves), [self._lag_us[i] for i in who] if self._lag_us else []
+        walked = walk(moves, events, problem.time_us, self._cost, at_most_us=at_most, lag_us=lags)
+        delay_us = walked.stall_us + walked.head_copy_us
+        if delay_us > at_most:
+            return inf
+        if lags:
+            walked = walk(moves, events, problem.time_us, self._cost)
+        found = Found(
+            scheduled=scheduled,
+            delay_us=delay_us,
+            stall_us=walked.stall_us,
+            head_copy_us=walked.head_copy_us,
+            moved_bytes=int(moves.reclaimed.sum()),
+            peak_bytes=peak_bytes,
+            host_bytes=host_bytes,
+        )
+        self.found.append(found)
+        if self.best is None or found.order < self.best.order:
+            self.best = found
+        return delay_us

@@ -1,0 +1,453 @@
+"""Selects what moves so that what stays is within the budget, and chooses what is dropped or held.
+
+for every hook k with level[k] - away > budget, first to last:
+    of the candidates that may be away at k take those of the lowest rank, the last one in part: just as much as is needed
+
+With the rank "used latest" these are the fewest bytes that any plan can move (Belady, 1966, for pages of one size; where a
+candidate may be taken in part it holds for any sizes: a cover of intervals by intervals, taken from the left, each time by the
+one that reaches farthest). Other ranks move more, or the same by other candidates, and may stall less.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import sqrt
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from chameleon_mm.plan.problem import Problem
+from chameleon_mm.plan.recipes import Recipes
+from chameleon_mm.plan.trace import Bools, Float64s, Int64s
+from chameleon_mm.units import ALLOCATION_UNIT_BYTES, allocated_size
+
+Rank = Callable[[Problem], Sequence[float]]
+"""Ranks the candidates of a problem, (n,): those of lower rank are selected first."""
+
+
+GOLDEN = (sqrt(5) - 1) / 2
+"""Fraction whose multiples spread evenly from 0 to 1, however many there are."""
+
+
+def used_latest(problem: Problem) -> Sequence[float]:
+    return [-use for use in problem.use]
+
+
+def spread_evenly(problem: Problem) -> Sequence[float]:
+    """Rank by the golden ratio's multiples: however many are selected, they are spread evenly over the order of their copies
+    out.
+
+    So both engines are busy from the first to the last of them, whatever the order of uses (Kronecker's sequence; of all its
+    kind this one leaves the smallest gaps).
+    """
+    return [place * GOLDEN % 1 for place in range(1, len(problem.size) + 1)]
+
+
+def spread_evenly_by_bytes(problem: Problem) -> Sequence[float]:
+    """Rank as `spread_evenly` over the bytes that are copied out, which where sizes differ is another order."""
+    mean = sum(problem.size) / max(1, len(problem.size))
+    before = accumulate(problem.size, initial=0)
+    return [(there + size / 2) / mean * GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]
+
+
+def saved_first(problem: Problem) -> Sequence[float]:
+    return problem.sendable
+
+
+def idle_longest(problem: Problem) -> Sequence[float]:
+    """Rank by the time in which both copies of a candidate may run."""
+    time_us = problem.time_us
+    return [time_us[sendable] - time_us[use] for sendable, use in zip(problem.sendable, problem.use, strict=True)]
+
+
+def largest(problem: Problem) -> Sequence[float]:
+    return [-size for size in problem.size]
+
+
+def smallest(problem: Problem) -> Sequence[float]:
+    return problem.size
+
+
+def deprioritising(rank: Rank, spared: Collection[int]) -> Rank:
+    """Rank by `rank`, but put the candidates of `spared` after all others."""
+
+    def deprioritised(problem: Problem) -> Sequence[float]:
+        ranked = rank(problem)
+        beyond = max(ranked) - min(ranked) + 1
+        return [place + beyond if i in spared else place for i, place in enumerate(ranked)]
+
+    return deprioritised
+
+
+RANKS: Sequence[Rank] = (used_latest, spread_evenly, spread_evenly_by_bytes, idle_longest, saved_first, largest, smallest)
+"""Ranks that are tried. The one that moves the fewest bytes is the first, the one that keeps both engines busy the second."""
+
+
+def select(
+    problem: Problem,
+    budget: int,
+    rank: Sequence[float],
+    *,
+    least: Sequence[int] | None = None,
+    most: Sequence[int] | None = None,
+) -> dict[int, int] | None:
+    """Select candidates and the bytes of device memory that each gives up, or None where even all are too few.
+
+    least, most: (n,) bytes that each frees in any case, and at the most; by default nothing, and all that it takes.
+    Time: O(K + n log n).
+    """
+    first, use = problem.first, problem.use
+    most = problem.size if most is None else most
+    who = sorted((i for i in range(len(most)) if most[i]), key=rank.__getitem__)
+    arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
+    selected: dict[int, int] = {}
+    waiting: list[int] = []
+    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is selected
+    away = seen = 0
+    for k, excess in zip(*problem.over(budget, problem.may_exceed_more), strict=True):
+        while arrivals and first[who[arrivals[-1]]] <= k:
+            place = arrivals.pop()
+            heapq.heappush(waiting, place)
+            i = who[place]
+            if least is not None and least[i] and use[i] > seen:
+                selected[i] = least[i]
+                away += least[i]
+                back[use[i]] += least[i]
+        away -= sum(back[seen + 1 : k + 1])
+        seen = k
+        while away < excess:
+            if not waiting:
+                return None
+            i = who[waiting[0]]
+            more = most[i] - selected.get(i, 0)
+            if use[i] <= k or not more:
+                heapq.heappop(waiting)
+                continue
+            missing = allocated_size(excess - away)
+            if more <= missing:
+                heapq.heappop(waiting)
+            else:
+                more = missing
+            selected[i] = selected.get(i, 0) + more
+            away += more
+            back[use[i]] += more
+    return selected
+
+
+# --- A way to select candidates that small changes can be made to, for a local search
+#
+# order          of the candidates: who is asked first, and who is copied out first bounds         of each: the least and the
+# most that it gives up: (0, size), (0, 0), (size, size) or just so much early          copies back as early as there is room,
+# not as late as they are in time not_before     of each: a hook before which it is not back even so, which leaves room to
+# others reclaim_early  of each: whether its memory goes as soon as it may, not as late, which leaves room to what stays of
+# others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPoint:
+    """Choices that a plan follows from, and nothing else."""
+
+    order: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+    eager: bool
+    not_back_before: tuple[int, ...]
+    reclaim_early: tuple[bool, ...]
+
+    def select(self, problem: Problem, budget: int) -> dict[int, int] | None:
+        """Select candidates and the bytes that each gives up; None where the bounds leave too little."""
+        rank = [0] * len(self.order)
+        for place, i in enumerate(self.order):
+            rank[i] = place
+        least, most = zip(*self.bounds, strict=True)
+        return select(problem, budget, rank, least=least, most=most)
+
+    def send_from(self, problem: Problem, selected: Mapping[int, int]) -> list[int]:
+        """(n,) hooks from which copies out begin, so that they cross the link in this order."""
+        send_from = list(problem.sendable)
+        last: tuple[int, int] = (-1, -1)  # the hook, and the place within it: actions of one hook go in the order of their uses
+        for i in self.order:
+            if i in selected:
+                hook = max(send_from[i], last[0])
+                if (hook, problem.use[i]) < last:
+                    hook = min(hook + 1, problem.use[i])
+                send_from[i] = hook
+                last = hook, problem.use[i]
+        return send_from
+
+
+def start_of(problem: Problem, rank: Rank, *, eager: bool) -> SearchPoint:
+    """Variation with all candidates free, in the order of a rank."""
+    ranked = rank(problem)
+    order = tuple(sorted(range(len(ranked)), key=ranked.__getitem__))
+    free = tuple((0, size) for size in problem.size)
+    return SearchPoint(
+        order=order, bounds=free, eager=eager, not_back_before=(0,) * len(order), reclaim_early=(False,) * len(order)
+    )
+
+
+def neighbour(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
+    """Make one to three small changes."""
+    for _ in range(random.choice((1, 1, 1, 2, 2, 3))):
+        kind = random.random()
+        if kind < 0.25:
+            point = _reorder(point, random)
+        elif kind < 0.65:
+            point = _change_bounds(problem, budget, point, random)
+        elif kind < 0.8:
+            point = _shift_bytes(problem, budget, point, random)
+        elif kind < 0.9:
+            point = _change_hold(problem, point, random)
+        elif kind < 0.95:
+            point = _make_room_for_another(problem, budget, point, random)
+        else:
+            point = replace(point, eager=not point.eager)
+    return point
+
+
+def _reorder(point: SearchPoint, random: Random) -> SearchPoint:
+    order = list(point.order)
+    order.insert(random.randrange(len(order)), order.pop(random.randrange(len(order))))
+    return replace(point, order=tuple(order))
+
+
+def _change_bounds(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
+    i = random.randrange(len(problem.size))
+    size = problem.size[i]
+    exact = _missing(problem, budget, i, random)
+    bounds = list(point.bounds)
+    bounds[i] = random.choice(((0, size), (size, size), (0, 0), (exact, exact)))
+    return replace(point, bounds=tuple(bounds))
+
+
+def _shift_bytes(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
+    """Let one candidate give up less by what another gives up more: half of what it can, or less, or all.
+
+    Where the link's directions differ much, the least time is often at two parts that no other change would hit upon.
+    """
+    selected = point.select(problem, budget)
+    if not selected or len(problem.size) < 2:
+        return point
+    giver = random.choice(sorted(selected))
+    taker = random.choice([i for i in range(len(problem.size)) if i != giver])
+    there = selected.get(taker, 0)
+    most = min(selected[giver], problem.size[taker] - there)
+    amount = min(most, allocated_size(most >> random.randrange(12)))
+    bounds = list(point.bounds)
+    bounds[giver] = (selected[giver] - amount, selected[giver] - amount)
+    bounds[taker] = (there + amount, there + amount)
+    return replace(point, bounds=tuple(bounds))
+
+
+def _change_hold(problem: Problem, point: SearchPoint, random: Random) -> SearchPoint:
+    i = random.randrange(len(problem.size))
+    not_back_before = list(point.not_back_before)
+    not_back_before[i] = 0 if not_back_before[i] else random.randint(problem.first[i] + 1, problem.use[i])
+    return replace(point, not_back_before=tuple(not_back_before))
+
+
+def _make_room_for_another(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
+    """Keep one candidate away until a hook at which another one leaves in part: its memory is for what stays of that one."""
+    way, part = random.randrange(len(problem.size)), random.randrange(len(problem.size))
+    since = max(problem.first[way] + 1, problem.first[part])
+    until = min(problem.use[way], problem.use[part])
+    if way == part or since > until:
+        return _toggle_early(point, way)
+    hook = random.randint(since, until)
+    size = problem.size[way]
+    moves = min(size, allocated_size(random.choice((size >> random.randrange(12), random.randint(1, size)))))
+    room = max(0, budget - int(problem.at_hook[hook]) + moves)
+    gives = problem.size[part] - room // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES
+    bounds, not_back_before = list(point.bounds), list(point.not_back_before)
+    bounds[way], not_back_before[way], not_back_before[part] = (moves, moves), hook, random.randint(hook, problem.use[part])
+    if 0 < gives < problem.size[part]:
+        bounds[part] = (gives, gives)
+    return _toggle_early(replace(point, bounds=tuple(bounds), not_back_before=tuple(not_back_before)), way, reclaim_early=True)
+
+
+def _toggle_early(point: SearchPoint, i: int, *, reclaim_early: bool | None = None) -> SearchPoint:
+    changed = list(point.reclaim_early)
+    changed[i] = not changed[i] if reclaim_early is None else reclaim_early
+    return replace(point, reclaim_early=tuple(changed))
+
+
+def _missing(problem: Problem, budget: int, i: int, random: Random) -> int:
+    """Bytes missing at some hook at which candidate `i` may be away, with another's help or without; at most its size."""
+    size = problem.size[i]
+    excess = problem.level[problem.first[i] : problem.use[i]] - budget
+    excess = excess[excess > 0]
+    if not len(excess):
+        return size
+    missing = int(random.choice(np.unique(excess).tolist()))
+    if random.random() < 0.5:
+        missing -= problem.size[random.randrange(len(problem.size))]
+    missing = allocated_size(missing)
+    return missing if 0 < missing < size else size
+
+
+# --- Choices of what to drop and what to hold, by a price of device memory: a path from nothing to all, one for each price
+#
+# What an operator makes for several is shared out by their sizes. A mix takes the dearer price for some storages, spread
+# evenly over the order of making, and the cheaper one for the others.
+
+NUM_PRICES = 48
+
+LEAST_PRICE = 1e-15
+"""Price above 0, below all that a device could have: there are times that cannot be halved."""
+
+
+class Choice(NamedTuple):
+    """Storages that are dropped and storages that are held, by number."""
+
+    dropped: Int64s
+    held: Int64s
+    recompute_us: float
+    """Time of the operators that run again, by arithmetic over prices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChoicePath:
+    """Choices for rising prices."""
+
+    drop: Bools
+    """(m, prices) whether each is dropped."""
+    held: Bools
+    """(m, prices) whether each is held."""
+    make_us: Float64s
+    """(m, prices) time in which each dropped one is recomputed."""
+    place: Float64s
+    """(m,) place of each in a mix, from 0 to below 1: below the dearer price's share, that price decides."""
+
+    @classmethod
+    def of(cls, recipes: Recipes, level: Int64s, budget: int) -> ChoicePath:
+        """Path of choices for a step with `level` from each hook until the next, within `budget`."""
+        return _Pricing(recipes, level, budget).path()
+
+    @property
+    def last(self) -> int:
+        return int(self.drop.shape[1]) - 1
+
+    def choice(self, u: float) -> Choice:
+        """Choice at price number `u`; between two prices a mix."""
+        low = min(int(u), self.last)
+        high, share = min(low + 1, self.last), u - low
+        dear = self.place < share
+        drop = np.where(dear, self.drop[:, high], self.drop[:, low])
+        held = np.where(dear, self.held[:, high], self.held[:, low])
+        us = np.where(dear, self.make_us[:, high], self.make_us[:, low])
+        return Choice(np.flatnonzero(drop), np.flatnonzero(held), float(us[drop].sum()))
+
+
+class _Pricing:
+    def __init__(self, recipes: Recipes, level: Int64s, budget: int) -> None:
+        self._recipes = recipes
+        trace, c = recipes.trace, recipes.candidates
+        self._size = allocated_size(trace.tensor_bytes).astype(np.float64)
+        missing = np.append(0, np.cumsum(level > budget))
+        helps = np.zeros(len(self._size), np.bool_)
+        helps[c.tensor] = missing[c.use] > missing[c.first]
+        self._can_drop = recipes.can_drop & helps
+        self._us = self._shares_us()
+        self._free = self._alive_at_peaks(level)
+
+    def _alive_at_peaks(self, level: Int64s) -> Bools:
+        """(m,) whether autograd keeps each, so that it is there by itself when the most is allocated of the time until a
+        recomputation reads it."""
+        trace, recipes = self._recipes.trace, self._recipes
+        alive = recipes.can_hold & recipes.is_kept & (recipes.needed_until >= 0)
+        which = np.flatnonzero(alive)
+        since = recipes.hold_hook[which].tolist()
+        until = np.searchsorted(trace.hook_tick, recipes.needed_until[which], side="right").tolist()
+        peaks = [a + int(level[a:b].argmax()) if a < b else a for a, b in zip(since, until, strict=True)]
+        ticks = np.append(trace.hook_tick, trace.num_ticks)[peaks]
+        alive[which] = trace.tensor_dies[which] >= np.minimum(recipes.needed_until[which], ticks)
+        return np.asarray(alive)
+
+    def _shares_us(self) -> list[float]:
+        """(m,) time of the operators that make each, and of comparing it with the original; of an operator that makes several
+        dropped ones, the share by size."""
+        recipes, size, can_drop = self._recipes, self._size.tolist(), self._can_drop.tolist()
+        op_us = recipes.trace.op_us.tolist()
+        us = [0.0] * len(size)
+        for j in recipes.order:
+            for o in recipes.makers[j]:
+                fresh = recipes.fresh[o]
+                whole = sum(size[x] for x in fresh if can_drop[x]) if len(fresh) > 1 and can_drop[j] else 0.0
+                us[j] += op_us[o] * size[j] / whole if whole else op_us[o]
+            us[j] += float(recipes.compare_us[j]) if can_drop[j] else 0.0
+        return us
+
+    def prices(self) -> Float64s:
+        """(prices,) rising, from below the cheapest storage to above the dearest one, in us for a byte."""
+        which = np.flatnonzero(self._can_drop & (self._size > 0))
+        ratio = np.array(self._us)[which] / self._size[which]
+        ratio = ratio[ratio > 0]
+        if not len(ratio):
+            return np.array([0.0, 1.0])
+        ratio = np.maximum(ratio, LEAST_PRICE)
+        return np.geomspace(ratio.min() * 0.5, ratio.max() * 8, NUM_PRICES)
+
+    def path(self) -> ChoicePath:
+        recipes, size, us = self._recipes, self._size.tolist(), self._us
+        prices = self.prices()
+        m, n = len(size), len(prices)
+        drop, hold, needed = (np.zeros((m, n), np.bool_) for _ in range(3))
+        get, make = np.zeros((m, n)), np.zeros((m, n))
+        saved, can_drop, free = recipes.saved.tolist(), self._can_drop.tolist(), self._free.tolist()
+        can_recompute, can_hold = recipes.can_recompute.tolist(), recipes.can_hold.tolist()
+        unsaved = [[x for x in recipes.inputs[j] if not saved[x]] for j in range(m)]
+        for x in range(m):
+            if not recipes.makers[x] and not saved[x]:
+                hold[x] = can_hold[x]
+                get[x] = 0.0 if free[x] else prices * size[x] if can_hold[x] else np.inf
+        for j in recipes.order:
+            if saved[j] and not can_drop[j]:
+                continue
+            cost, took = us[j], us[j]
+            for x in unsaved[j]:
+                cost = cost + get[x]
+                took = took + make[x]
+            if saved[j]:
+                drop[j] = cost < prices * size[j]
+                make[j] = took
+            elif free[j]:
+                hold[j] = True
+            elif not can_recompute[j]:
+                hold[j] = can_hold[j]
+                get[j] = prices * size[j] if can_hold[j] else np.inf
+            else:
+                get[j] = cost
+                make[j] = took
+                if can_hold[j]:
+                    hold[j] = prices * size[j] <= cost
+                    get[j] = np.minimum(cost, prices * size[j])
+                    make[j] = np.where(hold[j], 0.0, make[j])
+        for j in reversed(recipes.order):
+            again = drop[j] if saved[j] else needed[j] & ~hold[j]
+            if unsaved[j] and again.any():
+                for x in unsaved[j]:
+                    needed[x] |= again
+        held = needed & hold
+        new = np.append(True, ((drop[:, 1:] != drop[:, :-1]) | (held[:, 1:] != held[:, :-1])).any(axis=0))
+        drop = drop[:, new]
+        return ChoicePath(drop=drop, held=held[:, new], make_us=make[:, new], place=self._places(drop, unsaved))
+
+    def _places(self, drop: Bools, unsaved: list[list[int]]) -> Float64s:
+        """Places in a mix: storages that are dropped from the same price on are spread evenly over the order of making; what
+        they are made of has the least of its readers' places."""
+        since: list[int] = drop.argmax(axis=1).tolist()
+        ever: list[bool] = np.asarray(drop.any(axis=1)).tolist()
+        saved, place = self._recipes.saved.tolist(), [1.0] * len(drop)
+        count: dict[int, int] = {}
+        for j in self._recipes.order:
+            if ever[j]:
+                count[since[j]] = count.get(since[j], 0) + 1
+                place[j] = count[since[j]] * GOLDEN % 1
+        for j in reversed(self._recipes.order):
+            if ever[j] or not saved[j]:
+                for x in unsaved[j]:
+                    place[x] = min(place[x], place[j])
+        return np.array(place)

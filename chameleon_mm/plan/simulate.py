@@ -1,0 +1,226 @@
+"""Simulates a step under a plan: device memory at every tick, stalls, both copy engines, the step's time.
+
+plan.py sets down what happens first at a hook, timing.py how long it takes. Memory is exact; time is a model. A plan that
+recomputes is simulated on the trace that `rewrite` makes of the step for it, and told in the step's own ticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from chameleon_mm.plan.recipes import Recipes
+from chameleon_mm.plan.rewrite import RewrittenTrace, rewritten_for
+from chameleon_mm.plan.swap_plan import (
+    BACK,
+    RECLAIM_IN_PART,
+    USE,
+    Action,
+    ActionColumns,
+    ActionKind,
+    Events,
+    PlannedMemory,
+    SwapPlan,
+    in_order,
+    pinned_peak,
+)
+from chameleon_mm.plan.timing import EngineSpan, LinkCost, Walk, walk
+from chameleon_mm.plan.trace import Float64s, Int64s, Trace
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
+
+
+class Stall(NamedTuple):
+    """Wait of compute for a copy."""
+
+    hook: int
+    tensor: int
+    us: float
+    at_use: bool
+    """Whether it waits for a copy back at a use; else for a copy out, at a reclaim."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timeline:
+    """One step under a plan, simulated. `step_us` is the time of the step's operators, `stall_us`, `head_copy_us` and
+    `recompute_us` together."""
+
+    peak_bytes: int
+    """Peak of device memory."""
+    allocated_bytes: Int64s
+    """(ticks,) most bytes allocated during each; where a storage moves in part, with what that takes for a moment."""
+    host_bytes: int
+    """Peak of pinned memory."""
+    step_us: float
+    stall_us: float
+    """Time that compute waits for copies."""
+    head_copy_us: float
+    """Time that compute copies what stays of storages that move in part, out of them and back into them."""
+    out_stalls_us: Mapping[int, float]
+    """Time that compute waits at `reclaim_at` for each copy out, by tensor; those that never make it wait are left out."""
+    in_stalls_us: Mapping[int, float]
+    """Time that compute waits at `use_at` for each copy back, by tensor."""
+    out_spans: tuple[EngineSpan, ...]
+    """Spans from device to host, in the order in which the engine runs them."""
+    in_spans: tuple[EngineSpan, ...]
+    tick_us: Float64s
+    """(ticks,) times at which compute reaches each tick, before what it does there."""
+    stalls: tuple[Stall, ...]
+    """All of these waits, in order."""
+    recompute_us: float = 0.0
+    """Time in which operators of forward run again: at the uses of what was dropped."""
+
+
+def simulate(trace: Trace, plan: SwapPlan, cost_model: LinkCost) -> Timeline:
+    """Timeline of the step of `trace` under `plan` on a link of `cost_model`. O(ticks + storages + copies).
+
+    Raises `ValueError` for a plan of another trace, and for actions that nobody could carry out in this one.
+    """
+    return Simulator(trace, cost_model).run(plan)
+
+
+class Simulator:
+    """Simulates plans for one trace on one link. What does not depend on the plan is worked out once."""
+
+    def __init__(self, trace: Trace, cost_model: LinkCost) -> None:
+        self.trace = trace
+        self._cost = cost_model
+        self._memory = PlannedMemory(trace, memory_curve(trace))
+        clock = trace.clock_us()
+        self._tick_us, self._ops_us = clock[:-1], float(clock[-1])
+        self._hook_us: list[float] = clock[trace.hook_tick].tolist()
+        first, later = Candidates.of(trace), Candidates.between_uses(trace)
+        self._candidates = first.followed_by(later)
+        self._row = np.full(len(trace.tensor_bytes), -1)
+        # The first of several stays: its use is the earliest.
+        self._row[self._candidates.tensor[::-1]] = np.arange(len(self._candidates))[::-1]
+        rows = enumerate(zip(later.tensor.tolist(), later.use.tolist(), strict=True), len(first))
+        self._later_row = {tensor_and_use: row for row, tensor_and_use in rows}
+        """Rows of what may be away between two uses, by tensor and the later use."""
+        self._recipes: Recipes | None = None
+
+    def run(self, plan: SwapPlan) -> Timeline:
+        """Timeline of the step under `plan`. Raises as `simulate` does."""
+        plan.check_made_for(self.trace)
+        if not plan.recomputed and not plan.held:
+            return self.run_moves(*self._checked(plan.actions))
+        if self._recipes is None:
+            self._recipes = Recipes.of(self.trace, None, cost=self._cost)
+        return self.run_rewritten(rewritten_for(self._recipes, plan), plan.swaps)
+
+    def run_rewritten(self, rewritten: RewrittenTrace, swaps: Sequence[Action]) -> Timeline:
+        """Timeline of the step as `rewritten`, with `swaps`, in the step's own ticks."""
+        inner = Simulator(rewritten.trace, self._cost)
+        timeline = inner.run_moves(*inner._checked(swaps, rewritten))
+        return replace(
+            timeline,
+            allocated_bytes=rewritten.by_tick(timeline.allocated_bytes),
+            tick_us=timeline.tick_us[rewritten.tick_of],
+            recompute_us=rewritten.recompute_us,
+            stalls=tuple(stall._replace(hook=int(rewritten.origin[stall.hook])) for stall in timeline.stalls),
+        )
+
+    def run_moves(self, moves: ActionColumns, who: Candidates) -> Timeline:
+        """The step under moves of the candidates `who`, whoever made sure that they can be carried out."""
+        events = in_order(moves)
+        ticks, tensors = self.trace.hook_tick[events.hooks], who.tensor.tolist()
+        walked = walk(moves, events, self._hook_us, self._cost)
+        delays_us, waits = _delays(moves, events, walked, self._cost)
+        stalls = tuple(
+            Stall(hook, tensors[j], (walked.in_waits_us if at_use else walked.out_waits_us)[j], at_use)
+            for hook, j, at_use in waits
+        )
+        out_stalls_us = _by_tensor([stall for stall in stalls if not stall.at_use])
+        in_stalls_us = _by_tensor([stall for stall in stalls if stall.at_use])
+        late_us = np.zeros(len(self._tick_us) + 1)
+        np.add.at(late_us, ticks + 1, delays_us)
+        allocated = self._memory.allocated(moves)
+        stall_us = sum(out_stalls_us.values()) + sum(in_stalls_us.values())
+        return Timeline(
+            peak_bytes=int(allocated.max()) if len(allocated) else self.trace.start_bytes,
+            allocated_bytes=allocated,
+            host_bytes=pinned_peak(len(self._hook_us), moves, who.last_use),
+            step_us=self._ops_us + stall_us + walked.head_copy_us,
+            stall_us=stall_us,
+            head_copy_us=walked.head_copy_us,
+            out_stalls_us=out_stalls_us,
+            in_stalls_us=in_stalls_us,
+            out_spans=walked.out.spans_of(tensors),
+            in_spans=walked.back.spans_of(tensors),
+            tick_us=self._tick_us + np.cumsum(late_us)[:-1],
+            stalls=stalls,
+        )
+
+    def _checked(self, actions: Sequence[Action], rewritten: RewrittenTrace | None = None) -> tuple[ActionColumns, Candidates]:
+        """The moves of `actions`, and of which candidates they are. That the plan is of this trace is what `StepProgram` asks
+        for, too; here somebody must be able to carry it out as well. `rewritten`: what this trace is of the step that the
+        actions are for."""
+        again = "make a plan for this trace"
+        for action in actions:
+            who = f"plan, tensor {action.tensor}"
+            if action.kind is not ActionKind.SWAP:
+                raise ValueError(f"{who}: expected a swap, got {action.kind.value}; put what is recomputed or held last")
+            if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
+                raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
+        moves = ActionColumns.of(actions, self.trace)
+        rows = [self._later_row.get((action.tensor, action.use_at), self._row[action.tensor]) for action in actions]
+        of = self._candidates.take(np.array(rows, np.int64))
+        _check_repeats(actions, of)
+        use = of.use
+        if rewritten is not None:
+            use = rewritten.origin[of.use]
+            if not (moves.use_at != use).any():
+                moves, use = rewritten.from_step(moves, of.use), of.use
+        wrong = (moves.out_at < of.sendable) | (moves.reclaim_at < of.first) | (moves.use_at != use) | (moves.stays < 0)
+        if wrong.any():
+            i = int(wrong.argmax())
+            action = actions[i]
+            raise ValueError(
+                f"plan, tensor {action.tensor}: expected at most {of.nbytes[i]} bytes to move, out_at of {of.sendable[i]} or "
+                f"later, reclaim_at of {of.first[i]} or later and use_at {use[i]}, got {action.nbytes}, {action.out_at}, "
+                f"{action.reclaim_at} and {action.use_at}; {again}"
+            )
+        return moves, of
+
+
+def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) -> tuple[Float64s, list[tuple[int, int, bool]]]:
+    """Time by which each event delays compute; and the waits among them: hook, row, and whether it is one at a use."""
+    kinds, which = events.kinds, events.which
+    reclaims, uses = kinds <= RECLAIM_IN_PART, kinds == USE
+    copies_head = reclaims | (kinds == BACK) | (uses & (moves.in_at == moves.use_at)[which])
+    delays_us = np.where(copies_head, (moves.stays / (cost.hbm_gbps * 1e3))[which], 0.0)
+    waits_us = np.where(reclaims, np.asarray(walked.out_waits_us)[which], 0.0)
+    waits_us += np.where(uses, np.asarray(walked.in_waits_us)[which], 0.0)
+    waits = (waits_us > 0.0).nonzero()[0]
+    rows = zip(events.hooks[waits].tolist(), which[waits].tolist(), uses[waits].tolist(), strict=True)
+    return delays_us + waits_us, list(rows)
+
+
+def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
+    """Time of `stalls` by tensor, of which each may be waited for several times."""
+    by_tensor: dict[int, float] = {}
+    for stall in stalls:
+        by_tensor[stall.tensor] = by_tensor.get(stall.tensor, 0.0) + stall.us
+    return by_tensor
+
+
+def _check_repeats(actions: Sequence[Action], of: Candidates) -> None:
+    """Raise `ValueError` where two of `actions`, of the rows `of`, are one storage and are not the same bytes at two times."""
+    if len({(action.tensor, use) for action, use in zip(actions, of.use.tolist(), strict=True)}) < len(actions):
+        raise ValueError("plan: expected one action for a tensor, got two for one use; give each candidate one")
+    last: dict[int, Action] = {}
+    for i in np.argsort(of.use, kind="stable").tolist():
+        action, before = actions[i], last.get(actions[i].tensor)
+        last[action.tensor] = action
+        if action.again != (before is not None):
+            raise ValueError(
+                f"plan, tensor {action.tensor}: expected `again` of every action for a tensor but its first, got "
+                f"{action.again} of the one for its use at hook {action.use_at}; make a plan for this trace"
+            )
+        if before is not None and min(before.nbytes, action.nbytes) < of.nbytes[i]:
+            raise ValueError(
+                f"plan, tensor {action.tensor}: expected {of.nbytes[i]} bytes, all of it, in each of its actions, got "
+                f"{before.nbytes} and {action.nbytes}; make a plan for this trace"
+            )

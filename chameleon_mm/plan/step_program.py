@@ -1,0 +1,216 @@
+"""Compile a plan into one row per hook: the form in which a running step reads it.
+
+    program = StepProgram.of(trace, plan, Keys(features, save_of, classes))
+    program.rows[hook]          # Row(key, kind, number, ops, growth, is_checked, ins)
+
+    hook        key                                          kind      ops, in the order of `plan.py`
+    save 0      (Tensor, (8, 256), float32, 1)               FIRST     -
+    save 1      (Parameter, (256, 256), float32, 1)          KEPT      -
+    save 2      (Tensor, (8, 256), float32, 2)               AGAIN     -
+    save 3      (Tensor, (8, 64), float32, 1)                FIRST     OUT 0
+    use 4       3                                            USE       RECLAIM 0, and behind the use: IN 0
+
+A step that is the compiled one, hook for hook, finds its row by counting: `hook += 1`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from chameleon_mm.plan import swap_plan
+from chameleon_mm.plan.recipes import Recipes
+from chameleon_mm.plan.rewrite import rewritten_for
+from chameleon_mm.plan.swap_plan import BACK, ActionColumns, PlannedMemory, SwapPlan, in_order
+from chameleon_mm.plan.trace import BirthPlace, Int64s, Trace
+from chameleon_mm.plan.unswapped_memory import memory_curve
+
+KEPT, FIRST, AGAIN, USE, END = range(5)
+"""Kinds of rows: the save of a tensor that no plan moves, a storage's first save, a later save of it, a use, the step's end."""
+
+RECLAIM, RELEASE, OUT, DROP = range(4)
+"""Ops. `RECLAIM`: wait for a copy out and free the memory. `RELEASE`: free it without a copy, because the host has the bytes.
+`OUT`: copy out. `DROP`: free it without a copy, because operators make the bytes again."""
+
+Op = tuple[int, int, int]
+"""Op, number of the storage, number of its last bytes that move."""
+
+_FIXED, _NEW = -1, 0
+"""Values for "hooks since the storage's last save" in a feature: a storage that never moves, and a first save."""
+
+_SAVE_PARTS = 5
+"""Number of parts of a save's feature, at least. A use has two."""
+
+_NEVER = 1 << 62
+
+
+class Row(NamedTuple):
+    """Work of one hook."""
+
+    key: Hashable = None
+    """Save: (class, sizes, dtype, operators since the last save). Use: the hook of its save. None: counting is not enough to
+    know the hook by, its whole feature has to be compared."""
+    kind: int = KEPT
+    number: int = -1
+    """Number of the storage in the trace, -1 for a tensor that no plan moves."""
+    ops: tuple[Op, ...] = ()
+    """Ops before the hook's own storage is used, in order."""
+    growth: int = 0
+    """Bytes as `PlannedMemory.growth_until_next_check`."""
+    is_checked: bool = False
+    """Whether memory is checked at this hook."""
+    ins: tuple[int, ...] = ()
+    """Numbers of the storages whose copies back start after the hook's own use."""
+
+
+class Keys(NamedTuple):
+    """What a step's hooks are known by."""
+
+    features: Sequence[tuple[Hashable, ...]]
+    """By hook, as the light profiler has them."""
+    save_of: Sequence[int]
+    """The save of each use, negative for a save, and for the use of what an earlier step saved."""
+    plain_classes: AbstractSet[Hashable]
+    """Classes of tensors that are no wrappers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepProgram:
+    """A plan by hook, for any number of steps, which do not change it."""
+
+    plan: SwapPlan
+    rows: tuple[Row, ...]
+    """Rows by hook, and one behind the last, which is no hook's."""
+    nbytes: tuple[int, ...]
+    """Bytes of each storage of the trace."""
+    allocated_bytes: Int64s
+    """(ticks,) most bytes allocated during each tick."""
+    backs: AbstractSet[tuple[int, int]]
+    """Hooks at which memory is taken for copies back, each with the storage's number."""
+    held: Mapping[BirthPlace, int]
+    """Numbers of the storages that nobody saves and that are held for recomputations, by where they are written."""
+    first_due: int
+    """First hook at which anything is due."""
+
+    @classmethod
+    def of(cls, trace: Trace, plan: SwapPlan, keys: Keys | None = None) -> StepProgram:
+        """Compile `plan`, which was made for `trace`. `keys`: None where sizes are open, so that no hook is known by its key.
+
+        Raises `ValueError` for the plan of another trace.
+        """
+        plan.check_made_for(trace)
+        unknown = [action.tensor for action in plan.actions if not 0 <= action.tensor < len(trace.tensor_bytes)]
+        if unknown:
+            raise ValueError(
+                f"plan: expected tensors below {len(trace.tensor_bytes)}, as this trace has them, got {unknown[0]}; make a "
+                f"plan for this trace"
+            )
+        moves = ActionColumns.of(plan.swaps, trace)
+        ops, ins, frees = _due(plan, moves)
+        recipes = Recipes.of(trace, None) if len(plan.swaps) < len(plan.actions) else None
+        allocated, growth = _memory(trace, plan, moves) if recipes is None else _memory_of_recomputations(recipes, plan)
+        rows = [
+            row._replace(
+                ops=tuple(ops.get(hook, ())),
+                ins=tuple(ins.get(hook, ())),
+                growth=grows,
+                is_checked=row.number >= 0 or hook in frees,
+            )
+            for hook, (row, grows) in enumerate(zip(_rows(trace, keys), growth.tolist(), strict=True))
+        ]
+        return cls(
+            plan=plan,
+            rows=(*rows, Row(kind=END)),
+            nbytes=tuple(trace.tensor_bytes.tolist()),
+            allocated_bytes=allocated,
+            backs=frozenset((action.in_at, action.tensor) for action in plan.swaps),
+            held={} if recipes is None else _birth_places(recipes, plan),
+            first_due=min((*ops, *ins), default=_NEVER),
+        )
+
+    def number_at(self, hook: int) -> int | None:
+        """Number of the storage whose first save `hook` is; None: of none that may move."""
+        row = self.rows[min(hook, len(self.rows) - 1)]
+        return row.number if row.kind == FIRST else None
+
+
+def _due(plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dict[int, list[int]], set[int]]:
+    """Return the ops and the copies back by hook, and the set of hooks that free memory."""
+    swaps, ops, ins, frees = plan.swaps, defaultdict[int, list[Op]](list), defaultdict[int, list[int]](list), set[int]()
+    for action in plan.recomputed:
+        ops[action.reclaim_at].append((DROP, action.tensor, action.nbytes))
+        frees.add(action.reclaim_at)
+    for hook, kind, j in zip(*(column.tolist() for column in in_order(moves)), strict=True):
+        action = swaps[j]
+        if kind == BACK:
+            ins[hook].append(action.tensor)
+        elif kind == swap_plan.OUT:
+            ops[hook].append((OUT, action.tensor, action.nbytes))
+        elif kind != swap_plan.USE:
+            ops[hook].append((RELEASE if action.again else RECLAIM, action.tensor, action.nbytes))
+            frees.add(hook)
+    return ops, ins, frees
+
+
+def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
+    """Rows of the step's hooks, without what is due there."""
+    rows: list[Row] = []
+    seen: set[int] = set()
+    for hook, (number, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
+        kind = USE if use else KEPT if number < 0 else AGAIN if number in seen else FIRST
+        if not use:
+            seen.add(number)
+        rows.append(Row(None if keys is None else _key(keys, hook, kind), kind, number))
+    return rows
+
+
+def _key(keys: Keys, hook: int, kind: int) -> Hashable:
+    """What the hook is known by; None: by its whole feature."""
+    feature = keys.features[hook]
+    if len(feature) < _SAVE_PARTS:
+        save = keys.save_of[hook]
+        return save if kind == USE and save >= 0 else None
+    since = feature[_SAVE_PARTS - 1]
+    if kind == USE or feature[0] not in keys.plain_classes or not isinstance(since, int):
+        return None
+    return feature[: _SAVE_PARTS - 1] if kind == (KEPT if since == _FIXED else FIRST if since == _NEW else AGAIN) else None
+
+
+def _memory(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[Int64s, Int64s]:
+    """What is allocated at most during each tick, and by how much it grows until the next check, by hook."""
+    moves = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # of a wrong plan: the others never come
+    memory = PlannedMemory(trace, memory_curve(trace))
+    allocated = memory.allocated(moves)
+    return allocated, memory.growth_until_next_check(moves, allocated)
+
+
+def _memory_of_recomputations(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s, Int64s]:
+    """The same for a plan that recomputes: what a recomputation takes belongs to the hook at which it is."""
+    rewritten = rewritten_for(recipes, plan)
+    moves = rewritten.moves_of(plan.swaps)
+    memory = PlannedMemory(rewritten.trace, memory_curve(rewritten.trace), rewritten.hook_of)
+    allocated = memory.allocated(moves)
+    drop_at = [int(rewritten.hook_of[action.reclaim_at]) for action in plan.recomputed]
+    growth = memory.growth_until_next_check(moves, allocated, drop_at)
+    return rewritten.by_tick(allocated), growth[rewritten.hook_of]
+
+
+def _birth_places(recipes: Recipes, plan: SwapPlan) -> dict[BirthPlace, int]:
+    """Where what is held is written last: by then it is what recomputations read."""
+    trace, places = recipes.trace, {}
+    for action in plan.held:
+        tick = int(recipes.last_write[action.tensor])
+        op = int(np.searchsorted(trace.op_tick, tick))
+        hooks = int(np.searchsorted(trace.hook_tick, tick))
+        since = 0 if hooks == 0 else int(trace.hook_tick[hooks - 1])
+        first = int(np.searchsorted(trace.op_tick, since))
+        same_name = int((trace.op_name[first : op + 1] == trace.op_name[op]).sum())
+        written = trace.write_tensors[trace.write_offsets[op] : trace.write_offsets[op + 1]].tolist()
+        place = BirthPlace(hooks, trace.op_names[trace.op_name[op]], same_name, written.index(action.tensor))
+        places[place] = action.tensor
+    return places

@@ -1,0 +1,247 @@
+"""Times of a plan: stalls, both copy engines, the step's time, by a model of the link and of compute that waits for it.
+
+at every hook that an action names, in the order that plan.py sets down:
+    reclaims      whole ones, then those in part, whose head is copied first; compute waits for the copy out, but for what
+                  the host has since an earlier action
+    copies out    ready now
+    the use       its copy back, if not under way yet, is ready now; compute waits for it
+    copies back   ready now; of those in part the head is copied back meanwhile
+between hooks compute takes what the trace says
+
+each engine is one FIFO per direction, and both share what the link carries at once:
+    start         max(when it is ready, when the engine is free)
+    per piece     copy_us, then its bytes at this direction's rate, or at the duplex rest while the other direction is busy
+
+Time is a model: the host is always far enough ahead, a copy is queued on its engine, whole, when compute is at its hook, and
+one back runs after its own copy out. As in the simulated device, a copy's time is fixed when it is queued. The earlier of two
+that run both ways keeps its rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+from operator import index
+from typing import NamedTuple, overload
+
+import numpy as np
+
+from chameleon_mm.plan.swap_plan import OUT, RECLAIM_IN_PART, USE, ActionColumns, Events
+from chameleon_mm.plan.trace import Float64s, Int64s
+from chameleon_mm.units import MIB
+
+# --- Cost model of the link: measured rates, a fixed cost per piece, and what is left while both directions are busy
+#
+# start = max(when it may start, when its direction is free) end   = start + copy_us per piece + bytes at this direction's
+# rate, or at the duplex rest beside a copy the other way
+
+SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
+"""Bounds far beyond any link. Within them no time of a copy is infinite, or nothing, for want of digits."""
+
+_DEAREST_US = 1e9
+"""Bound of the fixed cost of a piece: a quarter of an hour."""
+
+_ROUNDING = 1e-9
+"""Share by which a duplex rate may exceed the sum that it stands for: both may have been scaled by a factor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCost:
+    """The link between a device and pinned host memory. One FIFO engine per direction. Rates in 1e9 bytes a second.
+
+    Raises `ValueError` for rates that no link has, for a duplex rate that is below the faster direction's or above the sum of
+    both, for a fixed cost that is no time, and for pieces that are no whole number of bytes.
+    """
+
+    d2h_gbps: float
+    """Rate from device to host, nothing the other way."""
+    h2d_gbps: float
+    duplex_gbps: float
+    """Rate of both directions added up, while both are busy."""
+    copy_us: float = 3.1
+    """Fixed cost of a piece on its engine: published for an H200, where 4 MiB reach 53.2 of 55.4 GB/s."""
+    piece_bytes: int = 32 * MIB
+    """Size of the pieces that copies are cut into."""
+    hbm_gbps: float = 2_000.0
+    """Rate of a copy within device memory: what stays behind of a tensor that moves in part is copied once each way."""
+
+    def __post_init__(self) -> None:
+        for knob in ("d2h_gbps", "h2d_gbps", "duplex_gbps", "hbm_gbps"):
+            rate = getattr(self, knob)
+            if not SLOWEST_GBPS <= rate <= 2 * FASTEST_GBPS:  # NaN is not
+                raise ValueError(
+                    f"{knob}: expected a finite number above 0, from {SLOWEST_GBPS:g} to {FASTEST_GBPS:g} GB/s, got {rate}; "
+                    f"measure the link again"
+                )
+        if not isfinite(self.copy_us) or not 0 <= self.copy_us <= _DEAREST_US:
+            raise ValueError(f"copy_us: expected a finite number from 0 to {_DEAREST_US:g} us, got {self.copy_us}")
+        try:
+            whole = index(self.piece_bytes)
+        except TypeError:
+            whole = 0
+        if whole < 1:
+            raise ValueError(f"piece_bytes: expected a whole number of 1 byte or more, got {self.piece_bytes!r}")
+        fastest, total = max(self.d2h_gbps, self.h2d_gbps), self.d2h_gbps + self.h2d_gbps
+        if not fastest <= self.duplex_gbps <= total * (1 + _ROUNDING):
+            raise ValueError(
+                f"duplex_gbps: expected both directions together to carry at least what one does alone ({fastest}) and at most "
+                f"what both do ({total}), got {self.duplex_gbps}; measure the link again"
+            )
+
+    @overload
+    def alone_us(self, nbytes: int, rate_gbps: float) -> float: ...
+    @overload
+    def alone_us(self, nbytes: Int64s, rate_gbps: float) -> Float64s: ...
+    def alone_us(self, nbytes: int | Int64s, rate_gbps: float) -> float | Float64s:
+        """Time of a copy of `nbytes` at one rate, its pieces' fixed cost included; of an array of sizes, one by one."""
+        return -(-nbytes // self.piece_bytes) * np.float64(self.copy_us) + nbytes / np.float64(rate_gbps * 1e3)
+
+
+# --- timing
+
+
+class EngineSpan(NamedTuple):
+    """Time in which a storage crosses the link, one way."""
+
+    tensor: int
+    """Number of the storage in the trace."""
+    start_us: float
+    end_us: float
+    nbytes: int
+
+
+class CopyEngine:
+    """The copy engine of one direction."""
+
+    __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_rows", "_shared_rate", "free_at_us")
+
+    def __init__(self, cost: LinkCost, rate_gbps: float, other_gbps: float) -> None:
+        self._copy_us = cost.copy_us
+        self._piece_bytes = cost.piece_bytes
+        self._rate = rate_gbps * 1e3  # bytes a microsecond
+        self._shared_rate = (cost.duplex_gbps - other_gbps) * 1e3
+        self._other: CopyEngine = self
+        self._beside = 0
+        """Index of the first of the other engine's spans that a copy queued from now on can run beside."""
+        self.free_at_us = 0.0
+        self._rows: list[tuple[int, float, float, int]] = []
+        """Spans as plain tuples: a named one takes as long as the rest of a copy's arithmetic, and a search wants none."""
+
+    @classmethod
+    def pair(cls, cost: LinkCost) -> tuple[CopyEngine, CopyEngine]:
+        """Engines from device to host and from host to device; both idle."""
+        out, back = cls(cost, cost.d2h_gbps, cost.h2d_gbps), cls(cost, cost.h2d_gbps, cost.d2h_gbps)
+        out._other, back._other = back, out
+        return out, back
+
+    @property
+    def spans(self) -> tuple[EngineSpan, ...]:
+        """Spans of the queued copies, in the order in which they run."""
+        return tuple(map(EngineSpan._make, self._rows))
+
+    def spans_of(self, tensors: Sequence[int]) -> tuple[EngineSpan, ...]:
+        """`spans` of what was queued by its place in `tensors`."""
+        rows = ((tensors[place], start_us, end_us, nbytes) for place, start_us, end_us, nbytes in self._rows)
+        return tuple(map(EngineSpan._make, rows))
+
+    def queue(self, tensor: int, nbytes: int, ready_us: float) -> float:
+        """Queue a copy that may start at `ready_us`, behind what was queued before. Returns when it ends."""
+        start = max(ready_us, self.free_at_us)
+        others = self._other._rows
+        while self._beside < len(others) and others[self._beside][2] <= start:
+            self._beside += 1
+        end = start
+        if self._beside == len(others):  # alone, as most are
+            end += -(-nbytes // self._piece_bytes) * self._copy_us + nbytes / self._rate
+        else:
+            for offset in range(0, nbytes, self._piece_bytes):
+                end = self._piece(min(self._piece_bytes, nbytes - offset), end + self._copy_us)
+        self.free_at_us = end
+        self._rows.append((tensor, start, end, nbytes))
+        return end
+
+    def _piece(self, nbytes: int, clock_us: float) -> float:
+        """Time at which `nbytes` whose first byte crosses at `clock_us` are through."""
+        left, others = float(nbytes), self._other._rows
+        for i in range(self._beside, len(others)):
+            _, beside_start, beside_end, _ = others[i]
+            if beside_end <= clock_us:
+                continue
+            alone = max(0.0, beside_start - clock_us)
+            if left <= alone * self._rate:
+                break
+            left -= alone * self._rate
+            clock_us += alone
+            shared = beside_end - clock_us
+            if left <= shared * self._shared_rate:
+                return clock_us + left / self._shared_rate
+            left -= shared * self._shared_rate
+            clock_us = beside_end
+        return clock_us + left / self._rate
+
+
+class Walk(NamedTuple):
+    """Delays of a step, and the copies behind them."""
+
+    stall_us: float
+    head_copy_us: float
+    out_waits_us: list[float]
+    """(n,) of the moves: waits at reclaims."""
+    in_waits_us: list[float]
+    """(n,) of the moves: waits at uses."""
+    out: CopyEngine
+    """Device to host; its copies are numbered as the moves."""
+    back: CopyEngine
+
+
+def walk(
+    moves: ActionColumns,
+    events: Events,
+    hook_us: Sequence[float],
+    cost: LinkCost,
+    *,
+    at_most_us: float = inf,
+    lag_us: Sequence[float] = (),
+) -> Walk:
+    """Goes through `events`, those of `moves`. `hook_us`: (hooks,) when compute is at each, nothing swapped.
+
+    at_most_us: it stops where the step is later by more than that. lag_us: (n,) by how much copies out are done later than
+    their engine has them; empty: not at all.
+    """
+    nbytes, out_at, in_at = moves.nbytes.tolist(), moves.out_at.tolist(), moves.in_at.tolist()
+    head_us = (moves.stays / (cost.hbm_gbps * 1e3)).tolist()
+    lag, again = lag_us or [0.0] * len(nbytes), moves.again.tolist()
+    out, back = CopyEngine.pair(cost)
+    out_done, back_done, out_waits, in_waits = ([0.0] * len(nbytes) for _ in range(4))
+    stall = heads = late = 0.0
+    for hook, kind, j in zip(*(column.tolist() for column in events), strict=True):
+        now = hook_us[hook] + late
+        if kind <= RECLAIM_IN_PART:
+            if again[j]:
+                continue
+            if out_at[j] == hook:
+                out_done[j] = out.queue(j, nbytes[j], now) + lag[j]
+            now += head_us[j]
+            late += head_us[j]
+            heads += head_us[j]
+            wait, waits = out_done[j] - now, out_waits
+        elif kind == OUT:
+            out_done[j] = out.queue(j, nbytes[j], now) + lag[j]
+            continue
+        else:
+            wait, waits = 0.0, in_waits
+            if in_at[j] == hook:
+                back_done[j] = back.queue(j, nbytes[j], max(now, out_done[j]))
+                now += head_us[j]
+                late += head_us[j]
+                heads += head_us[j]
+            if kind == USE:
+                wait = back_done[j] - now
+        if wait > 0.0:
+            late += wait
+            stall += wait
+            waits[j] = wait
+            if late > at_most_us:
+                break
+    return Walk(stall, heads, out_waits, in_waits, out, back)

@@ -1,0 +1,451 @@
+"""One step's operators, storages and hook calls, in columns: a million operators are a few arrays, not a million objects.
+
+    trace.op_us, trace.tensor_bytes, trace.hook_tick ...  by the numbers of operators, storages, hooks
+
+tick   0        1        2        3        4 ...          every operator and every hook of the step is one tick
+       op       save     op       save     op             numbered from 0: two things on one clock
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chameleon_mm.units import allocated_size
+
+NEVER = -2
+"""Number of a tick or a hook that did not happen."""
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Float64s = NDArray[np.float64]
+UInt64s = NDArray[np.uint64]
+UInt8s = NDArray[np.uint8]
+Bools = NDArray[np.bool_]
+
+COLUMNS: dict[str, type[np.generic]] = {
+    "op_name": np.int32, "op_content": np.uint64, "op_phase": np.uint8, "op_us": np.float64, "op_tick": np.int32,
+    "read_offsets": np.int64, "read_tensors": np.int32, "write_offsets": np.int64, "write_tensors": np.int32,
+    "op_inner_bytes": np.int64,
+    "tensor_bytes": np.int64, "tensor_kind": np.uint8, "tensor_born": np.int32, "tensor_released": np.int32,
+    "tensor_sendable": np.int32, "tensor_dies": np.int32,
+    "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_released": np.int32,
+    "hook_feature": np.uint64,
+}  # fmt: skip
+"""Columns of a `Trace`, and what each holds."""
+
+
+class StepPhase(enum.IntEnum):
+    """Part of a step that an operator belongs to. With several micro-batches forward and backward alternate."""
+
+    FORWARD = 0
+    """Begins with the step, and with the first save after a backward."""
+    BACKWARD = 1
+    """Begins with the first operator that autograd's engine runs; ends when its graph task does."""
+    OPTIMIZER = 2
+    """Begins after the last backward of the step; ends with it."""
+
+
+class TensorKind(enum.IntEnum):
+    """Purpose of a storage."""
+
+    PARAMETER = 0
+    BUFFER = 1
+    GRADIENT = 2
+    """Gradient of a parameter, as the optimizer reads it."""
+    OPTIMIZER = 3
+    """State that an optimizer keeps from step to step."""
+    INPUT = 4
+    """On the device before the step, none of the above."""
+    ACTIVATION = 5
+    """Made in the step and saved by autograd."""
+    TEMPORARY = 6
+    """Made in the step, and neither saved nor kept."""
+
+
+class BirthPlace(NamedTuple):
+    """Where in a step a storage was written."""
+
+    hooks: int
+    """Number of hooks before the operator that wrote it."""
+    operator: str
+    """Name of that operator, with its overload."""
+    same_name: int
+    """Number of operators of that name since the last hook, it included."""
+    position: int
+    """Position of the storage among those that the operator wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """One step. n operators, m storages, k hook calls, n + k ticks. Columns are read-only.
+
+    Raises `ValueError` for columns that contradict each other, timings that are not finite, and a trace that was cut short.
+    """
+
+    device: str
+    """Name of the device that it was recorded on, as `Device.name` has it."""
+    simulated: bool
+    start_bytes: int
+    """Allocated on the device when the step began, storages that the step never touches included."""
+
+    op_names: tuple[str, ...]
+    """Distinct names; `op_name` points here."""
+    op_name: Int32s
+    op_content: UInt64s
+    """64-bit hash of its name, its tensors' shapes, strides and dtypes, and its plain arguments: the same in every process."""
+    op_phase: UInt8s
+    op_us: Float64s
+    """Time on the device until the next operator could begin; stalls on copies are not in it."""
+    op_tick: Int32s
+    read_offsets: Int64s
+    """(n + 1,) offsets: operator i reads `read_tensors[read_offsets[i] : read_offsets[i + 1]]`."""
+    read_tensors: Int32s
+    """Numbers of the storages of its tensor arguments."""
+    write_offsets: Int64s
+    write_tensors: Int32s
+    """Numbers of the storages that it returned or changed."""
+    op_inner_bytes: Int64s
+    """Device memory, as the allocator counts it, that each holds for itself while it runs, beside its inputs and results."""
+
+    tensor_bytes: Int64s
+    tensor_kind: UInt8s
+    tensor_born: Int32s
+    """Tick at which it is made; -1: before the step."""
+    tensor_released: Int32s
+    """Last tick before its first use during which somebody beside a handle of ours held it, so that dropping it after that tick
+    frees its memory. NEVER: nobody saved it, or somebody held it until it was used."""
+    tensor_sendable: Int32s
+    """First hook at which the operator that saved it is over, so that it may be copied; NEVER: not saved."""
+    tensor_dies: Int32s
+    """Last tick of its life; the number of ticks: it outlives the step."""
+
+    hook_tick: Int32s
+    hook_use: Bools
+    hook_tensor: Int32s
+    """Number of the storage; -1: one that nobody may move (a parameter, a small one)."""
+    hook_released: Int32s
+    """The same after a use, before the next use of the storage. NEVER: a save, or somebody held it until that."""
+    hook_feature: UInt64s
+    """64-bit hash of what the light profiler knows of this call. Comparable within a process alone."""
+
+    fingerprint: int = 0
+    """Hash of the sequence of hook features, as the light profiler has it. Comparable within one process alone."""
+
+    def __post_init__(self) -> None:
+        self._check()
+        for column in COLUMNS:
+            getattr(self, column).flags.writeable = False
+
+    @property
+    def num_ticks(self) -> int:
+        return len(self.op_us) + len(self.hook_tick)
+
+    @property
+    def duration_us(self) -> float:
+        """Time of the step, nothing swapped."""
+        return float(self.op_us.sum())
+
+    def clock_us(self) -> Float64s:
+        """(n + k + 1,): when compute is at each tick, nothing swapped, and at the step's end."""
+        duration = np.zeros(self.num_ticks + 1)
+        duration[self.op_tick + 1] = self.op_us
+        return np.cumsum(duration)
+
+    def hook_us(self) -> Float64s:
+        """(k + 1,): when compute is at each hook, nothing swapped, and at the step's end: `clock_us` there, for less work."""
+        operators_before: Int64s = np.append(self.hook_tick - np.arange(len(self.hook_tick)), len(self.op_us))
+        clock = np.zeros(len(self.op_us) + 1)
+        np.cumsum(self.op_us, out=clock[1:])
+        return clock[operators_before]
+
+    def _check(self) -> None:
+        n, m, k = len(self.op_us), len(self.tensor_bytes), len(self.hook_tick)
+        cut = "record the step again"
+        lengths = {"op": n, "tensor": m, "hook": k}
+        for column in COLUMNS:
+            values, of = getattr(self, column), column.split("_")[0]
+            if of in lengths and len(values) != lengths[of]:
+                raise ValueError(f"trace: expected {lengths[of]} values in {column}, got {len(values)}; {cut}")
+        bad = ~np.isfinite(self.op_us) | (self.op_us < 0)
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise ValueError(
+                f"trace: expected finite times of 0 us or more, got {self.op_us[at]} for operator {at}; record it again"
+            )
+        if not _are_the_ticks(n + k, self.op_tick, self.hook_tick):
+            raise ValueError(
+                f"trace: expected each tick from 0 to {n + k - 1} once and in order in op_tick and hook_tick; {cut}"
+            )
+        for name, offsets, tensors in (
+            ("read", self.read_offsets, self.read_tensors),
+            ("write", self.write_offsets, self.write_tensors),
+        ):
+            whole = len(offsets) == n + 1 and offsets[0] == 0 and offsets[-1] == len(tensors) and _rises(offsets)
+            if not whole or not _within(tensors, 0, m):
+                raise ValueError(
+                    f"trace: expected {name}_offsets to divide {name}_tensors among {n} operators, numbers below {m}; {cut}"
+                )
+        if len(set(self.op_names)) < len(self.op_names):
+            raise ValueError(f"trace: expected distinct op_names; {cut}")
+        if (self.tensor_bytes < 0).any() or (self.op_inner_bytes < 0).any() or self.start_bytes < 0:
+            raise ValueError("trace: expected sizes of 0 bytes or more, got one below; record the step again")
+        for column, low, high in (
+            ("op_name", 0, len(self.op_names)), ("op_phase", 0, len(StepPhase)), ("tensor_kind", 0, len(TensorKind)),
+            ("tensor_born", -1, n + k + 1), ("tensor_dies", -1, n + k + 1), ("tensor_released", NEVER, n + k),
+            ("tensor_sendable", NEVER, k), ("hook_tensor", -1, m), ("hook_released", NEVER, n + k),
+        ):  # fmt: skip
+            if not _within(getattr(self, column), low, high):
+                raise ValueError(f"trace: expected {column} from {low} to {high - 1}; {cut}")
+        if (self.tensor_dies < self.tensor_born).any():
+            raise ValueError(f"trace: expected every storage to be born, then to die; {cut}")
+        known = self.hook_released != NEVER
+        if (known & (~self.hook_use | (self.hook_released < self.hook_tick))).any():
+            raise ValueError(f"trace: expected hook_released of uses alone, from the tick of its hook on; {cut}")
+
+
+def _are_the_ticks(count: int, *columns: Int32s) -> bool:
+    """Whether every tick below `count` is in one of `columns`, once and in order."""
+    seen = np.zeros(count, np.bool_)
+    for column in columns:
+        if not _within(column, 0, count) or not _rises(column):
+            return False
+        seen[column] = True
+    return bool(seen.all())
+
+
+def _rises(values: Int32s | Int64s) -> bool:
+    """Whether no value is below the one before."""
+    return not bool((values[1:] < values[:-1]).any())
+
+
+def _within(values: Int32s | UInt8s, low: int, high: int) -> bool:
+    """Whether all are from `low` to below `high`."""
+    return len(values) == 0 or bool(values.min() >= low and values.max() < high)
+
+
+# --- Builds a trace tick by tick, as a recorder meets operators and hooks, or a test makes them up
+
+_CODES = {np.float64: "d", np.uint64: "Q", np.bool_: "B", np.uint8: "B"}
+"""Codes of the columns' arrays while they grow; of all others: of 64-bit whole numbers."""
+
+
+class TraceBuilder:
+    """A trace that is not finished. Not thread-safe."""
+
+    def __init__(self, *, device: str, simulated: bool, start_bytes: int) -> None:
+        self._device = device
+        self._simulated = simulated
+        self._start_bytes = start_bytes
+        self._names: dict[str, int] = {}
+        self._columns: dict[str, array[Any]] = {name: array(_CODES.get(dtype, "q")) for name, dtype in COLUMNS.items()}
+        self._columns["read_offsets"].append(0)
+        self._columns["write_offsets"].append(0)
+
+    @property
+    def num_ticks(self) -> int:
+        """Number of ticks so far, which is the number of the next one."""
+        return len(self._columns["op_tick"]) + len(self._columns["hook_tick"])
+
+    @property
+    def num_ops(self) -> int:
+        return len(self._columns["op_tick"])
+
+    @property
+    def num_hooks(self) -> int:
+        return len(self._columns["hook_tick"])
+
+    def tensor(self, nbytes: int, kind: TensorKind = TensorKind.TEMPORARY, *, born: int | None = None) -> int:
+        """Add a storage that begins with the next tick, or at tick `born`; -1: before the step. Returns its number."""
+        self._columns["tensor_bytes"].append(nbytes)
+        self._columns["tensor_kind"].append(kind)
+        self._columns["tensor_born"].append(self.num_ticks if born is None else born)
+        for event in ("released", "sendable", "dies"):
+            self._columns[f"tensor_{event}"].append(NEVER)
+        return len(self._columns["tensor_bytes"]) - 1
+
+    def op(
+        self,
+        name: str,
+        content: int,
+        phase: StepPhase,
+        duration_us: float,
+        *,
+        reads: Sequence[int] = (),
+        writes: Sequence[int] = (),
+        inner_bytes: int = 0,
+    ) -> int:
+        """Add an operator that runs, and holds `inner_bytes` for itself meanwhile. Returns its number."""
+        self._columns["op_tick"].append(self.num_ticks)
+        self._columns["op_name"].append(self._names.setdefault(name, len(self._names)))
+        self._columns["op_content"].append(content)
+        self._columns["op_phase"].append(phase)
+        self._columns["op_us"].append(duration_us)
+        for kind, tensors in (("read", reads), ("write", writes)):
+            column = self._columns[f"{kind}_tensors"]
+            column.extend(tensors)
+            self._columns[f"{kind}_offsets"].append(len(column))
+        self._columns["op_inner_bytes"].append(inner_bytes)
+        return self.num_ops - 1
+
+    def set_duration(self, op: int, duration_us: float) -> None:
+        """Set the time that operator number `op` took, known later than that it ran."""
+        self._columns["op_us"][op] = duration_us
+
+    def save(self, tensor: int, feature: int) -> int:
+        """Add a save of a storage; -1: one that nobody may move. Returns the hook's number."""
+        return self._hook(tensor, feature, use=False)
+
+    def use(self, tensor: int, feature: int) -> int:
+        """Add a use of what autograd saved. Returns the hook's number."""
+        return self._hook(tensor, feature, use=True)
+
+    def kind(self, tensor: int, kind: TensorKind) -> None:
+        self._columns["tensor_kind"][tensor] = kind
+
+    def released(self, tensor: int, tick: int | None = None) -> None:
+        """Note that nobody but a handle of ours holds it since the tick that is the latest now, or since `tick`."""
+        self._columns["tensor_released"][tensor] = self.num_ticks - 1 if tick is None else tick
+
+    def released_after(self, hook: int, tick: int | None = None) -> None:
+        """Note that nobody but a handle of ours holds what was used at hook number `hook` since the tick that is the latest
+        now, or since `tick`."""
+        self._columns["hook_released"][hook] = self.num_ticks - 1 if tick is None else tick
+
+    def sendable(self, tensor: int, hook: int) -> None:
+        """Note that at hook number `hook` the operator that saved it is over."""
+        self._columns["tensor_sendable"][tensor] = hook
+
+    def dies(self, tensor: int) -> None:
+        """Note that its memory goes after the tick that is the latest now."""
+        self._columns["tensor_dies"][tensor] = max(self.num_ticks - 1, self._columns["tensor_born"][tensor])
+
+    def finish(self, fingerprint: int = 0) -> Trace:
+        """The trace: what has not died outlives the step. Raises what `Trace` raises."""
+        columns: dict[str, Any] = {name: np.array(self._columns[name], dtype) for name, dtype in COLUMNS.items()}
+        dies = columns["tensor_dies"]
+        dies[dies == NEVER] = self.num_ticks
+        return Trace(
+            device=self._device,
+            simulated=self._simulated,
+            start_bytes=self._start_bytes,
+            op_names=tuple(self._names),
+            fingerprint=fingerprint,
+            **columns,
+        )
+
+    def _hook(self, tensor: int, feature: int, *, use: bool) -> int:
+        self._columns["hook_tick"].append(self.num_ticks)
+        self._columns["hook_use"].append(use)
+        self._columns["hook_tensor"].append(tensor)
+        self._columns["hook_released"].append(NEVER)
+        self._columns["hook_feature"].append(feature)
+        return self.num_hooks - 1
+
+
+# --- Turns the trace of a first step into that of the later ones: what it made and kept is there when the next one begins
+
+
+def outliving_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
+    """Device memory of the storages of `kinds` that were made in the step and outlive it."""
+    return int(allocated_size(trace.tensor_bytes[_outliving(trace, kinds)]).sum())
+
+
+def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
+    """`trace` with the storages of `kinds` that were made in it and outlive it there from the beginning.
+
+    Operators that made such storages and wrote nothing else take no time and no memory: they will not run again.
+    """
+    outliving = _outliving(trace, kinds)
+    if not outliving.any():
+        return trace
+    born = np.where(outliving, np.int32(-1), trace.tensor_born).astype(np.int32)
+    over = _only_make(trace, outliving)
+    op_us, inner_bytes = np.where(over, 0.0, trace.op_us), np.where(over, 0, trace.op_inner_bytes)
+    start_bytes = trace.start_bytes + outliving_bytes(trace, kinds)
+    return dataclasses.replace(trace, tensor_born=born, op_us=op_us, op_inner_bytes=inner_bytes, start_bytes=start_bytes)
+
+
+def without_making(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
+    """`trace` as that of a later step: `there_before`, without the operators that made such storages and wrote nothing else.
+    Ticks are numbered anew."""
+    over = _only_make(trace, _outliving(trace, kinds))
+    trace = there_before(trace, kinds)
+    if not over.any():
+        return trace
+    gone = trace.op_tick[over]  # in order
+    columns = {
+        name: (column - np.searchsorted(gone, column, side="right")).astype(np.int32)
+        for name in ("op_tick", "tensor_born", "tensor_released", "tensor_dies", "hook_tick", "hook_released")
+        for column in (getattr(trace, name),)
+    }
+    for what in ("read", "write"):
+        counts = np.diff(getattr(trace, f"{what}_offsets"))
+        columns[f"{what}_tensors"] = getattr(trace, f"{what}_tensors")[np.repeat(~over, counts)]
+        columns[f"{what}_offsets"] = np.concatenate([[0], np.cumsum(counts[~over])]).astype(np.int64)
+    columns |= {name: columns.get(name, getattr(trace, name))[~over] for name in COLUMNS if name.startswith("op_")}
+    return dataclasses.replace(trace, **columns)
+
+
+def with_extra(trace: Trace, nbytes: int) -> Trace:
+    """`trace` with `nbytes` more allocated, all the time."""
+    return dataclasses.replace(trace, start_bytes=trace.start_bytes + nbytes)
+
+
+def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
+    """`trace` with that many bytes more allocated during each of these ticks, and freed again. Raises `ValueError` for a tick
+    that it does not have."""
+    new = len(spikes)
+    ticks = np.fromiter(spikes.keys(), np.int32, new)
+    return dataclasses.replace(
+        trace,
+        tensor_bytes=np.append(trace.tensor_bytes, np.fromiter(spikes.values(), np.int64, new)),
+        tensor_kind=np.append(trace.tensor_kind, np.full(new, TensorKind.TEMPORARY, np.uint8)),
+        tensor_born=np.append(trace.tensor_born, ticks),
+        tensor_released=np.append(trace.tensor_released, np.full(new, NEVER, np.int32)),
+        tensor_sendable=np.append(trace.tensor_sendable, np.full(new, NEVER, np.int32)),
+        tensor_dies=np.append(trace.tensor_dies, ticks),
+    )
+
+
+def with_times(trace: Trace, factor: float) -> Trace:
+    """`trace` with each operator's time multiplied by `factor`."""
+    return dataclasses.replace(trace, op_us=trace.op_us * factor)
+
+
+def renumbered(trace: Trace) -> Trace:
+    """`trace` with its storages numbered in the order in which operators use them, by the first use, then by the next ones: a
+    number then says the same in every step of these operators. Those that none uses come last."""
+    ops = np.arange(len(trace.op_us))
+    used_by: list[list[int]] = [[] for _ in trace.tensor_bytes]
+    reads = zip(np.repeat(2 * ops, np.diff(trace.read_offsets)).tolist(), trace.read_tensors.tolist(), strict=True)
+    writes = zip(np.repeat(2 * ops + 1, np.diff(trace.write_offsets)).tolist(), trace.write_tensors.tolist(), strict=True)
+    for use, tensor in sorted((*reads, *writes)):
+        used_by[tensor].append(use)
+    old = np.array(sorted(range(len(used_by)), key=lambda tensor: (not used_by[tensor], used_by[tensor])), np.int64)
+    new = np.empty(len(old) + 1, np.int32)
+    new[old], new[-1] = np.arange(len(old)), -1
+    columns = {name: getattr(trace, name)[old] for name in COLUMNS if name.startswith("tensor_")}
+    numbers = {name: new[getattr(trace, name)] for name in ("read_tensors", "write_tensors", "hook_tensor")}
+    return dataclasses.replace(trace, **columns, **numbers)
+
+
+def _only_make(trace: Trace, outliving: Bools) -> Bools:
+    """(operators,): whether an operator makes some of the storages `outliving`, and writes nothing else."""
+    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
+    writes = trace.write_tensors
+    makes = outliving[writes] & (trace.tensor_born[writes] == trace.op_tick[op])
+    made, written = (np.bincount(some, minlength=len(trace.op_us)) for some in (op[makes], op))
+    return np.asarray((made > 0) & (made == written))
+
+
+def _outliving(trace: Trace, kinds: Collection[TensorKind]) -> Bools:
+    of_kind = np.isin(trace.tensor_kind, [int(kind) for kind in kinds])
+    return np.asarray(of_kind & (trace.tensor_born >= 0) & (trace.tensor_dies >= trace.num_ticks))

@@ -1,0 +1,292 @@
+"""Computes a step's device memory, nothing swapped: allocated bytes at each tick, their peak, and what swapping can reach.
+
+curve[t] = start_bytes + what was born in the step and is there at t - what was there before the step and is gone by t
+           + what the operator of t holds inside itself
+floor[t] = curve[t] - what is idle at t        no plan's memory is below it, and the plan that moves all candidates is at it
+
+Sizes count rounded up to 512 bytes, as the caching allocator takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.plan.trace import NEVER, Bools, Int32s, Int64s, StepPhase, TensorKind, Trace
+from chameleon_mm.units import allocated_size, format_size
+
+Ticks = Int32s | Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """The storages worth moving, and where in the step they may be away: n times, one row each. Hooks by number."""
+
+    tensor: Int64s
+    """(n,) numbers in the trace; (n,), like all below."""
+    nbytes: Int64s
+    size: Int64s
+    """Device memory that each takes."""
+    sendable: Int64s
+    """First hook at which its copy out may begin."""
+    first: Int64s
+    """First hook at which its memory can be reclaimed: nobody else holds it any more."""
+    use: Int64s
+    """Hook of the use at which it must be back: its first one, or a later one where it may be away between two uses."""
+    last_use: Int64s
+    """Hook of the last use, until which its block of pinned memory is held."""
+
+    @classmethod
+    def of(cls, trace: Trace, *, between_uses: bool = False) -> Candidates:
+        """Candidates of `trace`: what autograd saved, and nobody but a handle of ours held at one hook or more before its first
+        use. `between_uses`: then come those of `Candidates.between_uses`."""
+        if between_uses:
+            return cls.of(trace).followed_by(cls.between_uses(trace))
+        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
+        use = np.full(len(trace.tensor_bytes), NEVER, np.int64)
+        use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # of several the last one assigned stays: the first use
+        after_release = np.searchsorted(trace.hook_tick, trace.tensor_released, side="right")
+        first = np.maximum(trace.tensor_sendable, after_release)
+        known = (trace.tensor_sendable >= 0) & (trace.tensor_released != NEVER) & (trace.tensor_bytes > 0)
+        tensor = np.flatnonzero(known & (first < use))
+        return cls._rows(trace, tensor, trace.tensor_sendable[tensor].astype(np.int64), first[tensor], use[tensor])
+
+    @classmethod
+    def between_uses(cls, trace: Trace) -> Candidates:
+        """Candidates that are idle between two uses that follow each other, as two backwards over one graph make them: nobody
+        but a handle of ours holds them at one hook or more in between. One row for each such pair."""
+        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
+        uses = uses[np.argsort(trace.hook_tensor[uses], kind="stable")]
+        of_same = trace.hook_tensor[uses[:-1]] == trace.hook_tensor[uses[1:]]
+        before, use = uses[:-1][of_same], uses[1:][of_same]
+        tensor, released = trace.hook_tensor[before].astype(np.int64), trace.hook_released[before]
+        sendable = np.maximum(trace.tensor_sendable[tensor], before + 1)
+        first = np.maximum(sendable, np.searchsorted(trace.hook_tick, released, side="right"))
+        known = (trace.tensor_sendable[tensor] >= 0) & (released != NEVER) & (trace.tensor_bytes[tensor] > 0)
+        which = np.flatnonzero(known & (first < use))
+        which = which[np.argsort(use[which], kind="stable")]
+        return cls._rows(trace, tensor[which], sendable[which], first[which], use[which])
+
+    @classmethod
+    def _rows(cls, trace: Trace, tensor: Int64s, sendable: Int64s, first: Int64s, use: Int64s) -> Candidates:
+        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
+        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
+        last_use[trace.hook_tensor[uses]] = uses
+        nbytes = trace.tensor_bytes[tensor]
+        return cls(
+            tensor=tensor,
+            nbytes=nbytes,
+            size=allocated_size(nbytes),
+            sendable=sendable,
+            first=first,
+            use=use,
+            last_use=last_use[tensor],
+        )
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def followed_by(self, more: Candidates) -> Candidates:
+        """These rows, then those of `more`."""
+        names = [column.name for column in fields(self)]
+        return replace(self, **{name: np.concatenate((getattr(self, name), getattr(more, name))) for name in names})
+
+    def away_before(self) -> Bools:
+        """(n,) whether an earlier row is of the same storage."""
+        again = np.ones(len(self), np.bool_)
+        again[np.unique(self.tensor, return_index=True)[1]] = False
+        return again
+
+    def take(self, which: Int64s) -> Candidates:
+        """Those of the rows `which`, in that order."""
+        return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
+
+    def idle_curve(self, trace: Trace) -> Int64s:
+        """(ticks,) device memory that could be away during each tick of `trace`."""
+        return sum_over_time(trace.num_ticks, self.size, trace.hook_tick[self.first], trace.hook_tick[self.use])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most that is allocated at once, the first time that it is."""
+
+    tick: int
+    """Tick of the peak; -1: nothing happens in the step."""
+    nbytes: int
+    by_kind: Mapping[TensorKind, int]
+    """Bytes of `nbytes` by kind of storage; kinds that have none are left out."""
+    inner_bytes: int
+    """Bytes of `nbytes` that the operator that runs then holds inside itself."""
+    untouched_bytes: int
+    """Bytes of `nbytes` that were there before the step, and the step never touches."""
+    idle_bytes: int
+    """Bytes of `nbytes` that swapping could take away at this moment, between two uses of a storage as well."""
+
+
+def memory_curve(trace: Trace) -> Int64s:
+    """(ticks,) most bytes allocated during each tick of `trace`, nothing swapped. O(operators + storages)."""
+    size = allocated_size(trace.tensor_bytes)
+    change = sum_over_time(trace.num_ticks, size, np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1)
+    change[trace.op_tick] += trace.op_inner_bytes
+    return change + _untouched_bytes(trace, size)
+
+
+def peak_memory(trace: Trace) -> Peak:
+    """Peak of `trace`, nothing swapped: when it is, and what it consists of."""
+    return _peak(trace, memory_curve(trace), Candidates.of(trace, between_uses=True), away=False)
+
+
+def least_memory(trace: Trace, *, between_uses: bool = True) -> Peak:
+    """The most that is allocated at once where every candidate is away whenever it may be: no plan's peak is below it.
+
+    Its `idle_bytes` are 0: what could be away is. `between_uses`: candidates may be away between two uses as well.
+    """
+    candidates = Candidates.of(trace, between_uses=between_uses)
+    return _peak(trace, memory_curve(trace) - candidates.idle_curve(trace), candidates, away=True)
+
+
+def smallest_budget(trace: Trace) -> int:
+    """The least bytes of device memory that there is a plan of `trace` for, whatever it costs in time."""
+    return least_memory(trace).nbytes
+
+
+def below_least(least: int, budget: int) -> InfeasibleBudget:
+    """The error for a `budget` below `least`, the smallest that there is a plan for."""
+    return InfeasibleBudget(
+        f"expected a budget of {least} bytes ({format_size(least)}) or more, which is what never moves, got {budget} "
+        f"({format_size(budget)})"
+    )
+
+
+def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) -> Peak:
+    size = allocated_size(trace.tensor_bytes)
+    tick = int(curve.argmax()) if len(curve) else -1
+    there = np.flatnonzero((trace.tensor_born <= tick) & (tick <= trace.tensor_dies))
+    by_kind = np.bincount(trace.tensor_kind[there], size[there], len(TensorKind))
+    since, until = trace.hook_tick[candidates.first], trace.hook_tick[candidates.use]
+    idle = (since <= tick) & (tick < until)
+    if away:
+        by_kind -= np.bincount(trace.tensor_kind[candidates.tensor[idle]], candidates.size[idle], len(TensorKind))
+    untouched = _untouched_bytes(trace, size)
+    return Peak(
+        tick=tick,
+        nbytes=int(curve[tick]) if len(curve) else untouched + int(size[there].sum()),
+        by_kind={kind: int(by_kind[kind]) for kind in TensorKind if by_kind[kind]},
+        inner_bytes=int(trace.op_inner_bytes[trace.op_tick == tick].sum()),
+        untouched_bytes=untouched,
+        idle_bytes=0 if away else int(candidates.size[idle].sum()),
+    )
+
+
+def _untouched_bytes(trace: Trace, size: Int64s) -> int:
+    """Bytes that were there before and are never touched. Never below 0: what other libraries allocated may be known to the
+    step and not to the allocator that was asked."""
+    return max(0, trace.start_bytes - int(size[trace.tensor_born < 0].sum()))
+
+
+def sum_over_time(ticks: int, amounts: Int64s, since: Ticks, until: Ticks) -> Int64s:
+    """(ticks,) sum of those amounts[j] with since[j] <= t < until[j]."""
+    change = np.zeros(ticks + 2, np.int64)
+    np.add.at(change, since, amounts)
+    np.subtract.at(change, until, amounts)
+    return change[:ticks].cumsum()
+
+
+# --- Estimates what full recomputation (activation checkpointing) of a step would cost and save, from its trace, for
+# comparison
+#
+# forward    is cut into segments where the least crosses: what a later segment reads is kept, all else that a segment saves
+# goes backward   at the first use of something that went, its whole segment is run again, and all that it saves is there at
+# once
+#
+# Every operator of forward runs twice, wherever the cuts lie, so they lie where the peak is least. It is an estimate: a trace
+# does not tell a model's layers, so cuts are found by what crosses them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullRecomputation:
+    """A step under full recomputation, estimated."""
+
+    segments: int
+    peak_bytes: int
+    """Peak of device memory, without the temporaries of the operators that run again."""
+    step_us: float
+    recomputed_us: float
+    """Time of `step_us` in which forward runs once more."""
+
+
+def full_recomputation(trace: Trace) -> FullRecomputation:
+    """Estimate for `trace`, with the segments that lead to the least peak. O(ticks log ticks)."""
+    step = _Segmenting(trace)
+    best_peak, segments = step.peak(np.empty(0, np.int64)), 1
+    parts = 2
+    while parts <= 2 * len(step.cut_ticks):
+        cuts = step.cut(parts)
+        peak = step.peak(cuts)
+        if peak < best_peak:
+            best_peak, segments = peak, len(cuts) + 1
+        parts = parts * 5 // 4 + 1
+    forward_us = float(trace.op_us[trace.op_phase == StepPhase.FORWARD].sum())
+    return FullRecomputation(
+        segments=segments,
+        peak_bytes=best_peak,
+        step_us=trace.duration_us + forward_us,
+        recomputed_us=forward_us,
+    )
+
+
+class _Segmenting:
+    """Cuts of forward, and the peak that each set of them leads to."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._curve = memory_curve(trace)
+        self._candidates = Candidates.of(trace)
+        self._size = allocated_size(trace.tensor_bytes)
+        self._born = trace.tensor_born.astype(np.int64)
+        self._last_read = np.full(len(self._size), -1, np.int64)
+        op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
+        forward = trace.op_phase[op] == StepPhase.FORWARD
+        np.maximum.at(self._last_read, trace.read_tensors[forward], trace.op_tick[op[forward]])
+        made = np.flatnonzero((self._born >= 0) & (self._last_read > self._born))
+        crossing = sum_over_time(trace.num_ticks, self._size[made], self._born[made] + 1, self._last_read[made] + 1)
+        self.cut_ticks: Int64s = trace.hook_tick[~trace.hook_use].astype(np.int64)
+        """Ticks before which forward may be cut."""
+        self._crossing = crossing[self.cut_ticks]
+        c = self._candidates
+        by_birth = np.argsort(self._born[c.tensor], kind="stable")
+        so_far = np.concatenate(([0], np.cumsum(c.size[by_birth])))
+        self._saved = so_far[np.searchsorted(self._born[c.tensor][by_birth], self.cut_ticks)]
+
+    def cut(self, parts: int) -> Int64s:
+        """Ticks at which forward is cut so that a segment saves about 1/`parts` of all, each where the least crosses nearby."""
+        saved = self._saved
+        goals = np.arange(1, parts) * (float(saved[-1]) / parts)
+        edges = np.searchsorted(saved, np.concatenate((goals - goals[0] / 2, goals[-1:] + goals[0] / 2)))
+        cuts = []
+        for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            if low < high:
+                cuts.append(low + int(self._crossing[low:high].argmin()))
+        return self.cut_ticks[np.unique(np.array(cuts, np.int64))]
+
+    def peak(self, cuts: Int64s) -> int:
+        """Peak of device memory where forward is cut before the ticks `cuts`."""
+        trace, c = self._trace, self._candidates
+        segment = np.searchsorted(cuts, self._born, side="right")
+        needed_by = np.searchsorted(cuts, self._last_read, side="right")
+        crosses = (needed_by > segment) & (self._born >= 0)
+        goes = ~crosses[c.tensor] & (self._born[c.tensor] >= 0)
+        since = trace.hook_tick[c.first[goes]].astype(np.int64)
+        first_use = np.full(len(cuts) + 1, trace.num_ticks, np.int64)
+        np.minimum.at(first_use, segment[c.tensor[goes]], trace.hook_tick[c.use[goes]])
+        until = np.maximum(since, first_use[segment[c.tensor[goes]]])
+        level = self._curve - sum_over_time(trace.num_ticks, c.size[goes], since, until)
+        # What crosses a cut and would have died is kept until the segment that reads it has run again.
+        dead = trace.tensor_dies.astype(np.int64) + 1
+        kept_until = first_use[needed_by]
+        kept = np.flatnonzero(crosses & (dead < kept_until) & (kept_until < trace.num_ticks))
+        level += sum_over_time(trace.num_ticks, self._size[kept], dead[kept], kept_until[kept])
+        return int(level.max(initial=0)) if len(level) else trace.start_bytes

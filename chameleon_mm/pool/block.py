@@ -1,0 +1,434 @@
+"""Blocks of host memory, from allocation to release: pinned, or pageable where nothing more can be pinned.
+
+    block = pool.allocate(nbytes, stream=d2h)       # d2h waits for whoever used these bytes before
+    d2h.copy(block.buffer, hbm)
+    h2d.wait(d2h.record()); h2d.copy(hbm2, block.buffer)
+    block.release(after=h2d.record())               # whoever gets the bytes next waits for that
+                                                    # ... or is dropped: then for all that the device was given by then
+    t = block.tensor(shape, dtype)                  # holds the block: while t or a view of it lives, release() refuses
+
+Note [Host block]: the device may still read a block when the host is done with it, so a block hands its last event on, and
+whoever uses the bytes next waits for it: a stream on the device, the host only where the host itself touches the memory.
+A block knows two kinds of events of earlier owners: `pending_events`, which nobody has waited for, and `_met`, which a stream
+has waited for. Released without an event of its own, it hands the second kind on too: the wait ordered that stream, no other.
+
+Note [Dropped]: a block that is dropped names no event, and torch does not note which streams used memory that it did not
+allocate. So the block hands on a `LateEvent` for all work of all streams. It is recorded when its bytes are handed out again.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from operator import index
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.protocols import Device, Event, Stream
+from chameleon_mm.errors import BlockInUseError, BlockReleasedError, HostMemoryExhausted, check_method
+from chameleon_mm.pool.chunks import LateEvent, recorded
+from chameleon_mm.pool.host_memory import AvailableMemory
+from chameleon_mm.units import format_size
+
+# --- Views of a block that keep it alive, and tensors that are all there is of one
+#
+# NumPy keeps the object that an array's memory came from, and torch the array that a tensor's storage came from. So the object
+# at the bottom lives exactly as long as something can reach the bytes, whatever was derived from it: slices, `detach()`,
+# DLPack capsules. The block knows it by weak reference alone.
+
+
+class BlockView:
+    """A view of a block, which every other view comes down to: `nbytes` at `address`, and the block that they belong to."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "block")
+
+    def __init__(self, block: PinnedBlock, address: int, nbytes: int) -> None:
+        self.block = block
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": (1,),
+        }
+
+
+def as_tensor(view: BlockView, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """`view` as a contiguous tensor, which holds it."""
+    flat = np.asarray(view)
+    with torch.inference_mode(mode=False):  # or the view could not be written or saved for backward outside of that mode
+        return torch.from_numpy(flat).view(dtype).view(shape)
+
+
+def as_array(view: BlockView, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """`view` as a contiguous array, which holds it."""
+    return np.ndarray(shape, dtype, buffer=np.asarray(view))
+
+
+def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Sizes of `shape`, where a number alone is one of one dimension. `what` names the function in the error.
+
+    Raises `TypeError` for what is no shape, `ValueError` for sizes below 0.
+    """
+    given: Any = shape  # arrays are shapes, too
+    try:
+        sizes = tuple(map(index, given)) if hasattr(given, "__iter__") else (index(given),)
+    except TypeError:
+        raise TypeError(
+            f"{what}: expected a shape, an int or several such as (3, 4), got {shape!r} ({type(shape).__name__})"
+        ) from None
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{what}: expected sizes of 0 or more, got shape {sizes}")
+    return sizes
+
+
+def tensor_nbytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, limit: int | None = None) -> int:
+    """Bytes of a tensor. Raises `ValueError` for a shape that takes more than `limit`, `TypeError` for no dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"{what}: expected a torch.dtype such as torch.float32, got {dtype!r} ({type(dtype).__name__}); an array with a "
+            f"dtype of NumPy's is allocate(nbytes).numpy(shape, dtype)"
+        )
+    return nbytes_of(what, shape, dtype, limit)
+
+
+def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """NumPy's dtype. Raises `TypeError` for what is none, `ValueError` for one of Python objects."""
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"numpy: expected a dtype of NumPy's such as np.float32, got {dtype!r} ({type(dtype).__name__}); with torch's use "
+            f"tensor(shape, dtype)"
+        ) from None
+    if kind.hasobject:
+        raise ValueError(f"numpy: expected a dtype of plain bytes, got {kind}; pinned memory cannot hold Python objects")
+    return kind
+
+
+def nbytes_of(what: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any], limit: int | None) -> int:
+    """Bytes of a tensor or an array. Raises `ValueError` for a shape that takes more than `limit`."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if limit is not None and nbytes > limit:
+        raise ValueError(
+            f"{what}: expected a shape of at most {limit} bytes, got {shape} of {dtype} = {nbytes} bytes; "
+            f"allocate a larger block"
+        )
+    return nbytes
+
+
+# --- block
+
+_DLPACK_CPU = (1, 0)
+"""kDLCPU, its only device. Page-locked memory has a type of its own, kDLCUDAHost, which fewer consumers take: to a reader of
+host memory it is ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""
+
+
+Ticket = tuple[int, int | None]
+"""Right to release a block, once: its serial number, and its offset, None for a block that has no address. Not a NamedTuple,
+which takes 0.4 us to make, a tenth of what a block may take in all."""
+
+
+class Owner(Protocol):
+    """Owner of blocks, which makes them and is told of their release."""
+
+    @property
+    def device(self) -> Device:
+        """Device whose streams use the blocks."""
+
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        """Note that a block was released; its bytes may be in use until `events`. Called in finalizers: no lock, no device."""
+
+
+class PinnedBlock:
+    """`nbytes` of pinned host memory, made by an allocator alone.
+
+    What `tensor`, `numpy` and the protocols of NumPy and DLPack give are views: each holds the block. `buffer` is none: hold
+    the block as long as that is in use. One thread at a time uses a block; `release`, and dropping it, may happen on any thread
+    at any point, the garbage collector's included.
+
+    Dropping a block and its views is safe while the device uses it, on any stream: whoever gets the bytes next waits for all
+    work that the process's devices were given by then. That is an event where the driver has one for a whole device (CUDA 12.5
+    and newer), else a wait of the host. `release(after=event)` is the cheap way: it waits for that event alone.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "_met", "_owner", "_start", "_take_turn", "_views", "nbytes", "pending_events")
+
+    def __init__(
+        self, owner: Owner, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
+    ) -> None:
+        # A list, because `pop` is one atomic step: of two releases at once, one gets the ticket.
+        self._take_turn = [ticket]
+        self._owner = owner
+        self._memory = memory
+        self._start = start
+        self.nbytes: Final = nbytes
+        """Bytes as asked for."""
+        self.pending_events = events
+        """Events of earlier owners that nobody waited for; device work on the block comes after them. Others only read it."""
+        self._met: tuple[Event, ...] = ()
+        self._views: list[weakref.ref[BlockView]] | None = None
+
+    @property
+    def released(self) -> bool:
+        return not self._take_turn
+
+    @property
+    def pageable(self) -> bool:
+        """Whether this is ordinary memory, given where no more could be pinned."""
+        return False
+
+    @property
+    def buffer(self) -> Tensor:
+        """The memory as a flat uint8 tensor of exactly `nbytes`, for device copies.
+
+        Raw: this does NOT wait for `pending_events`, and does not hold the block. A stream that uses it is one that `allocate`
+        or `wait_on` was given; for the host there are `tensor` and `numpy`. Raises `BlockReleasedError` after the release.
+        """
+        if not self._take_turn:
+            self._check_live("buffer")
+        return self._memory[self._start : self._start + self.nbytes]
+
+    # --- views
+
+    def tensor(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The memory as a contiguous CPU tensor, for the host to read and write. No copy; the content is what was there.
+
+        The tensor, and all that shares its storage, holds the block. The host waits for what earlier owners left pending.
+        Device work of the caller's own is the caller's to name in `release`; where the block is dropped with its last view, the
+        next owner waits for all. Raises `ValueError` for a shape that needs more than `nbytes`, `TypeError` for what is no
+        shape or no dtype, `BlockReleasedError` after the release.
+        """
+        sizes = plain_shape("tensor", shape)
+        return as_tensor(self._view(tensor_nbytes("tensor", sizes, dtype, self.nbytes), "tensor"), sizes, dtype)
+
+    def numpy(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """The memory as a NumPy array, under the conditions of `tensor`. Raises `ValueError` for a dtype of Python objects
+        too."""
+        sizes, kind = plain_shape("numpy", shape), plain_dtype(dtype)
+        return as_array(self._view(nbytes_of("numpy", sizes, kind, self.nbytes), "numpy"), sizes, kind)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """`np.asarray(block)`: all `nbytes` as uint8."""
+        # `data` is an object, which NumPy then holds, and not an address, with which it would hold the block but no view of it.
+        data = memoryview(self._bytes("np.asarray"))
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": data}
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        """`torch.from_dlpack(block)`, `np.from_dlpack(block)`: all `nbytes` as uint8, on the CPU. Arguments as NumPy's own."""
+        return self._bytes("__dlpack__").__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CPU
+
+    # --- order
+
+    def wait_on(self, stream: Stream) -> None:
+        """Order `stream`'s later work after every earlier owner's, on the device. The host does not wait.
+
+        Once for each stream that may be the first to touch the block. Raises `TypeError` for what is no stream,
+        `BlockReleasedError` after the release.
+        """
+        check_method("wait_on", stream, "wait", "a stream of the pool's device", "pass device.current_stream()")
+        self._check_live("wait_on")
+        unmet = self.pending_events = recorded(self.pending_events)
+        for event in unmet:
+            stream.wait(event)  # the earlier owner's last access -> this stream's first
+        for event in self._met:
+            stream.wait(event)  # the same, for one more stream
+        self._met += unmet
+        self.pending_events = ()
+
+    def synchronize(self) -> None:
+        """The host waits for every earlier owner's work. The views do this; `buffer` does not."""
+        for event in (*self.pending_events, *self._met):
+            event.synchronize()  # the earlier owner's last access -> the host's first
+        self.pending_events = self._met = ()
+
+    def forget_complete(self) -> None:
+        """Drop the pending events that are complete; of a late one the events that it stands for stay. The host does not
+        wait."""
+        pending: list[Event] = []
+        for event in self.pending_events:
+            if type(event) is LateEvent:
+                pending += [real for real in event.events if not real.query()]
+            elif not event.query():
+                pending.append(event)
+        self.pending_events = tuple(pending)
+
+    # --- the end
+
+    def release(self, after: Event | None = None) -> None:
+        """Give the memory back. A second call does nothing.
+
+        `after` is an event behind the last device work on the block, and so behind the waits of `allocate` and `wait_on` that
+        came before that work; None says that there was none, or that all of it is complete. Never waits, never takes a lock,
+        calls nothing of the device: safe in finalizers and on any thread. Raises `TypeError` for what is no event, and
+        `BlockInUseError` while views of the block live, with nothing changed.
+        """
+        if after is not None:
+            check_method("release", after, "query", "an event, or None", "pass after=stream.record()")
+        try:
+            ticket = self._take_turn.pop()
+        except IndexError:
+            return
+        # After the pop: a view that is being made on another thread has noted itself before it looks for the ticket, so that of
+        # the two at least one sees the other.
+        if self._views:
+            self._take_turn.append(ticket)
+            raise BlockInUseError(
+                f"release: expected no view of this block of {self.nbytes} bytes, got {len(self._views)} live; drop the "
+                f"tensors, arrays and memoryviews of it first, or drop the block instead: it returns with the last of them"
+            )
+        self._return(ticket, self.pending_events + self._met if after is None else (*self.pending_events, after))
+
+    def __del__(self) -> None:
+        # Not weakref.finalize: that costs more than the allocation itself, and all this does is append to a deque, which is
+        # safe in the middle of any line, in a forked child and while the interpreter shuts down. Nobody is asked for views:
+        # they hold the block, so there are none, or the collector takes them apart together.
+        if self._take_turn:
+            with suppress(IndexError):  # another thread's release was faster
+                ticket = self._take_turn.pop()
+                # Any stream's last use of the block -> the next owner's first. Note [Dropped]
+                self._return(ticket, (*self.pending_events, *self._met, LateEvent(self._owner.device.record_all)))
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else f"{len(self.pending_events)} pending events"
+        return f"<{type(self).__name__} {self.nbytes} bytes, {state}>"
+
+    def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        self.pending_events = self._met = ()
+        self._owner.note_released(ticket, events)
+
+    def _bytes(self, what: str) -> Any:
+        """All of the memory as an array, for the protocols. Any: its type declares them only for some versions of Python and
+        NumPy."""
+        return np.asarray(self._view(self.nbytes, what))
+
+    def _view(self, nbytes: int, what: str) -> BlockView:
+        """Array of the first `nbytes`, which a view holds. The host waits, as it is about to look."""
+        self._check_live(what)
+        self.synchronize()
+        views = self._views
+        if views is None:
+            views = self._views = []
+        view = BlockView(self, self._memory.data_ptr() + self._start, nbytes)
+        views.append(weakref.ref(view, views.remove))
+        self._check_live(what)  # again, now that the view is noted: see release
+        return view
+
+    def _check_live(self, what: str) -> None:
+        if not self._take_turn:
+            raise BlockReleasedError(
+                f"{what}: expected a live block, got one of {self.nbytes} bytes that was released; "
+                f"release a block after its last use, or allocate another"
+            )
+
+
+# --- Blocks of ordinary memory, for where nothing more can be pinned: slower to copy, never wrong
+#
+# The device may read and write pageable memory after the host went on, as it does pinned memory: a block's last reference may
+# go before its last event is complete, so somebody else has to hold the memory until then.
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class PageableBlock(PinnedBlock):
+    """A block of a `PinnedPool` whose memory is not pinned: a copy to or from it may keep the host waiting."""
+
+    __slots__ = ()
+
+    @property
+    def pageable(self) -> bool:
+        return True
+
+    def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        super()._return(ticket, events)
+        self._memory = _NOTHING  # the ledger's alone now: a released block that somebody still holds must not keep it
+
+
+class PageableLedger:
+    """The pageable memory of one pool. Not thread-safe: the pool's lock guards it."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Tensor] = {}  # serial -> memory
+        self._ending: list[tuple[Tensor, tuple[Event, ...]]] = []
+        self.nbytes = 0
+        """Bytes held now: live blocks, and those whose last event was not complete when the ledger looked last."""
+        self.peak_bytes = 0
+
+    def __contains__(self, serial: int) -> bool:
+        return serial in self._live
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def live_sizes(self) -> list[int]:
+        """Bytes of each live block."""
+        return [memory.numel() for memory in self._live.values()]
+
+    @property
+    def holds_memory(self) -> bool:
+        return bool(self._live or self._ending)
+
+    def add(self, serial: int, memory: Tensor) -> None:
+        """Hold `memory` for the block of that serial number."""
+        self.drop_complete()
+        self._live[serial] = memory
+        self.nbytes += memory.numel()
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    def note_released(self, serial: int, events: tuple[Event, ...]) -> None:
+        """Note that the block was released: its memory stays until `events` are complete."""
+        memory = self._live.pop(serial)
+        if events:
+            self._ending.append((memory, events))
+        else:
+            self.nbytes -= memory.numel()
+
+    def drop_complete(self) -> None:
+        """Free the memory of released blocks that the device is done with. The host does not wait."""
+        kept = [(memory, events) for memory, events in self._ending if not all(event.query() for event in events)]
+        self.nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self._ending)
+        self._ending = kept
+
+    def ending(self) -> list[Event]:
+        """Events that the memory of released blocks is held for. Once they are complete, `drop_complete` frees all of it."""
+        return [event for _, events in self._ending for event in events]
+
+    def free_all(self) -> None:
+        """Free everything. All device work on it must be complete."""
+        self._live.clear()
+        self._ending.clear()
+        self.nbytes = 0
+
+
+class PageableSource:
+    """Ordinary memory from `device`, no more than the machine and its control groups leave. Thread-safe."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._memory = AvailableMemory()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A flat uint8 tensor of `nbytes`. Raises `HostMemoryExhausted`.
+
+        Where nothing says how much is left, the device alone decides.
+        """
+        available = self._memory.read(taking=nbytes)
+        if 0 < available < nbytes:
+            raise HostMemoryExhausted(
+                f"pageable memory: asked for {nbytes} bytes, but {format_size(available)} of host memory are available; "
+                f"release blocks, ask for less, or give the process more memory"
+            )
+        # It outlives the mode it is born in, and a tensor born under inference_mode cannot be written outside of it.
+        with torch.inference_mode(mode=False):
+            return self._device.alloc_pageable(nbytes)

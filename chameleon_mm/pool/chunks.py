@@ -1,0 +1,343 @@
+"""The chunks of one pool: regions of one free list, each with the memory behind it.
+
+    wanted = chunks.make_room(size, limit)      # how large the next chunk is; unused ones are detached for it
+    chunks.free()                               # what was detached goes back to the device, which may have to be waited for
+    chunks.pin(wanted); chunks.admit()          # another one comes
+    chunk = chunks.of(offset)
+
+How large: as many whole requests as reach 1/16 of what is reserved already, between 16 MiB and the chunk size.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
+from chameleon_mm.device.protocols import Device, Event
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.pool.free_list import FreeList
+from chameleon_mm.units import GIB, MIB, format_size, round_up
+
+# --- Free ranges that the device may still be using, and the events until which it may
+#
+# Kept by byte range and not by free block, so that joining and splitting free blocks loses nothing: a range that is taken in
+# part leaves its rest behind, and two blocks over one range both get its event. The idea that a free block carries its last
+# event to whoever gets it next is from the stream-ordered free lists of RMM, the RAPIDS memory manager.
+#
+# What is recorded late covers more, never less. So a finalizer, which runs in the middle of any line, in a forked child and
+# while the interpreter ends, can promise an event without touching the device.
+
+_SWEEP_AT = 64
+"""Ranges beyond which complete ones are dropped, then twice what is left: so the search costs each range a constant."""
+
+
+class LateEvent:
+    """An event that stands for others: complete when everything is that `record` gives an event for, called once somebody asks.
+    Thread-safe."""
+
+    __slots__ = ("_events", "_record")
+
+    def __init__(self, record: Callable[[], tuple[Event, ...]]) -> None:
+        self._record = record
+        self._events: tuple[Event, ...] | None = None
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The real events, for a stream to wait on."""
+        if self._events is None:
+            self._events = self._record()  # by two threads at once: either's will do
+        return self._events
+
+    def query(self) -> bool:
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+    def elapsed_us(self, since: Event) -> float:
+        raise ValueError("elapsed_us: expected a timed event, got one that only orders; record one with timed=True")
+
+
+def recorded(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """Replace the late events in `events` by those that they stand for: what a stream of the device can wait on."""
+    for event in events:  # not `any`, whose generator takes longer than all of the rest
+        if type(event) is LateEvent:
+            break
+    else:
+        return events
+    found: list[Event] = []
+    for event in events:
+        found.extend(event.events if isinstance(event, LateEvent) else (event,))
+    return tuple(found)
+
+
+class PendingRanges:
+    """Disjoint byte ranges of free memory, each with the events that its next use comes after. Not thread-safe.
+
+    `starts`, sorted and not to be changed, is empty where nothing is pending: what a hot path can see without a call.
+    """
+
+    __slots__ = ("_ends", "_events", "_sweep_at", "starts")
+
+    def __init__(self) -> None:
+        # Three lists side by side, by address: most ranges are cut at one end, which is then one assignment.
+        self.starts: list[int] = []
+        self._ends: list[int] = []
+        self._events: list[tuple[Event, ...]] = []
+        self._sweep_at = _SWEEP_AT
+
+    def __iter__(self) -> Iterator[Event]:
+        for events in self._events:
+            yield from events
+
+    def add(self, start: int, end: int, events: tuple[Event, ...]) -> None:
+        """Add a range, [start, end), which no other range overlaps: it may be in use until `events` are complete."""
+        starts = self.starts
+        at = bisect_left(starts, start)
+        starts.insert(at, start)
+        self._ends.insert(at, end)
+        self._events.insert(at, events)
+        if len(starts) > self._sweep_at:
+            self.drop_complete()
+            self._sweep_at = max(_SWEEP_AT, 2 * len(starts))
+
+    def take(self, start: int, end: int) -> tuple[Event, ...]:
+        """The events that [start, end) waits for, each once; those bytes are pending no longer."""
+        starts, ends = self.starts, self._ends
+        first = bisect_right(starts, start)
+        if first and ends[first - 1] > start:
+            first -= 1
+        last = bisect_left(starts, end, first)
+        if first == last:
+            return ()
+        held = self._events
+        if last - first == 1:
+            found = held[first]
+            stop = ends[first]
+            if starts[first] < start:
+                ends[first] = start
+                if stop > end:
+                    starts.insert(last, end)
+                    ends.insert(last, stop)
+                    held.insert(last, found)
+            elif stop > end:
+                starts[first] = end
+            else:
+                del starts[first], ends[first], held[first]
+            if len(found) == 1:
+                return found
+            taken = [found]
+        else:
+            taken = held[first:last]
+            if starts[first] < start:
+                ends[first] = start
+                first += 1
+            if ends[last - 1] > end:
+                last -= 1
+                starts[last] = end
+            del starts[first:last], ends[first:last], held[first:last]
+        by_id: dict[int, Event] = {}  # an event need not be hashable
+        for events in taken:
+            for event in events:
+                by_id[id(event)] = event
+        return tuple(by_id.values())
+
+    def drop_complete(self) -> bool:
+        """Drop the ranges whose events are all complete. Returns whether none is left. The host does not wait."""
+        kept = [at for at, events in enumerate(self._events) if not all(event.query() for event in events)]
+        self.starts[:] = [self.starts[at] for at in kept]
+        self._ends[:] = [self._ends[at] for at in kept]
+        self._events[:] = [self._events[at] for at in kept]
+        return not kept
+
+    def synchronize(self) -> None:
+        """Make the host wait until every range's events are complete; then nothing is pending."""
+        for event in self:
+            event.synchronize()
+        self.starts.clear()
+        self._ends.clear()
+        self._events.clear()
+
+
+# --- chunks
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_CHUNK_BYTES = GIB
+"""Size of a chunk: large, so blocks waste little at its end; small enough to pin in a fraction of a second and to free."""
+
+SMALLEST_CHUNK_BYTES = 16 * MIB
+"""Size at which growth starts without a chunk size: the driver's time per registration, and its 65,000, do not matter."""
+
+GROWTH_SHARE = 16
+"""A chunk is at most about 1/16 of what is reserved before it, if no chunk size was asked for: the last one is what overshoots,
+so this bounds what growth wastes, and tens of GiB are still reached in some 80 chunks. Played over recorded activation traces
+(Llama, GPT-2 with lengths that vary, mixture of experts, ResNet-50; 10 to 28 GiB): reserved / peak live 1.03 to 1.04; chunks
+of 1 GiB throughout 1.03 to 1.05, and seven times as much as a pool of 130 MiB needs."""
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """One pinned region from the device."""
+
+    base: int
+    memory: Tensor
+    pending: PendingRanges = field(default_factory=PendingRanges)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
+
+class Chunks:
+    """The pinned regions of one pool, got from and given back to `device`. Not thread-safe: the pool's lock guards it, but for
+    `pin` and `free`, which one thread at a time calls without that lock.
+
+    `chunk_bytes` is the size of a chunk, None for one that grows with what is reserved up to 1 GiB.
+    """
+
+    def __init__(self, device: Device, chunk_bytes: int | None) -> None:
+        self.device = device
+        self.free_list = FreeList(0)
+        self._chunk_bytes = None if chunk_bytes is None else self.free_list.round_up(chunk_bytes)
+        self._chunks: list[Chunk] = []  # by base: bases only grow
+        self._bases: list[int] = []
+        self._arrived: deque[Tensor] = deque()  # pinned, and not taken in yet
+        self._leaving: deque[Chunk] = deque()  # detached, and not given back yet
+        self.peak_reserved_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.free_list.capacity
+
+    @property
+    def hold_memory(self) -> bool:
+        return bool(self._chunks or self._arrived or self._leaving)
+
+    def of(self, offset: int) -> Chunk:
+        """Chunk that the block at `offset` lies in."""
+        return self._chunks[bisect_right(self._bases, offset) - 1]
+
+    def room(self, limit: int) -> int:
+        """Bytes that may still be reserved below `limit`: whole units of the free list."""
+        left = limit - self.free_list.capacity
+        return max(0, left - left % self.free_list.alignment)
+
+    def pin(self, nbytes: int) -> None:
+        """Get the memory of another chunk, for `admit` to take in. Slow. Raises what the device raises."""
+        # A chunk outlives the mode it is born in, and a tensor born under inference_mode cannot be written outside of it.
+        with torch.inference_mode(mode=False):
+            # One call, and not an assignment: an interrupt between pinning and noting would lose what was pinned.
+            self._arrived.extend(map(self.device.alloc_pinned, (nbytes,)))
+
+    def admit(self) -> None:
+        """Add a chunk that was pinned."""
+        while self._arrived:
+            self._add(self._arrived.popleft())
+
+    def _add(self, memory: Tensor) -> None:
+        base = self.free_list.add_region(memory.numel())
+        self._chunks.append(Chunk(base, memory))
+        self._bases.append(base)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        _log.debug(
+            "chameleon_mm: pinned pool: reserved a chunk of %s, %s in all",
+            format_size(memory.numel()),
+            format_size(self.reserved_bytes),
+        )
+
+    def make_room(self, nbytes: int, limit: int) -> int:
+        """Size of the next chunk, which is to hold a request of `nbytes` that no free block does."""
+        size = self.free_list.round_up(nbytes)
+        if size >= REGISTRATION_LIMIT_BYTES:
+            raise HostMemoryExhausted(
+                f"pinned pool: asked for one block of {nbytes} bytes, but one registration of "
+                f"{format_size(REGISTRATION_LIMIT_BYTES)} or more fails in the driver; allocate several smaller blocks"
+            )
+        unused = self.unused()
+        if self.room(limit) + sum(chunk.nbytes for chunk in unused) < size:
+            raise HostMemoryExhausted(self._refusal(nbytes, size, limit))
+        given = 0
+        for chunk, idle in self._in_order_of_leaving(unused):
+            if given >= size or (not idle and self.room(limit) >= size):
+                break
+            self.detach(chunk)
+            given += chunk.nbytes
+        wanted = given if given >= size else self._next_bytes(size)
+        return min(wanted, self.room(limit), REGISTRATION_LIMIT_BYTES - self.free_list.alignment)
+
+    def unused(self) -> list[Chunk]:
+        """Chunks that hold no block."""
+        return [chunk for chunk in self._chunks if self.free_list.is_region_free(chunk.base)]
+
+    def shrink(self, limit: int, *, wait: bool) -> bool:
+        """Detach unused chunks until no more than `limit` bytes are reserved. `wait`: also chunks that the device still uses.
+        Returns whether that was enough."""
+        for chunk, idle in self._in_order_of_leaving(self.unused()):
+            if self.reserved_bytes <= limit or not (idle or wait):
+                break
+            self.detach(chunk)
+        return self.reserved_bytes <= limit
+
+    def _in_order_of_leaving(self, unused: list[Chunk]) -> list[tuple[Chunk, bool]]:
+        """`unused` chunks, each with whether the device is done with it: those first, then the large ones, so that as few go as
+        will do."""
+        idle = [(chunk, chunk.pending.drop_complete()) for chunk in unused]
+        return sorted(idle, key=lambda item: (not item[1], -item[0].nbytes))
+
+    def detach(self, chunk: Chunk) -> None:
+        """Take an unused chunk out of the pool; `free` hands its memory to the device."""
+        self.free_list.remove_region(chunk.base)
+        self._chunks.remove(chunk)
+        self._bases.remove(chunk.base)
+        self._leaving.append(chunk)
+
+    def free(self) -> None:
+        """Free the detached chunks, once the device is done with them (the host waits)."""
+        while self._leaving:
+            self._leaving[0].pending.synchronize()  # the last device access to the chunk -> its memory goes
+            chunk = self._leaving.popleft()  # before: freed twice would be worse than not at all, if an interrupt comes between
+            try:
+                self.device.free_pinned(chunk.memory)
+            except Exception:
+                self._leaving.appendleft(chunk)
+                raise
+            _log.debug(
+                "chameleon_mm: pinned pool: gave a chunk of %s back, %s left",
+                format_size(chunk.nbytes),
+                format_size(self.reserved_bytes),
+            )
+
+    def free_all(self) -> None:
+        """Free every chunk, whatever it holds. All device work on them must be complete."""
+        self.admit()
+        while self._chunks or self._leaving:
+            self.device.free_pinned((self._chunks or self._leaving).pop().memory)
+
+    def _next_bytes(self, size: int) -> int:
+        """The size of a chunk for requests of `size`, if nothing stands in its way."""
+        if self._chunk_bytes is not None:
+            return max(self._chunk_bytes, size)
+        target = min(max(self.reserved_bytes // GROWTH_SHARE, SMALLEST_CHUNK_BYTES), DEFAULT_CHUNK_BYTES)
+        # Whole requests, since the next ones are likely to be of this size (layers repeat): nothing is left over at its end.
+        return round_up(target, size)
+
+    def _refusal(self, nbytes: int, size: int, limit: int) -> str:
+        units = self.free_list
+        rounded = "" if size == nbytes else f" ({size} in units of {units.alignment})"
+        return (
+            f"pinned pool: asked for {nbytes} bytes{rounded}, but the limit is {limit} bytes: "
+            f"{units.live_bytes} live in {units.num_live} blocks, largest free block {units.largest_free}, "
+            f"{self.room(limit)} not reserved yet; release blocks, ask for less at once, or raise limit_bytes"
+        )

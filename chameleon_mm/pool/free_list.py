@@ -1,0 +1,382 @@
+"""A free list over a range of addresses, and fixed offsets for a step that is known: integers, no memory.
+
+    units = FreeList(1 << 30)
+    a = units.allocate(5000)            # 8192 bytes at the lowest part of the smallest free block that holds them
+    units.free(a)                       # joined with its free neighbours at once
+    base = units.add_region(1 << 20)    # more addresses, never adjacent to the others: nothing coalesces across
+    units.remove_region(base)           # only while no block of it is live
+
+Best fit with immediate coalescing by boundary tags (Knuth, The Art of Computer Programming, vol. 1, section 2.5). A block, live
+or free, is a `_Span` that knows its neighbours, so joining two is a matter of pointers. Free spans of one size are a doubly
+linked list, found by size, and the distinct sizes are kept sorted. D distinct sizes need at least 1 + 2 + ... + D units of
+free memory, so D is below sqrt(2 * units), whatever the number of blocks: 724 for 1 GiB in units of 4 KiB. Searching and
+updating the sorted sizes is therefore cheap where a list sorted by block would move 100,000 entries.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, index
+
+import numpy as np
+import numpy.typing as npt
+
+DEFAULT_ALIGNMENT = 4096
+"""Alignment in bytes: a page, so that two blocks never share one; a multiple of element sizes and DMA granularities."""
+
+
+class _Span:
+    """One block, live or free. No `__init__`: every field is set where a span is made, at a third of the cost."""
+
+    __slots__ = ("above", "below", "free", "newer", "older", "start", "units")
+
+    start: int
+    """Offset of its first byte."""
+    units: int
+    free: bool
+    below: _Span | None
+    """The block that ends where this one starts, in the same region."""
+    above: _Span | None
+    newer: _Span | None
+    """The next free span of its size that was freed after it; of a live one nothing."""
+    older: _Span | None
+
+
+Units = tuple[int, int, int]
+"""Units of a free list, all and the free ones, and the power of two bytes that each is."""
+
+
+def units_bytes(units: Units) -> int:
+    """Bytes of live blocks, each rounded up to the alignment."""
+    capacity, free, shift = units
+    return (capacity - free) << shift
+
+
+class FreeList:
+    """A free list over `capacity` bytes of addresses, starting at 0. Every block is a multiple of `alignment` bytes.
+
+    Among free blocks of one size the last one freed is taken. Not thread-safe. Raises `ValueError` for an alignment that is no
+    power of two and for a capacity that is negative or no multiple of the alignment.
+    """
+
+    def __init__(self, capacity: int, alignment: int = DEFAULT_ALIGNMENT) -> None:
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"alignment: expected a power of two of bytes, got {alignment}")
+        self.alignment = index(alignment)
+        self._shift = self.alignment.bit_length() - 1
+        self._regions: dict[int, tuple[_Span, int]] = {}  # base -> its lowest span, which stays the lowest; its units
+        self._live: dict[int, _Span] = {}
+        self._sizes: list[int] = []  # distinct sizes of free spans, in units, sorted
+        self._newest: dict[int, _Span] = {}  # size in units -> the free span of that size that was freed last
+        self._capacity_units = 0
+        self._free_units = 0
+        # The most that were live when something was freed, which is where what is live falls: ever, and since `recent_peak`.
+        self._peak_units = self._recent_units = 0
+        self._next_base = 0
+        if capacity != 0:
+            self.add_region(capacity)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of all regions, free and live."""
+        return self._capacity_units << self._shift
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of live blocks, each rounded up to the alignment."""
+        return (self._capacity_units - self._free_units) << self._shift
+
+    def units_reader(self) -> Callable[[], Units]:
+        """Function that tells what is live now, as `units_bytes` reads it: no Python runs in it, for whoever asks often."""
+        return partial(attrgetter("_capacity_units", "_free_units", "_shift"), self)
+
+    @property
+    def peak_live_bytes(self) -> int:
+        return max(self._peak_units << self._shift, self.live_bytes)
+
+    def recent_peak(self) -> int:
+        """The most that `live_bytes` has been since the last call."""
+        live = self._capacity_units - self._free_units
+        recent, self._recent_units = max(self._recent_units, live), live
+        self._peak_units = max(self._peak_units, recent)  # `free` asks for the recent one alone
+        return recent << self._shift
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest free block: the largest request that `allocate` can serve now."""
+        return self._sizes[-1] << self._shift if self._sizes else 0
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def round_up(self, nbytes: int) -> int:
+        """Bytes that a block of `nbytes` takes."""
+        return -(-nbytes // self.alignment) * self.alignment
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a block of at least `nbytes`, or None where no free block holds that much.
+
+        Raises `ValueError` for less than one byte: nothing has no address.
+        """
+        units = (nbytes + self.alignment - 1) >> self._shift  # a float is a TypeError here
+        if units <= 0:
+            raise ValueError(f"allocate: expected 1 byte or more, got {nbytes}")
+        sizes = self._sizes
+        at = bisect_left(sizes, units)
+        if at == len(sizes):
+            return None
+        found = sizes[at]
+        span = self._newest[found]
+        older = span.older
+        if older is None:
+            del self._newest[found]
+            del sizes[at]
+        else:
+            self._newest[found] = older
+            older.newer = None
+        start = span.start
+        if found != units:
+            rest = _Span()
+            rest.start = start + (units << self._shift)
+            rest.below = span
+            rest.above = above = span.above
+            if above is not None:
+                above.below = rest
+            span.above = rest
+            span.units = units
+            # This is `_enter` without the call: most blocks are cut from a larger one.
+            rest.units = left = found - units
+            rest.free = True
+            rest.newer = None
+            rest.older = newest = self._newest.get(left)
+            if newest is None:
+                insort(sizes, left)
+            else:
+                newest.newer = rest
+            self._newest[left] = rest
+        span.free = False
+        self._live[start] = span
+        self._free_units -= units
+        return start
+
+    def free(self, offset: int) -> int:
+        """Free the live block at `offset`; returns its size in bytes."""
+        span = self._live.pop(index(offset), None)
+        if span is None:
+            raise ValueError(f"free: expected the offset of a live block, got {offset}; free what allocate gave, once")
+        live = self._capacity_units - self._free_units
+        if live > self._recent_units:
+            self._recent_units = live
+            if live > self._peak_units:  # noqa: PLR1730 - calling max() takes longer than all of this
+                self._peak_units = live
+        freed = units = span.units
+        self._free_units += freed
+        above, below = span.above, span.below
+        if above is not None and above.free:
+            self._leave(above)
+            units += above.units
+            above = above.above
+            span.above = above
+            if above is not None:
+                above.below = span
+        if below is not None and below.free:
+            self._leave(below)
+            units += below.units
+            below.above = above
+            if above is not None:
+                above.below = below
+            span = below
+        self._enter(span, units)
+        return freed << self._shift
+
+    def add_region(self, nbytes: int) -> int:
+        """Add `nbytes` addresses; returns the offset of the first. Offsets of regions only grow and never recur."""
+        size = index(nbytes)
+        if size <= 0 or size % self.alignment:
+            raise ValueError(f"a region: expected a positive multiple of the alignment, {self.alignment} bytes, got {nbytes}")
+        base = self._next_base
+        # One unit that belongs to nobody keeps the end of this region apart from the start of the next.
+        self._next_base = base + size + self.alignment
+        units = size >> self._shift
+        span = _Span()
+        span.start = base
+        span.below = span.above = None
+        self._regions[base] = (span, units)
+        self._capacity_units += units
+        self._free_units += units
+        self._enter(span, units)
+        return base
+
+    def is_region_free(self, base: int) -> bool:
+        """Whether no block of the region at `base` is live. Raises `ValueError` for an offset that starts no region."""
+        lowest, units = self._region(base)
+        return lowest.free and lowest.units == units
+
+    def remove_region(self, base: int) -> int:
+        """Remove the region at `base`; returns its bytes."""
+        lowest, units = self._region(base)
+        if not (lowest.free and lowest.units == units):
+            raise ValueError(f"remove_region: expected a region without live blocks, got the one at {base}; free them first")
+        self._leave(lowest)
+        del self._regions[base]
+        self._capacity_units -= units
+        self._free_units -= units
+        return units << self._shift
+
+    def _region(self, base: int) -> tuple[_Span, int]:
+        region = self._regions.get(base)
+        if region is None:
+            raise ValueError(f"expected the offset that add_region gave for a region that still is, got {base}")
+        return region
+
+    def _enter(self, span: _Span, units: int) -> None:
+        """Make `span` a free block of `units`, the newest of its size."""
+        span.units = units
+        span.free = True
+        span.newer = None
+        span.older = older = self._newest.get(units)
+        if older is None:
+            insort(self._sizes, units)
+        else:
+            older.newer = span
+        self._newest[units] = span
+
+    def _leave(self, span: _Span) -> None:
+        newer, older, units = span.newer, span.older, span.units
+        if older is not None:
+            older.newer = newer
+        if newer is not None:
+            newer.older = older
+        elif older is not None:
+            self._newest[units] = older
+        else:
+            del self._newest[units]
+            del self._sizes[bisect_left(self._sizes, units)]
+
+
+# --- Fixed offsets for the blocks of one step whose sizes and lifetimes are known: arithmetic alone, no memory
+#
+# Largest first is the greedy-by-size offset calculation of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
+# Inference" (arXiv 2001.03288, section 5). It leaves holes where lifetimes nest with the small ones outside. Longest-lived
+# first cannot: with nested lifetimes whatever lives beside a request when it is placed encloses it, and lies below without a
+# hole.
+
+_Integers = npt.NDArray[np.int64]
+
+_MAX_TOTAL_BYTES = 1 << 62
+"""Bound of all sizes together: sums are computed in 64 bits; no arena comes near."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffsetPlan:
+    """Offsets of the blocks of a step in one arena. Requests that live at the same time never overlap."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each request, as asked for, in the order of the requests."""
+    offsets: tuple[int, ...]
+    """Byte offset of each request in the arena, a multiple of `alignment`."""
+    arena_bytes: int
+    """Size of an arena that holds all of them: a multiple of `alignment`."""
+    lower_bound_bytes: int
+    """The most that lives at one time, each request rounded up to `alignment`: no arena can be smaller."""
+    alignment: int
+
+    def extent(self, position: int) -> tuple[int, int]:
+        """The bytes [start, end) of the arena that the request at `position` takes, rounded up to the alignment."""
+        start = self.offsets[position]
+        return start, start + -(-self.sizes[position] // self.alignment) * self.alignment
+
+
+def plan_offsets(requests: Sequence[tuple[int, int, int]], *, alignment: int = DEFAULT_ALIGNMENT) -> OffsetPlan:
+    """Offsets for `requests`, each `(nbytes, first_use, last_use)`, in one arena as small as a greedy search finds.
+
+    Uses are any integers that grow with time; a request lives from its first through its last, both included, so one may take
+    the bytes of another whose last use is smaller than its own first. Zero bytes take nothing. Takes time that grows with the
+    square of the number of requests: half a second for 5,000, twice that where the first order misses the bound.
+
+    Raises `TypeError` for values that are no integers, `ValueError` for a negative size, a last use before the first, a
+    request that is no triple, an alignment below 1, and for more bytes in all than 64 bits address.
+    """
+    step = index(alignment)
+    if step < 1:
+        raise ValueError(f"alignment: expected 1 byte or more, got {alignment}")
+    checked = [_checked(position, request) for position, request in enumerate(requests)]
+    rounded = [-(-nbytes // step) * step for nbytes, _, _ in checked]
+    if sum(rounded) > _MAX_TOTAL_BYTES:
+        raise ValueError(f"plan_offsets: expected at most {_MAX_TOTAL_BYTES} bytes in all, got {sum(rounded)}; check the sizes")
+    first, last = _ranks(checked)
+    size = np.array(rounded, dtype=np.int64)
+    bound = _lower_bound(size, first, last)
+    # Ties go to the one that is allocated first, so that equal requests give equal plans everywhere.
+    offsets, arena = _place(size, first, last, np.argsort(-size, kind="stable"))
+    if arena > bound:
+        others, smaller = _place(size, first, last, np.lexsort((-size, first - last)))
+        if smaller < arena:
+            offsets, arena = others, smaller
+    return OffsetPlan(
+        sizes=tuple(nbytes for nbytes, _, _ in checked),
+        offsets=tuple(offsets.tolist()),
+        arena_bytes=arena,
+        lower_bound_bytes=bound,
+        alignment=step,
+    )
+
+
+def _checked(position: int, request: tuple[int, int, int]) -> tuple[int, int, int]:
+    if len(request) != 3:
+        raise ValueError(f"request {position}: expected (nbytes, first_use, last_use), got {request!r}")
+    nbytes, first, last = (index(value) for value in request)
+    if nbytes < 0:
+        raise ValueError(f"request {position}: expected 0 bytes or more, got {nbytes}")
+    if last < first:
+        raise ValueError(f"request {position}: expected a last use at or after its first, {first}, got {last}")
+    return nbytes, first, last
+
+
+def _ranks(requests: Sequence[tuple[int, int, int]]) -> tuple[_Integers, _Integers]:
+    """Ranks of first and last uses among all uses: uses of any size, nanoseconds too, then fit 64 bits."""
+    uses = sorted({use for _, first, last in requests for use in (first, last)})
+    rank = {use: place for place, use in enumerate(uses)}
+    first = np.array([rank[first] for _, first, _ in requests], dtype=np.int64)
+    last = np.array([rank[last] for _, _, last in requests], dtype=np.int64)
+    return first, last
+
+
+def _lower_bound(size: _Integers, first: _Integers, last: _Integers) -> int:
+    if not len(size):
+        return 0
+    change = np.zeros(int(last.max()) + 2, dtype=np.int64)
+    np.add.at(change, first, size)
+    np.add.at(change, last + 1, -size)
+    return int(np.cumsum(change).max())
+
+
+def _place(size: _Integers, first: _Integers, last: _Integers, order: npt.NDArray[np.intp]) -> tuple[_Integers, int]:
+    """Offsets by placing in `order`, and the arena that they need."""
+    offsets = np.zeros(len(size), dtype=np.int64)
+    arena = 0
+    # What is placed, sorted by offset: start, end, first use, last use. The gaps between those that live at one time are then
+    # what lies between an end, the furthest so far, and the next start.
+    placed = np.empty((4, len(size)), dtype=np.int64)
+    count = 0
+    for request in order:
+        need, born, dies = int(size[request]), first[request], last[request]
+        if need == 0:
+            continue
+        starts, ends, firsts, lasts = placed[:, :count]
+        beside = (firsts <= dies) & (lasts >= born)
+        below = np.concatenate(([0], np.maximum.accumulate(ends[beside])))
+        gaps = starts[beside] - below[:-1]
+        fits = np.flatnonzero(gaps >= need)
+        offset = int(below[fits[np.argmin(gaps[fits])]] if len(fits) else below[-1])
+        offsets[request] = offset
+        arena = max(arena, offset + need)
+        at = int(np.searchsorted(starts, offset))
+        placed[:, at + 1 : count + 1] = placed[:, at:count]
+        placed[:, at] = offset, offset + need, born, dies
+        count += 1
+    return offsets, arena

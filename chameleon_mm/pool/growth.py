@@ -1,0 +1,112 @@
+"""Pins further chunks for a pool, and frees chunks: one thread at a time, never under its lock.
+
+    with resizing:                                  # another thread pins: wait for its chunk, it may do
+        with ledger.lock: carve -> done             # ... or blocks came back meanwhile
+                          make_room                 # how large a chunk; unused ones leave for it
+        give back what leaves; pin; take it in      # slow, and the device may have to be waited for
+    again                                           # another thread may have been faster with what came
+
+Pinning runs at a few GB/s. Whoever finds a free block meanwhile goes on; `ledger.lock` is held for microseconds alone.
+
+An interrupt (`KeyboardInterrupt`, a signal handler that raises) may come between any two lines here. Nothing says "somebody is
+pinning" but the lock itself, which goes with the thread that leaves; and a chunk is at every moment in one of the lists of
+`Chunks`, from which the next call takes it in or gives it back.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.pool.block import Owner, PinnedBlock
+from chameleon_mm.pool.host_memory import MemoryLimit
+from chameleon_mm.pool.ledger import Ledger
+
+
+class Growth:
+    """Grows and shrinks the pool whose books `ledger` are, within `limit`. Thread-safe."""
+
+    def __init__(self, ledger: Ledger, limit: MemoryLimit) -> None:
+        self._ledger = ledger
+        self._chunks = ledger.chunks
+        self._limit = limit
+        self._resizing = threading.Lock()  # taken before `ledger.lock` where both are
+
+    def allocate_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
+        """Allocate a block, out of another chunk where need be. Raises `HostMemoryExhausted`, `PoolStateError` if the pool is
+        closed."""
+        ledger, chunks, limit = self._ledger, self._chunks, self._limit
+        while True:
+            with self._resizing:
+                with ledger.lock:
+                    ledger.check_open("allocate")
+                    ledger.drain()
+                    chunks.admit()
+                    block = ledger.allocate(owner, nbytes)
+                if block is not None:
+                    return block
+                if ledger.shrinking:
+                    if not self._shrink(wait=True):
+                        raise HostMemoryExhausted(
+                            f"pinned pool: asked for {nbytes} bytes, but the limit was lowered to {limit.nbytes} bytes and "
+                            f"{chunks.reserved_bytes} are still reserved, in chunks with live blocks; release these, or raise "
+                            f"limit_bytes"
+                        )
+                    continue
+                limit.grow(chunks.reserved_bytes)
+                with ledger.lock:
+                    wanted = chunks.make_room(nbytes, limit.nbytes)
+                self._pin(wanted)
+
+    def set_limit(self, nbytes: int) -> None:
+        """Set the limit, and free unused chunks until no more than that is reserved, if they are enough. The host waits for
+        the device where it still uses a chunk that has to go."""
+        with self._resizing:
+            with self._ledger.lock:
+                self._ledger.check_open("limit_bytes")
+                self._ledger.shrinking = True  # first: after an interrupt the next allocation finds out what is left to do
+            self._limit.set(nbytes)
+            self._shrink(wait=True)
+
+    def shrink(self) -> None:
+        """Free unused chunks that the device is done with, as far as more is reserved than the limit."""
+        with self._resizing:
+            self._shrink(wait=False)
+
+    def _shrink(self, *, wait: bool) -> bool:
+        """Free unused chunks beyond the limit, under `_resizing`. Returns whether no more than that is reserved now."""
+        ledger, chunks = self._ledger, self._chunks
+        with ledger.lock:
+            ledger.drain()
+            chunks.admit()
+            enough = chunks.shrink(self._limit.nbytes, wait=wait)
+            ledger.shrinking = not enough
+        chunks.free()
+        return enough
+
+    def free_unused(self, *, wait: bool) -> int:
+        """Free the chunks without a block; returns their bytes. `wait`: also those that the device still uses."""
+        ledger, chunks = self._ledger, self._chunks
+        with self._resizing:
+            with ledger.lock:
+                ledger.drain()
+                chunks.admit()
+                leaving = [chunk for chunk in chunks.unused() if wait or chunk.pending.drop_complete()]
+                for chunk in leaving:
+                    chunks.detach(chunk)
+            chunks.free()
+        return sum(chunk.nbytes for chunk in leaving)
+
+    def _pin(self, nbytes: int) -> None:
+        """Pin another chunk. Under `_resizing`, so that what leaves is gone before the limit is used up again."""
+        chunks = self._chunks
+        chunks.free()
+        try:
+            chunks.pin(nbytes)
+        except MemoryError as error:
+            raise HostMemoryExhausted(
+                f"pinned pool: asked the device for a chunk of {nbytes} bytes, got: {error}. {chunks.reserved_bytes} of at "
+                f"most {self._limit.nbytes} bytes are reserved"
+            ) from error
+        with self._ledger.lock:
+            chunks.admit()

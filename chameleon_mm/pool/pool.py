@@ -1,0 +1,309 @@
+"""Pinned host memory in blocks of any size, out of a few large chunks.
+
+    allocate(n, stream): returned blocks back to the free list                          `ledger`
+                         best fit over all chunks  |  else another chunk     `growth`
+                         the block takes the events left on its bytes; stream waits for them, the host does not
+    limit_bytes = n:     unused chunks go; while live blocks hold more, new ones are refused   `growth`
+    release(after):      a ticket onto a deque; nothing else, for it runs in the middle of any line
+
+Pinning is slow (a few GB/s) and holds locks of the driver, so it happens by the chunk. Rounding every request to a power of
+two, or one list per size, can waste as much as it serves on activations of many sizes; best fit with immediate coalescing does
+not (Knuth, see `free_list`). One free list spans all chunks: each is a region of its addresses, no block straddles two.
+Free bytes carry events as the free blocks of RMM do: see `pending`, and Note [Host block] in `block`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from heapq import nlargest
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import resolve_device
+from chameleon_mm.device.cuda import CupyPinning
+from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
+from chameleon_mm.device.protocols import Device, Event, Stream
+from chameleon_mm.errors import HostMemoryExhausted, PoolStateError, check_method, check_type
+from chameleon_mm.pool.block import PageableBlock, PageableSource, PinnedBlock, Ticket, plain_shape, tensor_nbytes
+from chameleon_mm.pool.chunks import Chunks
+from chameleon_mm.pool.free_list import Units
+from chameleon_mm.pool.growth import Growth
+from chameleon_mm.pool.host_memory import MemoryLimit
+from chameleon_mm.pool.ledger import Ledger, PoolStats
+from chameleon_mm.units import format_size, parse_size
+
+_log = logging.getLogger(__name__)
+
+
+def close_at_exit(close: Callable[[], None], error: BaseException | None, what: str) -> None:
+    """Call `close` as a `with` block ends. Where `error` ends it, blocks that are still out are a warning that begins with
+    `what`: the error's traceback is likely what holds them, and the error is what the caller must see. They return later."""
+    try:
+        close()
+    except PoolStateError as still_live:
+        if error is None:
+            raise
+        _log.warning("chameleon_mm: %s: %s", what, still_live)
+
+
+class PinnedPool:
+    """An allocator of pinned host memory, thread-safe, over chunks that it gets from `device` as it needs them.
+
+    `max_bytes` (int bytes or "8GiB") is what it reserves at most, chunks being pinned included. "auto", or None, is half of
+    what the machine and the process's control groups leave, divided among the ranks on the machine (`auto_limit_bytes`), and
+    more as the machine grows. `chunk_bytes` is the size of a chunk; None grows from 16 MiB to 1 GiB with what is reserved, see
+    `chunks`. A chunk is smaller where the limit leaves less, larger for a request that is. `device` is a Device, or what names
+    one; None is CUDA where there is one, else the simulator. Reserves nothing before the first block.
+
+    Every block holds its pool. `close`, or leaving `with pool:`, gives the memory back; a pool that is dropped without it does
+    so once its blocks are gone, except in a forked child and while the interpreter ends, where no device may be called. In a
+    forked child there is nothing to use: pinned memory is not passed on, so that blocks there have addresses without memory.
+    Raises `ValueError` and `TypeError` for sizes and devices that are none.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | str | None = "8GiB",
+        device: Device | str | None = None,
+        chunk_bytes: int | str | None = None,
+    ) -> None:
+        limit = MemoryLimit(max_bytes)
+        chunk = None if chunk_bytes is None else parse_size(chunk_bytes, what="chunk_bytes")
+        if chunk is not None and not 0 < chunk < REGISTRATION_LIMIT_BYTES:
+            raise ValueError(
+                f"chunk_bytes: expected more than 0 bytes and less than {format_size(REGISTRATION_LIMIT_BYTES)}, the most that "
+                f"the driver registers at once, got {chunk}; leave it out for a size that grows with the pool"
+            )
+        self._limit = limit
+        self.device = resolve_device(device)
+        self._chunks = Chunks(self.device, chunk)
+        self._ledger = Ledger(self._chunks)
+        self._returned = self._ledger.returned
+        self._growth = Growth(self._ledger, limit)
+        self._pageable_source = PageableSource(self.device)
+        self._pid = os.getpid()
+        # The finalizer must not hold the pool, only what it needs of it. Never at exit: the driver may be gone by then.
+        weakref.finalize(self, _free_all, self.device, self._ledger, self._pid).atexit = False
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that the pool reserves at most. Set it, to bytes or text such as "4GiB", to have it shrink or grow; a limit of
+        "auto" is a fixed one from then on.
+
+        Chunks that hold no block are freed at once until no more is reserved; the host waits for the device where it still
+        uses one that has to go. Chunks with live blocks stay. While they hold more than the limit, `allocate` refuses, and
+        they are freed as their last blocks return: at the next `allocate` or `take_back`. Setting it raises `TypeError` and
+        `ValueError` for what is no size, `PoolStateError` for a closed pool.
+        """
+        return self._limit.nbytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, nbytes: int | str) -> None:
+        self._growth.set_limit(parse_size(nbytes, what="limit_bytes"))
+
+    # --- blocks
+
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
+        """A block of `nbytes` (int bytes or "1MiB"). Zero bytes are a block too, which takes nothing.
+
+        `stream`, the one that will touch the block first, waits for the earlier users of its bytes; without one their events
+        are left in `block.pending_events`. The host waits for the device in one case only: instead of failing, where the limit
+        leaves room only after an unused chunk is given back and the device is not done with it.
+        Raises `TypeError` and `ValueError` for what is no size or no stream, and `HostMemoryExhausted` past the limit, or where
+        the device can pin no more: the pool stays usable, and the same request may succeed later. `allocate_pageable` has
+        ordinary memory.
+        """
+        if type(nbytes) is not int or nbytes < 0:
+            nbytes = parse_size(nbytes, what="allocate")
+        if stream is not None:
+            check_method("allocate", stream, "wait", "a stream of the pool's device, or None", "pass device.current_stream()")
+        ledger = self._ledger
+        with ledger.lock:
+            if ledger.closed:
+                ledger.check_open("allocate")
+            if ledger.returned:
+                ledger.drain()
+            block = ledger.allocate(self, nbytes)
+        if block is None:
+            block = self._growth.allocate_or_pin(self, nbytes)
+        # Outside of the lock, and with the block whole: should the device fail here, the block still returns itself.
+        if block.pending_events:
+            block.forget_complete()
+            if stream is not None and block.pending_events:
+                block.wait_on(stream)
+        return block
+
+    def allocate_pageable(self, nbytes: int | str) -> PageableBlock:
+        """A block of `nbytes` of ordinary memory, for where no more can be pinned: outside of `max_bytes`, bounded by what the
+        machine and the process's control groups leave.
+
+        It has no earlier user to wait for. It is kept until the event that the block is released with is complete. Raises
+        `HostMemoryExhausted`.
+        """
+        nbytes = parse_size(nbytes, what="allocate")
+        memory = self._pageable_source.allocate(nbytes)
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.check_open("allocate_pageable")
+            ledger.drain()
+            serial = ledger.next_serial()
+            ledger.pageable.add(serial, memory)
+            return PageableBlock(self, (serial, None), memory, 0, nbytes, ())
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in a block of its own, which returns when the tensor and its views are gone.
+
+        It may be dropped while a copy to or from it runs, on any stream. Who gets the bytes next then waits for all work of all
+        streams; where the last use is known, `allocate` with `release(after=event)` waits for less.
+        Raises what `allocate` raises, `ValueError` for sizes below 0, `TypeError` for what is no shape or no dtype.
+        """
+        sizes = plain_shape("empty", shape)
+        return self.allocate(tensor_nbytes("empty", sizes, dtype)).tensor(sizes, dtype)
+
+    def as_cupy_allocator(self) -> CupyAllocator:
+        """This pool for `cupy.cuda.set_pinned_memory_allocator`."""
+
+        return CupyAllocator(self)
+
+    def take_back(self) -> None:
+        """Put blocks that were released back among the free ones, and free chunks beyond a lowered limit: work that the next
+        allocation would have, done when there is time."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.drain()
+        if ledger.shrinking:
+            self._growth.shrink()
+
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        """Note that a block was released; called by blocks alone. An append is atomic, and takes no lock that its own thread
+        may hold."""
+        self._returned.append((ticket, events))
+
+    # --- memory
+
+    def trim(self) -> int:
+        """Free the chunks that hold no block and that no device work is left on; returns their bytes."""
+        with self._ledger.lock:
+            self._ledger.drain()
+            self._ledger.pageable.drop_complete()
+        return self._growth.free_unused(wait=False)
+
+    def units_reader(self) -> Callable[[], Units]:
+        """Function that tells what live blocks hold as of the latest call, as `units_bytes` reads it. It takes no lock."""
+        return self._chunks.free_list.units_reader()
+
+    def stats(self) -> PoolStats:
+        """Statistics of what the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's
+        lock."""
+        with self._ledger.lock:
+            return self._ledger.stats(self._limit.nbytes)
+
+    def recent_peak_bytes(self) -> int:
+        """The most bytes that live blocks held since the last call, as `PoolStats.live_bytes` counts them."""
+        with self._ledger.lock:
+            self._ledger.drain()
+            return self._chunks.free_list.recent_peak()
+
+    def close(self) -> None:
+        """Free all memory, once the device is done with it (the host waits). A second call does nothing.
+
+        In a forked child it does nothing: the memory is the parent's. Raises `PoolStateError`, and changes nothing, while
+        blocks are live.
+        """
+        if os.getpid() != self._pid:  # asked first: another thread may have held the lock when the process forked
+            return
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.drain()
+            live = ledger.live_sizes()
+            if live:
+                some = ", ".join(format_size(nbytes) for nbytes in nlargest(3, live))
+                raise PoolStateError(
+                    f"close: expected no live block, got {len(live)} of {format_size(sum(live))} in all "
+                    f"(the largest: {some}); release them, or drop what holds them, and close again"
+                )
+            ledger.closed = True
+            ending = ledger.pageable.ending()
+        self._growth.free_unused(wait=True)
+        for event in ending:
+            event.synchronize()  # the last device access to pageable memory -> it is dropped
+        with ledger.lock:
+            ledger.pageable.drop_complete()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        close_at_exit(self.close, error, "pinned pool left open")
+
+    def __repr__(self) -> str:
+        live = self._ledger.num_live - len(self._ledger.returned)
+        return (
+            f"<PinnedPool on {self.device.name}: {live} live blocks, "
+            f"{format_size(self._chunks.reserved_bytes)} of {format_size(self._limit.nbytes)} reserved>"
+        )
+
+
+def _free_all(device: Device, ledger: Ledger, pid: int) -> None:
+    """Free what a pool still held when the last reference to it, and to its blocks, went."""
+    if os.getpid() == pid:  # in a forked child the memory is the parent's, and its device must not be called
+        ledger.free_all(device)
+
+
+def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes: int | None = None) -> PinnedPool:
+    """`pool`, or a new one of `max_bytes` on `device`, as `PinnedPool` takes both. With a pool, a device of None is the pool's.
+
+    Raises `TypeError` for what is no pool, `ValueError` for a pool of another device.
+    """
+    if pool is None:
+        return PinnedPool(max_bytes=max_bytes, device=device)
+    check_type("pool", pool, PinnedPool, "a PinnedPool or None", 'pass PinnedPool("8GiB"), or host_budget="8GiB" to a session')
+    wanted = pool.device if device is None else resolve_device(device)
+    if wanted is not pool.device:
+        raise ValueError(f"pool: expected one of {wanted.name}, got one of {pool.device.name}; pass device=pool.device")
+    return pool
+
+
+# --- The pool as CuPy's allocator of pinned memory
+#
+# CuPy names no event when it drops memory. So the next owner of the bytes waits for all work of the device: Note [Dropped] in
+# `block`. `array.set(pinned)` and `array.get(out=pinned, blocking=False)` hold nothing while the copy runs. With CuPy's own
+# pool, memory dropped right after them is given out again at once; here its next owner waits for the copy, on any stream.
+
+
+class _Memory:
+    """A block as CuPy's pointers take memory: `ptr`, 0 for no bytes, and `size` in bytes, as asked for."""
+
+    __slots__ = ("block", "ptr", "size")
+
+    def __init__(self, block: PinnedBlock) -> None:
+        self.block = block
+        self.size = block.nbytes
+        self.ptr = block.buffer.data_ptr() if block.nbytes else 0
+
+
+class CupyAllocator:
+    """What `cupy.cuda.set_pinned_memory_allocator` takes: bytes -> `cupy.cuda.PinnedMemoryPointer`. Thread-safe; imports CuPy.
+
+    Every pointer holds its block, and so the pool. Raises `DeviceUnavailable` where CuPy is not installed.
+    """
+
+    def __init__(self, pool: PinnedPool) -> None:
+        self._pool = pool
+        self._cupy = CupyPinning()
+
+    def __call__(self, nbytes: int) -> Any:
+        """A `PinnedMemoryPointer` to `nbytes`, which the host may write at once. Where memory is exhausted, raises the error
+        by which CuPy knows to copy without pinning."""
+        try:
+            block = self._pool.allocate(nbytes)
+        except HostMemoryExhausted as exhausted:
+            raise self._cupy.out_of_memory() from exhausted
+        block.synchronize()
+        return self._cupy.pointer(_Memory(block))

@@ -1,0 +1,588 @@
+"""Calls of operators that ran, without the tensors, the settings they ran with, and the mode that notes them.
+
+    value.call                     # the call that made it; None: it was there before
+    call.arguments()               # what that was given: values, and the geometry of each tensor over its storage
+    call.operation                 # the operator itself, its generator's state and torch's settings at that moment
+
+A value is what a storage holds between two writes. None of them holds a tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.operators import (
+    BATCH_NORMS,
+    OpCall,
+    OpFacts,
+    OpFactsCache,
+    collect_tensors,
+    lazy_bits_resolved,
+    may_have_lazy_bits,
+    run_in_parts,
+    runs_in_parts,
+    updated_statistics,
+)
+from chameleon_mm.plan.trace import BirthPlace
+from chameleon_mm.record.dispatch_state import (
+    PLAIN_DISPATCH,
+    DispatchState,
+    StepMode,
+    has_other_formula,
+    in_backward,
+    is_on,
+    leave,
+    may_have_other_formula,
+)
+from chameleon_mm.replayable import PRODUCTS, base_name
+from chameleon_mm.units import allocated_size
+
+# --- Settings of torch's that decide which bits an operator computes, though it is not given them: read now, applied again
+# later
+#
+# The default dtype decides for all operators: it is the dtype of `zeros(3)` and of an integer divided by another. The
+# precisions and kernels that products and convolutions may use are read for these alone. All of them are the process's: while
+# they are applied, other threads see them too, but only where the user has changed one between an operator and its replay.
+
+_C: Any = torch._C
+
+
+class _Setting(NamedTuple):
+    """One setting of torch's."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _precision(backend: str, op: str) -> _Setting:
+    return _Setting(partial(_C._get_fp32_precision_getter, backend, op), partial(_C._set_fp32_precision_setter, backend, op))
+
+
+def _plain(name: str) -> _Setting:
+    return _Setting(getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}"))
+
+
+def _spread(name: str) -> _Setting:
+    """A setting that is read as a tuple and written as several arguments."""
+    write = getattr(_C, f"_set_{name}")
+
+    def write_all(value: Any) -> None:
+        write(*value) if isinstance(value, tuple) else write(value)
+
+    return _Setting(getattr(_C, f"_get_{name}"), write_all)
+
+
+_OF_PRODUCTS = (
+    # Widest first: to write one may change the narrower ones.
+    _precision("generic", "all"),
+    _precision("cuda", "all"),
+    _precision("mkldnn", "all"),
+    _precision("cuda", "matmul"),
+    _precision("cuda", "conv"),
+    _precision("mkldnn", "matmul"),
+    _precision("mkldnn", "conv"),
+    _spread("cublas_allow_fp16_reduced_precision_reduction"),
+    _spread("cublas_allow_bf16_reduced_precision_reduction"),
+    _plain("cublas_allow_fp16_accumulation"),
+    _plain("cudnn_enabled"),
+    _plain("cudnn_benchmark"),
+    _plain("cudnn_deterministic"),
+    _plain("mkldnn_enabled"),
+    _plain("mkldnn_deterministic"),
+    _plain("deterministic_algorithms"),
+    _plain("blas_preferred_backend"),
+)
+
+
+class KernelSettings(NamedTuple):
+    """The settings under which an operator ran."""
+
+    default_dtype: torch.dtype
+    of_products: tuple[Any, ...] | None
+    """Values of `_OF_PRODUCTS`; None: it is no product, and they do not matter."""
+
+
+def settings_now(*, is_product: bool) -> KernelSettings:
+    """The settings as they are."""
+    return KernelSettings(torch.get_default_dtype(), _read() if is_product else None)
+
+
+def _read() -> tuple[Any, ...]:
+    return tuple([setting.read() for setting in _OF_PRODUCTS])
+
+
+@contextmanager
+def applied(settings: KernelSettings) -> Iterator[None]:
+    """Context in which the settings are `settings`."""
+    now = settings_now(is_product=settings.of_products is not None)
+    if now == settings:
+        yield
+        return
+    try:
+        _apply(settings)
+        yield
+    finally:
+        _apply(now)
+
+
+def _apply(settings: KernelSettings) -> None:
+    if settings.default_dtype is not torch.get_default_dtype():
+        torch.set_default_dtype(settings.default_dtype)
+    if settings.of_products is not None:
+        for setting, value in zip(_OF_PRODUCTS, settings.of_products, strict=True):
+            if setting.read() != value:
+                setting.write(value)
+
+
+# --- calls
+
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+
+_Leaf = TypeVar("_Leaf")
+
+
+def has_plain_storage(t: Tensor) -> bool:
+    """Whether the bytes of `t` are in one storage of its own, where its strides say."""
+    return t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_mkldnn) and has_storage(t)
+
+
+class Births:
+    """Storages to hold from their birth on, at the places that a plan has them born at. Not thread-safe."""
+
+    __slots__ = ("_hooks", "_places", "_ran", "_watched", "born")
+
+    def __init__(self) -> None:
+        self._places: Mapping[BirthPlace, int] = {}
+        self._watched = frozenset[int]()
+        """Numbers of hooks behind which one is born."""
+        self._ran: Counter[str] = Counter()
+        """Operators since the last hook, by name; counted where a storage is to be held."""
+        self._hooks = 0
+        self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
+        """Those that were made since the last hook, each with the plan's number. Taken by whoever holds them."""
+
+    def hold(self, places: Mapping[BirthPlace, int]) -> None:
+        """Hold storages that are born at these places; each with the plan's number of the storage. Forgets what was born for
+        other ones."""
+        self.born.clear()
+        self._places, self._watched = places, frozenset(place.hooks for place in places)
+
+    def at_hook(self, hooks: int) -> None:
+        """Note that there were so many hooks in the step so far."""
+        self._hooks = hooks
+        self._ran.clear()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether one is born before the next hook: operators are to be noted."""
+        return self._hooks in self._watched
+
+    def note(self, operator: str, made: Iterable[Value]) -> None:
+        """Note an operator that ran, with the values that it made, in order."""
+        self._ran[operator] += 1
+        for position, value in enumerate(made):
+            number = self._places.get(BirthPlace(self._hooks, operator, self._ran[operator], position))
+            storage = None if number is None else value.storage()
+            if number is not None and storage is not None:
+                self.born.append((number, value, storage))
+
+    def take(self) -> list[tuple[int, Value, torch.UntypedStorage]]:
+        """Those that were born since this was asked last."""
+        born, self.born = self.born, []
+        return born
+
+
+class Geometry(NamedTuple):
+    """Place of a tensor in its storage, and the meaning of its bits."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, t: Tensor) -> Geometry:
+        return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor at this place of `storage`, with a version counter of its own."""
+        flat = torch.empty(0, dtype=self.dtype, device=storage.device)
+        t = flat.set_(storage, self.offset, self.shape, self.stride)
+        if self.conj:
+            t = t.conj()
+        return t._neg_view() if self.neg else t
+
+
+class Result(NamedTuple):
+    """Which of a call's tensors a value is in."""
+
+    returned: bool
+    """Whether it is in what the call returned; False: in a tensor that it was given and wrote to."""
+    position: int
+
+
+class Relied:
+    """What rests on the bytes of a value: autograd's handles, and what was dropped and is made from it. Note [Relied on].
+
+    It knows neither the value nor its call: a recipe that holds it holds no history of the step.
+    """
+
+    __slots__ = ("dependents", "handles", "reliance")
+
+    def __init__(self) -> None:
+        self.handles: list[weakref.ref[Any]] = []
+        """Autograd's handles that were not used yet."""
+        self.dependents: list[weakref.ref[Any]] = []
+        """Saved storages that were dropped."""
+        self.reliance: weakref.ref[Any] | None = None
+        """What watches the handles, where a recipe rests on them."""
+
+    @property
+    def by_autograd(self) -> bool:
+        """True if autograd will check the version of the bytes at a use to come."""
+        return any(handle() is not None for handle in self.handles)
+
+    def note_used(self, handle: object) -> None:
+        """Note that a node is given the tensor of `handle`."""
+        self.handles = [ref for ref in self.handles if ref() is not None and ref() is not handle]
+
+
+class Value:
+    """Bytes that a storage holds from one write to the next."""
+
+    __slots__ = (
+        "call", "claim", "is_latest", "nbytes", "relied", "result", "storage", "tensor", "version", "writes",
+    )  # fmt: skip
+
+    def __init__(
+        self, storage: weakref.ref[torch.UntypedStorage], nbytes: int, call: Call | None, result: Result | None, writes: int
+    ) -> None:
+        self.storage = storage
+        """The storage, by the same reference for all of its values."""
+        self.nbytes = nbytes
+        self.call = call
+        """The call that made it, in its tensor `result`; None: it was there before the watch saw its storage."""
+        self.result = result
+        self.writes = writes
+        """Number of writes to the storage that were seen, this value's own included."""
+        self.is_latest = True
+        """Whether no operator was seen that wrote to the storage since."""
+        self.tensor: weakref.ref[Tensor] | None = None
+        """A tensor over the storage by whose counter later writes are known, and its `version` when it was met."""
+        self.version = 0
+        self.claim: weakref.ref[Any] | None = None
+        """The claim on what autograd saved of it."""
+        self.relied: Relied | None = None
+        """What rests on its bytes; None: nothing does."""
+
+    def relied_on(self) -> Relied:
+        """What rests on its bytes."""
+        if self.relied is None:
+            self.relied = Relied()
+        return self.relied
+
+    @property
+    def has_dependents(self) -> bool:
+        """Whether others are made from its bytes: whoever writes to it has them made first."""
+        return self.relied is not None and bool(self.relied.dependents)
+
+    @property
+    def is_uninitialised(self) -> bool:
+        """Whether it is memory as the allocator gave it, as far as operators tell."""
+        return self.call is not None and self.call.operation.facts.uninitialised
+
+
+class Argument(NamedTuple):
+    """A tensor that a call was given."""
+
+    value: Value
+    geometry: Geometry
+
+
+class Operation:
+    """One operator that ran, without what it was given."""
+
+    __slots__ = ("dropped", "facts", "func", "grad_enabled", "made_bytes", "number", "random_state", "settings")
+
+    def __init__(self, number: int, func: Any, facts: OpFacts) -> None:
+        self.number = number
+        self.func = func
+        self.facts = facts
+        self.grad_enabled = torch.is_grad_enabled()
+        """Whether gradients were on: they are off inside a custom function's forward."""
+        self.settings = settings_now(is_product=is_product(func))
+        self.made_bytes = 0
+        """Device memory of the storages that it made."""
+        self.random_state: tuple[torch.Generator, Tensor] | None = None
+        """The generator that it drew from, and that one's state before."""
+        self.dropped: list[tuple[Result, weakref.ref[Any]]] = []
+        """What is recomputed by it, with the tensor of the call that it is in: one replay is for all."""
+
+
+class Call(NamedTuple):
+    """An operator that ran, and what it was given."""
+
+    operation: Operation
+    args: Any
+    """Arguments, with an `Argument` in place of each tensor; None: one of them cannot be noted."""
+    kwargs: Any
+
+    def arguments(self) -> list[Argument]:
+        """All tensors that it was given."""
+        return list(leaves_of((self.args, self.kwargs), Argument))
+
+
+def leaves_of(nest: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
+    """The instances of `kind` in a nest of arguments or results, in order."""
+    if isinstance(nest, kind):
+        yield nest
+    elif isinstance(nest, (tuple, list)):
+        for one in nest:
+            yield from leaves_of(one, kind)
+    elif isinstance(nest, dict):
+        yield from leaves_of(list(nest.values()), kind)
+
+
+def map_leaves(nest: Any, kind: type[_Leaf], change: Callable[[_Leaf], Any]) -> Any:
+    """`nest` with `change(leaf)` in place of each instance of `kind`. What has none in it stays as it is."""
+    if isinstance(nest, kind):
+        return change(nest)
+    if isinstance(nest, (tuple, list)):
+        if not any(isinstance(one, (kind, tuple, list)) for one in nest):
+            return nest
+        return type(nest)([map_leaves(one, kind, change) for one in nest])
+    if isinstance(nest, dict):
+        return {name: map_leaves(one, kind, change) for name, one in nest.items()}
+    return nest
+
+
+def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to, of those that it is given: those too that its schema does not name."""
+    given = [args[i] for i in facts.mutated if i < len(args)]
+    given += [kwargs[name] for name in facts.mutated_names if name in kwargs]
+    if facts.hidden_writes:
+        given += updated_statistics(facts, args) if facts.name in BATCH_NORMS else args
+    return [part for t in tensors_of(given) for part in with_storages(t)]
+
+
+def with_storages(t: Tensor) -> Iterable[Tensor]:
+    """`t`, if it has a storage, or the tensors that it consists of: a sparse one's indices and values."""
+    if t.layout is torch.strided and not t.is_nested:
+        return (t,) if has_storage(t) else ()
+    found: dict[int, Tensor] = {}
+    collect_tensors((t,), t.device.type, found)
+    return found.values()
+
+
+def tensors_of(nest: Any) -> list[Tensor]:
+    """The tensors of a nest of arguments or results, in order."""
+    return list(leaves_of(nest, Tensor))
+
+
+@cache
+def is_product(func: Any) -> bool:
+    return base_name(func.name()) in PRODUCTS
+
+
+def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator that a random operator draws from."""
+    given = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator))
+    return next(given, None) or _default_generator(args, kwargs)
+
+
+def _default_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator that a random operator draws from where it is given none: its device's own."""
+    device = next((t.device for t in tensors_of(args)), None)
+    if device is None:
+        named = kwargs.get("device")
+        device = torch.device("cpu") if named is None else torch.device(named)
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators: Sequence[torch.Generator] = getattr(module, "default_generators", ())
+    index: int | None = device.index
+    index = module.current_device() if index is None else index
+    return generators[index] if index < len(generators) else None
+
+
+# --- Notes how storages are made while a forward runs: for each value of a storage, the call that made it and what that was
+# given
+#
+# A value is what a storage holds between two writes. An operator in place makes a new value of a storage from its old one. A
+# view makes none: each argument is noted as a value and its geometry over the storage. Values and calls hold no tensor, only
+# numbers: they go with the watch, at the end of the step at the latest.
+
+
+class _Opaque(Exception):
+    """Raised for a tensor whose bytes are in no storage of its own."""
+
+
+class CallWatch(StepMode):
+    """Notes calls on one thread. `before_write` is called before an operator writes to a value that others are made from.
+
+    Changes no bit: operators run as they are, but that under any dispatch mode autograd computes a few gradients by another
+    formula; it must be left before the backward of such an operator begins, which `must_leave` tells. It looks at nothing in a
+    backward, under a tracer, in a captured graph and in a forked child; what ran there it does not know. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        before_write: Callable[[Value], None],
+    ) -> None:
+        super().__init__()
+        self._before_write = before_write
+        self._dispatch = DispatchState(device)
+        self._device_type = device.torch_device.type
+        self._facts = OpFactsCache(self._device_type)
+        self._latest: dict[int, Value] = {}
+        self._number = 0
+        self.births = Births()
+        self.after_forward: Callable[[], None] | None = None
+        """Called by hooks of a backward: what was noted for its forward alone may go."""
+        self.is_over = False
+        """Whether the step has ended, or has turned out to be one in which nothing is recomputed: it looks at nothing more."""
+        self.must_leave = False
+        """Whether it must be left before the step's backward: bits would change."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave it, whoever is above it. Does nothing where autograd has taken it away."""
+        if is_on(self):
+            leave(self, kind, error, trace)
+
+    def value_of(self, storage: torch.UntypedStorage) -> Value | None:
+        """The latest value of `storage`; None: it is not known."""
+        value = self._latest.get(id(storage))
+        return value if value is not None and value.storage() is storage and value.nbytes == storage.nbytes() else None
+
+    def end(self) -> None:
+        """Look at nothing more, and forget what was noted."""
+        self.is_over = True
+        self._latest.clear()
+        self.births.born.clear()
+
+    def hold(self, places: Mapping[BirthPlace, int]) -> None:
+        """Hold storages from their birth on, as `Births` does."""
+        self.births.hold(places)
+
+    def at_hook(self, hooks: int) -> None:
+        """Note that there were so many hooks in the step so far."""
+        self.births.at_hook(hooks)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        dispatch = self._dispatch
+        if self.is_over or self.is_paused or in_backward() or dispatch.forked or dispatch.tracing or dispatch.capturing:
+            return func(*args, **kwargs)
+        for kind in types:
+            if kind.__torch_dispatch__ is not PLAIN_DISPATCH:
+                return NotImplemented  # asks the subclass, with this mode still active for what it is made of
+        facts = self._facts[func]
+        if runs_in_parts(facts, func, args, kwargs):
+            return run_in_parts(func, args, kwargs, self)
+        if facts.question or not (facts.kernel or facts.uninitialised):
+            return func(*args, **kwargs)  # a view, or a question: no bytes are made
+        if may_have_other_formula(facts):
+            call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
+            self.must_leave = self.must_leave or has_other_formula(call)
+        return self._run(func, facts, args, kwargs)
+
+    def _run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._call(func, facts, args, kwargs)
+        written = written_tensors(facts, args, kwargs)
+        for t in written:
+            value = self._latest.get(id(t.untyped_storage()))
+            if value is not None and value.has_dependents:
+                self._before_write(value)
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        with lazy_bits_resolved() if may_have_lazy_bits(tensors) else nullcontext():
+            out = func(*args, **kwargs)
+        self._note(call, written, out)
+        return out
+
+    # --- what a call was given
+
+    def _call(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        self._number += 1
+        try:
+            noted, named = (map_leaves(given, Tensor, self._noted) for given in (args, kwargs))
+        except _Opaque:
+            noted = named = None
+        operation = Operation(self._number, func, facts)
+        if facts.random and noted is not None:
+            generator = generator_of(args, kwargs)
+            if generator is not None:
+                operation.random_state = generator, generator.get_state()
+        return Call(operation, noted, named)
+
+    def _noted(self, t: Tensor) -> Argument:
+        return Argument(self.given(t), Geometry.of(t))
+
+    def given(self, t: Tensor) -> Value:
+        """The latest value of the storage of `t`, a plain tensor: new where it was not known."""
+        if not has_plain_storage(t):
+            raise _Opaque
+        storage = t.untyped_storage()
+        value = self.value_of(storage)
+        if value is None or not self._is_as_seen(value, t):
+            if value is not None:
+                value.is_latest = False  # something wrote to it where nobody looks
+            value = self._latest[id(storage)] = Value(weakref.ref(storage), storage.nbytes(), None, None, 0)
+            self._note_counter(value, t, writes=0)
+        return value
+
+    @staticmethod
+    def _note_counter(value: Value, t: Tensor, *, writes: int) -> None:
+        """Note the counter of `t`, which the call that is running moves by `writes` when it is over."""
+        if not t.is_inference():
+            root = t if (base := t._base) is None else base
+            value.tensor, value.version = weakref.ref(root), root._version + writes
+
+    @staticmethod
+    def _is_as_seen(value: Value, t: Tensor) -> bool:
+        """Whether the counter that is known tells of no other write than those that were seen."""
+        root = None if value.tensor is None else value.tensor()
+        return root is None or root._version == value.version
+
+    # --- what it made
+
+    def _note(self, call: Call, written: Sequence[Tensor], out: Any) -> None:
+        made = []
+        for position, t in enumerate(written):
+            before = self.value_of(t.untyped_storage())
+            if before is not None:
+                before.is_latest = False
+            made.append(self._made(call, Result(False, position), t, before))
+        if not call.operation.facts.in_place:
+            for position, t in enumerate(tensors_of(out)):
+                if has_storage(t) and self.value_of(t.untyped_storage()) is None:
+                    made.append(self._made(call, Result(True, position), t, None))
+                    call.operation.made_bytes += allocated_size(t.untyped_storage().nbytes())
+        if self.births.are_due:
+            self.births.note(call.operation.func.name(), made)
+
+    def _made(self, call: Call, result: Result, t: Tensor, before: Value | None) -> Value:
+        """Note a new value of the storage of `t`, the next that `call` wrote; `before`: the one that it had."""
+        storage = t.untyped_storage()
+        reference, writes = (weakref.ref(storage), 0) if before is None else (before.storage, before.writes + 1)
+        value = self._latest[id(storage)] = Value(reference, storage.nbytes(), call, result, writes)
+        self._note_counter(value, t, writes=0 if result.returned or call.operation.facts.hidden_writes else 1)
+        return value

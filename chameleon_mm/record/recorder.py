@@ -1,0 +1,481 @@
+"""Records one step as a `Trace`: a dispatch mode writes down every operator, the saved-tensor hooks tell of saves and uses.
+
+    recorder = Recorder(device, model=model)
+    with recorder:                                   # entered after `device.compute()`, so that it comes first
+        loss = model(x); loss.backward(); optimizer.step()
+    trace = recorder.finish(fingerprint)
+
+What the hooks of whoever swaps call, in this order, one line each:
+
+    save:  recorder.sendable(traced)                 # of earlier saves: their operator is over
+           with recorder.paused(): ...               # all that swapping itself allocates and runs
+               recorder.restored(traced, storage)    # memory that holds its bytes again: the same tensor of the trace
+               with recorder.untimed(): ...          # where it makes compute wait or work
+           traced = recorder.add_claim(storage)      # once for each claim on a storage
+           recorder.on_save([traced], feature)       # once for each call of autograd's, whatever was unwrapped in it
+    use:   ... recorder.on_use([traced], feature)
+    end:   recorder.retired(traced)                  # the claim is no more; any thread, at any time
+
+It decides what is seen and when to give up, and holds the lock; `StepLog` writes it down.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _push_mode, is_traceable_wrapper_subclass_type
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.operators import GPU, OpCall, OpFactsCache, run_in_parts, runs_in_parts
+from chameleon_mm.errors import ChameleonError
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, DispatchState, StepMode, has_other_formula, is_on, leave
+from chameleon_mm.record.retry import OomRetry, ReclaimSome
+from chameleon_mm.record.step_log import UNMOVABLE, OpTimes, StepLog, content_of, describe_tensor
+from chameleon_mm.record.storages import TracedStorage
+
+# --- Path of the module whose forward runs, as `named_modules` has it: found on the stack, with no hook on anybody's module
+#
+# Only frames of `nn.Module.__call__` are looked into: what they hold they hold until they return anyway, so that looking keeps
+# no tensor alive. A user's own frames are none of our business.
+
+_CALL = nn.Module._call_impl.__code__
+
+
+class ModuleNames:
+    """Names modules by their paths in `model`, where it is given and has them, else by those in the outermost one that runs."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+        self._model = None if model is None else weakref.ref(model)
+
+    def here(self) -> str:
+        """Path of the innermost module whose forward runs on this thread; that of the outermost one is its class."""
+        innermost: nn.Module | None = None
+        outermost: nn.Module | None = None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _CALL:
+                outermost = frame.f_locals["self"]
+                innermost = innermost if innermost is not None else outermost
+            frame = frame.f_back
+        if innermost is None or outermost is None:
+            return ""
+        model = None if self._model is None else self._model()
+        path = None if model is None else self._paths_in(model).get(id(innermost))
+        if path is None:
+            path = self._paths_in(outermost).get(id(innermost), "")
+        return path or type(innermost).__name__
+
+    def _paths_in(self, root: nn.Module) -> dict[int, str]:
+        paths = self._paths.get(root)
+        if paths is None:
+            paths = self._paths[root] = {id(module): path for path, module in root.named_modules()}
+        return paths
+
+
+# --- recorder
+
+_log = logging.getLogger(__name__)
+
+NO_HOOK = -1
+"""Number of a hook call that was not recorded."""
+
+_INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
+
+
+class Recorder(StepMode):
+    """Records the step that begins with its construction and runs inside of it. For one step.
+
+    `model` and `optimizers` name what is on `device` before the step; without them parameters are known by their class,
+    gradients as theirs, buffers and optimizer state by who writes them. `times` takes the operators' time (None: events on
+    the device). Where `reclaim_some` is given, an operator that finds no memory is run again after it: see `OomRetry`.
+
+    Changes no bit of what it records, but that under any dispatch mode autograd picks other formulas for a few operators. What
+    dynamo compiles is compiled, and seen by the operators that are left of it and by what it saves. Where the recorder cannot
+    see all of the step, or must not look, `flaw` says so; it writes down no more, and the step goes on.
+    Holds no storage. Made under a `FakeTensorMode` it records the step that would have been. What a tracer runs in the middle
+    of the step is no part of it, nor is what a forked child does. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        model: nn.Module | None = None,
+        optimizers: Iterable[Optimizer] = (),
+        times: OpTimes | None = None,
+        reclaim_some: ReclaimSome | None = None,
+        is_hidden: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self._device_type = device.torch_device.type
+        self._dispatch = DispatchState(device)
+        self._flaw: str | None = None
+        self.must_leave = False
+        """Whether it must be left before the step's backward: bits would change."""
+        self._log = StepLog(device, model=model, optimizers=optimizers, times=times, is_hidden=is_hidden)
+        self._table = self._log.table
+        self._module_names = ModuleNames(model)
+        self.modules: dict[int, str] = {}
+        """Path of the module that saved a tensor, by the number of the hook; others are left out."""
+        self._facts = OpFactsCache(GPU if self._dispatch.fake else self._device_type)
+        self._retry = None if reclaim_some is None else OomRetry(device, self._reclaiming(reclaim_some))
+        self._lock = threading.RLock()
+        self._stopped = False
+
+    @property
+    def oom_retries(self) -> int:
+        """Number of operators that were run again because they had found no memory."""
+        return 0 if self._retry is None else self._retry.retries
+
+    @property
+    def flaw(self) -> str | None:
+        """Reason why a plan must not be made from the step, as far as it has come; None: there is none."""
+        if self._flaw is None and self._dispatch.compiled:
+            return "dynamo compiled in it: it took longer, and ran other kernels, than steps like it will"
+        return self._flaw
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
+        self._thread.entered = getattr(self._thread, "entered", 0) + 1
+        if self._thread.entered == 1:
+            self._thread.backward = torch._C._current_graph_task_id()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        entered = getattr(self._thread, "entered", 0)
+        if is_on(self):
+            leave(self, kind, error, trace)
+        elif entered and self._thread.backward not in (-1, torch._C._current_graph_task_id()):
+            # It was entered within a backward, and autograd has taken it away with the end of that.
+            _push_mode(self)
+            leave(self, kind, error, trace)
+        elif entered:  # torch's own modes take away the innermost: one that was left before took this for itself
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
+        else:
+            self._give_up("it was left on a thread that had not entered it")
+            return
+        self._thread.entered = entered - 1
+        if entered == 1 and self.is_paused:
+            self._give_up(_INTERRUPTED)
+
+    # --- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        dispatch = self._dispatch
+        if dispatch.forked or dispatch.tracing:
+            return func(*args, **kwargs)
+        for kind in types:
+            if not issubclass(kind, FakeTensor):
+                if kind.__torch_dispatch__ is not PLAIN_DISPATCH:
+                    return NotImplemented  # asks the subclass, with this mode still active for what it is made of
+            elif not dispatch.fake:
+                return func(*args, **kwargs)
+        if self.is_paused:
+            return func(*args, **kwargs)
+        facts = self._facts[func]
+        if runs_in_parts(facts, func, args, kwargs):
+            return run_in_parts(func, args, kwargs, self)
+        if facts.question:
+            return func(*args, **kwargs)
+        call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
+        if has_other_formula(call):
+            self.must_leave = True
+            self._give_up(f"autograd takes another formula for {facts.name} while it looks")
+        return self._record(call) if self._writes() else self._run(call)
+
+    def _run(self, call: OpCall) -> Any:
+        return call.run() if self._retry is None else self._retry.run(call)
+
+    def _record(self, call: OpCall) -> Any:
+        read: list[TracedStorage] = []
+        new_storages: list[torch.UntypedStorage] = []
+        with self._lock, self._forgiving(call):
+            read, new_storages = self._log.before(call)
+        try:
+            out = self._run(call)
+        except Exception:
+            raise  # as it would without a trace: the operator did nothing
+        except BaseException:
+            self._give_up(_INTERRUPTED)
+            raise
+        with self._lock, self._forgiving(call):
+            if not self._stopped:
+                self._log.after(call, read, new_storages)
+        return out
+
+    def _writes(self) -> bool:
+        """Whether what comes is to be recorded. Asked before any lock, and before anything is asked of the device."""
+        if self._stopped or self._dispatch.forked:
+            return False
+        if self._dispatch.capturing:
+            self._give_up("a graph was captured in it: replays run what no operator tells of")
+            return False
+        return True
+
+    @contextmanager
+    def _forgiving(self, call: OpCall) -> Iterator[None]:
+        """Context in which a tensor that cannot be looked at costs the trace, not the step."""
+        try:
+            yield
+        except ChameleonError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is: the operator itself may well be right
+            # The text alone: a log record that kept the error would keep its frames, and the tensors that they hold.
+            _log.warning("chameleon_mm: no trace of this step: %s cannot be written down: %s", call.facts.name, str(error))
+            self._give_up(f"{call.facts.name} could not be written down: {type(error).__name__}: {error}")
+        except BaseException:
+            self._give_up(_INTERRUPTED)
+            raise
+
+    # --- what the hooks tell
+
+    def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
+        """Add a handle's claim on a saved storage of this device. Returns the storage's record, for the calls below.
+
+        The handle holds the storage by its object in Python, or by as many tensors of its own as it adds to `aliases`: what
+        anybody else holds keeps it from being released.
+        """
+        if not self._writes():
+            return TracedStorage(UNMOVABLE, 0, -1, None, counted=False, owner=None)  # nobody's
+        with self._lock:
+            return self._log.add_claim(storage)
+
+    def on_save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
+        """Record that autograd saved a tensor, in these storages: none or several are nobody's to move. Returns the hook's
+        number."""
+        if not self._sees_autograd():
+            return NO_HOOK
+        with self._lock:
+            hook = self._log.save(saved, feature)
+            if path := self._module_names.here():
+                self.modules[hook] = path
+            return hook
+
+    def on_use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
+        """Record that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
+        if not self._sees_autograd():
+            return NO_HOOK
+        with self._lock:
+            return self._log.use(used, feature)
+
+    def all_sendable(self, traced: Iterable[TracedStorage | None]) -> None:
+        """Note as `sendable` does, of each."""
+        for one in traced:
+            self.sendable(one)
+
+    def sendable(self, traced: TracedStorage | None) -> None:
+        """Note that the operator that saved it is over, as the hook found that is running and has not been told of yet.
+
+        Told again where others save more of it: a copy that began before would lack their bytes.
+        """
+        if traced is not None and traced.owner is self._table.owner:
+            with self._lock:
+                traced.sendable = self._log.builder.num_hooks
+
+    def restored(self, traced: TracedStorage | None, storage: torch.UntypedStorage) -> None:
+        """Note that `storage`, made inside of `paused()`, holds the bytes of a saved one again: it is the same in the trace."""
+        if traced is not None and traced.owner is self._table.owner and self._writes():
+            with self._lock:
+                self._table.restored(traced, storage)
+
+    def retired(self, traced: TracedStorage | None) -> None:
+        """Note that a claim on it ended. Any thread may call this, in the middle of anything: it waits for no lock."""
+        if traced is not None and not self._stopped and traced.owner is self._table.owner:
+            self._table.retired(traced)
+
+    def hide(self, storage: torch.UntypedStorage) -> None:
+        """Note that `storage` is no part of the step from now on, as `is_hidden` tells."""
+        if self._writes():
+            with self._lock:
+                self._table.hide(storage)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which the operators of this thread are no part of the step. May be nested."""
+        try:
+            with super().paused():
+                yield
+        finally:
+            if not self.is_paused and self._writes():
+                with self._lock:
+                    self._log.read_memory()
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Context in which the time that compute takes, for a wait for a copy or a kernel of swapping's own, is no
+        operator's."""
+        if self._writes():
+            with self._lock:
+                self._log.times.pause()
+        try:
+            yield
+        finally:
+            if self._writes():
+                with self._lock:
+                    self._log.times.resume()
+
+    def stop(self) -> None:
+        """Stop recording: the step turned out to need no trace. Until it is left, it goes on running operators again that find
+        no memory."""
+        with self._lock:
+            self._stopped = True
+            self._log.forget()
+
+    def _sees_autograd(self) -> bool:
+        """Whether the operators of whoever calls a hook now are seen too."""
+        if not self._writes():
+            return False
+        if not is_on(self):
+            self._give_up("autograd ran where it does not look: on another thread, under a tracer, or within another operator")
+            return False
+        return True
+
+    def _give_up(self, flaw: str) -> None:
+        """Stop recording, as what was recorded is not the step."""
+        if not self._dispatch.forked:
+            self._flaw = self._flaw or flaw
+            self.stop()
+
+    # --- the end
+
+    def finish(self, fingerprint: int = 0) -> Trace:
+        """Trace of the step, which is over; waits for the device. Call once, outside of `with recorder`.
+
+        Raises `RuntimeError` after `stop`, the second time and where a flaw ended it, and what `Trace` raises.
+        """
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError(
+                    f"finish: expected a recorder that saw the whole step, got one that ended before "
+                    f"({self._flaw or 'it was stopped or has finished'}); make one for the next step"
+                )
+            trace = self._log.finish(fingerprint)
+            self._stopped = True
+        return trace
+
+    def _reclaiming(self, reclaim_some: ReclaimSome) -> ReclaimSome:
+        """A callback that reclaims memory, holding the recorder weakly: the recorder holds what it makes."""
+        me = weakref.ref(self)
+
+        def free(nbytes: int, excluded: Sequence[torch.UntypedStorage]) -> bool:
+            recorder = me()
+            if recorder is None:
+                return False
+            with recorder.paused(), recorder.untimed():
+                return reclaim_some(nbytes, excluded)
+
+        return free
+
+
+# --- Saved-tensor hooks for a recorded step in which nothing moves: they only tell the recorder
+#
+# For a plan without a GPU, under fake tensors, and wherever there is no executor. A saved tensor is kept as it is.
+
+_sequence_nr = torch._C._autograd._get_sequence_nr
+"""Number of the thread's next differentiable operator: it moves once the one that saved is over. Note [Swap-out]."""
+
+
+class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
+    """Tells `recorder` of every save and use on this thread and its backward.
+
+    Storages of `min_bytes` or more are told apart; what is smaller, a parameter, a leaf or a wrapper subclass is a hook call
+    about none. A call is known by its tensor's shape, strides and dtype. Eager's check for in-place writes is off inside:
+    record a step that is known to be right. Raises what `saved_tensors_hooks` does.
+    """
+
+    def __init__(self, recorder: Recorder, *, min_bytes: int = 1) -> None:
+        teller = _HookPair(recorder, min_bytes)
+        super().__init__(teller.on_save, teller.on_use)
+
+
+class _HookPair:
+    """The two hooks. Not the manager's own methods: with them it would hold itself."""
+
+    def __init__(self, recorder: Recorder, min_bytes: int) -> None:
+        self._recorder = recorder
+        self._min_bytes = min_bytes
+        self._fresh: list[tuple[TracedStorage, int]] = []
+        self._seen: set[Hashable] = set()
+        """Views that were saved, by the number of their storage, and storages that were saved whole."""
+
+    def on_save(self, t: Tensor) -> _Handle:
+        self._note_copyable()
+        traced = self._claim(t) if self._may_move(t) else None
+        feature = content_of(describe_tensor(t))
+        self._recorder.on_save([traced], feature)
+        with self._recorder.paused():
+            # One of its own where that is counted below; a result by reference would keep its node, and so itself, alive.
+            kept = t if t.is_leaf and traced is None else t.detach()
+            handle = _Handle(kept, traced, feature, self._recorder)
+        if traced is not None:
+            traced.aliases += 1
+        return handle
+
+    def on_use(self, handle: _Handle) -> Tensor:
+        self._note_copyable()
+        self._recorder.on_use([handle.traced], handle.feature)
+        return handle.tensor
+
+    def _claim(self, t: Tensor) -> TracedStorage:
+        storage = t.untyped_storage()
+        traced = self._recorder.add_claim(storage)
+        whole = (traced.number, None)
+        view = (
+            whole
+            if t.numel() * t.element_size() == storage.nbytes()
+            else (traced.number, (t.storage_offset(), t.stride(), t.shape))
+        )
+        # A copy out has to begin after the last bytes were saved that no save before had.
+        if whole not in self._seen and view not in self._seen:
+            self._seen.add(view)
+            self._fresh.append((traced, _sequence_nr()))
+        return traced
+
+    def _note_copyable(self) -> None:
+        now = _sequence_nr()
+        for traced, number in self._fresh:
+            if number < now:
+                self._recorder.sendable(traced)
+        self._fresh = [(traced, number) for traced, number in self._fresh if number >= now]
+
+    def _may_move(self, t: Tensor) -> bool:
+        if isinstance(t, Parameter) or isinstance(t._base, Parameter) or (t.is_leaf and t.requires_grad):
+            return False
+        if is_traceable_wrapper_subclass_type(type(t)) or t.layout is not torch.strided or t.is_nested:
+            return False
+        return t.untyped_storage().nbytes() >= self._min_bytes
+
+
+class _Handle:
+    """Handle that autograd holds: the tensor itself, detached, or by reference if it is a leaf."""
+
+    __slots__ = ("_recorder", "feature", "tensor", "traced")
+
+    def __init__(self, tensor: Tensor, traced: TracedStorage | None, feature: int, recorder: Recorder) -> None:
+        self.tensor = tensor
+        self.traced = traced
+        self.feature = feature
+        self._recorder = recorder
+
+    def __del__(self) -> None:
+        if self.traced is not None:
+            self.traced.aliases -= 1
+            self._recorder.retired(self.traced)

@@ -1,0 +1,479 @@
+"""Log of a recorded step, of which its trace is made: operators, saves and uses, and the storages that they are about.
+
+    log = StepLog(device, model=model, optimizers=(), times=times)
+    read, new = log.before(call); out = call.run(); log.after(call, read, new)      # a tick
+    log.save(traced, feature); log.use(traced, feature)                             # a tick each
+    trace = log.finish(fingerprint)
+
+    content = blake2b(name, each tensor's shape, strides and dtype, each plain argument)      # the same in every process
+
+    kind of a storage, as model and optimizer say: a parameter, a buffer, the gradient of a parameter, an optimizer's state
+    else by what it was seen to do:
+        lives on, written after the last backward            -> optimizer state
+        there before, lives on, written before that          -> buffer (running statistics)
+        there before                                         -> input
+        made in the step: saved by autograd                  -> activation
+                          else                               -> temporary
+
+Operators and hooks are in one log: both number ticks of one builder, and share one table. Addresses, numbers of objects and
+Python's own hashes are no part of a content: traces of two processes can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from chameleon_mm.device import Device, Event
+from chameleon_mm.device.operators import OpCall, Tensors, collect_tensors, inner_bytes
+from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder, UInt8s
+from chameleon_mm.record.dispatch_state import in_backward
+from chameleon_mm.record.storages import Readings, StorageTable, TracedStorage
+from chameleon_mm.units import MIB
+
+# --- Times each operator of a step on the device, without ever making the host wait inside the step
+#
+# A timed event costs the host 5 us on a GPU, as much as an operator, so there is one for several of them, and a stretch is
+# divided in proportion to an estimate: the larger of what the bytes and what the FLOPs ask for. The simulator gives one for
+# each.
+
+OPS_PER_EVENT = 16
+"""Operators per timed event on a GPU: 5 us of host time for each are then 3 % of what the dispatch mode takes."""
+
+FLOPS_PER_BYTE = 200
+"""Operations that take as long as one byte of device memory: 197 on an A100 and 295 on an H100, in half precision."""
+
+SHORTEST_KERNEL_BYTES = 4 * MIB
+"""Bytes that device memory moves in the 2 us that the shortest kernel takes."""
+
+_READS_LENGTHS = {
+    "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward", "_efficient_attention_backward",
+}  # fmt: skip
+"""Operators whose FLOPs torch counts by reading lengths from the device, for which the host would wait."""
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Operators between two events."""
+
+    start: Event
+    end: Event | None = None
+    ops: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+
+class EventTimes:
+    """Times by events on the current stream, one after every `ops_per_event` operators (None: each one on a simulated device).
+
+    Raises `ValueError` for less than one.
+    """
+
+    def __init__(self, device: Device, *, ops_per_event: int | None = None) -> None:
+        if ops_per_event is not None and ops_per_event < 1:
+            raise ValueError(f"ops_per_event: expected 1 or more, got {ops_per_event}")
+        self._device = device
+        self._ops_per_event = ops_per_event or (1 if device.simulated else OPS_PER_EVENT)
+        self._current: _Stretch | None = None
+        self._closed: list[_Stretch] = []
+
+    def begin(self) -> None:
+        self.resume()
+
+    def ran(self, op: int, call: OpCall) -> None:
+        """Note that operator number `op` was launched."""
+        stretch = self._current
+        if stretch is None:
+            return
+        stretch.ops.append(op)
+        stretch.weights.append(1.0 if self._ops_per_event == 1 else weight_of(call))
+        if len(stretch.ops) >= self._ops_per_event:
+            self._current = _Stretch(self._close(stretch))
+
+    def pause(self) -> None:
+        """Count what follows until `resume` as no operator's time."""
+        stretch, self._current = self._current, None
+        if stretch is not None and stretch.ops:
+            self._close(stretch)
+
+    def resume(self) -> None:
+        self._current = _Stretch(self._mark())
+
+    def resolve(self) -> Iterator[tuple[int, float]]:
+        """Yield number and microseconds of each operator. The step is over; the host may wait for the device."""
+        self.pause()
+        closed, self._closed = self._closed, []
+        for stretch in closed:
+            assert stretch.end is not None
+            stretch.end.synchronize()
+            stretch.start.synchronize()  # on another stream it need not be over, and CUDA tells no time of a pending event
+            # Below 0 only where a stretch began on one stream and ended on another that was not as far.
+            elapsed_us = max(0.0, stretch.end.elapsed_us(stretch.start))
+            total = sum(stretch.weights)
+            for op, weight in zip(stretch.ops, stretch.weights, strict=True):
+                yield op, elapsed_us * (weight / total if total else 1 / len(stretch.ops))
+
+    def _mark(self) -> Event:
+        return self._device.current_stream().record(timed=True)
+
+    def _close(self, stretch: _Stretch) -> Event:
+        stretch.end = self._mark()
+        self._closed.append(stretch)
+        return stretch.end
+
+
+class PricedTimes:
+    """Times by a price, for operators that do not run: fake tensors have shapes and no kernels.
+
+    `price(flops, nbytes, dtype)` is what a kernel takes in microseconds: a `CostModel`'s `kernel_us`.
+    """
+
+    def __init__(self, price: Callable[[int, int, torch.dtype], float]) -> None:
+        self._price = price
+        self._times: list[tuple[int, float]] = []
+
+    def begin(self) -> None:
+        """Does nothing: no clock runs."""
+
+    def ran(self, op: int, call: OpCall) -> None:
+        price = self._price(_flops(call), call.touched_bytes(), call.dtype) if call.facts.kernel else 0.0
+        self._times.append((op, price))
+
+    def pause(self) -> None:
+        """Does nothing: no clock runs."""
+
+    def resume(self) -> None:
+        """Does nothing: no clock runs."""
+
+    def resolve(self) -> Iterator[tuple[int, float]]:
+        yield from self._times
+
+
+OpTimes = EventTimes | PricedTimes
+"""Takes the time of operators. Called by one thread at a time."""
+
+
+def weight_of(call: OpCall) -> float:
+    """Weight of a call's time in comparison with others, in bytes of device memory; 0 where it launches nothing."""
+    if not call.facts.kernel:
+        return 0.0
+    return max(call.touched_bytes(), _flops(call) / FLOPS_PER_BYTE, SHORTEST_KERNEL_BYTES)
+
+
+def _flops(call: OpCall) -> int:
+    if call.facts.name in _READS_LENGTHS:
+        return 0
+    try:
+        return call.flops()
+    except Exception:  # noqa: BLE001 - a formula of torch's that does not know these arguments; an estimate must not end a step
+        return 0
+
+
+# --- step log
+
+UNMOVABLE = -1
+"""Tensor number of a hook that is about no storage, or about several."""
+
+_FRESH = ("lift_fresh", "lift")
+"""Operators that are given what was made just now, past every dispatch mode: `torch.tensor`."""
+
+_PLAIN = (int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Size)
+"""Types whose `repr` says all there is, and nothing of this process."""
+
+
+class StepLog:
+    """The log of the step that begins now, parameters as in `Recorder`. Not thread-safe. Holds no storage."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        model: nn.Module | None,
+        optimizers: Iterable[Optimizer],
+        times: OpTimes | None,
+        is_hidden: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
+    ) -> None:
+        self._device = device
+        self._is_hidden = is_hidden
+        self._device_type = device.torch_device.type
+        self._readings = Readings(device)
+        self._start_bytes = self._readings.allocated_bytes
+        self.builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
+        self.table = StorageTable(self.builder, allocated_bytes=self._start_bytes)
+        self._contents: dict[str, int] = {}
+        """Hash of each signature that was met, computed once."""
+        self.times = EventTimes(device) if times is None else times
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._last_backward = -1, -1
+        """Number and tick of the last operator of a backward so far."""
+        self._in_backward = self._fake = False
+        for storage, kind in kinds_of(model, optimizers, self._device_type):
+            self._expect(storage, kind)
+        for parameter in () if model is None else model.parameters():
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+        self.times.begin()
+
+    # --- operators
+
+    def before(self, call: OpCall) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
+        """Note that `call` is about to run. Returns what it reads: storages that the table has, and those that it has not."""
+        self._update_table()
+        self._update_phase()
+        return self._look_up(call.inputs)
+
+    def after(self, call: OpCall, read: list[TracedStorage], new_storages: list[torch.UntypedStorage]) -> None:
+        """Write down that `call` ran; the others are what `before` returned."""
+        self.table.record_deaths()
+        given, written, inner = self._number(call, new_storages)
+        name = call.func.name()
+        signature = f"{name}({_describe(call.args)}, {_describe(call.kwargs)})"
+        content = self._contents.get(signature)
+        if content is None:
+            content = self._contents[signature] = content_of(signature)
+        op = self.builder.op(
+            name,
+            content,
+            StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD,
+            0.0,
+            reads=[traced.number for traced in (*read, *given)],
+            writes=[traced.number for traced in written],
+            inner_bytes=inner,
+        )
+        for traced in written:
+            traced.last_write = op
+            traced.first_write = op if traced.first_write < 0 else traced.first_write
+        if self._in_backward:
+            self._last_backward = op, self.builder.num_ticks - 1
+        self.times.ran(op, call)
+
+    def read_memory(self) -> None:
+        """Take a new reading of memory, so that what was allocated until now is not attributed to the next operator."""
+        self.table.record_deaths()
+        self._readings.take(self.table, tick=self.builder.num_ticks)
+
+    # --- hooks
+
+    def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
+        """Note that there is a new claim on `storage`. Returns the storage's record in the trace."""
+        if self.table.find(storage) is None:  # saved before any operator was given it
+            if storage.device.type == self._device_type:
+                self._readings.take(self.table, [storage], tick=self.builder.num_ticks)
+            else:
+                self.table.add(storage, born=-1, counted=False)  # not on the traced device, as what is fake: it is not counted
+        return self.table.saved(storage)
+
+    def save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
+        """Write down that autograd saved a tensor in these storages. Returns the hook's number."""
+        self._update_table()
+        self._update_phase()
+        return self.builder.save(self._only(saved), feature)
+
+    def use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
+        """Write down that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
+        self._update_table()
+        traced = list(used)
+        for one in traced:
+            if one is not None:
+                self.table.used(one)
+        return self.builder.use(self._only(traced), feature)
+
+    # --- the end
+
+    def forget(self) -> None:
+        """Forget the storages: there will be no trace."""
+        self._parameters.clear()
+        self.table.forget()
+
+    def finish(self, fingerprint: int) -> Trace:
+        """Trace of the step, which is over; waits for the device. Call once."""
+        self._update_table()
+        self._note_gradients()
+        uncounted_bytes = self.table.end(fake=self._fake)
+        for op, duration_us in self.times.resolve():
+            self.builder.set_duration(op, duration_us)
+        last_op, last_tick = self._last_backward
+        for traced in self.table.traced:
+            self.builder.kind(traced.number, kind_seen(traced, last_backward_op=last_op, last_backward_tick=last_tick))
+            if 0 <= traced.sendable < self.builder.num_hooks:
+                self.builder.sendable(traced.number, traced.sendable)
+        trace = self.builder.finish(fingerprint)
+        self._parameters.clear()
+        return dataclasses.replace(
+            trace, start_bytes=self._start_bytes + uncounted_bytes, op_phase=_with_optimizer(trace, last_op, last_tick)
+        )
+
+    # --- storages
+
+    def _look_up(self, tensors: Tensors) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
+        """Storages of the device that `tensors` lie in: those that the table has, and those that it has not."""
+        known: dict[int, TracedStorage] = {}
+        unknown: dict[int, torch.UntypedStorage] = {}
+        for t in tensors.values():
+            storage = t.untyped_storage()
+            if isinstance(t, Parameter):
+                self._note_parameter(t, storage)
+            if self._is_hidden(storage):
+                continue
+            traced = self.table.find(storage)
+            if traced is not None:
+                known[traced.number] = traced
+            elif self._device.owns(t):
+                unknown[id(storage)] = storage
+        return list(known.values()), list(unknown.values())
+
+    def _note_parameter(self, parameter: Parameter, storage: torch.UntypedStorage) -> None:
+        ref = self._parameters.get(id(parameter))
+        if ref is None or ref() is not parameter:
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+            self._expect(storage, TensorKind.PARAMETER)
+
+    def _number(
+        self, call: OpCall, new_storages: list[torch.UntypedStorage]
+    ) -> tuple[list[TracedStorage], list[TracedStorage], int]:
+        """Number the storages that the call was given and nobody knew, and those that it made. Returns the former, all that it
+        wrote, and how many bytes it held inside itself."""
+        tick, fresh = self.builder.num_ticks, call.facts.name in _FRESH
+        fake = any(isinstance(t, FakeTensor) for t in (*call.inputs.values(), *call.written.values()))
+        written, unknown = self._look_up(call.written)
+        given_ids = {id(storage) for storage in new_storages}
+        for storage in unknown:
+            if id(storage) not in given_ids:
+                written.append(self.table.add(storage, born=tick, counted=not fake))
+        if fake:
+            self._fake, inner = True, inner_bytes(call)
+            for storage in new_storages:
+                self.table.add(storage, born=tick if fresh else -1, counted=False)
+        else:
+            made_bytes = sum(traced.charged_bytes for traced in written if traced.born == tick)
+            inner = self._readings.take(self.table, new_storages, tick=tick, fresh=fresh, made_bytes=made_bytes)
+        given = {id(storage): traced for storage in new_storages if (traced := self.table.find(storage)) is not None}
+        written.extend(given[id(storage)] for storage in unknown if id(storage) in given)
+        return list(given.values()), written, inner
+
+    def _update_table(self) -> None:
+        """Record the storages that have died since the last call, then poll those that are watched."""
+        self.table.record_deaths()
+        self.table.poll()
+
+    def _update_phase(self) -> None:
+        """Read whether a backward runs. When one has just ended, the gradients that it made are known."""
+        was_in_backward, self._in_backward = self._in_backward, in_backward()
+        if was_in_backward and not self._in_backward:
+            self._note_gradients()
+
+    def _note_gradients(self) -> None:
+        parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]
+        for storage in storages_of(gradients_of(parameters), self._device_type):
+            self._expect(storage, TensorKind.GRADIENT)
+
+    def _expect(self, storage: torch.UntypedStorage, kind: TensorKind) -> None:
+        if not self._is_hidden(storage):
+            self.table.expect(storage, kind)
+
+    def _only(self, storages: Iterable[TracedStorage | None]) -> int:
+        """Number of the only storage among `storages`; `UNMOVABLE` where there is none or several."""
+        numbers = {traced.number for traced in storages if traced is not None and traced.owner is self.table.owner}
+        return numbers.pop() if len(numbers) == 1 else UNMOVABLE
+
+
+def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
+    """Phases of the operators, with the optimizer's after the last backward, until something is saved again."""
+    phases = trace.op_phase.copy()
+    if last_op >= 0:
+        saves = trace.hook_tick[~trace.hook_use & (trace.hook_tick > last_tick)]
+        end = trace.num_ticks if len(saves) == 0 else saves[0]
+        after = (trace.op_tick > last_tick) & (trace.op_tick < end)
+        phases[after] = StepPhase.OPTIMIZER
+    return phases
+
+
+def content_of(text: str) -> int:
+    """Hash of a text, 64 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def describe_tensor(t: Tensor) -> str:
+    """Text of shape, strides and dtype; a nested tensor's shape is not one, a sparse one has no strides."""
+    if t.is_nested:
+        return f"nested {t.dtype}"
+    if t.layout is not torch.strided:
+        return f"{tuple(t.shape)} {t.layout} {t.dtype}"
+    return f"{tuple(t.shape)} {t.stride()} {t.dtype}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return describe_tensor(value)
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_describe, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_describe(value[key])}' for key in sorted(value))}}}"
+    if isinstance(value, (float, complex, *_PLAIN)):
+        return repr(value)
+    return type(value).__name__  # a generator, a function: its repr would name an address
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """Gradients of the leaves among `parameters`: torch warns who asks any other tensor, which `functional_call` puts there."""
+    return [parameter.grad for parameter in parameters if parameter.is_leaf]
+
+
+def kinds_of(
+    model: nn.Module | None, optimizers: Iterable[Optimizer], device_type: str
+) -> Iterator[tuple[torch.UntypedStorage, TensorKind]]:
+    """Storages that a model and optimizers name, with their kinds. Of two kinds for one storage the later stands."""
+    named: list[tuple[Iterable[Any], TensorKind]] = []
+    if model is not None:
+        named.append((model.buffers(), TensorKind.BUFFER))
+        named.append((model.parameters(), TensorKind.PARAMETER))
+        named.append((gradients_of(model.parameters()), TensorKind.GRADIENT))
+    for optimizer in optimizers:
+        named.extend((state.values(), TensorKind.OPTIMIZER) for state in optimizer.state.values())
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        named.append((parameters, TensorKind.PARAMETER))
+        named.append(((parameter.grad for parameter in parameters), TensorKind.GRADIENT))
+    for tensors, kind in named:
+        for storage in storages_of(tensors, device_type):
+            yield storage, kind
+
+
+def storages_of(values: Iterable[Any], device_type: str) -> list[torch.UntypedStorage]:
+    """Storages of the tensors in a nest of values, wrapper subclasses by what they wrap; anything else is passed over."""
+    found: Tensors = {}
+    collect_tensors(_plain(values), device_type, found)
+    return [t.untyped_storage() for t in found.values()]
+
+
+def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        wrapper: Any = value  # the stub's protocol class cannot be a Tensor for mypy
+        if is_traceable_wrapper_subclass(wrapper):
+            names, _ = wrapper.__tensor_flatten__()
+            yield from _plain(getattr(wrapper, name) for name in names)
+        elif isinstance(value, Tensor) and not is_lazy(value):
+            yield value
+
+
+def kind_seen(traced: TracedStorage, *, last_backward_op: int, last_backward_tick: int) -> TensorKind:
+    """Kind of a storage by what it did, once its step is over. -1 for both: the step had no backward."""
+    if traced.kind is not None:
+        return traced.kind
+    before = traced.born < 0
+    written_after_backward = 0 <= last_backward_op < traced.last_write
+    if written_after_backward and not traced.dead and (before or traced.born > last_backward_tick):
+        return TensorKind.OPTIMIZER
+    if before:
+        was_written = traced.first_write >= 0 and not traced.dead
+        return TensorKind.BUFFER if was_written else TensorKind.INPUT
+    return TensorKind.ACTIVATION if traced.saved else TensorKind.TEMPORARY

@@ -1,0 +1,115 @@
+"""A session's timed copies, waits, steps and memory as a Chrome trace, which Perfetto and chrome://tracing open.
+
+    write_trace(path, TraceData(...))           # zero is the beginning of the first timed step
+
+One process: a track each for the steps, compute, d2h and h2d; counters of device memory and of pinned memory.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chameleon_mm.swap.metrics import CopySpan, StepSpan, TimedSpans
+from chameleon_mm.units import format_size
+
+PID = 2_000_000_000
+"""Number of our process in the file: larger than any that an operating system gives, so that it is nobody else's."""
+
+STEPS, COMPUTE, D2H, H2D = 1, 2, 3, 4
+"""Numbers of the tracks."""
+
+_TRACKS = {STEPS: "steps", COMPUTE: "compute: waits and recomputation", D2H: "d2h: swap out", H2D: "h2d: swap in"}
+_OF_COPIES = {"out": D2H, "in": H2D}
+_WAITS = {"out": "wait for a swap out", "in": "wait for a swap in", "recompute": "recompute"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceData:
+    """All that the file holds."""
+
+    device: str
+    simulated: bool
+    copies: Sequence[CopySpan]
+    timed: TimedSpans
+    hbm_budget_bytes: int
+    about: Mapping[str, Any]
+    """Figures that are told beside the events."""
+
+
+def write_trace(path: str | Path, data: TraceData) -> None:
+    """Write the file. Its `baseTimeNanoseconds` is the wall clock at zero, as in torch.profiler's files."""
+    document: dict[str, Any] = {"traceEvents": list(_events(data)), "displayTimeUnit": "ms", "otherData": dict(data.about)}
+    if (zero_ns := _unix_ns_at_zero(data)) is not None:
+        document["baseTimeNanoseconds"] = zero_ns
+    Path(path).write_text(json.dumps(document), encoding="utf-8")
+
+
+def _unix_ns_at_zero(data: TraceData) -> int | None:
+    """Wall clock at the beginning of the first timed step; None: no step was timed.
+
+    A device reaches the beginning of a step once the host has given it that, so each step tells that zero was not earlier than
+    so and so; the latest of these bounds is off by no more than the device was behind the host then. A simulated clock runs at
+    a pace of its own: it is put where the first step that is kept began.
+    """
+    bounds_ns = [step.unix_ns - round(step.start_us * 1e3) for step in data.timed.steps]
+    if not bounds_ns:
+        return None
+    return bounds_ns[0] if data.simulated else max(bounds_ns)
+
+
+def _events(data: TraceData) -> Iterator[dict[str, Any]]:
+    """Events, on the clock of the spans."""
+    clock = " (simulated clock)" if data.simulated else ""
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "pid": PID,
+        "tid": 0,
+        "ts": 0,
+        "args": {"name": f"chameleon_mm: {data.device}{clock}"},
+    }
+    for tid, name in _TRACKS.items():
+        yield {"ph": "M", "name": "thread_name", "pid": PID, "tid": tid, "ts": 0, "args": {"name": f"{name}{clock}"}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": PID, "tid": tid, "ts": 0, "args": {"sort_index": tid}}
+    for step in data.timed.steps:
+        what = {"step": step.number, "kind": step.kind}
+        yield _slice(STEPS, f"step {step.number} ({step.kind.replace('_', ' ')})", "step", step.start_us, step.end_us, what)
+    for wait in data.timed.waits:
+        yield _slice(COMPUTE, _WAITS[wait.kind], "wait", wait.start_us, wait.end_us, {"for": wait.kind})
+    for span in data.copies:
+        name, tid = f"swap_{span.direction} {format_size(span.nbytes)}", _OF_COPIES[span.direction]
+        yield _slice(tid, name, "copy", span.start_us, span.end_us, {"bytes": span.nbytes})
+    for at_us, hbm_bytes, host_bytes in readings(data.timed):
+        for name, nbytes in (("HBM allocated", hbm_bytes), ("pinned host memory", host_bytes)):
+            yield _counter(f"{name}{clock}", at_us, nbytes)
+    for step in data.timed.steps:
+        yield _counter(f"HBM budget{clock}", step.start_us, data.hbm_budget_bytes)
+
+
+def readings(timed: TimedSpans) -> list[tuple[float, int, int]]:
+    """Time, device memory and pinned memory of the readings of memory, in order: each as long after its step's beginning as the
+    host was when it took it. Those of steps that are kept no more, or have not ended, are left out."""
+    steps: list[StepSpan] = sorted(timed.steps, key=lambda step: step.host_us)
+    begins_us = [step.host_us for step in steps]
+    found = []
+    for reading in timed.memory:
+        i = bisect_right(begins_us, reading.host_us) - 1
+        if i >= 0:
+            found.append((steps[i].start_us + reading.host_us - steps[i].host_us, reading.hbm_bytes, reading.host_bytes))
+    return sorted(found)
+
+
+def _slice(tid: int, name: str, cat: str, start_us: float, end_us: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ph": "X", "name": name, "cat": cat, "pid": PID, "tid": tid, "ts": start_us,
+        "dur": max(0.0, end_us - start_us), "args": args,
+    }  # fmt: skip
+
+
+def _counter(name: str, at_us: float, nbytes: int) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": PID, "tid": 0, "ts": at_us, "args": {"bytes": nbytes}}

@@ -1,0 +1,412 @@
+"""The report's page: one HTML file of its own, which asks no network for anything.
+
+    text = page_html(device="H200", simulated=True, rows=..., figures=..., picture=..., steps=...)
+
+The shapes and the figures are in it as they are; a script adds what tells the number under the pointer, the zoom, and the table
+of tensors. It works with JSON in the page.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from chameleon_mm.report.step_history import StepFigures
+from chameleon_mm.report.step_picture import (
+    HELD,
+    IN_PART,
+    RECOMPUTE,
+    STALL,
+    SWAPPED,
+    WHAT_PLANS_DO,
+    Bar,
+    Memory,
+    StepPicture,
+    TensorRow,
+)
+from chameleon_mm.swap.metrics import StepKind
+from chameleon_mm.units import format_size, format_us
+
+# --- Shapes of the page's charts as SVG text. Each chart is 1000 wide for its whole stretch of time, and 100 high
+#
+# The browser stretches them to the width that there is. What was drawn can be worked out again from the coordinates.
+
+WIDTH, HEIGHT = 1000, 100
+
+MOST_POINTS = 3_000
+"""Points of a curve. Where there are more, each point is the most of a stretch of time."""
+
+CSS = {"in part": "part"}
+"""Classes of kinds whose names are none."""
+
+
+def number(value: float) -> str:
+    """Text of a coordinate, to a thousandth, without zeros at its end."""
+    return f"{value:.3f}".rstrip("0").rstrip(".") or "0"
+
+
+def thinned_memory(memory: Memory) -> Memory:
+    """`memory` in at most `MOST_POINTS` points, each the most of its stretch where there are more."""
+    if len(memory.at_us) <= MOST_POINTS:
+        return memory
+    edges = np.linspace(0.0, memory.end_us, MOST_POINTS, endpoint=False)
+    until = np.append(edges[1:], memory.end_us)
+    first = np.maximum(np.searchsorted(memory.at_us, edges, side="right") - 1, 0)
+    behind = np.maximum(np.searchsorted(memory.at_us, until, side="left"), first + 1)
+    most = np.array([memory.nbytes[a:b].max() for a, b in zip(first.tolist(), behind.tolist(), strict=True)], np.int64)
+    return Memory(at_us=edges, nbytes=most, end_us=memory.end_us)
+
+
+def lane(name: str, bars: Iterable[Bar], end_us: float, label: str) -> str:
+    """SVG of one engine: a path for each kind of bar, and an empty one for the bars of a tensor that is picked."""
+    by_kind: dict[str, list[str]] = {}
+    for bar in bars:
+        start, end = _x(bar.start_us, end_us), _x(bar.end_us, end_us)
+        by_kind.setdefault(bar.kind, []).append(f"M{start} 0H{end}V{HEIGHT}H{start}Z")
+    paths = "".join(
+        f'<path class="bar {CSS.get(kind, kind)}" data-bars="{len(shapes)}" d="{"".join(shapes)}"/>'
+        for kind, shapes in by_kind.items()
+    )
+    return (
+        f'<svg data-row="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{label}">'
+        f'{paths}<path class="pick" d=""/></svg>'
+    )
+
+
+def lane_rows(rows: Iterable[tuple[str, str, Iterable[Bar]]], end_us: float) -> str:
+    """HTML of engines below each other, (name, label, bars) each."""
+    return "".join(
+        f'<div class="lane"><span>{label}</span>{lane(name, bars, end_us, label)}</div>' for name, label, bars in rows
+    )
+
+
+def memory_shapes(planned: Memory, unswapped: Memory, budget_bytes: int, end_us: float, most_bytes: int) -> str:
+    """SVG of both curves and the budget."""
+    curve = _curve(planned, end_us, most_bytes)
+    closed = f"{curve}V{HEIGHT}H0Z" if curve else ""
+    y = _y(budget_bytes, most_bytes)
+    return (
+        f'<svg data-row="memory" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="device memory over the step">'
+        f'<path class="area" d="{closed}"/>'
+        f'<path class="line unswapped" d="{_curve(unswapped, end_us, most_bytes)}"/>'
+        f'<path class="line planned" d="{curve}"/>'
+        f'<line class="budget" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/></svg>'
+    )
+
+
+def strip(name: str, steps: Sequence[tuple[str, float | None]], most: float, label: str, *, line: Sequence[float] = ()) -> str:
+    """SVG of a bar for each step, (class, value) each; None: there is no value. `line`: a level for each step as well."""
+    width = WIDTH / max(len(steps), 1)
+    by_class: dict[str, list[str]] = {}
+    for i, (css, value) in enumerate(steps):
+        if value is not None:
+            start, end = number(i * width), number((i + 0.9) * width)
+            by_class.setdefault(css, []).append(f"M{start} {HEIGHT}V{_y(value, most)}H{end}V{HEIGHT}Z")
+    paths = "".join(
+        f'<path class="{css}" data-bars="{len(shapes)}" d="{"".join(shapes)}"/>' for css, shapes in by_class.items()
+    )
+    level = "".join(f"{'M0 ' if not i else 'V'}{_y(at, most)}H{number((i + 1) * width)}" for i, at in enumerate(line))
+    over = f'<path class="budget" fill="none" d="{level}"/>' if level else ""
+    return (
+        f'<svg data-row="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{label}">'
+        f"{paths}{over}</svg>"
+    )
+
+
+def below_chart(end_us: float) -> str:
+    """HTML below a chart over time: its axis, the readout, and the buttons that zoom."""
+    ticks = "".join(f"<span>{format_us(end_us * i / 4)}</span>" for i in range(5))
+    names = (("in", "zoom in"), ("out", "zoom out"), ("left", "earlier"), ("right", "later"), ("all", "whole step"))
+    buttons = "".join(f'<button type="button" data-zoom="{name}">{text}</button>' for name, text in names)
+    return (
+        f'<div class="axis">{ticks}</div><p class="readout needs-script" aria-live="polite">Point at the chart, or tap it, to '
+        f'read it.</p><div class="controls needs-script">{buttons}</div>'
+    )
+
+
+def columns(bars: Sequence[Bar], *, kinds: bool = False) -> Mapping[str, list[float] | list[str] | list[int]]:
+    """The bars in columns, for the page's script."""
+    found: dict[str, list[float] | list[str] | list[int]] = {
+        "from": [round(bar.start_us, 3) for bar in bars],
+        "to": [round(bar.end_us, 3) for bar in bars],
+        "tensor": [bar.tensor for bar in bars],
+    }
+    return {**found, "kind": [bar.kind for bar in bars]} if kinds else {**found, "bytes": [bar.nbytes for bar in bars]}
+
+
+def _curve(memory: Memory, end_us: float, most_bytes: int) -> str:
+    """Path of steps: each number holds until the next."""
+    at_us, nbytes = memory.at_us.tolist(), memory.nbytes.tolist()
+    steps = "".join(
+        f"{'M' if not i else 'H'}{_x(us, end_us)}{' ' if not i else 'V'}{_y(value, most_bytes)}"
+        for i, (us, value) in enumerate(zip(at_us, nbytes, strict=True))
+    )
+    return f"{steps}H{_x(memory.end_us, end_us)}"
+
+
+def _x(us: float, end_us: float) -> str:
+    return number(WIDTH * us / end_us) if end_us > 0 else "0"
+
+
+def _y(value: float, most: float) -> str:
+    return number(HEIGHT - HEIGHT * value / most) if most > 0 else str(HEIGHT)
+
+
+# --- Section of the page about the step by its plan: memory, compute and copies over time
+
+
+def step_section(picture: StepPicture | None) -> str:
+    """HTML of the section; None: there is no plan."""
+    if picture is None:
+        return (
+            '<section id="step"><h2>The step, by its plan</h2><p>There is no plan, so nothing is predicted. One is made of the '
+            "first step that is recorded to its end, unless the session was made with plans=False or no plan is within the "
+            "budget.</p></section>"
+        )
+    end_us, most = _frame(picture)
+    measured = "" if picture.measured_step_us is None else f", {format_us(picture.measured_step_us)} measured"
+    thin = max(len(picture.planned.at_us), len(picture.unswapped.at_us)) > MOST_POINTS
+    thinned = f" Each point of a curve is the most within a {MOST_POINTS}th of the step." if thin else ""
+    unlike = (
+        " Nobody recorded a step of these sizes: its trace follows from those of others." if picture.sizes_predicted else ""
+    )
+    rows = (("compute", "compute", picture.compute), ("out", "to the host", picture.out), ("back", "back", picture.back))
+    lanes = lane_rows(rows, end_us)
+    memory = memory_shapes(
+        thinned_memory(picture.planned),
+        thinned_memory(picture.unswapped),
+        picture.hbm_budget_bytes,
+        end_us,
+        most,
+    )
+    return (
+        f'<section id="step"><h2>The step, by its plan <span class="badge">predicted</span></h2>'
+        f'<p class="note">{format_us(picture.step_us)} predicted{measured}, of which compute waits '
+        f"{format_us(picture.stall_us)} and runs operators again for {format_us(picture.recompute_us)}; without swapping "
+        f"{format_us(picture.unswapped_us)}. "
+        f"Memory: {format_size(picture.planned.peak_bytes)} at most by the plan, {format_size(picture.unswapped.peak_bytes)} "
+        f"without swapping, within a budget of {format_size(picture.hbm_budget_bytes)}.{unlike}{thinned}</p>"
+        f"{_legend(picture)}"
+        f'<div class="chart" tabindex="0" aria-label="The step over time; arrow keys move, + and - zoom">'
+        f'<div class="lane memory"><span><b>{format_size(most)}</b><b>device memory</b><b>0</b></span>{memory}</div>'
+        f'{lanes}<div class="cursor"></div></div>{below_chart(end_us)}</section>'
+    )
+
+
+def _frame(picture: StepPicture) -> tuple[float, int]:
+    """Time and bytes that the chart goes to."""
+    most = max(picture.hbm_budget_bytes, picture.planned.peak_bytes, picture.unswapped.peak_bytes)
+    return max(picture.planned.end_us, picture.unswapped.end_us), int(most * 1.05)
+
+
+_BARS = {
+    "forward": "forward", "backward": "backward", "optimizer": "optimizer", RECOMPUTE: "recomputed", STALL: "compute waits",
+    SWAPPED: "copy", IN_PART: "copy of a part", HELD: "copy of what is held",
+}  # fmt: skip
+"""Kinds of bars, and what the legend calls them."""
+
+
+def _legend(picture: StepPicture) -> str:
+    drawn = {bar.kind for bar in (*picture.compute, *picture.out, *picture.back)}
+    lines = (("planned", "", "by the plan"), ("unswapped", "", "without swapping"), ("budget", " dash", "budget"))
+    rules = [f'<li><i class="rule{dash}" style="--c:var(--{colour})"></i>{text}</li>' for colour, dash, text in lines]
+    items = [
+        f'<li><i style="--c:var(--{CSS.get(kind, kind)})"></i>{text}</li>' for kind, text in _BARS.items() if kind in drawn
+    ]
+    return f'<ul class="legend">{"".join(rules + items)}</ul>'
+
+
+def step_columns(picture: StepPicture) -> dict[str, Any]:
+    """Both curves and all bars as drawn, for the script."""
+    end_us, _ = _frame(picture)
+    found: dict[str, Any] = {"end_us": end_us, "budget_bytes": picture.hbm_budget_bytes}
+    for name, memory in (("planned", picture.planned), ("unswapped", picture.unswapped)):
+        thin = thinned_memory(memory)
+        found[name] = {"at_us": _rounded(thin.at_us.tolist()), "bytes": thin.nbytes.tolist(), "end_us": thin.end_us}
+    for name, bars in (("compute", picture.compute), ("out", picture.out), ("back", picture.back)):
+        found[name] = columns(bars, kinds=name == "compute")
+    return found
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, 3) for value in values]
+
+
+# --- Section of the page about all steps: each one's kind, peak against budget, time and stall
+
+MOST_STEPS = 1_000
+"""Steps on the page, the latest ones: a bar for each is a pixel wide."""
+
+_STEP_CLASS = {
+    StepKind.PLANNED: "planned-step",
+    StepKind.RECORDED: "recorded-step",
+    StepKind.PARTLY_PLANNED: "partly-step",
+    StepKind.BY_RULE: "rule-step",
+    StepKind.FAILED: "failed-step",
+}
+
+
+def steps_section(all_steps: Sequence[StepFigures]) -> str:
+    """HTML of the section."""
+    steps = all_steps[-MOST_STEPS:]
+    if not steps:
+        return '<section id="steps"><h2>Steps</h2><p>No step has ended.</p></section>'
+    most_bytes = 1.05 * max(max(step.peak_hbm_bytes, step.hbm_budget_bytes) for step in steps)
+    most_us = 1.05 * max((step.step_us or 0.0 for step in steps), default=0.0)
+    classes = [_STEP_CLASS[step.kind] for step in steps]
+    peaks = [(css, float(step.peak_hbm_bytes)) for css, step in zip(classes, steps, strict=True)]
+    times = [(css, step.step_us) for css, step in zip(classes, steps, strict=True)]
+    stalls = [("stall", step.stall_us) for step in steps]
+    most_stall = 1.05 * max((step.stall_us or 0.0 for step in steps), default=0.0)
+    budgets = [float(step.hbm_budget_bytes) for step in steps]
+    seen = [kind for kind in StepKind if any(step.kind is kind for step in steps)]
+    legend = "".join(f'<li><i class="{_STEP_CLASS[kind]}"></i>{kind}</li>' for kind in seen)
+    before = len(all_steps) - len(steps)
+    older = f" The {before} before them are left out." if before else ""
+    return (
+        f'<section id="steps"><h2>Steps</h2><p class="note">Steps {steps[0].index} to '
+        f"{steps[-1].index}: peak of device memory against the budget, time, and stall. A step that was not timed has no time."
+        f'{older}</p><ul class="legend">{legend}<li><i class="rule dash" style="--c:var(--budget)"></i>budget</li></ul>'
+        f'<div class="chart" tabindex="0" aria-label="Steps; arrow keys move">'
+        f'<div class="lane"><span>peak, to {format_size(most_bytes)}</span>'
+        f"{strip('peak', peaks, most_bytes, 'peak of each step', line=budgets)}</div>"
+        f'<div class="lane"><span>time, to {format_us(most_us)}</span>'
+        f"{strip('time', times, most_us, 'time of each step')}</div>"
+        f'<div class="lane"><span>stall, to {format_us(most_stall)}</span>'
+        f"{strip('stall', stalls, most_stall, 'stall of each step')}</div></div>"
+        f'<p class="readout needs-script" aria-live="polite">Point at a step, or tap it, to read it.</p></section>'
+    )
+
+
+# --- Section of the page about the planned step's tensors: a table that the script fills, sorts and filters
+
+MOST_TENSORS = 8_000
+"""Tensors in the page's table, the largest ones: 5000 make a page of 2 MiB."""
+
+_COLUMNS = (
+    ("name", "tensor"), ("does", "plan"), ("bytes", "size"), ("moved_bytes", "crosses"), ("saved_us", "made"),
+    ("away_us", "away"), ("back_us", "back"), ("used_us", "used"), ("stall_us", "stall"),
+    ("measured_stall_us", "waited"),
+)  # fmt: skip
+"""Columns of the table of tensors, and what stands above them."""
+
+
+def tensor_section(picture: StepPicture | None) -> str:
+    """HTML of the section; nothing where there is no plan."""
+    if picture is None or not picture.tensors:
+        return ""
+    kinds = [kind for kind in WHAT_PLANS_DO if any(row.does == kind for row in picture.tensors)]
+    buttons = "".join(
+        f'<button type="button" data-kind="{kind}" aria-pressed="{"false" if kind else "true"}">{kind or "all"}</button>'
+        for kind in ("", *kinds)
+    )
+    heads = "".join(
+        f'<th scope="col" aria-sort="none"{"" if key in ("name", "does") else " class=n"}>'
+        f'<button type="button" data-key="{key}">{text}</button></th>'
+        for key, text in _COLUMNS
+    )
+    left = picture.tensors[MOST_TENSORS:]
+    out = f" The {len(left)} smallest, {format_size(sum(row.nbytes for row in left))} in all, are left out." if left else ""
+    return (
+        '<section id="tensors" class="needs-script"><h2>Its tensors <span class="badge">predicted</span></h2>'
+        '<p class="note">What autograd saves and may move, and what is held for others to be recomputed from it. Pick a row '
+        f"to see its copies in the chart above.{out}</p>"
+        '<div class="controls"><input type="search" placeholder="filter by name" '
+        f'aria-label="Filter by name">{buttons}</div>'
+        '<p class="note count"></p>'
+        f'<div class="scroll"><table class="wide cards tensors"><thead><tr>{heads}</tr></thead>'
+        "<tbody></tbody></table></div>"
+        '<div class="controls"><button type="button" class="more" hidden>show more</button></div></section>'
+    )
+
+
+def tensor_columns(picture: StepPicture) -> dict[str, Any]:
+    """Rows of the table, for the script."""
+    names = ("tensor", *(key for key, _ in _COLUMNS))
+    return {"columns": names, "rows": [_values(row, names) for row in picture.tensors[:MOST_TENSORS]]}
+
+
+def _values(row: TensorRow, names: Iterable[str]) -> list[Any]:
+    values = [row.nbytes if name == "bytes" else getattr(row, name) for name in names]
+    return [round(value, 2) if isinstance(value, float) else value for value in values]
+
+
+# --- page
+
+_PART = re.compile(r"<!--(\w+)-->")
+
+
+def page_html(
+    *,
+    device: str,
+    simulated: bool,
+    rows: Sequence[tuple[str, str]],
+    figures: Mapping[str, Any],
+    picture: StepPicture | None,
+    steps: Sequence[StepFigures],
+) -> str:
+    """Text of the page. `rows`: label and text of each figure; `figures`: the report's dict; `picture`: the step planned last,
+    None where there is none."""
+    title = f"Swap report: {device}"
+    clock = "All times are of the simulator's virtual clock." if simulated else "Times are of the device's clock."
+    parts = {
+        "title": html.escape(title),
+        "style": _file("page.css"),
+        "script": _file("page.js"),
+        "clock": clock,
+        "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in rows if label == "PROBLEM"),
+        "tiles": _tiles(figures),
+        "step": step_section(picture),
+        "tensors": tensor_section(picture),
+        "steps": steps_section(steps),
+        "figures": "".join(
+            f'<tr><th scope="row">{html.escape(label)}</th><td>{html.escape(text)}</td></tr>' for label, text in rows
+        ),
+        "data": _json(_data(figures, picture, steps)),
+    }
+    return _PART.sub(lambda match: parts[match[1]], _file("page.html"))
+
+
+def _file(name: str) -> str:
+    return (files("chameleon_mm.report") / name).read_text(encoding="utf-8")
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """JSON that ends no script, whatever a name holds."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _tiles(figures: Mapping[str, Any]) -> str:
+    hidden, stall = figures["hidden_fraction"], figures["stall_us"]
+    tiles = [
+        ("budget", format_size(figures["hbm_budget_bytes"]), "device memory"),
+        ("peak", format_size(figures["peak_hbm_bytes"]) if figures["peak_hbm_bytes"] else "not measured", "device memory"),
+        ("host", format_size(figures["peak_host_bytes"]), "pinned memory at most"),
+        ("moved", format_size(figures["bytes_swapped_out"]), "swapped out"),
+        ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", "of copy time hidden"),
+        ("stall", "not measured" if stall is None else format_us(stall), "in timed steps"),
+        ("steps", str(figures["steps"]), "completed"),
+    ]
+    return "".join(
+        f'<div class="tile" data-figure="{name}"><span>{name}</span><b>{html.escape(text)}</b><span>{what}</span></div>'
+        for name, text, what in tiles
+    )
+
+
+def _data(figures: Mapping[str, Any], picture: StepPicture | None, steps: Sequence[StepFigures]) -> dict[str, Any]:
+    found: dict[str, Any] = {"figures": figures}
+    if picture is not None:
+        found["step"] = step_columns(picture)
+        if picture.tensors:
+            found["tensors"] = tensor_columns(picture)
+    if steps:
+        found["steps"] = [step.to_dict() for step in steps[-MOST_STEPS:]]
+    return found

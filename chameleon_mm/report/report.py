@@ -1,0 +1,443 @@
+"""Report of what a session did: text for people, a dict for programs, an HTML page, a trace for Perfetto.
+
+    report = session.report()
+    print(report); report.to_dict(); report.save_html("swap.html"); report.save_trace("swap.json")
+
+A figure that was not measured is None in the dict and "not measured" in the text. Simulated times say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.peak_watch import Peak
+from chameleon_mm.follow.adaptation import Adaptation, plan_digests
+from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
+from chameleon_mm.pool.ledger import PoolStats
+from chameleon_mm.report.chrome_trace import TraceData, write_trace
+from chameleon_mm.report.page import page_html
+from chameleon_mm.report.step_history import StepFigures
+from chameleon_mm.report.step_picture import PlannedStepData, picture_of
+from chameleon_mm.swap.metrics import CopySpan, Counters, Metrics, StepKind, TimedSpans
+from chameleon_mm.units import format_size, format_us
+
+# --- Rank of this process in its job, and whether its budgets are those of the others: told without waiting for any of them
+#
+# The first rank that enters its n-th session leaves its budgets in the store, and the others compare theirs with them. There
+# is no collective in it, and no wait: a rank that never comes is waited for by nobody.
+
+_log = logging.getLogger(__name__)
+
+_KEY = "chameleon_mm/sessions"
+
+
+class Rank(NamedTuple):
+    """Place of a process among those that train together."""
+
+    number: int = 0
+    of: int = 1
+
+    @classmethod
+    def here(cls) -> Rank:
+        """This process's place in the default process group; the only one where there is none."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+
+class Ranks:
+    """The ranks of a job, as one session of this process knows them. Raises nothing: training does not depend on it."""
+
+    def __init__(self, *, host_budget_bytes: int | None) -> None:
+        """`host_budget_bytes`: as the caller gave it; None: each rank's share of what is available, which differs."""
+        self.rank = Rank()
+        self.problems: tuple[str, ...] = ()
+        """Sentences about budgets that the ranks, or this machine, have not together."""
+        self._host_budget_bytes = host_budget_bytes
+
+    def enter(self, hbm_budget_bytes: int) -> None:
+        """Compare the budgets with those of the other ranks and of the machine. Logs a warning for each problem."""
+        self.rank = Rank.here()
+        found = (self._beyond_the_machine(), self._unlike_the_first(hbm_budget_bytes))
+        self.problems = tuple(problem for problem in found if problem is not None)
+        for problem in self.problems:
+            _log.warning("chameleon_mm: %s", problem)
+
+    def _beyond_the_machine(self) -> str | None:
+        """Sentence for a host budget that the machine has not for all of its ranks; None: it has, or nothing tells."""
+        try:
+            ranks, available = local_ranks(), available_host_bytes()
+        except ValueError:  # a malformed LOCAL_WORLD_SIZE, which a budget that is given does not need
+            return None
+        budget = self._host_budget_bytes
+        if budget is None or ranks == 1 or not 0 < available < ranks * budget:
+            return None
+        return (
+            f"host_budget: expected {ranks} ranks on this machine to get it, got {format_size(budget)} for each, "
+            f"{format_size(ranks * budget)} together, where {format_size(available)} are available; give each "
+            f"{format_size(available // ranks)} at most, or none, which divides half of what there is"
+        )
+
+    def _unlike_the_first(self, hbm_budget_bytes: int) -> str | None:
+        """Sentence for budgets that the first rank in the store has otherwise; None: it has the same, or there is no store."""
+        if self.rank.of == 1:
+            return None
+        mine = {"rank": self.rank.number, "hbm_budget": hbm_budget_bytes, "host_budget": self._host_budget_bytes}
+        try:
+            first = _first(mine)
+        except Exception as error:  # noqa: BLE001 - a store that is gone, or of another kind, is no reason not to train
+            _log.debug("chameleon_mm: budgets were not compared among ranks: %s", error)
+            return None
+        differing = [name for name in ("hbm_budget", "host_budget") if first.get(name) != mine[name]]
+        if not differing:
+            return None
+        said = "; ".join(f"{name} is {_size(mine[name])} here and {_size(first.get(name))} there" for name in differing)
+        return (
+            f"rank {self.rank.number} was given other budgets than rank {first.get('rank')}: {said}; their plans differ, and "
+            f"the slowest decides for all: give each the same, unless their parts of the model differ"
+        )
+
+
+def _first(mine: dict[str, Any]) -> dict[str, Any]:
+    """Entry of the rank that entered a session of this number first: `mine`, if this is it."""
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"{_KEY}/{mine['rank']}", 1)
+    # Sets it where nobody has, and answers with what is there: one question, whatever the number of ranks.
+    entry: Any = json.loads(store.compare_set(f"{_KEY}/number/{number}", "", json.dumps(mine)))
+    return entry if isinstance(entry, dict) else mine
+
+
+def _size(nbytes: Any) -> str:
+    return format_size(nbytes) if isinstance(nbytes, int) else "not given"
+
+
+# --- report
+
+_NOT_FIGURES = frozenset({"spans", "timed", "planned", "step_figures"})
+"""Fields that are for the page and the trace alone."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SwapReport(Counters):
+    """Figures of one session. Bytes are bytes, `_us` microseconds of the device's clock (virtual on the simulator)."""
+
+    device: str
+    simulated: bool
+    steps: int
+    """Steps that ended without an exception."""
+    detailed_steps: int
+    """Steps recorded operator by operator."""
+    plans: int
+    """Plans made, those that were tried against one another and those for what turned out to be more memory included."""
+    plan_cache_hits: int
+    """Steps that agreed, hook for hook, with one that had a plan when they began."""
+    steps_by_phase: dict[str, int]
+    """Ended steps by kind: "recorded" in detail, "planned" from the first hook to the last, "partly_planned", "by_rule" where
+    no plan was followed, "failed" by an exception."""
+    planning_us: float
+    """Host time spent on making plans."""
+    planned_step_us: float | None
+    """Predicted time of a step under the plan for the step that was recorded last; None: there is none."""
+    planned_peak_bytes: int | None
+    """The most device memory of such a step, by the same simulation."""
+    planned_recompute_us: float | None
+    """Time of `planned_step_us` in which operators run again."""
+    planned_bytes: dict[str, int]
+    """Bytes of what autograd saves that may leave the device, by what that plan does with them: "kept", "swapped",
+    "recomputed"; and "held": what nobody saved, for others to be recomputed from it. Empty: there is no plan."""
+    measured_step_us: float | None
+    """Median time of the latest of such steps; None: none was timed."""
+    prefetches_timed: int | None
+    """Prefetches in timed steps that were used, each counted at its first use."""
+    prefetches_late: int | None
+    """Prefetches among them that compute had to wait for."""
+    late_us: float | None
+    """Time that compute waited for late prefetches. A part of `stall_us`."""
+    hidden_fraction: float | None
+    """1 - stall / copy time: the share of the copies' time that compute did not wait for."""
+    stall_us: float | None
+    """Time that compute waited for copies."""
+    copy_us: float | None
+    """Time that copies ran, both directions added up."""
+    recompute_us: float | None
+    """Time in which compute recomputed dropped storages, in timed steps."""
+    peak_hbm_bytes: int
+    """The most device memory allocated while the session was open; where `peak_hbm_at_most_bytes` differs, a lower bound."""
+    peak_hbm_at_most_bytes: int | None
+    """An upper bound of it; None: not known. Both are the peak where it is known, that is where the process had not reached it
+    before, and nobody reset the device's peak meanwhile."""
+    hbm_budget_bytes: int
+    peak_host_bytes: int
+    """The most pinned memory that live blocks held."""
+    host_reserved_bytes: int
+    """Pinned memory that the pool has got from the device."""
+    host_bytes_wanted: int | None
+    """The most pinned memory that a step needs by its plan, over all known steps; None: none has a plan."""
+    kept_by_reason: dict[str, int]
+    """Saved tensors that stayed on the device, by reason."""
+    not_recomputed_by_reason: dict[str, int]
+    """Storages that a plan would have recomputed and that were swapped or kept instead, by reason."""
+    recipes_banned: tuple[str, ...]
+    """Names of the operators of recipes that made other bits than the original had: those recipes are not used any more."""
+    lowered_budget_bytes: int | None
+    """The tighter budget within which steps run since then; None: no step was run again."""
+    problems: tuple[str, ...]
+    """Sentences that say what is wrong with how the session is used, each with what to do."""
+    rank: int = 0
+    """Number of this process among those that train together, and `world_size`, how many there are."""
+    world_size: int = 1
+    plan_digests: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Digests of the step that was planned last, and of its plan: ranks that do the same have the same. Empty: none was."""
+    spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
+    """The latest timed copies, for the trace and the page, as the three below."""
+    timed: TimedSpans = dataclasses.field(default_factory=TimedSpans, repr=False)
+    """The latest of what else was timed."""
+    planned: PlannedStepData | None = dataclasses.field(default=None, repr=False, compare=False)
+    """Trace and plan of the step that was planned last; None: there is no plan."""
+    step_figures: tuple[StepFigures, ...] = dataclasses.field(default=(), repr=False)
+    """Figures of the latest steps that ended."""
+
+    @classmethod
+    def of(
+        cls,
+        metrics: Metrics,
+        pool: PoolStats,
+        device: Device,
+        *,
+        steps: int,
+        hbm_budget_bytes: int,
+        peak: Peak,
+        problems: tuple[str, ...] = (),
+        lowered_budget_bytes: int | None = None,
+        adaptation: Adaptation | None = None,
+        step_figures: tuple[StepFigures, ...] = (),
+        rank: Rank = Rank(),  # noqa: B008 - it never changes
+    ) -> SwapReport:
+        """Report of the figures as they stand in `metrics` and `pool` now."""
+        spans = metrics.resolve()
+        totals = metrics.totals
+        timed = totals.timed_steps > 0
+        planned = None if adaptation is None else adaptation.latest
+        return cls(
+            device=device.name,
+            simulated=device.simulated,
+            steps=steps,
+            steps_by_phase={kind.value: totals.steps_by_kind[kind] for kind in StepKind if totals.steps_by_kind[kind]},
+            prefetches_timed=totals.prefetches_timed if timed else None,
+            prefetches_late=totals.prefetches_late if timed else None,
+            late_us=totals.late_us if timed else None,
+            hidden_fraction=totals.hidden_fraction,
+            stall_us=totals.stall_us if timed else None,
+            copy_us=totals.copy_us if timed else None,
+            recompute_us=totals.recompute_us if timed else None,
+            peak_hbm_bytes=peak.at_least_bytes,
+            peak_hbm_at_most_bytes=peak.at_most_bytes,
+            hbm_budget_bytes=hbm_budget_bytes,
+            peak_host_bytes=pool.peak_live_bytes,
+            host_reserved_bytes=pool.reserved_bytes,
+            kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
+            not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
+            lowered_budget_bytes=lowered_budget_bytes,
+            problems=problems,
+            rank=rank.number,
+            world_size=rank.of,
+            plan_digests=plan_digests(planned),
+            spans=spans,
+            timed=metrics.timed_spans(),
+            planned=None if planned is None else PlannedStepData.of(planned),
+            step_figures=step_figures,
+            **{**_of_plans(adaptation), **totals.counters()},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of every figure, ready for JSON: all but what was timed or planned one by one."""
+        figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_FIGURES}
+        copies = {name: dict(value) for name, value in figures.items() if isinstance(value, dict)}
+        texts = {name: list(value) for name, value in figures.items() if isinstance(value, tuple)}
+        return {**figures, **copies, **texts}
+
+    @property
+    def budget_held(self) -> bool | None:
+        """Whether the device's memory stayed within the budget while the session was open; None: not known."""
+        if self.peak_hbm_bytes > self.hbm_budget_bytes:
+            return False
+        at_most = self.peak_hbm_at_most_bytes
+        return True if at_most is not None and at_most <= self.hbm_budget_bytes else None
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and text of each figure, for tables."""
+        clock = " (simulated)" if self.simulated else ""
+        host = f"{format_size(self.peak_host_bytes)} live at most, {format_size(self.host_reserved_bytes)} reserved"
+        if self.host_bytes_wanted is not None:
+            host += f", {format_size(self.host_bytes_wanted)} wanted by plans"
+        kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
+        phases = ", ".join(f"{count} {StepKind(kind)}" for kind, count in self.steps_by_phase.items()) or "none ended"
+        return [
+            ("device", self.device),
+            *(("PROBLEM", problem) for problem in self.problems),
+            ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
+            ("what the steps were", phases),
+            ("steps recorded in detail", str(self.detailed_steps)),
+            ("plans made, host time", f"{self.plans}, {format_us(self.planning_us)}"),
+            ("steps that had a plan already", str(self.plan_cache_hits)),
+            *self._planned_rows(clock),
+            ("peak device memory", self._peak()),
+            *self._recomputed_rows(clock),
+            ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
+            *self._state_rows(),
+            ("reclaimed", self._reclaimed()),
+            ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
+            (f"late prefetches{clock}", self._lateness()),
+            ("uses found on the device", str(self.uses_on_device)),
+            (f"hidden share of copy time{clock}", _measured(self.hidden_fraction, lambda x: f"{100 * x:.1f} %")),
+            (f"stall{clock}", _measured(self.stall_us, format_us)),
+            ("pinned host memory", host),
+            ("kept on the device", kept),
+            ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
+            ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
+            ("steps run again", self._retried()),
+            *([("snapshots", f"{self.snapshots}, {format_size(self.snapshot_bytes)}")] if self.snapshots else []),
+        ]  # fmt: skip
+
+    def _state_rows(self) -> list[tuple[str, str]]:
+        moved = (
+            ("optimizer state", self.state_bytes_swapped_out, self.state_bytes_swapped_in),
+            ("gradients", self.gradient_bytes_swapped_out, self.gradient_bytes_swapped_in),
+            ("parameters", self.parameter_bytes_swapped_out, self.parameter_bytes_swapped_in),
+        )
+        return [(f"{what} out / in", f"{format_size(out)} / {format_size(back)}") for what, out, back in moved if out or back]
+
+    def _reclaimed(self) -> str:
+        by_allocator = self.bytes_reclaimed_by_allocator
+        inside = f", {format_size(by_allocator)} of it inside of an allocation" if by_allocator else ""
+        return format_size(self.bytes_reclaimed) + inside
+
+    def _peak(self) -> str:
+        """Text of the peak as far as it is known, the budget, and whether that was held."""
+        budget = f"budget {format_size(self.hbm_budget_bytes)}"
+        at_most = self.peak_hbm_at_most_bytes
+        known = at_most == self.peak_hbm_bytes
+        if known and not at_most:
+            return f"not measured ({budget})"
+        peak = f"{'' if known else 'at least '}{format_size(self.peak_hbm_bytes)}"
+        if self.budget_held is False:
+            by = format_size(self.peak_hbm_bytes - self.hbm_budget_bytes)
+            return f"{peak} ({budget}, EXCEEDED by {'' if known else 'at least '}{by})"
+        if self.budget_held:
+            return f"{peak}{'' if known or at_most is None else f', at most {format_size(at_most)}'} ({budget}, held)"
+        why = "the device's peak statistics were reset while the session was open"
+        if at_most is not None:
+            why = (
+                f"the process had reached {format_size(at_most)} before the session; reset the device's peak before it to know"
+            )
+        return f"{peak} ({budget}, not known whether held: {why})"
+
+    def _retried(self) -> str:
+        since = "" if self.lowered_budget_bytes is None else f", within {format_size(self.lowered_budget_bytes)} since"
+        return f"{self.steps_run_again}{since}"
+
+    def _lateness(self) -> str:
+        if not self.prefetches_timed or self.late_us is None:
+            return "not measured"
+        return f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
+
+    def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
+        """Rows of what the latest plan predicted, and what was measured."""
+        if self.planned_step_us is None or self.planned_peak_bytes is None:
+            return [("latest plan", "none")]
+        recompute_us = self.planned_recompute_us
+        measured = _measured(self.measured_step_us, lambda us: f"{format_us(us)} measured")
+        return [
+            (f"latest plan's step{clock}", f"{format_us(self.planned_step_us)} predicted, {measured}"),
+            ("latest plan's peak", f"{format_size(self.planned_peak_bytes)} predicted"),
+            ("latest plan's bytes", ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in self.planned_bytes.items())),
+            *([(f"latest plan's recomputation{clock}", format_us(recompute_us))] if recompute_us else []),
+        ]
+
+    def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:
+        """Rows of what was dropped and recomputed; none where no plan asked for it."""
+        refused = ", ".join(f"{count} {reason}" for reason, count in self.not_recomputed_by_reason.items())
+        rows = [("not recomputed after all", refused)] if refused else []
+        if self.recipes_banned:
+            rows.append(("not run again any more", ", ".join(self.recipes_banned)))
+        if not self.recomputed:
+            return rows
+        dropped = f"{self.recomputed} dropped, {format_size(self.bytes_recomputed)}"
+        held = f"{format_size(self.bytes_held)} held for them; " if self.bytes_held else ""
+        took = "" if self.recompute_us is None else f" in {format_us(self.recompute_us)}, timed steps alone"
+        ran = f"{self.recomputations} recomputations{took}; {self.proofs} compared with the originals"
+        return [(f"recomputed{clock}", f"{dropped}; {held}{ran}"), *rows]
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write a page of its own, for any browser and without a network: memory, compute and copies over the step that was
+        planned last, what its plan does with each tensor, all steps, and the figures. docs/step_page.md says how to read it.
+        """
+        picture = None
+        if self.planned is not None:
+            with suppress(ValueError):  # what nobody can carry out is not foreseen either, as in `PlannedStep`
+                picture = picture_of(self.planned)
+        page = page_html(
+            device=self.device,
+            simulated=self.simulated,
+            rows=self.rows(),
+            figures=self.to_dict(),
+            picture=picture,
+            steps=self.step_figures,
+        )
+        Path(path).write_text(page, encoding="utf-8")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the latest of what was timed as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:
+        a track each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
+        """
+        told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
+        about = {name: getattr(self, name) for name in told}
+        data = TraceData(
+            device=self.device,
+            simulated=self.simulated,
+            copies=self.spans,
+            timed=self.timed,
+            hbm_budget_bytes=self.hbm_budget_bytes,
+            about=about,
+        )
+        write_trace(path, data)
+
+
+def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
+    """Figures of a report about plans; None: the session makes none."""
+    planned = None if adaptation is None else adaptation.latest
+    followed = None if planned is None else planned.current
+    plan = None if followed is None else followed.program.plan
+    return {
+        "detailed_steps": 0 if adaptation is None else adaptation.detailed_steps,
+        "plans": 0 if adaptation is None else adaptation.plans,
+        "plan_cache_hits": 0 if adaptation is None else adaptation.plan_cache_hits,
+        "planning_us": 0.0 if adaptation is None else adaptation.planning_us,
+        "planned_step_us": None if plan is None else plan.step_us,
+        "planned_peak_bytes": None if plan is None else plan.peak_bytes,
+        "planned_recompute_us": None if plan is None else plan.recompute_us,
+        "planned_bytes": {} if planned is None else planned.bytes_by_class(),
+        "measured_step_us": None if followed is None or not followed.times_us else median(followed.times_us),
+        "host_bytes_wanted": None if adaptation is None else adaptation.host_bytes_wanted,
+        "recipes_banned": () if adaptation is None else adaptation.banned,
+    }
+
+
+def _measured(value: float | None, show: Callable[[float], str]) -> str:
+    return "not measured" if value is None else show(value)

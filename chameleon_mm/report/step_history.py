@@ -1,0 +1,304 @@
+"""History of a session's steps: how many began and ended, what each took, and the most memory of all of them.
+
+    history.open()                           # the session begins
+    timed = history.begin(hbm_budget_bytes)  # a step does; then the executor's
+    history.end(executor.end_step(...))      # its figures: at once, or once the device has come to the end of a timed one
+    history.close(wait=True); history.figures()
+
+Nothing waits for the device between steps: figures of a timed step are told at a later boundary, and in the steps' order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.peak_watch import Peak, PeakWatch, peak_between
+from chameleon_mm.errors import describe
+from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.metrics import StepKind, StepSums, hidden_fraction
+from chameleon_mm.units import format_size, format_us
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# --- Figures of one step of a session: what it took, moved and waited for
+#
+# figures.peak_hbm_bytes <= figures.hbm_budget_bytes       # did this step fit? figures.stall_us, figures.copy_us
+# # None: the step was not timed; on a GPU one in sixteen is figures.to_dict()                                        # for
+# JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """Figures of a step that ended. Bytes are bytes, `_us` microseconds of the device's clock (virtual on the simulator)."""
+
+    index: int
+    """Number of the step, from 0 on; every step that began has one, so that a step that ran again has two."""
+    kind: StepKind
+    simulated: bool
+    """Whether times are those of a simulated device."""
+    step_us: float | None = None
+    """Time from the step's begin to its end, as the device saw it; None: it was not timed, nor anything else of it."""
+    host_us: float
+    """Time from the step's begin to its end by the host's clock, maybe far ahead of the device's; virtual on the simulator."""
+    peak_hbm_bytes: int
+    """The most device memory allocated in the step; where `peak_hbm_at_most_bytes` differs, a lower bound: what hooks saw."""
+    peak_hbm_at_most_bytes: int | None
+    """Upper bound of it; None: not known. Both are the peak in a step that took more than any before it in the process."""
+    hbm_budget_bytes: int
+    host_bytes: int
+    """The most pinned memory that live blocks of the session's pool held in the step."""
+    bytes_out: int
+    """Bytes of saved tensors that left the device in the step: of `bytes_swapped_out`. `bytes_in`: that came back."""
+    bytes_in: int
+    stall_us: float | None = None
+    """Time that compute waited for copies."""
+    copy_us: float | None = None
+    """Time that the step's copies ran, both directions added up."""
+    recompute_us: float | None = None
+    """Time in which compute recomputed dropped storages."""
+
+    @property
+    def hidden_fraction(self) -> float | None:
+        """Share of the copies' time during which compute did not wait for them; None where none was timed."""
+        return None if self.copy_us is None or self.stall_us is None else hidden_fraction(self.stall_us, self.copy_us)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of every figure, ready for JSON."""
+        return {**dataclasses.asdict(self), "kind": self.kind.value, "hidden_fraction": self.hidden_fraction}
+
+
+# --- Tells whoever wants to know what each step of a session took: lines on stderr, or a function
+
+_log = logging.getLogger(__name__)
+
+_STYLES = {
+    StepKind.PLANNED: "green",
+    StepKind.PARTLY_PLANNED: "yellow",
+    StepKind.RECORDED: "cyan",
+    StepKind.BY_RULE: "yellow",
+    StepKind.FAILED: "bold red",
+}
+_KIND_WIDTH = max(len(str(kind)) for kind in StepKind)
+
+
+class Progress:
+    """Tells the figures of steps. An error in whatever it calls is logged, does not stop the training, and ends the telling."""
+
+    def __init__(self, progress: object = False) -> None:
+        """Raises `TypeError` for what is neither True nor False nor a function."""
+        self._tell: Callable[[StepFigures], object] | None = None
+        if progress is True:
+            self._tell = StepLines()
+        elif callable(progress) and not isinstance(progress, type):
+            self._tell = progress
+        elif progress is not False:
+            raise TypeError(
+                f"progress: expected True, False or a function, got {describe(progress)}; pass True for a line a step on "
+                f"stderr, or a function that is called with each step's StepFigures"
+            )
+
+    @property
+    def is_listened_to(self) -> bool:
+        """Whether anybody would be told."""
+        return self._tell is not None
+
+    def tell(self, figures: StepFigures) -> None:
+        """Tell the figures of a step."""
+        if self._tell is None:
+            return
+        try:
+            self._tell(figures)
+        except Exception:  # noqa: BLE001 - somebody else's function: a mistake in it must not end a long training
+            self._tell = None
+            # The text alone: a log record that kept the error would keep its frames, and the tensors that they hold.
+            said = traceback.format_exc()
+            _log.warning("chameleon_mm: progress: telling step %d raised; it is not told again:\n%s", figures.index, said)
+
+
+class StepLines:
+    """Writes a line for each step: in colour where stderr is a terminal, as plain text elsewhere.
+
+    Lines, and no live display: a program has one of those at most, and it may be the user's own.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        """`console`: one to write to instead of stderr."""
+        from rich.console import Console
+
+        self._console = console or Console(stderr=True, highlight=False, force_jupyter=False)
+
+    def __call__(self, figures: StepFigures) -> None:
+        from rich.text import Text
+
+        line = Text("  ").join(Text(text, style) for text, style in parts_of(figures))
+        self._console.print(line, soft_wrap=True)
+
+
+def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
+    """Parts of the line of a step, each with rich's style for it."""
+    peak_bytes, budget_bytes = figures.peak_hbm_bytes, figures.hbm_budget_bytes
+    peak, budget = format_size(peak_bytes), format_size(budget_bytes)
+    if peak.split()[-1] == budget.split()[-1]:
+        peak = peak.split()[0]
+    over = peak_bytes > budget_bytes
+    parts = [
+        (f"step {figures.index}", "bold"),
+        (f"{figures.kind!s:<{_KIND_WIDTH}}", _STYLES[figures.kind]),
+        (f"HBM {peak} of {budget}{' EXCEEDED' if over else ''}", "bold red" if over else ""),
+        (f"host {format_size(figures.host_bytes)}", ""),
+    ]
+    if figures.hidden_fraction is not None:
+        parts.append((f"hidden {100 * figures.hidden_fraction:.0f} %", ""))
+    if figures.stall_us is not None:
+        parts.append((f"stall {format_us(figures.stall_us)}", ""))
+        if figures.simulated:
+            parts.append(("simulated", "dim"))
+    return parts
+
+
+# --- step history
+
+ALWAYS_TIMED_STEPS = 3
+TIMED_EVERY = 16
+"""Steps are timed in full up to the first, then one in so many of the second: on a GPU, timing a copy or a wait costs two timed
+events of 5 us on the host."""
+
+MAX_FIGURES = 10_000
+"""Latest steps whose figures are kept: a few MB."""
+
+MAX_PENDING = 64
+"""Steps that ended and whose figures are not complete, at most: the oldest one's are told without its times then."""
+
+
+class StepHistory:
+    """Steps of one session. Not thread-safe, but for `figures`: the thread that trains begins and ends steps."""
+
+    def __init__(self, device: Device, executor: Executor, pool: PinnedPool, progress: Progress) -> None:
+        self.completed = self.begun = 0
+        self._device = device
+        self._executor = executor
+        self._metrics = executor.metrics
+        self._pool = pool
+        self._progress = progress
+        self._watch: PeakWatch | None = None
+        self._seen_bytes = 0
+        """The most that was allocated at any check of memory before the step that runs."""
+        self._running: tuple[int, int, float, int, int] | None = None
+        """The running step's number and budget, and as it began the host's clock and the bytes that went out and came in so
+        far; None: there is none, or the device could not be asked."""
+        self._pending: deque[tuple[StepFigures, StepSums | None]] = deque()
+        """Steps that ended, and that no one was told of: their figures without times, and the times, which are not complete."""
+        self._figures: deque[StepFigures] = deque(maxlen=MAX_FIGURES)
+        """Figures of the latest steps that were told."""
+
+    # --- the session's peak
+
+    def open(self) -> None:
+        """Begin to watch the device's peak, or begin anew."""
+        self.note_peak()
+        self._watch = PeakWatch(self._device)
+        self._seen_bytes = self._executor.budget.peak_seen_bytes = 0
+
+    def note_peak(self) -> None:
+        """Read the device's peak."""
+        if self._watch is not None and not sys.is_finalizing():
+            self._watch.note()
+
+    def end_peak(self) -> None:
+        """End the stretch of time whose peak is watched."""
+        if self._watch is not None and not sys.is_finalizing():
+            self._watch.end()
+
+    def peak(self) -> Peak:
+        """Bounds of the peak since `open`."""
+        seen_bytes = max(self._seen_bytes, self._executor.budget.peak_seen_bytes)
+        return Peak(0, 0) if self._watch is None else self._watch.peak(seen_bytes)
+
+    # --- steps
+
+    def begin(self, hbm_budget_bytes: int) -> bool:
+        """Begin a step, before the executor does. Returns whether it is to be timed."""
+        index, self.begun = self.begun, self.begun + 1
+        totals, budget = self._metrics.totals, self._executor.budget
+        self._running = None
+        if self._executor.hook_lock.may_ask_device():
+            self._settle()
+            self.note_peak()  # a loop that resets the peak at its top has the same one at the end of each step
+            self._pool.recent_peak_bytes()
+            self._seen_bytes = max(self._seen_bytes, budget.peak_seen_bytes)
+            budget.peak_seen_bytes, budget.peak_at_begin_bytes = 0, None
+            if not self._executor.director.plans:  # else the executor reads it
+                budget.peak_at_begin_bytes = self._device.peak_allocated_bytes()
+            began_us = self._device.host_us
+            self._running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in
+        return self._device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
+
+    def end(self, kind: StepKind | None) -> None:
+        """End the step, of `kind` by what the executor says, when it is over for everybody else. Tells what is complete."""
+        step, self._running = self._running, None
+        if step is None or kind is None or self._watch is None:
+            self.note_peak()
+            return
+        self._watch.note()
+        index, hbm_budget_bytes, began_us, bytes_out, bytes_in = step
+        totals, budget, sums = self._metrics.totals, self._executor.budget, self._metrics.step
+        before_bytes, after_bytes = budget.peak_at_begin_bytes, self._watch.last_bytes
+        peak = peak_between(after_bytes if before_bytes is None else before_bytes, after_bytes, budget.peak_seen_bytes)
+        figures = StepFigures(
+            index=index,
+            kind=kind,
+            simulated=self._device.simulated,
+            host_us=self._device.host_us - began_us,
+            peak_hbm_bytes=peak.at_least_bytes,
+            peak_hbm_at_most_bytes=peak.at_most_bytes,
+            hbm_budget_bytes=hbm_budget_bytes,
+            host_bytes=self._pool.recent_peak_bytes(),
+            bytes_out=totals.bytes_swapped_out - bytes_out,
+            bytes_in=totals.bytes_swapped_in - bytes_in,
+        )
+        self._pending.append((figures, sums))
+        self._settle()
+
+    def close(self, *, wait: bool) -> None:
+        """Tell all that is not told yet. `wait`: where somebody listens, first wait for the device, so that it is complete."""
+        if not self._pending or sys.is_finalizing() or not self._executor.hook_lock.may_ask_device():
+            return
+        if self._progress.is_listened_to:
+            if wait:
+                self._device.synchronize()
+            self._metrics.resolve()
+            self._settle(all_of_them=True)
+
+    def figures(self) -> tuple[StepFigures, ...]:
+        """Figures of the latest steps that ended, oldest first; without times where the device is not done. Never waits."""
+        return (*self._figures.copy(), *starmap(self._with_times, self._pending.copy()))
+
+    def _settle(self, *, all_of_them: bool = False) -> None:
+        """Tell the figures of the oldest steps, as far as they are complete."""
+        pending = self._pending
+        while pending and (
+            all_of_them or len(pending) > MAX_PENDING or (sums := pending[0][1]) is None or self._metrics.is_complete(sums)
+        ):
+            figures = self._with_times(*pending.popleft())
+            self._figures.append(figures)
+            if self._progress.is_listened_to:
+                self._progress.tell(figures)
+
+    def _with_times(self, figures: StepFigures, sums: StepSums | None) -> StepFigures:
+        """The figures with the step's times, where those are complete."""
+        if sums is None or not self._metrics.is_complete(sums):
+            return figures
+        return replace(
+            figures, step_us=sums.step_us, stall_us=sums.stall_us, copy_us=sums.copy_us, recompute_us=sums.recompute_us
+        )

@@ -1,0 +1,327 @@
+"""Picture of the step that was planned last, as plain data: what its plan does with each tensor, and what that comes to.
+
+    source = PlannedStepData.of(planned, ...)     # of what is immutable: keep it
+    picture = picture_of(source)                  # simulates the plan once
+    picture.memory, picture.compute, picture.copies, picture.tensors
+
+All times are those that the plan's simulation predicts, but for `measured_*`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from chameleon_mm.follow.planned_step import PlannedStep
+from chameleon_mm.plan.simulate import Timeline, simulate
+from chameleon_mm.plan.swap_plan import Action, SwapPlan
+from chameleon_mm.plan.timing import EngineSpan, LinkCost
+from chameleon_mm.plan.trace import Float64s, Int64s, StepPhase, TensorKind, Trace
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
+from chameleon_mm.replayable import VIEWS, base_name
+from chameleon_mm.swap.metrics import StepTime
+
+# --- Names of a trace's storages for people: where they were saved, by the module's path where it is known, and what made
+# them
+#
+# Two storages of one name are told apart by a number: "gelu #2".
+
+
+def names_of(trace: Trace, numbers: Sequence[int], modules: Mapping[int, str]) -> dict[int, str]:
+    """Names of the storages `numbers` of `trace`, in the trace's order. `modules`: paths by the number of the hook."""
+    makers, saved_in = _makers(trace), _modules(trace, modules)
+    plain: dict[int, str] = {}
+    for number in sorted(numbers):
+        made_by = makers.get(number) or TensorKind(int(trace.tensor_kind[number])).name.lower()
+        module = saved_in.get(number, "")
+        plain[number] = f"{module}: {made_by}" if module else made_by
+    count, seen = Counter(plain.values()), Counter[str]()
+    for number, name in plain.items():
+        if count[name] > 1:
+            seen[name] += 1
+            plain[number] = f"{name} #{seen[name]}"
+    return plain
+
+
+def _makers(trace: Trace) -> dict[int, str]:
+    """Name, without its library and overload, of the first operator that wrote each storage and is no view."""
+    names = [base_name(name) for name in trace.op_names]
+    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
+    found: dict[int, str] = {}
+    for tensor, name in zip(trace.write_tensors.tolist(), trace.op_name[op].tolist(), strict=True):
+        if tensor not in found and names[name] not in VIEWS:
+            found[tensor] = names[name].rpartition("::")[2]
+    return found
+
+
+def _modules(trace: Trace, modules: Mapping[int, str]) -> dict[int, str]:
+    """Path of the module that each storage was saved in first."""
+    if not modules:
+        return {}
+    found: dict[int, str] = {}
+    for hook, (use, tensor) in enumerate(zip(trace.hook_use.tolist(), trace.hook_tensor.tolist(), strict=True)):
+        if not use and tensor >= 0 and hook in modules:
+            found.setdefault(tensor, modules[hook])
+    return found
+
+
+# --- step picture
+
+KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD = "kept", "swapped", "in part", "recomputed", "held"
+WHAT_PLANS_DO = (KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD)
+"""What a plan does with a storage. "in part": its last bytes are swapped, and the first stay."""
+
+_Done = tuple[str, Action]
+"""What a plan does with a storage, and by which action."""
+
+STALL, RECOMPUTE = "stall", "recompute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedStepData:
+    """Trace and plan of a step, and what was measured of steps like it by now."""
+
+    trace: Trace
+    plan: SwapPlan
+    link: LinkCost
+    modules: Mapping[int, str]
+    """Path of the module in which each hook of the step was called, by the hook's number; others are left out."""
+    predicted: bool
+    """Whether nobody recorded a step of these sizes: its trace was worked out from those of others."""
+    times_us: tuple[float, ...]
+    """Times of the latest steps that followed the plan and were timed in full."""
+    latest: StepTime | None
+    """Times of the latest of them."""
+
+    @classmethod
+    def of(cls, planned: PlannedStep) -> PlannedStepData | None:
+        """What is known of `planned` now; None: it has no plan."""
+        current, link = planned.current, planned.link
+        if current is None or link is None:
+            return None
+        return cls(
+            trace=planned.trace,
+            plan=current.program.plan,
+            link=link,
+            modules=planned.modules,
+            predicted=planned.predicted_by is not None,
+            times_us=tuple(current.times_us),
+            latest=current.time,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Stretch of time in which an engine is busy, or compute waits."""
+
+    kind: str
+    """Phase of the operators, `RECOMPUTE` or `STALL`; of a copy: what the plan does with the tensor."""
+    start_us: float
+    end_us: float
+    tensor: int
+    """Number of the tensor in the trace that it is about; -1: of none."""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """A storage that may move, or that is held, and what the plan does with it."""
+
+    tensor: int
+    name: str
+    nbytes: int
+    does: str
+    """One of `WHAT_PLANS_DO`."""
+    moved_bytes: int
+    """Bytes that cross the link one way."""
+    saved_us: float
+    """Predicted time at which it is made, 0 where it was there before, as all times here counted from the step's beginning."""
+    away_us: float | None
+    """Predicted time at which its device memory goes back; None: it stays."""
+    back_us: float | None
+    """Predicted time at which it is there again."""
+    used_us: float
+    """Predicted time of its first use in backward, of one that is held that of the first recomputation that reads it."""
+    stall_us: float
+    """Predicted time that compute waits for its copies."""
+    measured_stall_us: float | None
+    """Time that compute waited for them in the latest step that was timed in full; None: none was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory:
+    """Device memory over a step: `nbytes[i]` from `at_us[i]` until `at_us[i + 1]`, the last to `end_us`."""
+
+    at_us: Float64s
+    nbytes: Int64s
+    end_us: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.nbytes.max(initial=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPicture:
+    """One step under its plan, as predicted."""
+
+    step_us: float
+    stall_us: float
+    recompute_us: float
+    unswapped_us: float
+    hbm_budget_bytes: int
+    planned: Memory
+    unswapped: Memory
+    compute: tuple[Bar, ...]
+    """What compute does, in order: operators by phase, those that run again, waits."""
+    out: tuple[Bar, ...]
+    """Copies to the host, in the order of the engine that runs them."""
+    back: tuple[Bar, ...]
+    tensors: tuple[TensorRow, ...]
+    """Storages that may move or are held, most bytes first."""
+    num_operators: int
+    sizes_predicted: bool
+    measured_step_us: float | None
+    """Median of the steps that were timed in full; None: none was."""
+
+
+def picture_of(source: PlannedStepData) -> StepPicture:
+    """Picture of the step. Raises `ValueError` where nobody could carry the plan out, as `simulate` does."""
+    trace, plan = source.trace, source.plan
+    timeline = simulate(trace, plan, source.link)
+    does = _what_is_done(plan)
+    return StepPicture(
+        step_us=timeline.step_us,
+        stall_us=timeline.stall_us,
+        recompute_us=timeline.recompute_us,
+        unswapped_us=trace.duration_us,
+        hbm_budget_bytes=plan.hbm_budget_bytes,
+        planned=_memory(timeline.tick_us, timeline.allocated_bytes, timeline.step_us, trace.start_bytes),
+        unswapped=_memory(trace.clock_us()[:-1], memory_curve(trace), trace.duration_us, trace.start_bytes),
+        compute=tuple(_compute(trace, plan, timeline)),
+        out=_copies(trace, timeline.out_spans, does),
+        back=_copies(trace, timeline.in_spans, does),
+        tensors=_tensors(source, timeline, does),
+        num_operators=len(trace.op_us),
+        sizes_predicted=source.predicted,
+        measured_step_us=median(source.times_us) if source.times_us else None,
+    )
+
+
+def _copies(trace: Trace, spans: Sequence[EngineSpan], does: Mapping[int, _Done]) -> tuple[Bar, ...]:
+    """Bars of one engine, each of the kind of what the plan does with its tensor."""
+    return tuple(Bar(_kind(trace, span.tensor, does), span.start_us, span.end_us, span.tensor, span.nbytes) for span in spans)
+
+
+def _memory(tick_us: Float64s, nbytes: Int64s, end_us: float, start_bytes: int) -> Memory:
+    """Memory by moments: what several ticks of one moment need is one number, the most of them; runs of one number are one."""
+    if not len(tick_us):
+        return Memory(at_us=np.zeros(1), nbytes=np.array([start_bytes], np.int64), end_us=end_us)
+    at_us, first = np.unique(tick_us, return_index=True)
+    most = np.maximum.reduceat(nbytes, first)
+    changes = np.append(True, most[1:] != most[:-1])
+    return Memory(at_us=at_us[changes], nbytes=most[changes], end_us=end_us)
+
+
+# --- what compute does
+
+
+def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
+    """Bars of compute's row. Neighbours of one kind are one bar; a wait is a bar for each tensor that is waited for."""
+    begin_us: list[float] = [*timeline.tick_us.tolist(), timeline.step_us]
+    op_us = dict(zip(trace.op_tick.tolist(), trace.op_us.tolist(), strict=True))
+    phases = dict(zip(trace.op_tick.tolist(), trace.op_phase.tolist(), strict=True))
+    stalls = _stalls_by_tick(trace, timeline)
+    recomputed = {int(trace.hook_tick[action.in_at]) for action in plan.recomputed}
+    bars: list[Bar] = []
+    for tick in sorted({*op_us, *stalls, *recomputed}):
+        at_us = begin_us[tick]
+        if tick in op_us:
+            _add(bars, Bar(StepPhase(phases[tick]).name.lower(), at_us, at_us + op_us[tick], -1))
+            continue
+        for tensor, stall_us in stalls.get(tick, ()):
+            bars.append(Bar(STALL, at_us, at_us + stall_us, tensor))
+            at_us += stall_us
+        if tick in recomputed:
+            _add(bars, Bar(RECOMPUTE, at_us, begin_us[tick + 1], -1))
+    return bars
+
+
+def _stalls_by_tick(trace: Trace, timeline: Timeline) -> dict[int, list[tuple[int, float]]]:
+    """Tensors that compute waits for at each tick, and how long, in order."""
+    found: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for stall in timeline.stalls:
+        found[int(trace.hook_tick[stall.hook])].append((stall.tensor, stall.us))
+    return found
+
+
+def _add(bars: list[Bar], bar: Bar) -> None:
+    """Add `bar`, as a part of the last one where it is of its kind and begins where that ends."""
+    last = bars[-1] if bars else None
+    if bar.end_us <= bar.start_us:
+        return
+    if last is not None and last.kind == bar.kind and bar.start_us - last.end_us <= 1e-9 * max(1.0, bar.start_us):
+        bars[-1] = Bar(bar.kind, last.start_us, bar.end_us, -1)
+    else:
+        bars.append(bar)
+
+
+# --- tensors
+
+
+def _what_is_done(plan: SwapPlan) -> dict[int, _Done]:
+    """What the plan does with each tensor that it has an action for. What is held and swapped is held."""
+    done: dict[int, _Done] = {action.tensor: (SWAPPED, action) for action in plan.swaps if not action.again}
+    done |= {action.tensor: (RECOMPUTED, action) for action in plan.recomputed}
+    return done | {action.tensor: (HELD, action) for action in plan.held}
+
+
+def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Done]) -> tuple[TensorRow, ...]:
+    trace, plan, latest = source.trace, source.plan, source.latest
+    candidates = Candidates.of(trace)
+    first_use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
+    swaps = {action.tensor: action for action in plan.swaps if not action.again}
+    # Tensors that are no candidates are here for their action: they are held, or swapped between two uses alone.
+    numbers = list(dict.fromkeys((*first_use, *swaps, *(action.tensor for action in plan.held))))
+    names, tick_us = names_of(trace, numbers, source.modules), timeline.tick_us
+    arrives_us = {span.tensor: span.end_us for span in reversed(timeline.in_spans)}  # the first of several
+    predicted_us = Counter[int]()
+    for stalls_us in (timeline.out_stalls_us, timeline.in_stalls_us):
+        predicted_us.update(stalls_us)
+    hook_us: Float64s = tick_us[trace.hook_tick]
+    rows = []
+    for number in numbers:
+        kind, action = _kind(trace, number, does), does.get(number, (KEPT, None))[1]
+        swap, nbytes = swaps.get(number), int(trace.tensor_bytes[number])
+        goes = swap or (action if kind == RECOMPUTED else None)
+        back_us = None if goes is None else float(hook_us[goes.in_at]) if swap is None else arrives_us.get(number)
+        measured_us = None if latest is None else latest.out_stalls_us.get(number, 0.0) + latest.in_stalls_us.get(number, 0.0)
+        used_at = first_use[number] if number in first_use or action is None else action.use_at
+        born = int(trace.tensor_born[number])
+        rows.append(
+            TensorRow(
+                tensor=number,
+                name=names[number],
+                nbytes=nbytes,
+                does=kind,
+                moved_bytes=0 if swap is None else swap.nbytes,
+                saved_us=float(tick_us[born]) if 0 <= born < len(tick_us) else 0.0,
+                away_us=None if goes is None else float(hook_us[goes.reclaim_at]),
+                back_us=back_us,
+                used_us=float(hook_us[used_at]),
+                stall_us=predicted_us[number],
+                measured_stall_us=measured_us,
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.tensor)))
+
+
+def _kind(trace: Trace, tensor: int, does: Mapping[int, _Done]) -> str:
+    if tensor not in does:
+        return KEPT
+    kind, action = does[tensor]
+    return IN_PART if kind == SWAPPED and action.nbytes < trace.tensor_bytes[tensor] else kind

@@ -1,0 +1,94 @@
+"""Checkpoint of `torch.distributed.checkpoint`, of one process and without a process group.
+
+write_checkpoint(path, contents)         # contents() -> nested dicts of tensors on the host and plain values
+dcp.load(state, checkpoint_id=path); dcp_to_torch_save(path, file)      # by anybody, without this package
+
+To import this module imports `torch.distributed.checkpoint`, which takes a second or two: whoever writes imports it then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+from chameleon_mm.state.checkpoint_folder import new_folder
+from chameleon_mm.state.tensor_copy import is_copyable
+
+
+def write_checkpoint(path: Path, contents: Callable[[], dict[str, Any]]) -> None:
+    """Write what `contents()` returns to the folder `path`, in place of an earlier checkpoint: Note [Checkpoint folder]. Raises
+    `OSError`, and what pickling a value raises, with the earlier checkpoint untouched."""
+    with new_folder(Path(os.path.realpath(path))) as part:
+        failure = _save(part, contents())
+        if isinstance(failure, OSError):
+            raise OSError(
+                failure.errno,
+                f"{path}: expected room and rights for a checkpoint, got {failure.strerror!r}; what was there is untouched, "
+                f"make room or choose another folder",
+            )
+        if failure is not None:
+            raise failure
+
+
+def _save(folder: Path, contents: dict[str, Any]) -> BaseException | None:
+    """Save `contents` in `folder`, each file on the disk. Returns what went wrong."""
+    # Ahead of what is written it would copy from a GPU, on this thread's current one, where that makes a context. All is here.
+    writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+    try:
+        # `save(no_dist=True)`, but for its warning that there is no process group: warnings cannot be silenced on one thread
+        # alone. `torch_save_to_dcp` calls it so.
+        _save_state_dict(contents, storage_writer=writer, planner=_Planner(), no_dist=True)
+    except CheckpointException as failures:
+        error: BaseException | None = next(iter(failures.failures.values()))[0]
+        below = error
+        while below is not None and not isinstance(below, OSError):
+            below = below.__context__  # an archive that is closed after a write that failed raises its own error over it
+        return below or error
+    return None
+
+
+class _Pickled(NamedTuple):
+    """Tensor that is written as any other value is."""
+
+    tensor: Tensor
+
+
+class _Planner(DefaultSavePlanner):
+    """Also writes what torch's planner leaves out or cannot write: mappings with nothing in them (`load_state_dict` of an
+    optimizer wants its "state", empty or not), and tensors that are more than elements in memory, such as sparse ones."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        empty = {".".join(path): path for path in _empty_mappings(state_dict)}
+        self.mappings = {**self.mappings, **empty}
+        values = {**self.state_dict, **{name: {} for name in empty}}
+        self.state_dict = {
+            name: _Pickled(value) if isinstance(value, Tensor) and not is_copyable(value) else value
+            for name, value in values.items()
+        }
+
+    def transform_object(self, write_item: WriteItem, value: Any) -> Any:
+        return super().transform_object(write_item, value.tensor if isinstance(value, _Pickled) else value)
+
+
+def _empty_mappings(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the mappings in `values` that have nothing in them."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            at = (*path, str(key))
+            if value:
+                yield from _empty_mappings(value, at)
+            else:
+                yield at

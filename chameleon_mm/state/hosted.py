@@ -1,0 +1,492 @@
+"""Device memory that may be in pinned host memory instead.
+
+ON_DEVICE --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> COMING --arrive--> ON_DEVICE
+    \\_________ swap_out, where the host has its bytes already _________^
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Stream
+from chameleon_mm.errors import TransferFailed
+from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.swap.budget import Budget
+from chameleon_mm.swap.calling_thread import ThisProcess, annotation
+from chameleon_mm.swap.copy_queue import Move
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import flat_bytes
+from chameleon_mm.swap.host_copy import SwapContext
+from chameleon_mm.units import allocated_size
+
+_log = logging.getLogger(__name__)
+
+
+class Where(enum.Enum):
+    """Place of the bytes of hosted memory: device, host, or on the way."""
+
+    ON_DEVICE = "on_device"
+    """Begins when a copy back has arrived; ends when its copy out is queued, or its memory goes as the host has its bytes."""
+    LEAVING = "leaving"
+    """On the device, with a copy out queued or running. Ends when compute is ordered after that copy and the memory is free."""
+    ON_HOST = "on_host"
+    """Begins then; ends when its copy back is queued."""
+    COMING = "coming"
+    """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
+
+
+class Hosted(ABC):
+    """Device memory with a place of its own on the host. Not thread-safe: the executor's lock is held."""
+
+    what = "memory"
+    """Name of its contents, for messages."""
+
+    def __init__(self, nbytes: int, alloc_stream: Stream, context: SwapContext) -> None:
+        self.nbytes = nbytes
+        self.where = Where.ON_DEVICE
+        self.host_is_current = False
+        """Whether the host has the bytes that the device has, or will once a queued copy is done."""
+        self._alloc_stream = alloc_stream
+        self._context = context
+        self._block: PinnedBlock | None = None
+        """The host copy: kept for as long as this lives, since the next copy out has its size."""
+        self._out: Move | None = None
+        self._in: Move | None = None
+        self._last: Move | None = None
+        """The copy that was queued last, either way."""
+
+    # --- what holds it
+
+    @abstractmethod
+    def _storage_on_device(self) -> torch.UntypedStorage:
+        """The storage, which has its memory."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Free the device memory, behind all that was given to the stream that allocated it."""
+
+    @abstractmethod
+    def _allocate(self, compute: Stream) -> torch.UntypedStorage:
+        """Allocate device memory on `compute`. Returns the storage. Raises `torch.OutOfMemoryError`."""
+
+    @abstractmethod
+    def _count(self, *, out: int = 0, back: int = 0) -> None:
+        """Count bytes that were queued to be copied out and back."""
+
+    # --- out
+
+    def swap_out(self) -> None:
+        """Queue the copy out; where the host has the bytes, free the device memory at once. Raises `HostMemoryExhausted` or
+        `TransferFailed` with nothing changed."""
+        assert self.where is Where.ON_DEVICE
+        if self.host_is_current:
+            self._drop()
+            return
+        storage = self._storage_on_device()
+        if self._block is None:
+            self._block = self._context.pool.allocate(self.nbytes)
+        # Note [Swap-out]: compute wrote it. Note [Host block]: the block's last reader, our own copy back, is behind compute's
+        # wait for it.
+        self._context.streams.join_all(self._alloc_stream)
+        after = [self._alloc_stream.record(), *self._block.pending_events]
+        with annotation("chameleon::swap_out_state"):
+            out = self._context.transfer.swap_out(self._block.buffer, flat_bytes(storage), after)
+        if out.failed:
+            raise TransferFailed(f"{self.what} of {self.nbytes} bytes could not be swapped out; it stays on the device")
+        self._out = self._last = out
+        self._count(out=self.nbytes)
+        self.host_is_current = True
+        self.where = Where.LEAVING
+
+    # --- what a reclaim queue asks
+
+    @property
+    def reclaimed(self) -> bool:
+        return self.where is not Where.LEAVING
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the host sees its copy out complete."""
+        return self._out is not None and not self._out.failed and self._out.done is not None and self._out.done.query()
+
+    def reclaim_if_copied(self) -> bool:
+        """Reclaim without a wait if the host sees the copy out complete. Returns whether it did."""
+        assert self._out is not None
+        if self._out.failed:
+            self._undo_swap_out()
+            return False
+        if not self.is_copied:
+            return False
+        self._drop()
+        return True
+
+    def reclaim(self) -> None:
+        """Order compute after the copy out, and free the device memory. Where the copy was refused it stays."""
+        if self._ordered_after_copy():
+            self._drop()
+
+    def _ordered_after_copy(self) -> bool:
+        """Order compute after the copy out. Returns False where that was refused: it is on the device, as before."""
+        assert self._out is not None
+        try:
+            done = self._context.transfer.issue_out(self._out)
+        except RuntimeError as error:
+            _log.warning(
+                "chameleon_mm: %d bytes of %s stay on the device, their copy out was refused: %s",
+                self.nbytes,
+                self.what,
+                str(error),
+            )
+            self._undo_swap_out()
+            return False
+        # Note [Reclaim]: the memory's next owner, or what compute writes there next, comes after the copy.
+        self._context.metrics.wait(self._alloc_stream, done, "out")
+        return True
+
+    def _undo_swap_out(self) -> None:
+        self._count(out=-self.nbytes)
+        self.host_is_current = False
+        self.where = Where.ON_DEVICE
+
+    def _drop(self) -> None:
+        self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._free()
+        self.where = Where.ON_HOST
+
+    # --- back
+
+    def swap_in(self, compute: Stream) -> None:
+        """Queue the copy back, unless it is there or on its way. Raises `torch.OutOfMemoryError` or `TransferFailed`."""
+        if self.where is Where.LEAVING and self._ordered_after_copy():
+            self.where = Where.ON_DEVICE  # it is needed again
+        if self.where is Where.COMING and self._in is not None and self._in.failed:
+            self._drop()  # refused after it was queued
+        if self.where is not Where.ON_HOST:
+            return
+        assert self._block is not None
+        storage = self._allocate(compute)
+        # Note [Swap-in]: an earlier owner of the device memory may still be running; and the host copy must be whole.
+        after = [compute.record()]
+        if self._out is not None and self._out.done is not None:
+            after.append(self._out.done)
+        with annotation("chameleon::swap_in_state"):
+            back = self._context.transfer.swap_in(flat_bytes(storage), self._block.buffer, after)
+        self._alloc_stream = compute
+        if back.failed:
+            self._free()
+            raise TransferFailed(f"{self.what} of {self.nbytes} bytes could not be swapped in; it stays on the host")
+        self._in = self._last = back
+        self._count(back=self.nbytes)
+        self.where = Where.COMING
+
+    def arrive(self, compute: Stream) -> None:
+        """Have it on the device, ready for `compute`, where a copy back was queued. Raises `TransferFailed`: what is on the
+        host is still good then, and another `swap_in` begins anew."""
+        if self.where is Where.COMING:
+            assert self._in is not None
+            with annotation("chameleon::wait"):  # Note [Swap-in]: use after the bytes are there
+                self._context.metrics.wait(compute, self._context.transfer.issue_in(self._in), "in")
+            self.where = Where.ON_DEVICE
+
+    def copy_for_host(self, compute: Stream) -> torch.Tensor:
+        """Copy of it in ordinary host memory, a flat uint8 tensor. The host waits for `compute`, or for a copy out."""
+        if self.where is Where.ON_HOST:
+            return self.host_bytes()
+        self.swap_in(compute)
+        self.arrive(compute)
+        memory = self._context.pool.device.alloc_pageable(self.nbytes)
+        compute.copy(memory, flat_bytes(self._storage_on_device()))
+        compute.record().synchronize()  # orders the host's reads after the copy
+        return memory
+
+    def host_bytes(self) -> torch.Tensor:
+        """Copy in ordinary host memory of what is on the host, a flat uint8 tensor. The host waits for its copy out."""
+        assert self._block is not None
+        if self._out is not None:
+            self._context.transfer.issue_out(self._out).synchronize()
+        return self._context.pool.device.alloc_pageable(self.nbytes).copy_(self._block.buffer)
+
+    # --- snapshots
+
+    def copy_to(self, block: PinnedBlock, start: int, compute: Stream) -> None:
+        """Copy `block.nbytes` bytes from byte `start` on to `block`: on `compute` where they are on the device; else the host
+        does it, once the copy out is done."""
+        if self.where in (Where.ON_DEVICE, Where.LEAVING):
+            compute.copy(block.buffer, flat_bytes(self._storage_on_device())[start : start + block.nbytes])
+            return
+        assert self._block is not None
+        if self._out is not None:
+            self._context.transfer.issue_out(self._out).synchronize()  # the copy that fills the block -> the host reads it
+        block.synchronize()  # Note [Host block]: its earlier owner is done -> the host writes it
+        block.buffer.copy_(self._block.buffer[start : start + block.nbytes])
+
+    def copy_from(self, block: PinnedBlock, start: int, compute: Stream) -> None:
+        """Write the bytes of `block`, which the host may read, from byte `start` on: wherever they are, they stay there."""
+        if self.where is Where.LEAVING:
+            self.reclaim()
+        if self.where is Where.COMING:
+            with suppress(TransferFailed):  # refused: the host copy is what there is
+                self.arrive(compute)
+            self._drop()
+        if self.where is Where.ON_DEVICE:
+            compute.copy(flat_bytes(self._storage_on_device())[start : start + block.nbytes], block.buffer)
+            self.host_is_current = False
+            return
+        assert self._block is not None
+        for move in (self._out, self._in):
+            if move is not None and move.done is not None:
+                move.done.synchronize()  # the copies that fill and read the host copy -> the host writes it
+        self._block.buffer[start : start + block.nbytes].copy_(block.buffer)
+
+    def __del__(self) -> None:
+        # A reclaim queue holds one whose device memory is still read; what comes back is waited for by whoever had it come.
+        if self._block is None or sys.is_finalizing():
+            return
+        self._block.release(after=None if self._last is None else self._last.done)  # Note [Host block]
+
+
+# --- Storage of parameters or of a gradient, on the device or in pinned host memory: only its memory goes
+#
+# The storage stays, and with it every tensor over it: parameters, views, what autograd saved. While it is away it has no
+# bytes.
+
+
+def is_alone(t: Tensor) -> bool:
+    """Whether no other tensor lies in the storage of `t`."""
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) <= _LEAST_USES
+
+
+def _least_uses() -> int:
+    """Uses of a storage that one tensor alone lies in, whose storage Python knows. Measured: torch versions differ."""
+    with torch._C._DisableTorchDispatch():
+        alone = torch.empty(1)
+    return torch._C._storage_Use_Count(alone.untyped_storage()._cdata)
+
+
+_LEAST_USES = _least_uses()
+
+
+class HostedStorage(Hosted):
+    """A resizable storage, held weakly but while a copy is queued. Not thread-safe: the executor's lock is held."""
+
+    def __init__(
+        self,
+        t: Tensor,
+        key: int,
+        alloc_stream: Stream,
+        context: SwapContext,
+        budget: Budget,
+        *,
+        is_gradient: bool,
+        note_resident: Callable[[int], None],
+        on_death: Callable[[weakref.ref[torch.UntypedStorage]], None],
+    ) -> None:
+        """`t`: a tensor over it, whose version counter tells of writes. `note_resident(nbytes)` is told of memory that it is
+        given (more than 0) and gives back."""
+        storage = t.untyped_storage()
+        super().__init__(storage.nbytes(), alloc_stream, context)
+        self.what = "a gradient" if is_gradient else "parameters"
+        self.key = key
+        """Number of what it holds, in the order of uses."""
+        self.is_refused = False
+        """Whether it stays on the device: the host took no copy of it, or somebody else has its memory."""
+        self.has_hidden_writers = False
+        """Whether somebody may have been given a way to write it that its version counter does not tell of."""
+        self.ref = weakref.ref(storage, on_death)
+        self._held: torch.UntypedStorage | None = None
+        self._tensor, self._version = weakref.ref(t), t._version
+        self.is_gradient = is_gradient
+        self._budget = budget
+        self._note_resident = note_resident
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes that the allocator counts for it."""
+        return allocated_size(self.nbytes)
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether its memory may be freed under whoever has it."""
+        return self._storage_on_device().resizable()
+
+    def note_writes(self) -> None:
+        """Note whether it was written since the host got its bytes. Called before it leaves."""
+        t = self._tensor()
+        if t is None or t.untyped_storage() is not self._storage_on_device():
+            self.host_is_current = False  # nobody is known whose counter tells
+            return
+        if t._version != self._version or self.has_hidden_writers:
+            self.host_is_current = False
+        self._version = t._version
+        self.has_hidden_writers = self.has_hidden_writers and not is_alone(t)
+
+    def follow(self, t: Tensor) -> None:
+        """Have `t`, which lies in it now, tell of writes from now on. Those until now are taken to be some."""
+        if self._tensor() is not t:
+            self.host_is_current = False
+            self._tensor, self._version = weakref.ref(t), t._version
+
+    # --- what swapping asks
+
+    def swap_out(self) -> None:
+        self._held = self.ref()
+        try:
+            super().swap_out()
+        finally:
+            if self.where is not Where.LEAVING:
+                self._held = None
+
+    def arrive(self, compute: Stream) -> None:
+        super().arrive(compute)
+        if self.where is Where.ON_DEVICE:
+            self._held = None
+
+    def _undo_swap_out(self) -> None:
+        super()._undo_swap_out()
+        self._held = None
+
+    def _storage_on_device(self) -> torch.UntypedStorage:
+        storage = self.ref() if self._held is None else self._held
+        assert storage is not None
+        return storage
+
+    def _free(self) -> None:
+        self._alloc_stream.resize(self._storage_on_device(), 0)
+        self._note_resident(-self.charged_bytes)
+        self._held = None
+
+    def _allocate(self, compute: Stream) -> torch.UntypedStorage:
+        storage = self._storage_on_device()
+
+        def resized() -> torch.UntypedStorage:
+            compute.resize(storage, self.nbytes)
+            return storage
+
+        self._held = self._budget.retry(resized)
+        self._note_resident(self.charged_bytes)
+        return storage
+
+    def _count(self, *, out: int = 0, back: int = 0) -> None:
+        totals = self._context.metrics.totals
+        if self.is_gradient:
+            totals.gradient_bytes_swapped_out += out
+            totals.gradient_bytes_swapped_in += back
+        else:
+            totals.parameter_bytes_swapped_out += out
+            totals.parameter_bytes_swapped_in += back
+
+
+# --- Tensor of optimizer state, on the device or in pinned host memory: its storage goes, and comes back as another
+
+
+class HostedTensor(Hosted):
+    """A dense tensor that covers its storage and is held by nobody else. Not thread-safe: the executor's lock is held."""
+
+    what = "optimizer state"
+
+    def __init__(self, t: Tensor, alloc_stream: Stream, context: SwapContext, budget: Budget) -> None:
+        self._storage: torch.UntypedStorage | None = t.untyped_storage()
+        super().__init__(self._storage.nbytes(), alloc_stream, context)
+        self._dtype, self._size, self._stride, self._offset = t.dtype, t.size(), t.stride(), t.storage_offset()
+        self._device = t.device
+        self._budget = budget
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """Its storage; None: it is on the host."""
+        return self._storage
+
+    def tensor(self, compute: Stream) -> Tensor:
+        """The tensor, which was queued to come back if it was away, ready for `compute`. Raises `TransferFailed`."""
+        self.arrive(compute)
+        assert self.where is Where.ON_DEVICE and self._storage is not None
+        self.host_is_current = False  # whoever has it may write it
+        flat = torch.empty(0, dtype=self._dtype, device=self._device)
+        return flat.set_(self._storage, self._offset, self._size, self._stride)
+
+    def has(self, t: Tensor) -> bool:
+        """Whether `t` is this tensor, on the device, and covers its storage as it did."""
+        if self.where is not Where.ON_DEVICE or self._storage is None:
+            return False
+        same = self._storage._cdata == t.untyped_storage()._cdata and self._storage.nbytes() == self.nbytes
+        shape = self._dtype, self._size, self._stride, self._offset
+        return same and shape == (t.dtype, t.size(), t.stride(), t.storage_offset())
+
+    @property
+    def form(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+        """Shape, strides, dtype and device of the tensor."""
+        return self._size, self._stride, self._dtype, self._device
+
+    @property
+    def start_byte(self) -> int:
+        """The byte of its storage at which it begins."""
+        return int(self._offset) * self._dtype.itemsize
+
+    def on_host(self) -> Tensor:
+        """A copy in ordinary host memory of a tensor that is on the host. The host waits for its copy out."""
+        memory = self.host_bytes()
+        return torch.empty(0, dtype=self._dtype).set_(memory.untyped_storage(), self._offset, self._size, self._stride)
+
+    # --- what swapping asks
+
+    def _storage_on_device(self) -> torch.UntypedStorage:
+        assert self._storage is not None
+        return self._storage
+
+    def _free(self) -> None:
+        assert self._storage is not None
+        self._alloc_stream.free(flat_bytes(self._storage))
+        self._storage = None
+
+    def _allocate(self, compute: Stream) -> torch.UntypedStorage:
+        self._budget.room_was_made(self.nbytes, exclude=())
+        whole = self._budget.allocate(self.nbytes, lambda: compute.alloc(self.nbytes))
+        self._storage = whole.untyped_storage()
+        return self._storage
+
+    def _count(self, *, out: int = 0, back: int = 0) -> None:
+        totals = self._context.metrics.totals
+        totals.state_bytes_swapped_out += out
+        totals.state_bytes_swapped_in += back
+
+
+# --- Home of what one session hosts beside activations: the executor that all of it shares
+
+
+class Home:
+    """The executor whose link, pool and budget hosted memory uses."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._pid = ThisProcess.pid
+        self.device, self.budget, self.context = executor.device, executor.budget, executor.parts.context
+        self.recording = executor.recording
+
+    @contextmanager
+    def entered(self) -> Iterator[Stream]:
+        """Context of work on hosted memory: the executor's lock is held, and no recorder sees it. Gives the current compute
+        stream."""
+        with self.recording.paused(), self._executor.hook_lock.entered():
+            yield self.context.streams.current()
+
+    def check_readable(self, what: str, nbytes: int) -> None:
+        """Raise `RuntimeError` in a forked child and in the capture of a graph, where nothing can come back."""
+        if ThisProcess.pid != self._pid:
+            raise RuntimeError(
+                f"{what} of {nbytes} bytes: expected to be read in the process of its session ({self._pid}), got a read in a "
+                f"forked child ({ThisProcess.pid}), where its device cannot be used; read it in the parent"
+            )
+        if self.device.capturing():
+            raise RuntimeError(
+                f"{what} of {nbytes} bytes: expected to be read outside of the capture of a CUDA graph, in which it cannot "
+                f"come back from the host; capture the step in a session that does not swap it"
+            )

@@ -1,0 +1,410 @@
+"""Swaps a model's parameters and their gradients: what an operator needs is on the device before it runs, the rest on the host.
+
+    operator of the model:  its parameters are there, or come back now; those used next are on their way
+    gradient made:          its copy out is queued at once; it comes back for the optimizer
+    optimizer's step:       bucket by bucket: parameters, gradients and state come; what was written leaves
+
+Whoever touches a parameter in any way gets it on the device: its module's forward, any torch function, autograd's uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from chameleon_mm.errors import InfeasibleBudget, TransferFailed
+from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, saved_tensor_hooks_on_top
+from chameleon_mm.state.hosted import Home, HostedStorage, Where, is_alone
+from chameleon_mm.state.parameter_watch import ParameterWatch
+from chameleon_mm.state.window import DeviceBesideWindow, Window
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.units import KIB, allocated_size, format_size
+
+# --- Bytes to set aside for parameters and gradients within a budget
+
+MIN_BYTES = 64 * KIB
+"""Bytes from which a storage leaves: smaller ones are a small part of all, and cost a copy each."""
+
+WINDOW_SHARE = 0.4
+"""Share that parameters and gradients may take together, where they do not all fit, of what the budget leaves beside what never
+moves: the rest is for activations, optimizer state and what operators hold. Not
+measured."""
+
+LEAST_STORAGES = 3
+"""Storages, as large as the largest, for which there must be room: a parameter, its gradient, and what comes next."""
+
+
+def charged_sizes(tensors: Iterable[Tensor]) -> list[int]:
+    """Bytes that the allocator counts for each storage of `tensors` of `MIN_BYTES` or more."""
+    storages = {id(s): s for t in tensors for s in [t.untyped_storage()] if s.nbytes() >= MIN_BYTES}
+    return [allocated_size(storage.nbytes()) for storage in storages.values()]
+
+
+def least_window(sizes: Sequence[int]) -> int:
+    """Bytes that parameters of these sizes and their gradients need at least."""
+    return min(2 * sum(sizes), LEAST_STORAGES * max(sizes, default=0))
+
+
+def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0) -> int:
+    """Bytes to set aside for parameters of these sizes and their gradients, beside `fixed_bytes` that never move. Raises
+    `InfeasibleBudget` where the largest have no room."""
+    if not sizes:
+        return 0
+    window = min(2 * sum(sizes), max(least_window(sizes), int(WINDOW_SHARE * (hbm_budget_bytes - fixed_bytes))))
+    if window + fixed_bytes >= hbm_budget_bytes:
+        beside = f", beside {format_size(fixed_bytes)} that never move" if fixed_bytes else ""
+        raise InfeasibleBudget(
+            f"hbm_budget: expected more than {format_size(window + fixed_bytes)}, the room for a parameter of "
+            f"{format_size(max(sizes))}, its gradient and what comes next{beside}, got {format_size(hbm_budget_bytes)}; raise "
+            f"the budget or split that parameter",
+            smallest_bytes=window + fixed_bytes + 1,
+        )
+    return window
+
+
+# --- parameter swap
+
+_log = logging.getLogger(__name__)
+
+
+def check_parameters(parameters: object, model: nn.Module | None) -> bool:
+    """Whether parameters are swapped. Raises `ValueError` for what is no choice, without a model, and for a model that cannot
+    be swapped."""
+    if parameters not in ("keep", "swap"):
+        raise ValueError(f"parameters: expected 'keep' or 'swap', got {parameters!r}; 'swap' lets parameters leave the device")
+    if parameters == "keep":
+        return False
+    if model is None:
+        raise ValueError("parameters='swap': expected the model whose parameters are swapped, got none; pass model=, too")
+    for name, module in model.named_modules():
+        if (kind := _not_eager(module)) is not None:
+            raise ValueError(
+                f"parameters='swap': expected a model that runs in eager mode on one device, got one whose {name or 'root'} is "
+                f"{kind}; leave parameters='keep'"
+            )
+    for name, p in model.named_parameters():
+        if is_lazy(p):
+            raise ValueError(
+                f"parameters='swap': expected parameters that have a shape, got {name}, which a lazy module makes in its first "
+                f"forward; run one batch before the session is made"
+            )
+        if type(p).__torch_dispatch__ is not PLAIN_DISPATCH:
+            raise ValueError(
+                f"parameters='swap': expected plain tensors, got {type(p).__name__} for {name}, which somebody else shards or "
+                f"wraps (FSDP2 does); leave parameters='keep'"
+            )
+    return True
+
+
+def _not_eager(module: nn.Module) -> str | None:
+    """What runs `module` otherwise than in eager mode on one device; None: nothing does."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript, which reads parameters where no Python sees it"
+    if hasattr(module, "_orig_mod"):
+        return "compiled"
+    return "in DistributedDataParallel" if isinstance(module, nn.parallel.DistributedDataParallel) else None
+
+
+class ParameterSwap:
+    """Keeps the parameters of one model, and their gradients, within a share of a session's budget."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        model: nn.Module,
+        beside: DeviceBesideWindow,
+        *,
+        hbm_budget_bytes: int,
+        other_movable_bytes: int,
+    ) -> None:
+        """`other_movable_bytes`: what else is on the device and will leave. Raises `InfeasibleBudget`."""
+        self._executor = executor
+        self._home = Home(executor)
+        self._model = model
+        self._params: list[nn.Parameter] = list(model.parameters())
+        self._keys = {id(p): 2 * i for i, p in enumerate(self._params)}
+        keys = [self._keys[id(p)] for p in self._params]
+        gradients = [key + 1 for key in keys]
+        guess = [*keys, *reversed(keys), *(key for pair in zip(keys, gradients, strict=True) for key in pair)]
+        self._sizes = charged_sizes(self._params)
+        self._fixed_bytes = max(0, executor.device.allocated_bytes() - self.resident_bytes - other_movable_bytes)
+        self.window = Window(
+            self._home,
+            limit_bytes=self.window_bytes(hbm_budget_bytes),
+            first_guess=guess,
+            note_taken=beside.note_taken,
+        )
+        me = weakref.ref(self)
+        beside.set_window(lambda: it.window if (it := me()) is not None and it._active else None)
+        self._handles: list[RemovableHandle] = []
+        self._hooked: set[int] = set()
+        """Ids of the parameters whose gradients it is told of."""
+        self._active = False
+        self._save: Callable[[Tensor], Any] | None = None
+        self._pickled: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._modules: dict[int, tuple[weakref.ref[nn.Module], list[nn.Parameter]]] = {}
+
+    # --- attaching
+
+    def attach(self, stack: ExitStack) -> None:
+        """Send the parameters away, and have them come back for whoever touches them, until `stack` is left."""
+        stack.callback(self.detach)
+        device = self._home.device.torch_device
+        self._active = True
+        for p in self._params:
+            if p.device != device:
+                p.data = p.data.to(device)
+            self._adopt(p)
+        for module in self._model.modules():
+            own = list(module.parameters(recurse=False))
+            if own:
+                self._modules[id(module)] = weakref.ref(module), own
+        self._handles.append(register_module_forward_pre_hook(self._before_forward))
+        stack.enter_context(ParameterWatch(self))
+
+    def detach(self) -> None:
+        """Have all parameters and gradients back on the device. What does not fit any more becomes ordinary host memory, and is
+        said."""
+        if not self._active:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+        on_host = 0
+        with torch._C.DisableTorchFunction(), self._home.entered() as compute:
+            for entry in sorted(self.window.entries, key=lambda entry: not entry.is_gradient):
+                try:
+                    entry.swap_in(compute)
+                    entry.arrive(compute)
+                except (torch.OutOfMemoryError, TransferFailed):
+                    on_host += self._to_host_memory(entry)
+        self._active = False
+        self.window.clear()
+        if on_host:
+            _log.warning(
+                "chameleon_mm: %s of parameters and gradients do not fit on the device and are in host memory now; use the "
+                "model inside a session with parameters='swap', which takes them from there",
+                format_size(on_host),
+            )
+
+    def _to_host_memory(self, entry: HostedStorage) -> int:
+        """Have whatever lies in the storage of `entry`, which is away, lie in ordinary host memory."""
+        storage, memory = entry.ref(), entry.host_bytes().untyped_storage()
+        for p in self._params:
+            gradient = p.grad
+            if p.untyped_storage() is storage:
+                p.grad = None
+                p.data = torch.empty(0, dtype=p.dtype).set_(memory, p.storage_offset(), p.size(), p.stride())
+                p.grad = None if gradient is None else gradient.to(p.device)
+            elif gradient is not None and gradient.untyped_storage() is storage:
+                p.grad = None
+                p.data = p.data.cpu()  # torch has a gradient where its parameter is
+                p.grad = torch.empty(0, dtype=gradient.dtype).set_(
+                    memory, gradient.storage_offset(), gradient.size(), gradient.stride()
+                )
+        return entry.nbytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of parameters and gradients that are on the device now and may leave."""
+        tensors = (t for p in self._params for t in (p, p.grad) if t is not None and self._may_leave(t))
+        return sum(charged_sizes(tensors))
+
+    def window_bytes(self, hbm_budget_bytes: int) -> int:
+        """Bytes to set aside within a budget. Raises `InfeasibleBudget`."""
+        return window_for(self._sizes, hbm_budget_bytes, self._fixed_bytes)
+
+    def change_window(self, limit_bytes: int) -> None:
+        """Set another limit for parameters and gradients. Called between steps."""
+        self.window.limit_bytes = limit_bytes
+        if self._active:
+            with torch._C.DisableTorchFunction(), self._home.entered():
+                self.window.make_room(0, keep=())
+
+    # --- steps
+
+    def begin_step(self) -> None:
+        """Begin a step: what was replaced since the last one leaves as well."""
+        with torch._C.DisableTorchFunction():
+            for p in self._params:
+                self._adopt(p)
+        self.window.sequence.begin_step()
+
+    def end_step(self, *, completed: bool) -> None:
+        """End the step; the next is expected to use parameters as this one did if it `completed`."""
+        self.window.sequence.end_step(completed=completed)
+        self.window.leave_node()
+        with torch._C.DisableTorchFunction(), self._home.entered() as compute:
+            for entry in self.window.entries:
+                if entry.where is Where.COMING and entry.is_gradient:
+                    entry.arrive(compute)  # nobody may use it any more: its user holds it alone
+
+    def bring(self, params: Iterable[Tensor]) -> None:
+        """Have `params` and their gradients on the device, for an optimizer's step."""
+        found = [entry for p in params for t in (p, p.grad) if t is not None and (entry := self.find(t)) is not None]
+        self.use(found, "an optimizer's step")
+
+    def send_out(self, params: Iterable[Tensor]) -> None:
+        """Queue the copies out of `params`, which were written, maybe by kernels that move no version counter."""
+        with self._home.entered():
+            written = [entry for p in params if (entry := self.find(p)) is not None and entry.where is Where.ON_DEVICE]
+            for entry in written:
+                entry.host_is_current = False
+            self.window.send_out(written)
+
+    def note_gradient(self, p: Tensor) -> None:
+        """Have the gradient of `p`, which somebody has made, leave."""
+        if self._active:
+            self._note_gradient(p)
+
+    # --- what a watch asks
+
+    def find(self, t: Tensor) -> HostedStorage | None:
+        """Find the entry of the storage that `t` lies in; None: it never leaves."""
+        if t.layout is not torch.strided or not torch._C._has_storage(t):
+            return None
+        try:
+            return self.window.find(t.untyped_storage())
+        except RuntimeError:  # a wrapper of functorch's, which has none
+            return None
+
+    def use(self, entries: Sequence[HostedStorage], what: str) -> None:
+        """Have `entries` on the device, for a function of that name."""
+        self._pickled.clear()  # what is done now may write them
+        away = sum(entry.nbytes for entry in entries if entry.where is Where.ON_HOST)
+        if away:
+            self._home.check_readable(f"parameters for {what}", away)
+        with self._home.entered():
+            self.window.use(entries)
+
+    def _use_by_node(self, entry: HostedStorage) -> None:
+        if entry.where is Where.ON_HOST:
+            self._home.check_readable("parameters for a backward", entry.nbytes)
+        with self._home.entered():
+            self.window.use_by(torch._C._current_autograd_node(), entry)
+
+    def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
+        """Whether there is room for all of `entries` at once."""
+        return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
+
+    def sees_saves(self) -> bool:
+        """Whether autograd tells it of what is saved now, and of its use."""
+        hooks = saved_tensor_hooks_on_top()
+        return hooks is not None and hooks[0] is self._save
+
+    def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
+        """Have `entries` on the device whenever one of `nodes` runs."""
+
+        def use(gradients: Sequence[Tensor]) -> None:
+            with torch._C.DisableTorchFunction():
+                for entry in entries:
+                    if self._active and entry.ref() is not None:
+                        self._use_by_node(entry)
+
+        for node in nodes:
+            node.register_prehook(use)
+
+    def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
+        """A copy of `t` in ordinary host memory, in a storage that all tensors over the same one share."""
+        memory = self._pickled.get(id(entry))
+        if memory is None:
+            with self._home.entered() as compute:
+                memory = self._pickled[id(entry)] = entry.copy_for_host(compute).untyped_storage()
+        return torch.empty(0, dtype=t.dtype).set_(memory, t.storage_offset(), t.size(), t.stride())
+
+    # --- what calls it
+
+    def use_hook(self, use: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """Autograd's hook of a use: what it returns is on the device."""
+
+        def used(handle: Any) -> Tensor:
+            with torch._C.DisableTorchFunction():
+                t = use(handle)
+                if self._active and (entry := self.find(t)) is not None:
+                    self._use_by_node(entry)
+                return t
+
+        return used
+
+    def save_hook(self, save: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Autograd's hook of a save, which no watch sees."""
+
+        def saved(t: Tensor) -> Any:
+            with torch._C.DisableTorchFunction():
+                return save(t)
+
+        self._save = saved
+        return saved
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        known = self._modules.get(id(module))
+        if known is None or known[0]() is not module:
+            return
+        with torch._C.DisableTorchFunction():
+            self.use([entry for p in known[1] if (entry := self.find(p)) is not None], type(module).__name__)
+
+    def _before_accumulating(self, ref: weakref.ref[nn.Parameter]) -> Callable[[Tensor], None]:
+        def before(grad: Tensor) -> None:
+            with torch._C.DisableTorchFunction():
+                p = ref()
+                if p is not None and p.grad is not None and (entry := self.find(p.grad)) is not None:
+                    self._use_by_node(entry)
+
+        return before
+
+    def _note_gradient(self, p: Tensor) -> None:
+        """Have the gradient of `p`, which was made or added to now, leave."""
+        with torch._C.DisableTorchFunction(), self._home.entered():
+            entry = self._entry_of_gradient(p)
+            if entry is not None:
+                self.window.sequence.note(entry.key)
+                self.window.send_out([entry])
+                self.window.make_room(0, keep=())
+
+    def _entry_of_gradient(self, p: Tensor) -> HostedStorage | None:
+        """The entry of the gradient of `p`, made where there is none; None: there is no gradient that may leave."""
+        g = p.grad
+        if g is None or (entry := self.find(g)) is not None:
+            return None if g is None else entry
+        if not self._may_leave(g) or g.requires_grad or not is_alone(g):  # of a graph of its own: autograd may have saved it
+            return None
+        self._home.recording.hide(g.untyped_storage())
+        return self._add(g, self._keys[id(p)] + 1, is_gradient=True)
+
+    def _add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
+        self._executor.protected.add(t.untyped_storage())  # where autograd saves it, the executor leaves it alone
+        return self.window.add(t, key, is_gradient=is_gradient)
+
+    def _adopt(self, p: nn.Parameter) -> None:
+        """Have the storages of `p` and of its gradient leave, if they are new and may."""
+        entry = self.find(p)
+        if entry is not None:
+            entry.follow(p)
+        elif self._may_leave(p):
+            with self._home.entered():
+                self.window.free(self._add(p, self._keys[id(p)], is_gradient=False))
+        if p.requires_grad and id(p) not in self._hooked:  # it may have been frozen until now
+            self._hooked.add(id(p))
+            self._handles.append(p.register_hook(self._before_accumulating(weakref.ref(p))))
+            self._handles.append(p.register_post_accumulate_grad_hook(self._note_gradient))
+        if p.grad is not None and id(p) in self._hooked and self.find(p.grad) is None:
+            with self._home.entered():
+                if (entry := self._entry_of_gradient(p)) is not None:
+                    self.window.free(entry)
+
+    def _may_leave(self, t: Tensor) -> bool:
+        if t.layout is not torch.strided or not torch._C._has_storage(t) or not self._home.device.owns(t):
+            return False
+        storage = t.untyped_storage()
+        return storage.resizable() and storage.nbytes() >= MIN_BYTES

@@ -1,0 +1,430 @@
+"""Runs a step again that ran out of memory, or recomputed other bits, from its beginning.
+
+    start = what the step begins with                  # random states, buffers, gradients that exist
+    run it -> OutOfMemoryError | RecomputeMismatch -> out of the except block, every frame of the step gone
+        an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again; with a `Repair`, restore it
+        start.restore(); out of memory: a tighter budget, no plan; run it again
+    MAX_RETRIES times, then raise, and say what was tried
+
+Out of the block first, because an exception's traceback holds the tensors of the frames it passed.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef
+
+from chameleon_mm.device import Device, Event
+from chameleon_mm.errors import HostMemoryExhausted, RecomputeMismatch
+from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.record.retry import RandomState, tried_bytes
+from chameleon_mm.state.tensor_copy import dense_bytes
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.units import format_size
+
+# --- Copies of what a step changes before it fails: gradients on the host, buffers on the device
+#
+# Gradients by a copy, on the host, for device memory is what is short: one set aside and added again later would be another
+# sum, for (g + a) + b is not g + (a + b), and a step that clips or zeroes `.grad` must find what it would have found.
+
+
+class GradientOnHost:
+    """A gradient's bytes on the host. The gradient itself is not held: a step that drops it has its memory."""
+
+    __slots__ = ("_block", "_device", "_last", "_like", "_of")
+
+    def __init__(self, grad: Tensor, source: Tensor, device: Device, pool: PinnedPool) -> None:
+        compute = device.current_stream()
+        try:
+            self._block: PinnedBlock = pool.allocate(source.numel(), compute)
+        except HostMemoryExhausted:
+            self._block = pool.allocate_pageable(source.numel())
+        self._device = device
+        self._of = TensorWeakRef(grad)
+        self._like = _form(grad)
+        # On compute: in order after what wrote the gradient, and before whatever the step does with it.
+        compute.copy(self._block.buffer, source)
+        self._last: Event = compute.record()
+
+    def restore(self, parameter: nn.Parameter) -> None:
+        """Copy back into the tensor that the gradient was, which a bucket may be made of; where nobody holds it, into one like
+        it."""
+        grad = self._of()
+        if grad is None or _form(grad) != self._like:
+            grad = parameter.grad = None  # what the step made of it makes room
+            shape, stride, dtype, device = self._like
+            grad = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        destination = dense_bytes(grad)
+        assert destination is not None
+        compute = self._device.current_stream()
+        compute.copy(destination, self._block.buffer)
+        self._last = compute.record()
+        parameter.grad = grad
+
+    def release(self) -> None:
+        self._block.release(after=self._last)
+
+
+def _form(t: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+class GradientOnDevice:
+    """A gradient that is more than bytes in a row: sparse, or a wrapper subclass."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, grad: Tensor) -> None:
+        self._copy = grad.detach().clone()
+
+    def restore(self, parameter: nn.Parameter) -> None:
+        parameter.grad = self._copy.clone()  # the step may write to it, and fail again
+
+    def release(self) -> None:
+        """Does nothing: device memory goes with the last reference."""
+
+
+GradientCopy = GradientOnHost | GradientOnDevice
+
+
+def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCopy | None:
+    """Copy of a gradient; None of none. Raises `HostMemoryExhausted`; `torch.OutOfMemoryError` for one that stays on the
+    device."""
+    if grad is None:
+        return None
+    source = dense_bytes(grad)
+    if source is None or not source.numel() or not device.owns(grad):
+        return GradientOnDevice(grad)
+    return GradientOnHost(grad, source, device, pool)
+
+
+class BufferCopies:
+    """Copies of a model's buffers, on the buffers' own device.
+
+    All are copied for every step: batch norm writes its running statistics without moving their version counters, so nothing
+    tells which have changed. They are small; in one call they cost little.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tables: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        """Tables of buffers, one of each module: as it is, and as it was."""
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        """Buffers by id: each with its copy."""
+
+    def take(self) -> None:
+        """Copy what the buffers hold now. Raises `torch.OutOfMemoryError`."""
+        self._tables = [(module._buffers, dict(module._buffers)) for module in self._model.modules()]
+        buffers = {id(b): b for _, table in self._tables for b in table.values() if b is not None}
+        known, self._copies = self._copies, {}
+        again: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            for key, buffer in buffers.items():
+                pair = known.get(key)
+                # Resized or made another kind in place: `clone` takes it as it is.
+                if pair is not None and pair[0] is buffer and _same_kind(pair[1], buffer):
+                    again.append(pair)
+                else:
+                    pair = buffer, buffer.detach().clone()
+                self._copies[key] = pair
+            if again:
+                torch._foreach_copy_([copy for _, copy in again], [buffer for buffer, _ in again])
+
+    def restore(self) -> None:
+        """Put back which tensors the buffers were, and what they held."""
+        for table, as_it_was in self._tables:
+            table.clear()
+            table.update(as_it_was)
+        with torch.no_grad():
+            for buffer, copy in self._copies.values():
+                self._put_back(buffer, copy)
+
+    @staticmethod
+    def _put_back(buffer: Tensor, copy: Tensor) -> None:
+        into, of = dense_bytes(buffer), dense_bytes(copy)
+        if not _same_kind(copy, buffer):
+            buffer.data = copy.clone()  # resized, or converted
+        elif into is not None and of is not None:
+            into.copy_(of)  # past its version counter: a graph from before the step may have saved it
+        elif 0 not in buffer.stride():  # one that repeats its elements can be written by nobody
+            buffer.copy_(copy)
+
+
+def _same_kind(copy: Tensor, buffer: Tensor) -> bool:
+    return (
+        type(copy) is type(buffer)
+        and copy.layout is torch.strided is buffer.layout
+        and (copy.shape, copy.dtype, copy.device) == (buffer.shape, buffer.dtype, buffer.device)
+        and (copy.stride() == buffer.stride() or dense_bytes(buffer) is None)
+    )
+
+
+class StepStart:
+    """What the step that begins now needs to begin again, on the calling thread.
+
+    Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` where there is no memory for the copies, with nothing changed.
+    """
+
+    def __init__(self, model: nn.Module, device: Device, pool: PinnedPool, buffers: BufferCopies) -> None:
+        self._stepped: list[Optimizer] = []
+        self._random = RandomState(device)
+        self._buffers = buffers
+        self._model = model
+        self._parameters = [(parameter, _mark(parameter)) for parameter in model.parameters()]
+        buffers.take()
+        self._gradients: list[tuple[nn.Parameter, GradientCopy | None]] = []
+        try:
+            for parameter, _ in self._parameters:
+                self._gradients.append((parameter, copy_of(parameter.grad, device, pool)))
+        except BaseException:
+            self.release()
+            raise
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note whether an optimizer steps on the model: fused ones write parameters without moving their version counters."""
+        ids = {id(parameter) for parameter, _ in self._parameters}
+
+        def note(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
+                self._stepped.append(optimizer)
+
+        hook = register_optimizer_step_pre_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def obstacle(self, restored: Optimizer | None = None) -> str | None:
+        """Reason why the step may not begin again; None: there is none. `restored`: the optimizer that will be restored first,
+        with all parameters; None: nothing but this is."""
+        now = list(self._model.parameters())
+        if restored is not None:
+            if any(optimizer is not restored for optimizer in self._stepped):
+                return "an optimizer of the model's had begun to step that the session does not know"
+            same = len(now) == len(self._parameters) and all(p is q for p, (q, _) in zip(now, self._parameters, strict=True))
+            return None if same else "a parameter of the model had been replaced by another"
+        if self._stepped:
+            return "its optimizer had begun to step, and a second step would add to the first"
+        if len(now) != len(self._parameters) or any(
+            parameter is not before or _mark(parameter) != mark
+            for parameter, (before, mark) in zip(now, self._parameters, strict=True)
+        ):
+            return "a parameter of the model had changed, and would be changed twice"
+        return None
+
+    def restore(self) -> None:
+        """Restore random states, buffers and gradients. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
+        for parameter, copy in self._gradients:
+            if copy is None:  # first: what the step made of them makes room for the others
+                parameter.grad = None
+        for parameter, copy in self._gradients:
+            if copy is not None:
+                copy.restore(parameter)
+        self._buffers.restore()
+        self._random.restore()
+
+    def release(self) -> None:
+        """Release the copies of gradients: the step will not begin again."""
+        for _, copy in self._gradients:
+            if copy is not None:
+                copy.release()
+        self._gradients = []
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int]:
+    """A value that differs once the parameter was written to, or its data replaced; a write through `.data` changes nothing
+    that tells."""
+    with torch._C.DisableTorchFunction():  # asked of what may be away, and stays so: its storage stays, its memory does not
+        plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+        version = -1 if parameter.is_inference() else parameter._version
+        return version, parameter.untyped_storage()._cdata if plain else 0
+
+
+# --- step retry
+
+_log = logging.getLogger(__name__)
+
+MAX_RETRIES = 3
+"""Times that one step is run again after its first run."""
+
+LEAST_CUT = 0.05
+"""Share of the budget by which it is lowered at least."""
+
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Result(Generic[_R]):
+    """Return value of a step."""
+
+    value: _R
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A run that found no memory, or recomputed other bits, without the exception itself: its frames hold tensors."""
+
+    message: str
+    is_mismatch: bool
+    """True for other bits: what was recomputed wrongly is not recomputed any more, and the budget stays."""
+    asked_bytes: int
+    allocated_bytes: int
+    """Device memory allocated when it failed."""
+    where: str
+    """The traceback, as text."""
+
+
+class Repair(NamedTuple):
+    """Way to put back what a step changes beyond gradients, buffers and random states, taken before it."""
+
+    optimizer: torch.optim.Optimizer
+    """The optimizer whose state and settings are put back, as all parameters are."""
+    restore: Callable[[], None]
+    """Puts it back, as often as it takes. Raises `torch.OutOfMemoryError`."""
+
+
+class StepRunner:
+    """Runs the steps of one session over `model`, and repeats those that run out of memory. Not thread-safe."""
+
+    def __init__(self, executor: Executor, pool: PinnedPool, model: nn.Module, *, hbm_budget_bytes: int) -> None:
+        self.hbm_budget_bytes = self._given_bytes = hbm_budget_bytes
+        """The budget now: lowered by each step that had to run again."""
+        self._executor = executor
+        self._device = executor.device
+        self._pool = pool
+        self._model = model
+        self._buffers = BufferCopies(model)
+
+    @property
+    def lowered_budget_bytes(self) -> int | None:
+        """The budget now, where a step had to run again; else None."""
+        return self.hbm_budget_bytes if self.hbm_budget_bytes < self._given_bytes else None
+
+    def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R], repair: Repair | None = None) -> _R:
+        """Run `fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` or `RecomputeMismatch` after
+        `MAX_RETRIES` more runs."""
+        obstacle = self._obstacle()
+        if obstacle is not None:
+            try:
+                with step():
+                    return fn()
+            except (torch.OutOfMemoryError, RecomputeMismatch) as error:
+                raise _not_retried(error, obstacle) from error
+        start = StepStart(self._model, self._device, self._pool, self._buffers)
+        try:
+            return self._run(start, step, fn, repair)
+        finally:
+            start.release()
+
+    def _run(
+        self,
+        start: StepStart,
+        step: Callable[[], AbstractContextManager[object]],
+        fn: Callable[[], _R],
+        repair: Repair | None,
+    ) -> _R:
+        budgets = [self.hbm_budget_bytes]
+        while True:
+            outcome = self._attempt(start, step, fn, None if repair is None else repair.optimizer)
+            if isinstance(outcome, _Result):
+                return outcome.value
+            gc.collect()  # a cycle may hold what the step had made
+            if repair is not None:
+                repair.restore()
+            start.restore()
+            if len(budgets) > MAX_RETRIES:
+                raise _gave_up(outcome, budgets)
+            if outcome.is_mismatch:
+                self._executor.metrics.totals.steps_run_again += 1
+                _log.warning("chameleon_mm: a step runs again: %s", outcome.message)
+            else:
+                self._tighten(outcome)
+            budgets.append(self.hbm_budget_bytes)
+
+    def _attempt(
+        self,
+        start: StepStart,
+        step: Callable[[], AbstractContextManager[object]],
+        fn: Callable[[], _R],
+        restored: torch.optim.Optimizer | None,
+    ) -> _Result[_R] | _Failure:
+        """Run the step once. Returns its result, or a failure after which it may run again; raises any other."""
+        allocated_bytes = 0
+        try:
+            with start.watching(), step():
+                try:
+                    return _Result(fn())
+                except torch.OutOfMemoryError:
+                    allocated_bytes = self._device.allocated_bytes()  # before any of it goes
+                    raise
+        except (torch.OutOfMemoryError, RecomputeMismatch) as error:
+            obstacle = start.obstacle(restored)
+            if obstacle is not None:
+                raise _not_retried(error, obstacle) from error
+            is_mismatch = isinstance(error, RecomputeMismatch)
+            asked_bytes = 0 if isinstance(error, RecomputeMismatch) else tried_bytes(error)
+            return _Failure(str(error), is_mismatch, asked_bytes, allocated_bytes, traceback.format_exc())
+
+    def _obstacle(self) -> str | None:
+        """Reason why no step may run again here; None: there is none."""
+        if self._device.capturing():
+            return "a graph was captured"
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            return "the other ranks would not, and its collectives would wait for them"
+        return None
+
+    def _tighten(self, failure: _Failure) -> None:
+        before = self.hbm_budget_bytes
+        self.hbm_budget_bytes = tighter(
+            before,
+            allocated=failure.allocated_bytes,
+            asked=failure.asked_bytes,
+            resting=self._device.allocated_bytes(),
+        )
+        self._executor.change_budget(self.hbm_budget_bytes)
+        self._executor.metrics.totals.steps_run_again += 1
+        now, given = format_size(self.hbm_budget_bytes), format_size(before)
+        _log.warning(
+            "chameleon_mm: a step runs again, within %s instead of %s, and so do those after it: %s",
+            now,
+            given,
+            failure.message,
+        )
+
+
+def tighter(budget: int, *, allocated: int, asked: int, resting: int) -> int:
+    """Budget after a step that failed within `budget`, all in bytes.
+
+    `asked` was refused while `allocated` was allocated, so no more than both together can be had, whatever the budget says:
+    from there, room is made for another such request, `LEAST_CUT` at least. Half of what lies above `resting`, which is
+    allocated between steps, stays: a request that never fits must not leave nothing.
+    """
+    reach = min(budget, allocated + asked)
+    return min(budget, max(reach - max(asked, int(LEAST_CUT * reach)), (reach + resting) // 2))
+
+
+def _not_retried(error: torch.OutOfMemoryError | RecomputeMismatch, obstacle: str) -> RuntimeError:
+    return type(error)(f"{error} run_step: the step was not run again, because {obstacle}.")
+
+
+def _gave_up(failure: _Failure, budgets: Sequence[int]) -> RuntimeError:
+    kind = RecomputeMismatch if failure.is_mismatch else torch.OutOfMemoryError
+    error = kind(
+        f"{failure.message} run_step: expected the step to fit, it was run {len(budgets)} times, within budgets of "
+        f"{', '.join(map(format_size, budgets))}; gradients, buffers and random states are as before it; make the batch smaller"
+    )
+    error.add_note(f"Its last run:\n{failure.where}")
+    return error

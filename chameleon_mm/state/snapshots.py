@@ -1,0 +1,322 @@
+"""Snapshots of one session: taken, written on a thread of their own, and restored.
+
+snapshots = Snapshots(executor, model, optimizer)
+snapshot = snapshots.take()           # the latest from now on
+snapshots.restore(None)               # the latest, or one that is given
+snapshots.end()                       # the session's end: it holds none any more
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_mm.device import Device, Event
+from chameleon_mm.errors import check_type, describe
+from chameleon_mm.record.retry import RandomState
+from chameleon_mm.state.checkpoint_folder import check_target
+from chameleon_mm.state.hosted import Home
+from chameleon_mm.state.tensor_copy import Copier, Hosts, TensorCopy
+from chameleon_mm.state.training_copy import ModelCopy, OptimizerCopy, check_model
+from chameleon_mm.swap.executor import Executor
+from chameleon_mm.units import format_size
+
+# --- Write of a snapshot on a thread of its own
+#
+# Why not `torch.distributed.checkpoint.async_save`: before it returns it copies everything once more in host memory, where a
+# snapshot is already; it refuses a process group without a CPU backend; and folders are exchanged only after it.
+
+_log = logging.getLogger(__name__)
+
+
+class SnapshotWrite:
+    """Write of one snapshot to one checkpoint folder. The interpreter does not end before it has."""
+
+    def __init__(
+        self, path: Path, contents: Callable[[], dict[str, Any]], *, turn: threading.Lock, on_end: Callable[[], None]
+    ) -> None:
+        """`contents()`, called on the thread, may wait for the device. `turn`: writes with the same one follow each other."""
+        self.path = path
+        """The folder. It is there, whole and on the disk, once `wait` has returned."""
+        # Here, not on the thread: what it imports registers for the interpreter's end, which may have begun by then.
+        from chameleon_mm.state.checkpoint import write_checkpoint
+
+        self._write = write_checkpoint
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, args=([contents], turn, [on_end]), name="chameleon-snapshot", daemon=False).start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Never waits."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """Wait until the checkpoint is there. Returns its path. Raises what the write raised (`OSError`, as a rule), and
+        `TimeoutError` after `timeout_s` seconds; the write goes on then."""
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(
+                f"the write of {self.path}: expected it to end within {timeout_s} s, it is still going on; wait longer"
+            )
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def _run(
+        self, contents: list[Callable[[], dict[str, Any]]], turn: threading.Lock, on_end: list[Callable[[], None]]
+    ) -> None:
+        """The lists give away what they hold: what is written is nobody's any more when `wait` returns."""
+        try:
+            with turn:
+                self._write(self.path, contents.pop())
+        except BaseException as error:  # noqa: BLE001 - on this thread nobody would see it: `wait` raises it
+            traceback.clear_frames(error.__traceback__)  # which hold views of the blocks
+            self._error = error
+            _log.warning("chameleon_mm: a snapshot was not written to %s: %s", self.path, str(error))
+        finally:
+            try:
+                on_end.pop()()
+            finally:
+                self._ended.set()
+
+    def __repr__(self) -> str:
+        state = "going on" if not self.done else "done" if self._error is None else f"failed: {self._error}"
+        return f"<SnapshotWrite to {self.path}, {state}>"
+
+
+# --- Snapshot of what a step begins with, and how long its host memory lives
+
+
+class Snapshot:
+    """State of training between two steps, in host memory: made by `session.snapshot()`, for `session.restore()`.
+
+    It holds parameters, buffers, gradients that exist, the state and settings of the session's optimizer, and torch's random
+    states. Its memory goes back to the session's pool by `release()`, or when nobody holds it any more.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: ModelCopy,
+        optimizer: OptimizerCopy | None,
+        random: RandomState,
+        last: Event,
+        turn: threading.Lock,
+    ) -> None:
+        self.model, self.optimizer, self.random, self.device = model, optimizer, random, device
+        self._copies: Sequence[TensorCopy] = [*model.copies, *(() if optimizer is None else optimizer.copies)]
+        self._last = last
+        """Event behind all device work on the blocks."""
+        self._turn = turn
+        self._lock = threading.Lock()
+        self._writes = 0
+        self._released = False
+        self.nbytes = sum(copy.nbytes for copy in self._copies)
+        """Bytes of host memory that it holds, or held."""
+
+    @property
+    def released(self) -> bool:
+        """Whether it was released: it can be restored and written no more."""
+        return self._released
+
+    def release(self) -> None:
+        """Give its host memory back: at once, or when the last write that is going on has ended. A second call does nothing."""
+        with self._lock:
+            self._released = True
+            if not self._writes:
+                self._free()
+
+    def write(self, path: str | os.PathLike[str]) -> SnapshotWrite:
+        """Write it to the folder `path`, a checkpoint of `torch.distributed.checkpoint`, on a thread of its own, while training
+        goes on. Returns a handle to wait for it; a session's writes follow one another.
+
+        An earlier checkpoint at `path` is replaced in one step, once everything is on the disk: Note [Checkpoint folder] says
+        what a process that is killed leaves. `dcp.load` and `dcp_to_torch_save` read it: "model" for `model.load_state_dict`,
+        "optimizer" for `optimizer.load_state_dict`, by the parameters' names (None where the session has none), "gradients" by
+        the parameters' names, "not_in_state_dict" (buffers that are not persistent), and "random": "host" for
+        `torch.set_rng_state`, "device" for `torch.cuda.set_rng_state`. Nothing of this package is needed to go on from it.
+
+        Raises `TypeError` for what is no path, `ValueError` for a path that is neither a checkpoint nor free and for a snapshot
+        that was released, and `OSError` where nothing can be written. What goes wrong later is raised by the handle's `wait`.
+        """
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"snapshot.write(): expected the path of a folder, got {describe(path)}; pass a str or a Path")
+        folder = Path(path).absolute()
+        check_target(Path(os.path.realpath(folder)), "snapshot.write()")
+        with self._lock:
+            self.check_live("snapshot.write()")
+            self._writes += 1
+        try:
+            return SnapshotWrite(folder, self.for_checkpoint, turn=self._turn, on_end=self._write_ended)
+        except BaseException:  # no thread was to be had
+            self._write_ended()
+            raise
+
+    def check_live(self, what: str) -> None:
+        """Raise `ValueError` for one that was released."""
+        if self._released:
+            raise ValueError(f"{what}: expected a snapshot that holds its memory, got one that was released; take another")
+
+    # --- what restoring and writing ask
+
+    @property
+    def last(self) -> Event:
+        """Event behind all device work on its memory."""
+        return self._last
+
+    def note_read(self, last: Event) -> None:
+        """Note that the device reads its memory until `last`, which is behind all earlier work on it."""
+        self._last = last
+
+    def for_checkpoint(self) -> dict[str, Any]:
+        """What is written to a checkpoint, once the device is done with the copies. The tensors hold the memory."""
+        self._last.synchronize()  # the copies that fill the blocks -> the host reads them
+        optimizer = None if self.optimizer is None else self.optimizer.for_checkpoint()
+        return {**self.model.for_checkpoint(), "optimizer": optimizer, "random": self.random.tensors()}
+
+    def _write_ended(self) -> None:
+        with self._lock:
+            self._writes -= 1
+            if self._released and not self._writes:
+                self._free()
+
+    def _free(self) -> None:
+        copies, self._copies = self._copies, ()
+        for copy in copies:
+            copy.block.release(after=self._last)  # Note [Host block]
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._free()  # nobody writes it: a write holds it
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of {format_size(self.nbytes)}{', released' if self._released else ''}>"
+
+
+# --- snapshots
+
+
+class HostedParameters(Hosts, Protocol):
+    """Whoever swaps parameters and gradients."""
+
+    def note_gradient(self, p: Tensor) -> None:
+        """Have the gradient of `p`, which is new, leave."""
+
+
+class Snapshots:
+    """Snapshots of one session's model and optimizer. Not thread-safe; it is used between steps."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        parameters: HostedParameters | None = None,
+        leave: Callable[[list[Tensor]], None] | None = None,
+    ) -> None:
+        """`leave(params)`: has the state of `params`, which is new, leave."""
+        self.latest: Snapshot | None = None
+        self._home = Home(executor)
+        pool = self._home.context.pool
+        self._device = pool.device
+        self._counters = executor.metrics.totals
+        self._model, self._optimizer = model, optimizer
+        self._copier = Copier(self._home, pool, parameters)
+        self._parameters, self._leave = parameters, leave
+        self._turn = threading.Lock()
+
+    def take(self) -> Snapshot:
+        """Take a snapshot, in order on the compute stream; the host waits for what it copies itself. Raises
+        `HostMemoryExhausted`, with nothing left behind."""
+        with torch._C.DisableTorchFunction():
+            check_model(self._model, self._parameters)
+        self._home.check_readable("the model for a snapshot", 0)
+        model, optimizer = ModelCopy(), None if self._optimizer is None else OptimizerCopy(self._optimizer, self._model)
+        self._join_streams()
+        random = RandomState(self._device)
+        try:
+            model.take(self._copier, self._model)
+            if optimizer is not None and self._optimizer is not None:
+                optimizer.take(self._copier, self._optimizer)
+        except BaseException:
+            self._release([*model.copies, *(() if optimizer is None else optimizer.copies)])
+            raise
+        last = self._join_streams()
+        snapshot = self.latest = Snapshot(self._device, model, optimizer, random, last, self._turn)
+        self._counters.snapshots += 1
+        self._counters.snapshot_bytes += snapshot.nbytes
+        return snapshot
+
+    def _join_streams(self) -> Event:
+        """Order the streams, so that what any has written is read, and what any writes next comes after that. Returns an event
+        of the compute stream."""
+        with self._home.entered() as compute:
+            self._home.context.streams.join_all(compute)
+            return compute.record()
+
+    def _release(self, copies: list[TensorCopy]) -> None:
+        last = self._join_streams()
+        for copy in copies:
+            copy.block.release(after=last)
+
+    def restore(self, snapshot: Snapshot | None) -> None:
+        """Restore `snapshot`, or the latest. Raises `TypeError` and `ValueError` before anything is changed;
+        `torch.OutOfMemoryError` where what is to be allocated finds no room: free some, and restore again."""
+        snapshot = self._checked(snapshot)
+        self._home.check_readable("the model, for a snapshot to be restored,", snapshot.nbytes)
+        with self._home.entered() as compute:
+            self._home.context.streams.join_all(compute)
+        snapshot.last.synchronize()  # the copies that fill the blocks -> the host, which may read them, and what it queues now
+        try:
+            snapshot.model.restore(self._copier, self._model, self._note_gradient)
+            if snapshot.optimizer is not None and self._optimizer is not None:
+                snapshot.optimizer.restore(self._copier, self._optimizer, self._note_state)
+        finally:
+            snapshot.note_read(self._join_streams())
+        snapshot.random.restore()
+
+    def _checked(self, snapshot: Snapshot | None) -> Snapshot:
+        if snapshot is None:
+            snapshot = self.latest
+        if snapshot is None:
+            raise ValueError(
+                "session.restore(): expected a snapshot, the session has taken none; call session.snapshot() first"
+            )
+        check_type("snapshot", snapshot, Snapshot, "a Snapshot or None", "pass what session.snapshot() returned")
+        snapshot.check_live("session.restore()")
+        if snapshot.device is not self._device:
+            _refuse(f"got one of another device, {snapshot.device.name}")
+        if (difference := snapshot.model.difference(self._model)) is not None:
+            _refuse(difference)
+        if (snapshot.optimizer is None) != (self._optimizer is None):
+            _refuse(f"got one {'without an' if snapshot.optimizer is None else 'with an'} optimizer's state")
+        if snapshot.optimizer is not None and self._optimizer is not None:
+            difference = snapshot.optimizer.difference(self._optimizer, self._model)
+            if difference is not None:
+                _refuse(difference)
+        return snapshot
+
+    def _note_gradient(self, p: Tensor) -> None:
+        if self._parameters is not None:
+            self._parameters.note_gradient(p)
+
+    def _note_state(self, params: list[Tensor]) -> None:
+        if self._leave is not None:
+            self._leave(params)
+
+
+def _refuse(difference: str) -> NoReturn:
+    raise ValueError(
+        f"session.restore(): expected a snapshot of this session's model and optimizer, {difference}; restore what "
+        f"session.snapshot() returned for them"
+    )

@@ -1,0 +1,237 @@
+"""The state that an optimizer keeps for one parameter, some of it in host memory: a dict that brings back what is read.
+
+state = SwappedState(plain, home)
+state.leave()                          # tensors that may leave do: in the dict each is a `HostedTensor` from then on
+state["exp_avg"]                       # on the device, at the latest now; so do get, values, items, copy, pickle
+state.swap_in(compute); state.arrive(compute)
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
+from chameleon_mm.state.hosted import Home, HostedTensor, Where
+from chameleon_mm.swap.executor import Executor
+
+if TYPE_CHECKING:
+    from chameleon_mm.device import Stream
+
+_log = logging.getLogger(__name__)
+
+_MISSING = object()
+
+
+class SwappedState(dict[Any, Any]):
+    """State of one parameter. To whoever reads it, a dict of tensors that never left; pickled and copied as a plain dict."""
+
+    def __init__(self, plain: dict[Any, Any], home: StateHome) -> None:
+        super().__init__(plain)
+        self._home = home
+        self._hosted: dict[Any, HostedTensor] = {}
+        """What left at least once, by key: it has a place on the host."""
+        home.states[id(self)] = self
+
+    # --- what swapping asks
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of the tensors that are not there to be read."""
+        return sum(value.nbytes for value in dict.values(self) if isinstance(value, HostedTensor))
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of all tensors that may leave, wherever they are."""
+        return self.away_bytes + sum(movable_bytes(value, self._home) for value in dict.values(self))
+
+    def end(self) -> int:
+        """Have all of it back for good, and give its host memory back. Returns the bytes for which the device has no memory:
+        they are in ordinary host memory from then on."""
+        with suppress(torch.OutOfMemoryError):
+            self._back()
+        on_host = self.away_bytes
+        for key, value in list(dict.items(self)):
+            if isinstance(value, HostedTensor):
+                dict.__setitem__(self, key, value.on_host())
+        self._hosted.clear()
+        return on_host
+
+    def leave(self) -> None:
+        """Queue the copies out of all tensors that may leave, under the executor's lock. What the host does not take stays."""
+        for key in list(dict.keys(self)):
+            t = dict.pop(self, key)
+            # Others may hold it: what they have would be the state no longer, and freeing it would free nothing.
+            alone = isinstance(t, Tensor) and movable_bytes(t, self._home) and holders(t) <= self._home.least_holders
+            dict.__setitem__(self, key, self._out(key, t) if alone else t)
+            del t
+
+    def swap_in(self, compute: Stream) -> None:
+        """Queue the copies back of all that is away, under the executor's lock. Raises `torch.OutOfMemoryError` and
+        `TransferFailed`."""
+        for value in dict.values(self):
+            if isinstance(value, HostedTensor):
+                value.swap_in(compute)
+                self._home.note_on_device(value)
+
+    def arrive(self, compute: Stream) -> None:
+        """Have all of it on the device, ready for `compute`, under the executor's lock. Raises as `swap_in` does; what came
+        back until then is there."""
+        try:
+            self.swap_in(compute)
+        finally:
+            for key, value in list(dict.items(self)):
+                if isinstance(value, HostedTensor) and value.where is not Where.ON_HOST:
+                    dict.__setitem__(self, key, value.tensor(compute))
+
+    def _out(self, key: Any, t: Tensor) -> HostedTensor | Tensor:
+        """Queue the copy out of `t`. Returns what the dict has of it then: `t` where the host does not take it."""
+        hosted, home = self._hosted.get(key), self._home
+        if hosted is None or not hosted.has(t):
+            hosted = HostedTensor(t, home.context.streams.current(), home.context, home.budget)
+        try:
+            hosted.swap_out()
+        except (HostMemoryExhausted, TransferFailed) as refusal:
+            _log.info("chameleon_mm: optimizer state stays on the device: %s", str(refusal))
+            home.context.metrics.totals.fallbacks += 1
+            return t
+        self._hosted[key] = hosted
+        home.note_leaving(hosted)
+        home.budget.reclaim.add(hosted)
+        return hosted
+
+    # --- what everybody else asks
+
+    def _back(self) -> None:
+        if any(isinstance(value, HostedTensor) for value in dict.values(self)):
+            self._home.bring_back(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(value, HostedTensor):
+            self._home.bring_back(self)
+            value = super().__getitem__(key)
+        return value
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 - this is `get`
+
+    def __iter__(self) -> Iterator[Any]:  # with an `__iter__` of its own no reader in C takes the values as they are
+        return super().__iter__()
+
+    def values(self) -> Any:
+        self._back()
+        return super().values()
+
+    def items(self) -> Any:
+        self._back()
+        return super().items()
+
+    def pop(self, key: Any, default: Any = _MISSING) -> Any:
+        if key in self:
+            self[key]
+            return super().pop(key)
+        if default is _MISSING:
+            raise KeyError(key)
+        return default
+
+    def popitem(self) -> Any:
+        self._back()
+        return super().popitem()
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self.items())
+
+    def __eq__(self, other: object) -> bool:
+        self._back()
+        return super().__eq__(other)
+
+    __hash__ = None
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __repr__(self) -> str:
+        self._back()
+        return super().__repr__()
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        from copy import deepcopy
+
+        return {deepcopy(key, memo): deepcopy(value, memo) for key, value in self.items()}
+
+
+def movable_bytes(value: object, home: StateHome) -> int:
+    """Bytes of a tensor on the device that may leave; 0: it is none, or it is small, or a view."""
+    if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
+        return 0
+    nbytes = value.untyped_storage().nbytes()
+    covers = nbytes == value.numel() * value.element_size()
+    return nbytes if covers and nbytes >= home.min_bytes and home.device.owns(value) else 0
+
+
+def holders(t: Tensor) -> tuple[int, int]:
+    """Numbers of the references to `t`, the caller's and this function's among them, and of what holds its storage."""
+    storage = t.untyped_storage()
+    return sys.getrefcount(t), torch._C._storage_Use_Count(storage._cdata)
+
+
+def least_holders() -> tuple[int, int]:
+    """`holders` of a tensor that the caller alone holds, by one reference. Measured: Pythons differ."""
+    with torch._C._DisableTorchDispatch():
+        alone = torch.empty(1)
+    return holders(alone)
+
+
+# --- Home of the swapped state of one session, and how large a tensor has to be to leave
+
+
+class StateHome(Home):
+    """The home of an optimizer's state."""
+
+    def __init__(self, executor: Executor, *, min_bytes: int) -> None:
+        super().__init__(executor)
+        self.min_bytes = min_bytes
+        self.least_holders = least_holders()
+        self.states: weakref.WeakValueDictionary[int, SwappedState] = weakref.WeakValueDictionary()
+        """All swapped state there is, by id: the optimizer's, and what is left of it in a `state_dict` that somebody holds."""
+        self._came_back: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        """Storages that state came back into, by id."""
+
+    def is_state(self, storage: torch.UntypedStorage) -> bool:
+        """Whether state came back into `storage`, to leave again: it is in no plan."""
+        return self._came_back.get(id(storage)) is storage
+
+    def note_on_device(self, hosted: HostedTensor) -> None:
+        """Note the memory into which `hosted` comes back, if it does."""
+        if (storage := hosted.storage) is not None:
+            self._came_back[id(storage)] = storage
+
+    def note_leaving(self, hosted: HostedTensor) -> None:
+        """Note that `hosted` leaves: a step that is recorded has it until now, as later ones will."""
+        if (storage := hosted.storage) is not None:
+            self.recording.hide(storage)
+
+    def bring_back(self, state: SwappedState) -> None:
+        """Have all of `state` on the device, as somebody reads it. Raises `torch.OutOfMemoryError`, and as `check_readable`."""
+        self.check_readable("optimizer state", state.away_bytes)
+        with self.entered() as compute:
+            state.arrive(compute)

@@ -1,0 +1,260 @@
+"""Copies of tensors on the host, taken and put back wherever each tensor is at that moment: on the device, or away on the host.
+
+    copy = copier.copy(t)              # queued on compute, or done by the host
+    copier.put_back(copy, t)           # in place
+    t = copier.made_from(copy)         # a new one
+    copy.host_tensor()                 # for a checkpoint
+
+Note [Snapshot]: copies between the device and a snapshot run on the compute stream, in order after what wrote the tensor and
+before what writes it next. Anybody may write a parameter between two steps, and nothing would tell: so compute does not go on
+beside such a copy. The host does, and waits for it before it reads the block.
+"""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Iterable
+from math import prod
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from chameleon_mm.device import Stream
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.pool.block import BlockView, PinnedBlock, as_tensor
+from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.state.hosted import Home, Hosted, HostedStorage, HostedTensor
+
+# --- Bytes of a tensor, side by side, as they are to be copied and compared
+
+
+def dense_bytes(t: Tensor) -> Tensor | None:
+    """A flat uint8 tensor over the bytes of `t`, with a version counter of its own.
+
+    None where they are not all there is to it: it has gaps or overlaps, wraps others, is lazily conjugated, is no strided one.
+    """
+    # A parameter's `.grad` and what `register_buffer` takes are plain, or of a subclass that may be anything.
+    if type(t) is not Tensor or not is_plain(t) or not is_dense(t.shape, t.stride()):
+        return None
+    size = t.element_size()
+    with torch.no_grad():
+        flat = torch.empty(0, dtype=torch.uint8, device=t.device)
+        return flat.set_(t.untyped_storage(), t.storage_offset() * size, (t.numel() * size,), (1,))
+
+
+def is_plain(t: Tensor) -> bool:
+    """Whether the elements of `t` are what lies in its storage, by its strides."""
+    if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
+        return False
+    return not (t.is_conj() or t.is_neg())
+
+
+def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
+    """Whether each element has memory of its own, without gaps. So it is where there is none."""
+    shape = tuple(shape)
+    if 0 in shape:
+        return True
+    expected = 1
+    for stride, length in sorted((stride, length) for length, stride in zip(shape, strides, strict=True) if length != 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+# --- tensor copy
+
+
+class Form(NamedTuple):
+    """Shape, strides and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.shape} of {str(self.dtype).removeprefix('torch.')} with strides {self.stride}"
+
+
+def form_of(t: Tensor | HostedTensor) -> Form:
+    """The form of a tensor, which may be away."""
+    if isinstance(t, HostedTensor):
+        shape, stride, dtype, _ = t.form
+        return Form(tuple(shape), tuple(stride), dtype)
+    return Form(tuple(t.shape), tuple(t.stride()), t.dtype)
+
+
+def is_copyable(t: object) -> TypeGuard[Tensor | HostedTensor]:
+    """Whether a tensor is elements in memory, and nothing else, so that a `TensorCopy` can stand for it."""
+    if isinstance(t, HostedTensor):
+        return True
+    return isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and not t.is_meta and is_plain(t)
+
+
+class Hosts(Protocol):
+    """Whoever may have parameters and gradients in host memory."""
+
+    def find(self, t: Tensor) -> HostedStorage | None:
+        """Find the entry of the storage that `t` lies in; None: it never leaves."""
+
+    def use(self, entries: list[HostedStorage], what: str) -> None:
+        """Have `entries` on the device."""
+
+
+class TensorCopy:
+    """Copy of one tensor in host memory."""
+
+    __slots__ = ("block", "device", "form", "nbytes", "stride")
+
+    def __init__(self, form: Form, device: torch.device, block: PinnedBlock) -> None:
+        self.form, self.device, self.block = form, device, block
+        self.nbytes = block.nbytes
+        self.stride = form.stride if is_dense(form.shape, form.stride) else _contiguous(form.shape)
+        """Strides in the block: the tensor's own where it has no gaps."""
+
+    def host_tensor(self) -> Tensor:
+        """The copy as a tensor with a storage of its own over the block's memory. Whatever fills the block must be done, and
+        whoever releases it waits for whoever reads this: saving leaves cycles, so its end tells nothing."""
+        if not self.nbytes:
+            return torch.empty_strided(self.form.shape, self.stride, dtype=self.form.dtype)
+        view = BlockView(self.block, self.block.buffer.data_ptr(), self.nbytes)
+        return as_tensor(view, (self.nbytes // self.form.dtype.itemsize,), self.form.dtype).as_strided(
+            self.form.shape, self.stride
+        )
+
+
+def _contiguous(shape: Iterable[int]) -> tuple[int, ...]:
+    strides, expected = [], 1
+    for length in reversed(tuple(shape)):
+        strides.append(expected)
+        expected *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+class _OddTensor(NamedTuple):
+    """Tensor of another kind, such as a sparse one, or one inside of other values: in ordinary host memory."""
+
+    copy: Tensor
+    device: torch.device
+
+
+def value_to_host(value: Any) -> Any:
+    """Copy of any value, with its tensors in ordinary host memory. The host waits for those."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return _OddTensor(leaf.detach().to("cpu", copy=True), leaf.device)
+        return copying.deepcopy(leaf)
+
+    return tree_map(copied, value)
+
+
+def value_for_checkpoint(value: Any) -> Any:
+    """A value of `value_to_host` as it is written to a checkpoint."""
+    return _map_odd(lambda odd: odd.copy, value)
+
+
+def value_from_host(value: Any, current: Any = None) -> Any:
+    """What `value_to_host` was given, as a new value; in `current`, where that is a tensor like it."""
+    if isinstance(value, _OddTensor) and isinstance(current, Tensor) and _alike(value, current):
+        current.copy_(value.copy)
+        return current
+    return _map_odd(lambda odd: odd.copy.to(odd.device, copy=True), value)
+
+
+def _alike(odd: _OddTensor, t: Tensor) -> bool:
+    kinds = t.device == odd.device and t.layout is odd.copy.layout is torch.strided
+    return kinds and form_of(t) == form_of(odd.copy)
+
+
+def _map_odd(change: Any, value: Any) -> Any:
+    return tree_map(
+        lambda leaf: change(leaf) if isinstance(leaf, _OddTensor) else copying.deepcopy(leaf),
+        value,
+        is_leaf=lambda leaf: isinstance(leaf, _OddTensor),
+    )
+
+
+class Copier:
+    """Copies the tensors of one session to the host and back, one at a time.
+
+    It is used inside of `torch._C.DisableTorchFunction()`, so that nobody who watches torch's functions brings back what they
+    are given, and of `torch.no_grad()`.
+    """
+
+    def __init__(self, home: Home, pool: PinnedPool, hosts: Hosts | None) -> None:
+        self._home, self._pool, self._hosts = home, pool, hosts
+
+    def copy(self, t: Tensor | HostedTensor) -> TensorCopy:
+        """Copy `t`. Raises `HostMemoryExhausted` where there is no host memory of either kind."""
+        form = form_of(t)
+        nbytes = form.dtype.itemsize * prod(form.shape)
+        hosted, start = self._place(t)
+        with self._home.entered() as compute:
+            copy = TensorCopy(form, t.form[3] if isinstance(t, HostedTensor) else t.device, self._allocate(nbytes, compute))
+            if not nbytes:
+                return copy
+            if hosted is not None:
+                hosted.copy_to(copy.block, start, compute)
+                return copy
+            assert isinstance(t, Tensor)
+            source = dense_bytes(t.detach())
+            if source is not None and self._home.device.owns(t):
+                compute.copy(copy.block.buffer, source)
+            else:
+                copy.block.synchronize()  # Note [Host block]: the host may write it itself
+                _typed(copy).copy_(t.detach())
+            return copy
+
+    def put_back(self, copy: TensorCopy, t: Tensor | HostedTensor) -> None:
+        """Write what `copy` holds to `t`, which has its form. The copy must be complete, to the host."""
+        hosted, start = self._place(t)
+        with self._home.entered() as compute:
+            self._put_back(copy, t, hosted, start, compute)
+        if isinstance(t, Tensor) and not t.is_inference():
+            torch.autograd.graph.increment_version(t)  # as any write: a graph that saved it raises eager's error
+
+    def _put_back(self, copy: TensorCopy, t: Tensor | HostedTensor, hosted: Hosted | None, start: int, compute: Stream) -> None:
+        if not copy.nbytes:
+            return
+        if hosted is not None:
+            hosted.copy_from(copy.block, start, compute)
+            return
+        assert isinstance(t, Tensor)
+        destination = dense_bytes(t.detach())
+        if destination is not None and self._home.device.owns(t):
+            compute.copy(destination, copy.block.buffer)
+        elif 0 not in t.stride():  # one that repeats its elements can be written by nobody
+            t.detach().copy_(_typed(copy))
+
+    def made_from(self, copy: TensorCopy) -> Tensor:
+        """A new tensor like the one that was copied. Raises `torch.OutOfMemoryError`."""
+        form, stride = copy.form, copy.stride
+        t = self._home.budget.retry(lambda: torch.empty_strided(form.shape, stride, dtype=form.dtype, device=copy.device))
+        self.put_back(copy, t)
+        return t
+
+    def _place(self, t: Tensor | HostedTensor) -> tuple[Hosted | None, int]:
+        """What may have `t` on the host, and the byte of it at which `t` begins; None: it is where its memory is."""
+        if isinstance(t, HostedTensor):
+            return t, t.start_byte
+        entry = None if self._hosts is None else self._hosts.find(t)
+        if entry is None or self._hosts is None:
+            return None, 0
+        if not is_dense(t.shape, t.stride()):
+            self._hosts.use([entry], "a snapshot")
+            return None, 0
+        return entry, int(t.storage_offset()) * t.element_size()
+
+    def _allocate(self, nbytes: int, compute: Stream) -> PinnedBlock:
+        try:
+            return self._pool.allocate(nbytes, compute)
+        except HostMemoryExhausted:
+            return self._pool.allocate_pageable(nbytes)
+
+
+def _typed(copy: TensorCopy) -> Tensor:
+    """The block as a tensor of the copy's form. It does not hold the block."""
+    return copy.block.buffer.view(copy.form.dtype).as_strided(copy.form.shape, copy.stride)

@@ -1,0 +1,279 @@
+"""Copies of a model and of an optimizer on the host.
+
+copied = OptimizerCopy(optimizer, model)
+copied.take(copier, optimizer)
+copied.difference(optimizer, model) -> text or None
+copied.restore(copier, optimizer, leave)        # `leave(params)`: state of theirs is new, and may leave the device
+
+State is read and written as it lies in its dicts, past what brings it back to the device for its readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_mm.state.hosted import HostedTensor
+from chameleon_mm.state.tensor_copy import (
+    Copier,
+    Form,
+    Hosts,
+    TensorCopy,
+    form_of,
+    is_copyable,
+    value_for_checkpoint,
+    value_from_host,
+    value_to_host,
+)
+
+# --- Copy of a model on the host: parameters, buffers, gradients that exist, and which of them `state_dict` names how
+
+
+def check_model(model: nn.Module, hosts: Hosts | None) -> None:
+    """Raise `ValueError` where a parameter or buffer is more than elements in memory, or has none."""
+    for name, t in _named_tensors(model):
+        if not is_copyable(t):
+            problem = f"{type(t).__name__} ({t.layout}) for {name}"
+        elif not _has_memory(t) and (hosts is None or hosts.find(t) is None):
+            problem = f"{name} without memory, which somebody else frees between uses (FSDP does)"
+        else:
+            continue
+        raise ValueError(
+            f"session.snapshot(): expected parameters and buffers that are plain tensors in memory, got {problem}; save such a "
+            f"model with torch.distributed.checkpoint or its own state_dict"
+        )
+
+
+def _has_memory(t: Tensor) -> bool:
+    """Whether the storage of `t` reaches to the last element."""
+    last = t.storage_offset() + sum((length - 1) * stride for length, stride in zip(t.shape, t.stride(), strict=True))
+    return not t.numel() or t.untyped_storage().nbytes() >= (last + 1) * t.element_size()
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+class ModelCopy:
+    """Copy of one model."""
+
+    def __init__(self) -> None:
+        self.copies: list[TensorCopy] = []
+        self._tensors: dict[str, TensorCopy] = {}
+        """Parameters and buffers, by each name that they have."""
+        self._gradients: dict[str, Any] = {}
+        """Gradients by the first name of their parameters: a copy, or what `value_to_host` made of another kind."""
+        self._layout: dict[str, Any] = {}
+        """What `state_dict` gave: a copy, or what `value_to_host` made of anything else."""
+
+    def take(self, copier: Copier, model: nn.Module) -> None:
+        """Copy `model`. Raises `HostMemoryExhausted`."""
+        layout = model.state_dict(keep_vars=True)  # hooks of the model's run as ever: what they read comes back
+        seen: dict[int, TensorCopy] = {}
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for name, t in _named_tensors(model):
+                if id(t) not in seen:
+                    seen[id(t)] = self._copy(copier, t)
+                self._tensors[name] = seen[id(t)]
+            for name, p in model.named_parameters():
+                gradient = p.grad
+                if gradient is not None:
+                    copied = self._copy(copier, gradient) if is_copyable(gradient) else value_to_host(gradient)
+                    self._gradients[name] = copied
+        with torch.no_grad():  # what hooks made may be views of what is away: whoever watches brings it back
+            for name, value in layout.items():
+                self._layout[name] = seen[id(value)] if id(value) in seen else value_to_host(value)
+
+    def _copy(self, copier: Copier, t: Tensor | HostedTensor) -> TensorCopy:
+        copy = copier.copy(t)
+        self.copies.append(copy)
+        return copy
+
+    def difference(self, model: nn.Module) -> str | None:
+        """Text of the first thing in which the model that was copied differs from `model`; None: it may be restored there."""
+        with torch._C.DisableTorchFunction():
+            here = dict(_named_tensors(model))
+            missing = next((name for name in here if name not in self._tensors), None)
+            if missing is not None:
+                return f"got one without {missing}"
+            for name, copy in self._tensors.items():
+                if name not in here:
+                    return f"got one with {name}, which the model has not"
+                form = form_of(here[name]) if is_copyable(here[name]) else None
+                if form != copy.form or here[name].device != copy.device:
+                    return f"got one whose {name} is {_text(copy.form, copy.device)}, here {_text(form, here[name].device)}"
+        return None
+
+    def restore(self, copier: Copier, model: nn.Module, note_gradient: Callable[[Tensor], None]) -> None:
+        """Write everything back, in place. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for name, p in model.named_parameters():
+                if name not in self._gradients:
+                    p.grad = None  # first: it makes room
+            done: set[int] = set()
+            for name, t in _named_tensors(model):
+                if id(t) not in done:
+                    done.add(id(t))
+                    copier.put_back(self._tensors[name], t)
+            for name, p in model.named_parameters():
+                if name in self._gradients:
+                    self._restore_gradient(copier, p, self._gradients[name])
+                    note_gradient(p)
+
+    @staticmethod
+    def _restore_gradient(copier: Copier, p: nn.Parameter, copied: Any) -> None:
+        gradient = p.grad
+        if not isinstance(copied, TensorCopy):
+            p.grad = None
+            p.grad = value_from_host(copied)
+        elif gradient is not None and is_copyable(gradient) and form_of(gradient) == copied.form:
+            copier.put_back(copied, gradient)
+        else:
+            del gradient
+            p.grad = None  # what was made of it makes room
+            p.grad = copier.made_from(copied)
+
+    def for_checkpoint(self) -> dict[str, Any]:
+        """Entries of a checkpoint: plain tensors that hold the blocks."""
+        tensors = {id(copy): copy.host_tensor() for copy in self.copies}
+        model = {name: _for_checkpoint(value, tensors) for name, value in self._layout.items()}
+        rest = {name: tensors[id(copy)] for name, copy in self._tensors.items() if name not in model}
+        gradients = {name: _for_checkpoint(value, tensors) for name, value in self._gradients.items()}
+        return {"model": model, "not_in_state_dict": rest, "gradients": gradients}
+
+
+def _for_checkpoint(value: Any, tensors: dict[int, Tensor]) -> Any:
+    return tensors[id(value)] if isinstance(value, TensorCopy) else value_for_checkpoint(value)
+
+
+def _text(form: Form | None, device: torch.device) -> str:
+    return f"no plain tensor on {device}" if form is None else f"{form} on {device}"
+
+
+# --- optimizer copy
+
+
+class OptimizerCopy:
+    """Copy of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        self.copies: list[TensorCopy] = []
+        self._kind = type(optimizer).__name__
+        self._params = _params_by_name(optimizer, model)
+        self._groups = [
+            {key: value_to_host(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        self._state: dict[Any, dict[Any, Any]] = {}
+        """By the number of the parameter, counted through the groups, or by the key itself where it is no parameter."""
+
+    def take(self, copier: Copier, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the state. Raises `HostMemoryExhausted`."""
+        numbers = _numbers(optimizer)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for key, state in list(optimizer.state.items()):
+                copied = self._state[_key(key, numbers)] = {}
+                for name, value in list(dict.items(state)):
+                    if isinstance(value, (Tensor, HostedTensor)) and is_copyable(value):
+                        copied[name] = copier.copy(value)
+                        self.copies.append(copied[name])
+                    else:
+                        copied[name] = value_to_host(value)
+
+    def difference(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
+        """Text of the first thing in which the optimizer that was copied differs from `optimizer`, of `model`; None: it may be
+        restored there."""
+        if (kind := type(optimizer).__name__) != self._kind:
+            return f"got one of the optimizer {self._kind}, here {kind}"
+        params = _params_by_name(optimizer, model)
+        if params != self._params:
+            counts = [[len(group) for group in groups] for groups in (self._params, params)]
+            if counts[0] != counts[1]:
+                return f"got one whose optimizer has groups of {counts[0]} parameters, here {counts[1]}"
+            return "got one whose optimizer has the parameters in another order"
+        return None
+
+    def restore(self, copier: Copier, optimizer: torch.optim.Optimizer, leave: Callable[[list[Tensor]], None]) -> None:
+        """Write everything back, in place, remove the state that is newer, and make what is gone. Raises
+        `torch.OutOfMemoryError` where that finds no room."""
+        numbers = _numbers(optimizer)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for group, copied in zip(optimizer.param_groups, self._groups, strict=True):
+                for name in [name for name in group if name != "params" and name not in copied]:
+                    del group[name]
+                for name, value in copied.items():
+                    group[name] = value_from_host(value, group.get(name))
+            for key in list(optimizer.state):
+                if _key(key, numbers) not in self._state:
+                    del optimizer.state[key]
+            keys = {_key(p, numbers): p for group in optimizer.param_groups for p in group["params"]}
+            for number, entry in self._state.items():
+                key = keys.get(number, number)
+                if key not in optimizer.state:
+                    optimizer.state[key] = {}
+                if self._restore_state(copier, optimizer.state[key], entry) and isinstance(key, Tensor):
+                    leave([key])
+
+    @staticmethod
+    def _restore_state(copier: Copier, state: dict[Any, Any], copied: dict[Any, Any]) -> bool:
+        """Restore the state of one parameter. Returns whether a tensor had to be made."""
+        made = False
+        for name in [name for name in dict.keys(state) if name not in copied]:
+            dict.__delitem__(state, name)
+        for name, value in copied.items():
+            current = dict.get(state, name)
+            if not isinstance(value, TensorCopy):
+                dict.__setitem__(state, name, value_from_host(value, current))
+            elif is_copyable(current) and form_of(current) == value.form and _device(current) == value.device:
+                copier.put_back(value, current)
+            else:
+                del current
+                dict.pop(state, name, None)  # makes room
+                dict.__setitem__(state, name, copier.made_from(value))
+                made = True
+        return made
+
+    def for_checkpoint(self) -> dict[str, Any]:
+        """The entry of a checkpoint: plain tensors that hold the blocks.
+
+        It is a `state_dict` with names in place of the numbers of parameters, as torch's `get_optimizer_state_dict` makes: a
+        checkpoint turns keys into text, and `load_state_dict` would find no state of a parameter "0".
+        """
+        names = [name for params in self._params for name in params]
+        names = [f"parameter {number}" if name is None else name for number, name in enumerate(names)]
+        numbered = dict(enumerate(names))
+        state = {
+            numbered.get(key, key): {
+                name: value.host_tensor() if isinstance(value, TensorCopy) else value_for_checkpoint(value)
+                for name, value in entry.items()
+            }
+            for key, entry in self._state.items()
+        }
+        groups, start = [], 0
+        for group, params in zip(self._groups, self._params, strict=True):
+            plain = {name: value_for_checkpoint(value) for name, value in group.items()}
+            groups.append({**plain, "params": names[start : start + len(params)]})
+            start += len(params)
+        return {"state": state, "param_groups": groups}
+
+
+def _params_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str | None]]:
+    """Names in the model of the parameters of each group; None for one of somebody else's."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return {id(p): number for number, p in enumerate(params)}
+
+
+def _key(key: Any, numbers: dict[int, int]) -> Any:
+    return numbers.get(id(key), key) if isinstance(key, Tensor) else key
+
+
+def _device(t: Tensor | HostedTensor) -> torch.device:
+    return t.form[3] if isinstance(t, HostedTensor) else t.device

@@ -1,0 +1,382 @@
+"""Keeps parameters and gradients within their share of device memory: what is used is there, what is used last leaves first.
+
+    window = Window(home, limit_bytes=..., first_guess=keys)
+    entry = window.add(p, key, is_gradient=False)      # on the device, and counted
+    window.use([entry, ...])                           # on the device now, ready for compute; the next ones begin to come back
+    window.send_out([entry, ...])                      # copies out are queued; the memory goes when it is needed
+
+Which leaves is decided by the order of uses in the step before (Belady's rule: the one whose next use is furthest), among those
+whose leaving makes nobody wait where there are such.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Device, Stream
+from chameleon_mm.device.protocols import MemoryReading
+from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
+from chameleon_mm.state.hosted import Home, HostedStorage, Where
+
+# --- Sequence in which a step uses what may be away, learned from the step before: what comes next, and when each is used
+# again
+#
+# The sequence of a step that completed is the guess for the next one. A use that is not where the guess has it moves the place
+# to its next occurrence; one that is nowhere moves nothing. A wrong guess costs time, nothing else.
+
+UNKNOWN = 1 << 30
+"""Distance of what no step is known to use."""
+
+
+class UseSequence:
+    """Keys in order of use. Pure Python, not thread-safe."""
+
+    def __init__(self, first_guess: Iterable[int]) -> None:
+        self._at = 0
+        self._seen: list[int] = []
+        self._in_step = False
+        self._latest: int | None = None
+        self._expect(list(first_guess))
+
+    def begin_step(self) -> None:
+        """Begin a step: what is used from now on is learned."""
+        self._at, self._seen, self._in_step, self._latest = 0, [], True, None
+
+    def end_step(self, *, completed: bool) -> None:
+        """End the step; the next is expected to be as this one if it `completed`."""
+        self._in_step, self._at, self._latest = False, 0, None
+        if completed and self._seen:
+            self._expect(self._seen)
+
+    def note(self, key: int) -> bool:
+        """Note that `key` is used. Returns whether that is another use than the one before."""
+        if key == self._latest:
+            return False
+        self._latest = key
+        if self._in_step:
+            self._seen.append(key)
+            places = self._places.get(key, ())
+            at = bisect_left(places, self._at)
+            if at < len(places):
+                self._at = places[at] + 1
+        return True
+
+    def distance(self, key: int) -> int:
+        """Number of uses from now to that of `key`; `UNKNOWN` where no step is known to use it."""
+        places = self._places.get(key)
+        if not places:
+            return UNKNOWN
+        at = bisect_left(places, self._at)
+        return places[at] - self._at if at < len(places) else len(self._expected) - self._at + places[0]
+
+    def upcoming(self) -> Iterator[int]:
+        """The keys that are used next, each once: those of the rest of this step, then those of the next one."""
+        found: set[int] = set()
+        for key in (*self._expected[self._at :], *self._expected[: self._at]):
+            if key not in found:
+                found.add(key)
+                yield key
+
+    def _expect(self, keys: list[int]) -> None:
+        self._expected = keys
+        places = defaultdict[int, list[int]](list)
+        for place, key in enumerate(keys):
+            places[key].append(place)
+        self._places = dict(places)
+
+
+# --- window
+
+_log = logging.getLogger(__name__)
+
+NEXT_USES = 4
+"""Keys used next that leave only where nothing else can, as they would have to come back at once: a layer's weight and bias,
+and the next one's. Not measured."""
+
+MOST_AHEAD = 32
+"""Keys used next that are looked at for prefetches, so that a use costs the host the same in any model. Not
+measured."""
+
+AHEAD_SHARE = 0.5
+"""Share of the limit that prefetched storages may take before they are used: what is in use has as much. Not measured."""
+
+
+class Window:
+    """Storages that share `limit_bytes` of device memory. Not thread-safe: the executor's lock is held, but for `settle`."""
+
+    def __init__(self, home: Home, *, limit_bytes: int, first_guess: Iterable[int], note_taken: Callable[[int], None]) -> None:
+        """`first_guess`: keys in the order in which the first step will probably use them. `note_taken(nbytes)` is told of all
+        memory that it allocates."""
+        self._home = home
+        self._note_taken = note_taken
+        self.limit_bytes = limit_bytes
+        self._counted_bytes = limit_bytes
+        """Limit that it began with: traces count it, so readings of memory do, whatever the limit is now."""
+        self.sequence = UseSequence(first_guess)
+        self._entries: dict[int, HostedStorage] = {}
+        """Entries by the id of their storage."""
+        self._by_key: dict[int, HostedStorage] = {}
+        self._resident_bytes = 0
+        self._deaths: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
+        self._node: object = None
+        self._of_node: list[HostedStorage] = []
+        """Entries that an operator of autograd's, `_node`, was given: it runs once it has all, and past any watch."""
+
+    # --- what there is
+
+    @property
+    def resident_bytes(self) -> int:
+        self.settle()
+        return self._resident_bytes
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes to count for its storages: the limit that it began with, and what they have beyond their limit."""
+        return self._counted_bytes + max(0, self.resident_bytes - self.limit_bytes)
+
+    def beside_bytes(self, hbm_budget_bytes: int, limit_bytes: int) -> int:
+        """Budget for whoever counts the window as `charged_bytes` does, where its limit is `limit_bytes`."""
+        return hbm_budget_bytes - limit_bytes + self._counted_bytes
+
+    @property
+    def entries(self) -> list[HostedStorage]:
+        """The storages, in the order in which they were added."""
+        self.settle()
+        return list(self._entries.values())
+
+    def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
+        """Find the entry of a storage. Keyed by the object, compared by a weak reference: ids are recycled."""
+        entry = self._entries.get(id(storage))
+        return entry if entry is not None and entry.ref() is storage else None
+
+    def add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
+        """Add the storage of `t`, which is on the device, and which the window does not have."""
+        self.settle()
+        number = id(t.untyped_storage())
+        entry = HostedStorage(
+            t,
+            key,
+            self._home.context.streams.current(),
+            self._home.context,
+            self._home.budget,
+            is_gradient=is_gradient,
+            note_resident=self._note_resident,
+            on_death=lambda ref: self._deaths.append((number, ref)),
+        )
+        self._entries[number] = self._by_key[key] = entry
+        self._resident_bytes += entry.charged_bytes
+        return entry
+
+    def settle(self) -> None:
+        """Forget the storages that have died."""
+        while self._deaths:
+            number, ref = self._deaths.popleft()
+            entry = self._entries.get(number)
+            if entry is not None and entry.ref is ref:
+                self.remove(entry, number)
+
+    def clear(self) -> None:
+        """Forget all entries, and with them their memory on the host: what they were over is where it is now."""
+        self._entries.clear()
+        self._by_key.clear()
+        self.leave_node()
+        self._resident_bytes = 0
+
+    def remove(self, entry: HostedStorage, number: int) -> None:
+        """Forget an entry: what it has on the device is no longer counted."""
+        del self._entries[number]
+        if self._by_key.get(entry.key) is entry:
+            del self._by_key[entry.key]
+        if entry.where is not Where.ON_HOST:
+            self._resident_bytes -= entry.charged_bytes
+
+    def _note_resident(self, nbytes: int) -> None:
+        self._resident_bytes += nbytes
+        self._note_taken(max(0, nbytes))
+
+    # --- use
+
+    def use_by(self, node: object, entry: HostedStorage) -> None:
+        """Have `entry` on the device for the operator of autograd's that runs now, beside what it was given already."""
+        if node is not self._node:
+            self._node, self._of_node = node, []
+        self._of_node.append(entry)
+        self.use(self._of_node)
+
+    def leave_node(self) -> None:
+        """Note that no operator of autograd's runs any more."""
+        self._node, self._of_node = None, []
+
+    def use(self, entries: Sequence[HostedStorage]) -> None:
+        """Have `entries` on the device, ready for compute. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
+        is_new = False
+        for entry in entries:
+            is_new = self.sequence.note(entry.key) or is_new
+        missing = [entry for entry in entries if entry.where is not Where.ON_DEVICE]
+        if not missing and not is_new:
+            return
+        compute = self._home.context.streams.current()
+        if missing:
+            self.make_room(sum(entry.charged_bytes for entry in missing if entry.where is Where.ON_HOST), keep=entries)
+            for entry in missing:
+                entry.swap_in(compute)
+            for entry in missing:
+                entry.arrive(compute)
+        self.prefetch(compute, keep=entries)
+
+    def send_out(self, entries: Iterable[HostedStorage]) -> None:
+        """Queue the copies out of `entries`, as far as the host takes them, where not everything fits. They are on the device
+        until their memory is needed."""
+        if self._fits_whole():
+            return
+        for entry in entries:
+            if entry.where is Where.ON_DEVICE:
+                entry.note_writes()
+                if not entry.host_is_current:
+                    self._swap_out(entry)
+
+    def _fits_whole(self) -> bool:
+        return sum(entry.charged_bytes for entry in self._entries.values()) <= self.limit_bytes
+
+    def make_room(self, nbytes: int, *, keep: Collection[HostedStorage]) -> None:
+        """Free what is used last until `nbytes` more fit, or nothing is left but `keep`."""
+        self.settle()
+        kept = {id(entry) for entry in (*keep, *self._of_node)}
+        near = set(islice(self.sequence.upcoming(), NEXT_USES))
+        while self._resident_bytes + nbytes > self.limit_bytes:
+            self.settle()  # the last one freed may have been the last that somebody held
+            choices = [
+                entry
+                for entry in self._entries.values()
+                if entry.where is not Where.ON_HOST and id(entry) not in kept and not entry.is_refused
+            ]
+            if not choices:
+                return
+            self.free(
+                min(choices, key=lambda entry: (entry.key in near, self._cost(entry), -self.sequence.distance(entry.key)))
+            )
+
+    def _cost(self, entry: HostedStorage) -> int:
+        """Rank of what its leaving costs now: nothing, a wait for a copy that is on its way, a whole copy."""
+        if entry.where is Where.COMING:
+            return 3
+        if entry.where is Where.LEAVING:
+            return 0 if entry.is_copied else 1
+        entry.note_writes()
+        return 0 if entry.host_is_current else 2
+
+    def free(self, entry: HostedStorage) -> None:
+        """Free the device memory of `entry`, behind a copy out where one is needed. What may not be resized stays."""
+        compute = self._home.context.streams.current()
+        entry.arrive(compute)
+        if entry.ref() is None:  # nobody waited for it any more: it went as it arrived
+            return
+        if not entry.is_resizable:  # somebody has its memory, as an array of NumPy's
+            entry.swap_in(compute)
+            entry.is_refused = True
+            return
+        if entry.where is Where.ON_DEVICE:
+            entry.note_writes()
+            self._swap_out(entry)
+        if entry.where is Where.LEAVING:
+            entry.reclaim()
+
+    def _swap_out(self, entry: HostedStorage) -> None:
+        try:
+            entry.swap_out()
+        except (HostMemoryExhausted, TransferFailed) as refusal:
+            entry.is_refused = True
+            self._home.context.metrics.totals.fallbacks += 1
+            _log.warning("chameleon_mm: %s of %d bytes stay on the device: %s", entry.what, entry.nbytes, str(refusal))
+
+    def prefetch(self, compute: Stream, *, keep: Collection[HostedStorage]) -> None:
+        """Queue the copies back of what is used next, into memory that is free or is freed without a wait."""
+        self.settle()
+        ahead_bytes = sum(entry.charged_bytes for entry in self._entries.values() if entry.where is Where.COMING)
+        for key in islice(self.sequence.upcoming(), MOST_AHEAD):
+            entry = self._by_key.get(key)
+            if entry is None or entry.where is not Where.ON_HOST or entry.ref() is None:
+                continue
+            ahead_bytes += entry.charged_bytes
+            if ahead_bytes > self.limit_bytes * AHEAD_SHARE or not self._room_was_made_for(entry, keep):
+                return
+            try:
+                entry.swap_in(compute)
+            except (torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+                return
+
+    def _room_was_made_for(self, wanted: HostedStorage, keep: Collection[HostedStorage]) -> bool:
+        """Free without a wait what is used later than `wanted`, until that fits. Returns whether it does."""
+        until = self.sequence.distance(wanted.key)
+        kept = {id(entry) for entry in (*keep, *self._of_node)}
+        while self._resident_bytes + wanted.charged_bytes > self.limit_bytes:
+            self.settle()  # the last one freed may have been the last that somebody held
+            choices = [
+                (distance, entry)
+                for entry in self._entries.values()
+                if entry.where in (Where.ON_DEVICE, Where.LEAVING)
+                and id(entry) not in kept
+                and not entry.is_refused
+                and (distance := self.sequence.distance(entry.key)) > until
+                and self._cost(entry) == 0
+            ]
+            if not choices:
+                return False
+            self.free(max(choices, key=lambda choice: choice[0])[1])
+        return True
+
+
+# --- Memory of a device as an executor sees it beside a window: what lies in the window counts as all that is set aside for
+# it
+#
+# So what comes and goes in the window is no growth of the model to whoever reads memory, and takes nothing from what is
+# planned.
+
+
+class DeviceBesideWindow:
+    """A device whose readings of memory count a window at its full size. All else is the device's own."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._window: Callable[[], Window | None] = lambda: None
+        self._taken_bytes = 0
+        """Bytes that the window has allocated in all."""
+
+    def set_window(self, window: Callable[[], Window | None]) -> None:
+        """Count a window from now on, for as long as `window()` returns it."""
+        self._window = window
+
+    def note_taken(self, nbytes: int) -> None:
+        """Note memory that the window has allocated."""
+        self._taken_bytes += nbytes
+
+    def allocated_bytes(self) -> int:
+        """Bytes in live tensors, with the window at its full size."""
+        return self._device.allocated_bytes() + self._beside()
+
+    def read_memory(self) -> MemoryReading:
+        """Read memory as `Device.read_memory` does, with the window at its full size, and without what it allocates."""
+        now, unused = self._device.read_memory(), self._beside()
+        return MemoryReading(now.allocated_bytes + unused, now.cumulative_bytes - self._taken_bytes, now.peak_bytes, unused)
+
+    def _beside(self) -> int:
+        window = self._window()
+        return 0 if window is None else window.charged_bytes - window.resident_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+def beside_window(device: Device) -> tuple[Device, DeviceBesideWindow]:
+    """A device beside a window that is set later, as the protocol has it and as what it is."""
+    beside = DeviceBesideWindow(device)
+    return cast(Device, beside), beside

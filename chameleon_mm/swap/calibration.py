@@ -1,0 +1,238 @@
+"""Measures a link and a device: rates of copies, operators that replay to the same bits. What was found is kept.
+
+    rates = calibrate(device)           # GB/s each way alone, and both ways at once
+    keep(device, "link", rates)         # for the next processes: see calibration.py
+
+Everything goes through the device protocol: a simulated device is measured in virtual time, and gives the same each time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Device, Event, Stream
+from chameleon_mm.replayable import DEFAULT, PRODUCTS
+from chameleon_mm.units import MIB
+
+# --- What was measured of a device, kept from one process to the next: a JSON file for each kind, device and driver
+#
+# A simulated device has no file: it is quick to measure again. What cannot be read is passed over with a line in the log.
+
+_log = logging.getLogger(__name__)
+
+FOLDER = Path("~", ".cache", "chameleon_mm")
+
+
+def kept(device: Device, kind: str) -> dict[str, Any] | None:
+    """Values of this kind for this device under this driver and this torch; None where there are none."""
+    if device.simulated:
+        return None
+    try:
+        record = json.loads(cache_file(device, kind).read_text(encoding="utf-8"))
+        return dict(record["values"]) if record["about"] == _about(device) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # RuntimeError: the user has no home
+        _log.warning("chameleon_mm: %s of %s in %s is passed over, as it cannot be read: %s", kind, device.name, FOLDER, error)
+        return None
+
+
+def keep(device: Device, kind: str, values: Mapping[str, Any]) -> bool:
+    """Keep `values`, which JSON can hold. Returns False for a simulated device, and where the disk refuses, which is logged."""
+    if device.simulated:
+        return False
+    try:
+        file = cache_file(device, kind)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # replaced whole: another process never reads a half
+        try:
+            new.write_text(json.dumps({"about": _about(device), "values": values}, indent=2) + "\n", encoding="utf-8")
+            new.replace(file)
+        finally:
+            new.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:
+        _log.info("chameleon_mm: %s of %s cannot be kept in %s: %s", kind, device.name, FOLDER, error)
+        return False
+    return True
+
+
+def cache_file(device: Device, kind: str) -> Path:
+    """Path of the file of that kind for that device and its driver. Raises `RuntimeError` for a user without a home."""
+    name, driver = (re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") for text in (device.name, device.driver))
+    return FOLDER.expanduser() / f"{kind}-{name}-{driver}.json"
+
+
+def _about(device: Device) -> dict[str, str]:
+    """What the values depend on."""
+    return {"device": device.name, "driver": device.driver, "torch": str(torch.__version__)}
+
+
+# --- calibrate
+
+_PIECE_BYTES = 32 * MIB
+_PIECES = 4
+_ROUNDS = 5
+
+Way = tuple[Stream, Tensor, Tensor]
+"""A direction: its stream, destination and source."""
+
+
+def calibrate(device: Device) -> dict[str, float]:
+    """Measure `device`, which should be idle, with 64 MiB of device memory and of pinned memory: medians of five rounds, after
+    one that warms up. Waits for the device. Raises `torch.OutOfMemoryError` and `HostMemoryExhausted`.
+
+    Returns rates in 1e9 bytes a second: `h2d_gbps` and `d2h_gbps`, nothing the other way; `duplex_gbps`, both added up.
+    """
+    compute, d2h, h2d = device.current_stream(), device.new_stream("d2h"), device.new_stream("h2d")
+    with ExitStack() as stack:
+        hosts, hbm = [], []
+        for _ in range(2):
+            hosts.append(device.alloc_pinned(_PIECE_BYTES))
+            stack.callback(device.free_pinned, hosts[-1])
+        for _ in range(2):
+            hbm.append(compute.alloc(_PIECE_BYTES))
+            stack.callback(compute.free, hbm[-1])
+        stack.callback(device.synchronize)  # the first to be called: no copy runs any more as its memory is freed
+        out, back = (d2h, hosts[0], hbm[0]), (h2d, hbm[1], hosts[1])
+        rounds = [[_rate(device, compute, ways) for ways in ([back], [out], [back, out])] for _ in range(1 + _ROUNDS)]
+    return dict(zip(("h2d_gbps", "d2h_gbps", "duplex_gbps"), map(median, zip(*rounds[1:], strict=True)), strict=True))
+
+
+def busy_gbps(marks_us: Sequence[Sequence[float]], piece_bytes: int) -> float:
+    """Rate in GB/s of several streams together while all are busy, from when each began and when each of its pieces was
+    complete."""
+    begin, end = max(marks[0] for marks in marks_us), min(marks[-1] for marks in marks_us)
+    moved = 0.0
+    for marks in marks_us:
+        for left, right in pairwise(marks):
+            shared = max(0.0, min(right, end) - max(left, begin))
+            moved += piece_bytes * shared / (right - left)
+    return moved / ((end - begin) * 1e3)
+
+
+def _rate(device: Device, compute: Stream, ways: Sequence[Way]) -> float:
+    """Rate in GB/s of all `ways` together, for as long as every one of them is busy."""
+    start = compute.record(timed=True)
+    events: list[list[Event]] = [[] for _ in ways]
+    for stream, _, _ in ways:
+        stream.wait(start)  # orders the copies after all earlier work, and their time after `start`
+    for i in range(_PIECES + 1):
+        for (stream, dst, src), recorded in zip(ways, events, strict=True):
+            if i:
+                stream.copy(dst, src)
+            recorded.append(stream.record(timed=True))
+    device.synchronize()
+    return busy_gbps([[event.elapsed_us(start) for event in recorded] for recorded in events], _PIECE_BYTES)
+
+
+# --- Finds out which matrix products and convolutions give the same bits when they run again on one device
+#
+# Each product runs several times on the same numbers, its results in other memory, for sizes of several kernels. What was
+# found is kept for each device, driver and version of torch, in a file beside the calibrations; of a simulated one, whose
+# operators are the CPU's, for the process alone.
+
+_KIND = "replays"
+
+_REPEATS = 3
+
+_SIZES = ((64, 4096, 64), (256, 512, 384), (33, 77, 129), (1, 2048, 512))
+"""Rows, summed length and columns of the products: long sums that a kernel may split, whole tiles, odd sizes, and a vector."""
+
+_known: dict[tuple[str, str], frozenset[str]] = {}
+"""Products that were tried in this process, by device and driver."""
+
+
+def replayable_on(device: Device) -> frozenset[str]:
+    """Base names of the operators that may run again on `device`. Tries the products the first time, in less than a second and
+    16 MiB of device memory; without that memory no product is admitted."""
+    key = device.name, device.driver
+    if key not in _known:
+        products = (kept(device, _KIND) or {}).get("exact_products")
+        if not isinstance(products, list):
+            products = sorted(exact_products(device))
+            keep(device, _KIND, {"exact_products": products})
+        _known[key] = frozenset(map(str, products)) & PRODUCTS
+    return DEFAULT | _known[key]
+
+
+def exact_products(device: Device) -> frozenset[str]:
+    """Base names of the products that gave the same bits each time."""
+    exact = set[str]()
+    try:
+        for names, run in _products(device.torch_device):
+            if all(_is_exact(run, dtype) for dtype in (torch.float32, torch.bfloat16)):
+                exact.update(f"aten::{name}" for name in names)
+    except torch.OutOfMemoryError:
+        _log.info("chameleon_mm: products are not recomputed: there is no memory to try them")
+        return frozenset()
+    return frozenset(exact) & PRODUCTS
+
+
+Run = Callable[[torch.dtype], Iterable[Callable[[], Tensor]]]
+"""Calls of one product, for a dtype, each on inputs of its own."""
+
+
+def _is_exact(run: Run, dtype: torch.dtype) -> bool:
+    try:
+        return all(_gives_the_same(call) for call in run(dtype))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # no kernel for that dtype
+        _log.info("chameleon_mm: a product in %s could not be tried: %s", dtype, str(error))
+        return False
+
+
+def _gives_the_same(call: Callable[[], Tensor]) -> bool:
+    first = call()
+    others = [call() for _ in range(_REPEATS)]  # all of them held, so that each is in other memory
+    return all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in others)
+
+
+def _products(device: torch.device) -> Iterator[tuple[tuple[str, ...], Run]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+
+    def matrices(dtype: torch.dtype, batch: tuple[int, ...] = ()) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for rows, length, columns in _SIZES:
+            yield (
+                numbers(*batch, rows, length, dtype=dtype),
+                numbers(*batch, length, columns, dtype=dtype),
+                numbers(columns, dtype=dtype),
+            )
+
+    def convolutions(dtype: torch.dtype) -> Iterable[Callable[[], Tensor]]:
+        for channels, side in ((3, 33), (32, 16)):
+            x, w = numbers(2, channels, side, side, dtype=dtype), numbers(16, channels, 3, 3, dtype=dtype)
+            yield lambda x=x, w=w: torch.conv2d(x, w, padding=1)  # type: ignore[misc]  # the defaults bind what the loop has
+
+    yield ("mm",), lambda dtype: [lambda a=a, b=b: a @ b for a, b, _ in matrices(dtype)]  # type: ignore[misc]  # as above
+    yield (
+        ("addmm", "addmm_"),
+        lambda dtype: [
+            lambda a=a, b=b, c=c: torch.addmm(c, a, b)  # type: ignore[misc]  # as above
+            for a, b, c in matrices(dtype)
+        ],
+    )
+    yield ("bmm",), lambda dtype: [lambda a=a, b=b: torch.bmm(a, b) for a, b, _ in matrices(dtype, (3,))]  # type: ignore[misc]  # as above
+    yield (
+        ("baddbmm",),
+        lambda dtype: [
+            lambda a=a, b=b, c=c: torch.baddbmm(c, a, b)  # type: ignore[misc]  # as above
+            for a, b, c in matrices(dtype, (3,))
+        ],
+    )
+    yield ("convolution", "cudnn_convolution", "mkldnn_convolution"), convolutions

@@ -1,0 +1,201 @@
+"""Checksums of device memory, each in a slot on the device until the host reads them, many at once.
+
+    slot = checksums.start(buffer)          # enqueued on the current stream; the host waits for nothing
+    checksums.read([slot, other])           # one copy to the host, which waits until the latest of them was taken
+    del slot                                # any thread, at any moment
+
+A page has 512 slots. A kernel adds to a slot, so a page is set to zero before its slots are given out again, when none is held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from chameleon_mm.device import Device, Event, Stream
+from chameleon_mm.errors import HostMemoryExhausted, SwapMismatch
+from chameleon_mm.plan.rewrite import CHECKSUMS_IN_PAGE
+from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.units import CHECKSUM_BYTES
+
+PAGE_SLOTS = CHECKSUMS_IN_PAGE
+
+PAGE_BYTES = PAGE_SLOTS * CHECKSUM_BYTES
+
+
+class _Page:
+    """Slots that share a buffer."""
+
+    __slots__ = ("buffer", "clean", "freed", "stream", "sums", "zeroed")
+
+    def __init__(self, buffer: Tensor, stream: Stream) -> None:
+        self.buffer = buffer
+        self.stream = stream
+        """The stream that allocated it."""
+        self.sums = buffer.split(CHECKSUM_BYTES)
+        self.clean: deque[int] = deque()
+        """Slots that are zero."""
+        self.freed: deque[None] = deque()
+        """One entry for each slot that ended since the page was set to zero."""
+        self.zeroed: tuple[Stream, Event] | None = None
+        """The stream that set it to zero, and an event after that."""
+
+    @property
+    def is_held(self) -> bool:
+        return self.zeroed is not None and len(self.clean) + len(self.freed) < PAGE_SLOTS
+
+    @property
+    def has_room(self) -> bool:
+        """True if a slot is zero, or the whole page may be set to zero."""
+        return bool(self.clean) or self.zeroed is None or len(self.freed) == PAGE_SLOTS
+
+
+class Checksums:
+    """Takes checksums of buffers of one device. Not thread-safe, but for the end of slots: the executor holds its lock."""
+
+    def __init__(self, device: Device, pool: PinnedPool) -> None:
+        """`pool`: lends the host memory that slots are read through."""
+        self._device = device
+        self._pool = pool
+        self._pages: list[_Page] = []
+        self._prepared = 0
+        """Number of pages that stay: the first ones."""
+        self._order: Stream | None = None
+        """Comes after every checksum, and copies pages: a read waits for the latest one, not for compute's later work."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that it takes, of which the first page is allocated at first use."""
+        return PAGE_BYTES * max(1, len(self._pages))
+
+    def prepare(self) -> None:
+        """Allocate the first page now, on the current stream. Raises `torch.OutOfMemoryError`."""
+        if not self._pages:
+            self._add_page()
+        self._prepared = 1
+
+    def start(self, buffer: Tensor) -> ChecksumSlot:
+        """Enqueue the checksum of a flat uint8 tensor on the current stream. Raises `torch.OutOfMemoryError` where another page
+        is needed."""
+        current = self._device.current_stream()
+        page = next((page for page in self._pages if page.has_room), None) or self._add_page()
+        if not page.clean:
+            self._set_to_zero(page, current)
+        assert page.zeroed is not None and self._order is not None
+        if page.zeroed[0] is not current:
+            current.wait(page.zeroed[1])  # the page was set to zero there -> it is added to here
+        slot = page.clean.popleft()
+        try:
+            current.add_checksum(page.sums[slot], buffer)
+        finally:
+            self._order.wait(current.record())  # the checksum -> a copy of its page
+        return ChecksumSlot(page, slot)
+
+    def of(self, buffer: Tensor) -> int:
+        """Checksum of a flat uint8 tensor, ordered after the current stream's work. The host waits for it."""
+        return self.read([self.start(buffer)])[0]
+
+    def read(self, slots: Sequence[ChecksumSlot]) -> list[int]:
+        """Values of these slots. The host waits until they were taken."""
+        pages = list(dict.fromkeys(slot.page for slot in slots))
+        if not pages:
+            return []
+        assert self._order is not None
+        try:
+            block = self._pool.allocate(PAGE_BYTES * len(pages))
+        except HostMemoryExhausted:
+            block = self._pool.allocate_pageable(PAGE_BYTES * len(pages))
+        done: Event | None = None
+        try:
+            block.wait_on(self._order)  # Note [Host block]: the block's last copy may still be running
+            with _disable_current_modes():
+                for host, page in zip(block.buffer.split(PAGE_BYTES), pages, strict=True):
+                    self._order.copy(host, page.buffer)
+                done = self._order.record()
+                done.synchronize()  # the copies -> the host's reading, and all that is launched later
+                numbers = block.buffer.numpy().view(np.int64).copy()
+        finally:
+            block.release(after=done)
+        return [int(numbers[pages.index(slot.page) * PAGE_SLOTS + slot.number]) for slot in slots]
+
+    def release_unused(self) -> None:
+        """Free the pages of which no slot is held, but for one that was prepared."""
+        for page in [page for page in self._pages[self._prepared :] if not page.is_held]:
+            assert self._order is not None
+            page.stream.wait(self._order.record())  # its checksums, and copies of it -> the next owner of its memory
+            page.stream.free(page.buffer)
+            self._pages.remove(page)
+
+    def _add_page(self) -> _Page:
+        if self._order is None:
+            self._order = self._device.new_stream("checksums")
+        with _disable_current_modes(), self._device.compute():
+            stream = self._device.current_stream()
+            page = _Page(stream.alloc(PAGE_BYTES), stream)
+        self._pages.append(page)
+        return page
+
+    def _set_to_zero(self, page: _Page, current: Stream) -> None:
+        assert self._order is not None
+        if page.zeroed is not None:
+            current.wait(self._order.record())  # what its slots were used for on any stream -> zero
+        with _disable_current_modes(), self._device.compute(), torch.no_grad():
+            page.buffer.zero_()
+        page.zeroed = current, current.record()
+        self._order.wait(page.zeroed[1])  # zero -> a copy of the page
+        page.freed.clear()
+        page.clean.extend(range(PAGE_SLOTS))
+
+
+class ChecksumSlot:
+    """A checksum on the device. Its end frees its slot."""
+
+    __slots__ = ("number", "page")
+
+    def __init__(self, page: _Page, number: int) -> None:
+        self.page = page
+        self.number = number
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # the interpreter ends
+            self.page.freed.append(None)
+
+
+# --- Verify mode: compares what goes out with what comes back, by checksum, on the device
+#
+# Costs a pass over the bytes each way and a host sync for every check: for finding out, not for training. A storage of which
+# only some bytes are saved when it is copied is not checked, unless those are gathered: its owner may write the others
+# meanwhile.
+
+
+class StorageChecksum:
+    """The checksum of one saved storage, and a description of the storage for the error."""
+
+    __slots__ = ("_checksums", "_sum", "_what")
+
+    def __init__(self, t: Tensor, step: int, checksums: Checksums) -> None:
+        node = t.grad_fn
+        operator = "an operator outside autograd" if node is None else node.name()
+        self._what = f"{tuple(t.shape)} {t.dtype}, result of {operator}, saved in step {step}"
+        self._checksums = checksums
+        self._sum: ChecksumSlot | None = None
+
+    def close(self, buffer: Tensor) -> None:
+        """Note the checksum of a flat uint8 tensor, on the current stream."""
+        self._sum = self._checksums.start(buffer)
+
+    def check(self, buffer: Tensor) -> None:
+        """Compare with what went out; waits for the device. Raises `SwapMismatch`."""
+        assert self._sum is not None
+        out, back = self._checksums.read([self._sum, self._checksums.start(buffer)])
+        if out != back:
+            raise SwapMismatch(
+                f"a saved tensor came back other than it went out: {self._what}; {buffer.numel()} bytes, checksum expected "
+                f"{out:#x}, got {back:#x}. Somebody wrote to the host copy, a copy was not ordered, or memory is faulty"
+            )

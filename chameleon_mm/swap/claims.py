@@ -1,0 +1,227 @@
+"""Claims on saved storages, and the registry of what is claimed: one record and one copy of the same bytes. Note [Identity].
+
+    found = claims.find(t, saved, ...)            # a live claim whose copy has the bytes of `t`, or which part to claim anew
+    claims.add(claim); claims.forget(saved)
+    registry.add(saved); registry.get(index); registry.remove(saved)      # numbered within the step that saved them
+
+Claims are keyed by the storage object's id, compared by a weak reference: ids are recycled.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Stream
+from chameleon_mm.plan.rule import DefaultRule, SaveFacts
+from chameleon_mm.swap.gathered_part import Part
+from chameleon_mm.swap.handles import SavedBytes
+from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.slot import LastSave
+
+if TYPE_CHECKING:
+    from chameleon_mm.swap.packed_group import PackedGroup
+
+
+class Claim:
+    """The object that all handles of one saved storage share: its end is the end of the storage's life. Note [Life].
+
+    It has no `__del__` itself: while one runs, a weak reference still leads to the object and brings it back, and a thread that
+    saves the same storage at that moment would share a claim that is being retired. So a part of it has one, which ends when
+    no reference leads here any more.
+    """
+
+    __slots__ = ("__weakref__", "_end", "saved")
+
+    def __init__(self, saved: SavedStorage, retire: Callable[[SavedStorage], None]) -> None:
+        self.saved = saved
+        end = self._end = _End()
+        end.saved, end.retire = saved, retire
+
+
+class _End:
+    """Retires a storage when its claim is gone.
+
+    `__del__` rather than `weakref.finalize`: a claim is made per saved storage in the hot path, and `finalize` keeps a
+    registry for interpreter exit, where nothing is to be done. No `__init__` either: that would be one more call there.
+    Idempotent, because `SavedStorage.retire` is.
+    """
+
+    __slots__ = ("retire", "saved")
+
+    saved: SavedStorage
+    retire: Callable[[SavedStorage], None]
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.retire(self.saved)
+
+
+class Found(NamedTuple):
+    """Result of `Claims.find`: the claim that a saved tensor shares, or what a new claim is to cover."""
+
+    claim: Claim | None
+    """The live claim that it shares; None: a new one is to be made."""
+    part: Part | None
+    """Part of the storage that the claim covers; None: all of it."""
+    extends_copy: bool = False
+    """Whether the copy has not begun yet and now also waits for the operator that saves these bytes."""
+    begins_again: bool = False
+    """Whether the copy lacks these bytes, and so has to begin anew."""
+
+
+class Claims:
+    """The live claims, by storage and part. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self) -> None:
+        self.by_storage: dict[Hashable, weakref.ref[Claim]] = {}
+        """By the storage's id; those on parts by id and part. Others only read it."""
+        self._parts: dict[int, list[Part]] = {}
+        """Parts of each storage claimed on their own, by the storage's id: one that recurs costs a gather, nothing else."""
+        self._last_saves: dict[int, LastSave] = {}
+
+    def find(self, t: Tensor, saved: SavedBytes, facts: SaveFacts, rule: DefaultRule, compute: Stream, *, whole: bool) -> Found:
+        """Find the claim that `t`, saved now as `saved`, shares, or the part of its storage that a new one is to cover.
+
+        A part where `t` covers little of a storage that was not saved whole, and where a copy of all of it began too early to
+        have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
+        """
+        storage = t.untyped_storage()
+        whole_found = self.find_whole(t, saved, compute)
+        on_all = whole_found.claim
+        if on_all is not None and not whole_found.begins_again:
+            return whole_found
+        copied_too_early = on_all is not None and not whole and facts.covered_bytes is not None
+        if not copied_too_early and not rule.gathers(facts, views=0, view_bytes=0):
+            return whole_found
+        part = Part.of(t)
+        on_part = None if part is None else self._on(storage, part)
+        if on_part is not None and (shared := _shared(on_part, t, saved, compute)) is not None:
+            return shared
+        others = self._parts.get(id(storage), ())
+        if not copied_too_early and not rule.gathers(
+            facts, views=len(others), view_bytes=sum(other.nbytes for other in others)
+        ):
+            part = None
+        if part is None:
+            return whole_found
+        return Found(None, part)
+
+    def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
+        """The claim on all of the storage of `t` that is to have its bytes as `saved`; there is one at most."""
+        on_all = self._on(t.untyped_storage(), None)
+        shared = None if on_all is None else _shared(on_all, t, saved, compute)
+        return shared or Found(on_all, None, begins_again=on_all is not None)
+
+    def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
+        """The live claim on all of `storage`, or on `part` of it, that was made last."""
+        ref = self.by_storage.get(_key(id(storage), part))
+        claim = None if ref is None else ref()
+        return claim if claim is not None and claim.saved.slot.is_record_of(storage) else None
+
+    def add(self, claim: Claim) -> None:
+        """Add a new claim. It shares the record of the latest save with the other claims on its storage."""
+        slot, part = claim.saved.slot, claim.saved.part
+        last = self._last_saves.get(slot.key)
+        if last is not None and last.storage() is slot.storage:
+            slot.last_save = last
+        else:
+            self._last_saves[slot.key] = slot.last_save
+        slot.last_save.num_claims += 1
+        self.by_storage[slot.key if part is None else (slot.key, part)] = weakref.ref(claim)
+        if part is not None:
+            self._parts.setdefault(slot.key, []).append(part)
+
+    def move(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
+        """Have the saved tensors of `saved`, whose own storage is empty, lie in `storage`, which has their bytes."""
+        slot = saved.slot
+        ref = self.by_storage.get(slot.key)
+        claim = None if ref is None else ref()
+        before = slot.last_save
+        self.forget(saved)
+        if claim is not None and claim.saved is saved:
+            del self.by_storage[slot.key]
+        slot.move_to(storage)
+        last = slot.last_save = LastSave()
+        last.storage, last.epoch, last.hook, last.num_claims, last.emptied = slot.first, before.epoch, before.hook, 0, True
+        if claim is not None and claim.saved is saved:
+            self.add(claim)
+
+    def forget(self, saved: SavedStorage) -> None:
+        """Remove a claim whose last handle is gone."""
+        slot, part = saved.slot, saved.part
+        key = _key(slot.key, part)
+        claim = self.by_storage.get(key)
+        if claim is not None and claim() is None:
+            del self.by_storage[key]
+        slot.last_save.num_claims -= 1
+        if not slot.last_save.num_claims and self._last_saves.get(slot.key) is slot.last_save:
+            del self._last_saves[slot.key]
+        if part is None:
+            return
+        parts = self._parts[slot.key]
+        parts.remove(part)
+        if not parts:
+            del self._parts[slot.key]
+
+
+def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Found | None:
+    """Result with this claim if its copy has the bytes of `t`, or will have them; else None."""
+    record = claim.saved
+    if record.slot.includes(saved, same_bytes=record.part is not None):
+        return Found(claim, record.part)
+    return Found(claim, record.part, extends_copy=True) if record.try_include(saved, t, compute) else None
+
+
+def _key(storage_id: int, part: Part | None) -> Hashable:
+    return storage_id if part is None else (storage_id, part)
+
+
+class StorageRegistry:
+    """The saved storages that are claimed, by step and number. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """Number of the current step: that of what is saved from now on."""
+        self.next_index = 0
+        """Number of the next save in this step."""
+        self.of_epoch = 0
+        """Number of claimed storages that this step saved."""
+        self.packed_groups: set[PackedGroup] = set()
+        self._storages: dict[tuple[int, int], SavedStorage] = {}
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def add(self, saved: SavedStorage) -> None:
+        """Add `saved`, which was made with this step's next index."""
+        self._storages[saved.epoch, saved.index] = saved
+        self.next_index += 1
+        self.of_epoch += 1
+
+    def get(self, index: int) -> SavedStorage | None:
+        """The storage of that number in this step; None if it is gone."""
+        return self._storages.get((self.epoch, index))
+
+    def remove(self, saved: SavedStorage) -> None:
+        self._storages.pop((saved.epoch, saved.index), None)
+        self.of_epoch -= saved.epoch == self.epoch
+
+    def all(self) -> list[SavedStorage]:
+        """All claimed storages, and the packed groups: whatever holds device memory."""
+        return [*self._storages.values(), *(group.packed for group in self.packed_groups)]
+
+    def release_group(self, group: PackedGroup | None) -> None:
+        """Retire a packed group that no member needs any more."""
+        if group is not None and not group.members_left:
+            self.packed_groups.discard(group)
+            group.packed.retire()
+
+    def begin_epoch(self) -> None:
+        self.epoch += 1
+        self.next_index = self.of_epoch = 0

@@ -1,0 +1,172 @@
+"""Tells which saved tensors must not move, and why.
+
+    facts_of(t) -> SaveFacts(nbytes, covered_bytes, kind)     kind: "" for a plain activation, else the reason to keep it
+
+Note [Parameters]: a parameter, or a view of one, passes by reference: its storage may be freed and refilled under us (FSDP2
+resizes it to nothing), and it lives on the device anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from chameleon_mm.device import Device
+from chameleon_mm.plan.rule import SaveFacts
+from chameleon_mm.swap.handles import Handle, KeptTensor, WrapperHandle
+
+_log = logging.getLogger(__name__)
+
+_MOST_VIEWS = 8
+"""Operators between a parameter and a view of what it wraps, at most."""
+
+
+class ProtectedStorages:
+    """Storages that stay on the device whatever we do: a model's parameters and buffers, and what outlived its saves."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self.refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """By the storage's id: what is not in here is not protected."""
+        for t in tensors:
+            self.add(t.untyped_storage())
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, refs = id(storage), self.refs
+
+        def died(ref: weakref.ref[torch.UntypedStorage]) -> None:
+            if refs.get(key) is ref:
+                del refs[key]
+
+        self.refs[key] = weakref.ref(storage, died)
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        ref = self.refs.get(id(storage))
+        return ref is not None and ref() is storage
+
+
+def reason_to_stay(t: Tensor, protected: ProtectedStorages, min_bytes: int) -> str | None:
+    """Return why `t` stays on the device, or None where `facts_of` has to tell. The reasons are those of `facts_of` and the
+    default rule, but that a small one is small whatever device and layout it has."""
+    kind, base = type(t), t._base
+    if kind is Parameter:
+        return "parameter"
+    if kind is not Tensor:
+        return None
+    if base is not None and type(base) is not Tensor:
+        return "parameter" if isinstance(base, Parameter) else None
+    if t.requires_grad and t.is_leaf:
+        return "leaf"
+    try:
+        storage = t.untyped_storage()
+    except RuntimeError:  # a sparse tensor, or one of a functorch transform: it has no storage
+        return None
+    nbytes = storage.nbytes()
+    if id(storage) in protected.refs and storage in protected:
+        return "persistent"
+    if nbytes >= min_bytes:
+        return None
+    return "small" if nbytes else "empty"
+
+
+def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
+    """Facts about `t` for the default rule. Whatever cannot be rebuilt exactly gets a kind that the rule never moves."""
+    kind, base = type(t), t._base
+    # Asking for the class first: a parameter's own check of instances is written in Python.
+    if (kind is not Tensor and isinstance(t, Parameter)) or (
+        base is not None and type(base) is not Tensor and isinstance(base, Parameter)
+    ):
+        return SaveFacts(nbytes=0, kind="parameter")
+    if kind is not Tensor:
+        return SaveFacts(nbytes=0, kind="leaf" if t.is_leaf and t.requires_grad else "subclass")
+    if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
+        return SaveFacts(nbytes=0, kind="layout")
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return SaveFacts(nbytes=0, kind="functorch")
+    # Tensors without memory: those that legacy vmap batches (torch.autograd.functional with vectorize=True), and zeros that are
+    # written nowhere, as where a dual tensor of forward-mode differentiation has no tangent.
+    if not torch._C._has_storage(t) or t._is_zerotensor():
+        return SaveFacts(nbytes=0, kind="no_storage")
+    if not device.owns(t):
+        return SaveFacts(nbytes=0, kind="other_device")
+    # A view is as its base is. That of a leaf frees nothing, and may be FSDP2's to free: a parameter's local part;
+    # that of an activation may be a leaf by itself where a custom function's forward made it, as the local part of a `DTensor`.
+    holder = t if base is None else base
+    if holder.requires_grad and holder.is_leaf:
+        return SaveFacts(nbytes=0, kind="leaf")
+    if t.requires_grad and not holder.requires_grad and is_part_of_parameter(t):
+        return SaveFacts(nbytes=0, kind="parameter")
+    storage = t.untyped_storage()
+    if id(storage) in protected.refs and storage in protected:
+        return SaveFacts(nbytes=storage.nbytes(), kind="persistent")
+    nbytes = storage.nbytes()
+    if nbytes and not storage.resizable():
+        return SaveFacts(nbytes=nbytes, kind="borrowed")  # memory that torch did not allocate for it: it cannot go alone
+    covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
+    return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
+
+
+def is_part_of_parameter(t: Tensor) -> bool:
+    """Whether `t`, a view that a custom function made, lies in what a parameter of a wrapper class wraps, as `to_local()` of a
+    `DTensor` does: FSDP2 frees that memory and fills it again."""
+    node, storage = t.grad_fn, t.untyped_storage()
+    for _ in range(_MOST_VIEWS):
+        before = () if node is None else node.next_functions
+        if len(before) != 1:
+            return False
+        node = before[0][0]
+        leaf = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        if leaf is not None:
+            parts = unwrapped(leaf) if isinstance(leaf, Parameter) else None
+            inner = () if parts is None else parts[0].values()
+            return any(isinstance(part, Tensor) and part.untyped_storage()._cdata == storage._cdata for part in inner)
+    return False
+
+
+def covered_bytes(t: Tensor) -> int:
+    """Bytes of the elements of `t`; what a dimension of stride 0 repeats counts once, elements that overlap count each."""
+    elements = t.numel()
+    if elements > 1 and 0 in (strides := t.stride()):
+        elements = prod(size for size, stride in zip(t.shape, strides, strict=True) if stride)
+    return elements * t.element_size()
+
+
+def unwrapped(t: Tensor) -> tuple[dict[str, Any], Any] | None:
+    """Inner tensors of a wrapper subclass, and the context to wrap them again; None if it cannot be unwrapped.
+
+    Most of it are tensors; a DTensor also names its mesh.
+    """
+    wrapper: Any = t  # the stub's protocol class cannot be a Tensor for mypy
+    if not is_traceable_wrapper_subclass(wrapper):
+        return None
+    try:
+        if (wait := getattr(wrapper, "trigger_wait", None)) is not None:
+            wait()  # for a collective's result, as the operator that saves it is about to: copied before, it would be another
+        names, context = wrapper.__tensor_flatten__()
+        inner = {name: getattr(wrapper, name) for name in names}
+    except Exception as error:  # noqa: BLE001 - anybody's code; a hook that raises breaks the graph, keeping the tensor not
+        _log.warning("chameleon_mm: %s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
+        return None
+    return inner, context
+
+
+def save_parts(t: Tensor, save: Callable[[Tensor], Handle]) -> WrapperHandle | None:
+    """Save each tensor that the wrapper `t` wraps by `save`; None if it cannot be unwrapped or nothing of it would move."""
+    unwrapped_parts = unwrapped(t)
+    if unwrapped_parts is None:
+        return None
+    inner, context = unwrapped_parts
+    # A jagged tensor's symbolic size is known by the identity of its offsets, so all but its values stays as it is.
+    stays = set(inner) - {"_values"} if t.is_nested else set()
+    parts = {name: save(part) for name, part in inner.items() if isinstance(part, Tensor) and name not in stays}
+    if all(isinstance(part, KeptTensor) for part in parts.values()):
+        return None
+    rest = {name: part for name, part in inner.items() if name not in parts}
+    return WrapperHandle(t, parts, rest, context)

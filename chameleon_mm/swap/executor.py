@@ -1,0 +1,610 @@
+"""Runs autograd's two hooks: swaps out after the saving op is over, reclaims under pressure, prefetches, restores at a use.
+
+    save(t):   advance(); keep it | claim its storage -> SwappedView      # its copy out is queued at a later hook
+    use(h):    advance(); check the version; take, wait for or swap in the storage; prefetch the next ones
+    advance(): queue copies of saves whose op is over; hand over pieces; reclaim what is copied; keep within the budget
+
+Correctness never depends on an order, a rule or a budget: a use restores its storage from wherever it is.
+Note [No plan, no harm].
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from chameleon_mm.device import Device, Stream
+from chameleon_mm.device.uncompiled import uncompiled
+from chameleon_mm.plan.rule import DefaultRule, Limits, SaveFacts, UseOrder
+from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.record.call_notes import AnyWatch
+from chameleon_mm.record.calls import Value
+from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
+from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.swap.budget import Budget
+from chameleon_mm.swap.calling_thread import ComputeStreams, ThisProcess, let_go_at_exit
+from chameleon_mm.swap.checksums import Checksums
+from chameleon_mm.swap.claims import Claim, Claims, Found, StorageRegistry
+from chameleon_mm.swap.classify import ProtectedStorages, facts_of, reason_to_stay, save_parts
+from chameleon_mm.swap.copy_queue import Thresholds, Transfer
+from chameleon_mm.swap.director import Director
+from chameleon_mm.swap.gathered_part import Part
+from chameleon_mm.swap.handles import (
+    NO_HOOK,
+    Handle,
+    KeptTensor,
+    SavedBytes,
+    SwappedView,
+    WrapperHandle,
+    used_in_capture,
+    used_in_child,
+)
+from chameleon_mm.swap.hook_counts import HookCounts
+from chameleon_mm.swap.hook_lock import Ended, HookLock, weak_before_write, weak_reliance_ended, weak_settle
+from chameleon_mm.swap.host_copy import State, SwapContext
+from chameleon_mm.swap.metrics import Metrics, StepKind
+from chameleon_mm.swap.packed_group import Staging
+from chameleon_mm.swap.recipe import Reliance
+from chameleon_mm.swap.recipe_runner import Comparisons, RecipeRunner
+from chameleon_mm.swap.reclaim import Lending
+from chameleon_mm.swap.recomputing import Recomputing
+from chameleon_mm.swap.recording import Recording
+from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.step_loop import StepLoop
+from chameleon_mm.swap.swap_ins import Rescue, SwapIns
+from chameleon_mm.swap.swap_outs import SwapOuts
+
+# --- Parts of an executor, made and put together: what swaps out and in, what recomputes, and the budget over them
+
+
+class Parts(NamedTuple):
+    """Parts of one executor."""
+
+    context: SwapContext
+    order: UseOrder
+    registry: StorageRegistry
+    claims: Claims
+    budget: Budget
+    outs: SwapOuts
+    ins: SwapIns
+    recipe_runner: RecipeRunner
+    recomputing: Recomputing
+    rescue: Rescue
+
+
+def assemble(
+    device: Device,
+    pool: PinnedPool,
+    executor: weakref.ref[Executor],
+    recording: Recording,
+    rule: DefaultRule,
+    limits: Limits,
+    thresholds: Thresholds,
+    *,
+    verify: bool,
+) -> Parts:
+    """Parts of `executor`, which none of them keeps alive, for `device`."""
+    streams = ComputeStreams(device)
+    streams.current()
+    transfer = Transfer(device)
+    checksums = Checksums(device, pool)
+    metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
+    order, registry, claims = UseOrder(), StorageRegistry(), Claims()
+    context = SwapContext(pool, transfer, metrics, streams, checksums if verify else None)
+    # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
+    weak_outs: weakref.ref[SwapOuts]
+    budget = Budget(
+        device,
+        limits,
+        order,
+        metrics,
+        storages=registry.all,
+        swap_outs=lambda: weak_outs(),  # noqa: PLW0108 - it is there only later
+    )
+    if (hook := device.allocator_hook()) is not None:
+        # A recorder counts who holds a storage, and what operators allocate: what the allocator does would be theirs.
+        budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
+    staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
+    outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds)
+    weak_outs = weakref.ref(outs)
+    recipe_runner = RecipeRunner(device, context, claims, budget, Comparisons(checksums, metrics.totals))
+    ins = SwapIns(context, registry, budget, staging, order, recipe_runner)
+    recomputing = Recomputing(device, streams, metrics, recipe_runner, partial(weak_reliance_ended, executor))
+    return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, budget, streams))
+
+
+# --- Retires what autograd has let go of: storages whose last handle is gone, and sources that it does not rely on any more
+
+
+class Retiring:
+    """Retires for one executor. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, parts: Parts, recording: Recording, protected: ProtectedStorages) -> None:
+        self._registry, self._claims, self._rescue = parts.registry, parts.claims, parts.rescue
+        self._recording = recording
+        self._protected = protected
+
+    def run(self, ended: deque[Ended]) -> list[BaseException]:
+        """Retire all of `ended`. Returns the errors that this met."""
+        errors: list[BaseException] = []
+        while ended:
+            one = ended.popleft()
+            try:
+                if isinstance(one, Reliance):
+                    self._rescue.let_go(one)
+                else:
+                    self._retire(one)
+            except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
+                errors.append(error)
+        return errors
+
+    def _retire(self, saved: SavedStorage) -> None:
+        # Its bytes never left: what outlives its saves is a buffer or an input, which moving frees nothing of.
+        storage = saved.slot.first if saved.part is None and not saved.slot.came_back else None
+        try:
+            self._registry.remove(saved)
+            self._claims.forget(saved)
+            group = saved.form.group
+            saved.retire()
+            self._recording.retired(saved.slot.traced)
+            self._registry.release_group(group)
+        finally:
+            still_held = None if storage is None or saved.state is not State.RETIRED else storage()
+            if still_held is not None:
+                self._protected.add(still_held)
+
+
+# --- executor
+
+LONGEST_UNNAMED_STEP = 16_384
+"""Storages that may be saved outside of any step before a new one begins, as a graph may be kept for ever."""
+
+
+class Executor:
+    """Swaps the saved tensors of one device. Thread-safe: autograd may use on one thread what another saved."""
+
+    def __init__(
+        self,
+        device: Device,
+        pool: PinnedPool,
+        *,
+        rule: DefaultRule,
+        limits: Limits,
+        protected: ProtectedStorages,
+        thresholds: Thresholds | None = None,
+        verify: bool = False,
+    ) -> None:
+        self.rule = rule
+        self._least_bytes = max(1, rule.min_bytes)  # of what moves: not asked of the rule at every hook
+        self.protected = protected
+        self.thresholds = thresholds = thresholds or Thresholds()
+        self.recording = recording = Recording()
+        self.parts = parts = assemble(device, pool, weakref.ref(self), recording, rule, limits, thresholds, verify=verify)
+        self._retiring = Retiring(parts, recording, protected)
+        self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
+        self.checksums = parts.context.checksums
+        self.recomputing = parts.recomputing
+        self._comparisons = parts.recipe_runner.comparisons
+        self._streams, self._order = parts.context.streams, parts.order
+        self._registry, self._claims = parts.registry, parts.claims
+        self._outs, self._ins = parts.outs, parts.ins
+        self.director = Director()
+        self.hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
+        self._pid = self.hook_lock.pid
+        let_go_at_exit(device.torch_device)
+        self.hook_counts = HookCounts()
+        self.loop = StepLoop(self)
+        self._in_step = False
+        self._saved_any = self._used_any = False
+
+    def save(self, t: Tensor) -> Handle:
+        """on_save: returns the handle that autograd holds instead of `t`. A tensor that is not understood stays as it is."""
+        if self.recording.is_over:
+            return self._save(t, is_hook=True)
+        with self.recording.paused():
+            handle = self._save(t, is_hook=True)
+        self.recording.leave_if_needed()
+        return handle
+
+    def use(self, handle: Handle) -> Tensor:
+        """on_use: returns the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
+        if self.recording.is_over:
+            return self._use(handle, is_hook=True)
+        with self.recording.paused():
+            t = self._use(handle, is_hook=True)
+        self.recording.leave_if_needed()
+        return t
+
+    def _save(self, t: Tensor, *, is_hook: bool) -> Handle:
+        """`is_hook`: called by autograd itself; False: for a part of what one saves, to which finished saves are left."""
+        if ThisProcess.pid != self._pid:
+            return KeptTensor(t)
+        capturing = self.device.capturing()
+        if capturing or (num_modes() and tracer_is_on()):  # the device is asked for nothing
+            with self.hook_lock.lock:
+                return self._keep(t, "capturing" if capturing else "tracing")
+        facts = facts_of(t, self.device, self.protected)
+        handle = save_parts(t, lambda part: self._save(part, is_hook=False)) if facts.kind == "subclass" else None
+        return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
+
+    def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
+        self.loop.leave()  # the director knows nothing of the loop's hooks
+        moves = not facts.kind and facts.nbytes >= self._least_bytes
+        reason = None if moves else self.rule.reason_to_keep(facts)
+        saved_bytes = SavedBytes(t) if handle is None and reason is None else None
+        claim = None if saved_bytes is None else self._find_or_make_claim(t, saved_bytes, facts)
+        finished, hook = self._outs.finished() if is_hook and self._outs.fresh else (), NO_HOOK
+        if is_hook:
+            at_hook = handle.claim if isinstance(handle, WrapperHandle) else claim
+            hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)
+        watch = self.recording.watch
+        if watch is not None:
+            self.recomputing.hold_born(self._claim_to_hold, self.director.note_held)
+        prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
+        if prefetches:
+            self._ins.prefetch_planned(prefetches, self._streams.current())
+        if watch is not None and is_hook:
+            watch.at_hook(hook + 1)
+        if claim is not None and saved_bytes is not None:
+            handle = SwappedView(claim, saved_bytes)
+        elif handle is None:
+            handle = self._keep(t, reason or facts.kind)
+        handle.saved_at = (self._registry.epoch, hook)
+        if not self.recording.is_over:
+            self.recomputing.note_saved(t, handle)
+        elif is_hook:
+            self._enter_loop()
+        return handle
+
+    def _use(self, handle: Handle, *, is_hook: bool) -> Tensor:
+        handle.check_version()
+        if isinstance(handle, SwappedView):
+            return self._use_view(handle, is_hook=is_hook)
+        if isinstance(handle, KeptTensor) and (on := handle.relied) and on.dependents and self.hook_lock.may_ask_device():
+            self.hook_lock.run(self.parts.rescue.hand_out, on, handle, None)
+        if is_hook and not (isinstance(handle, WrapperHandle) and handle.claim is not None):
+            self._use_unmoved(handle)
+        if isinstance(handle, KeptTensor):
+            return handle.tensor
+        return handle.rebuild(lambda part, at_hook: self._use(part, is_hook=is_hook and at_hook))
+
+    def _use_view(self, handle: SwappedView, *, is_hook: bool) -> Tensor:
+        saved = handle.claim.saved
+        if ThisProcess.pid != self._pid:
+            raise used_in_child(saved.nbytes, self._pid)
+        if self.device.capturing():
+            raise used_in_capture(saved.nbytes)
+        # Under a tracer what is real comes back real: the copies are no part of what it traces.
+        with _disable_current_modes() if tracer_is_on() else nullcontext():
+            if saved.relied is not None and saved.relied.dependents:
+                self.hook_lock.run(self.parts.rescue.hand_out, saved.relied, handle, saved)
+            t = self.hook_lock.run(self._use_locked, handle, saved, is_hook)
+            if self._comparisons.pending:
+                self._comparisons.at_the_end(partial(weak_settle, weakref.ref(self)))
+            return t
+
+    def settle(self, task: int | None = None) -> None:
+        """Compare what was recomputed in that backward, or in any (None). Waits for the device. Raises `RecomputeMismatch`."""
+        if self._comparisons.pending and (errors := self.hook_lock.run(self._comparisons.settle, task)):
+            raise errors.pop()  # a frame that held it would be in a cycle with its traceback
+
+    def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
+        self.loop.leave()
+        director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
+        for waiting in self.recomputing.stop_waiting() if self.recomputing.waiting else ():
+            self._outs.swap_out(waiting, alone=True)
+        if is_hook:
+            director.on_use(handle.saved_at, saved, finished)
+        prefetches = self._advance(finished, check_memory=True, at_hook=is_hook)
+        compute = self._streams.current()
+        if prefetches and saved.form.recipe is not None:
+            self._ins.fetch_for_recomputation(saved, prefetches, compute)
+            prefetches = ()
+        if saved.proof is not None:
+            self.recomputing.prove(saved, self._ins.restore)
+        storage = self._ins.restore(saved, compute)
+        self.count_use(handle, saved)
+        if is_hook:
+            director.note_restored(saved, storage)
+        if prefetches:
+            self._ins.prefetch_planned(prefetches, compute)
+        if saved.number is None or not self.budget.forecast.follows_plan:
+            self._ins.prefetch_after(saved, compute)
+        if is_hook:
+            self._enter_loop()
+        bytes_of = handle.saved
+        if storage is saved.slot.storage and saved.gathered is None:
+            return bytes_of.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
+        return bytes_of.over(storage)
+
+    def _use_unmoved(self, handle: Handle) -> None:
+        """Do what else is due at the hook of a use whose tensor never moved."""
+        if self.director.plans and ThisProcess.pid == self._pid and not self.device.capturing() and not tracer_is_on():
+            self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
+
+    def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:
+        self.loop.leave()
+        finished = self._outs.finished() if self._outs.fresh else ()
+        self.director.on_use(saved_at, None, finished)
+        if prefetches := self._advance(finished, check_memory=False):
+            self._ins.prefetch_planned(prefetches, self._streams.current())
+        self._enter_loop()
+
+    def _keep(self, t: Tensor, reason: str) -> KeptTensor:
+        self.metrics.totals.kept_by_reason[reason] += 1
+        return KeptTensor(t, by_reference=reason == "parameter")
+
+    def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
+        """Reclaim what is on its way out, else a storage of about `nbytes` that is not `busy`, as an operator found no memory.
+        Returns whether anything went. Not to be called inside of a hook."""
+        return self.hook_lock.run(self.budget.reclaim_some, nbytes, busy)
+
+    # --- steps
+
+    def change_budget(self, hbm_bytes: int | None = None, host_bytes: int | None = None, *, must_fit: bool = False) -> None:
+        """Set other budgets from the next step on, as for the director; the pool's limit is set after it. Not in a step."""
+        with self.hook_lock.entered():
+            hbm_bytes = self.budget.hbm_budget_bytes if hbm_bytes is None else hbm_bytes
+            self.director.change_budget(hbm_bytes, host_bytes, must_fit=must_fit)
+            self.budget.change_budget(hbm_bytes)
+
+    @uncompiled
+    def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
+        """Begin a step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.
+        `pack_hook`: what autograd is to call for what it saves in the step, where that is known."""
+        self.hook_counts.begin_step(pack_hook)
+        self._in_step = True
+        if self.hook_lock.may_ask_device():
+            self.recording.begin(*self.hook_lock.run(self._begin_step, timed))
+
+    def _begin_step(self, timed: bool) -> tuple[Recorder | None, AnyWatch | None]:
+        if self.checksums is not None:
+            self.checksums.prepare()  # before anything of the step is counted
+        self.loop.forget()
+        self._registry.begin_epoch()
+        if self.director.plans:
+            self.budget.begin_step()
+        compute = self.device.current_stream()
+        self.metrics.begin_step(compute, timed=timed)
+        if self._comparisons.begin_step():
+            self.director.replan()
+        recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
+        watches = recorder is None and self.director.may_recompute
+        before_write = partial(weak_before_write, weakref.ref(self)) if watches else None
+        return recorder, self.recomputing.begin(self.director, before_write)
+
+    @uncompiled
+    def end_step(self, *, completed: bool) -> StepKind | None:
+        """End a step: reclaim what is on its way out, and learn from it if it `completed`. Returns its kind; None: unknown."""
+        recorder = self.recording.end()
+        self.hook_counts.end_step(completed=completed)
+        self.metrics.totals.oom_retries += 0 if recorder is None else recorder.oom_retries
+        if not self.hook_lock.may_ask_device():
+            self._in_step = False
+            return None
+        return self.hook_lock.run(self._end_step, recorder, completed)
+
+    def _enter_loop(self) -> None:
+        """Have the loop run the next hooks, where they are those of a program."""
+        director = self.director
+        if director.way is not None and not self.loop.follows and director.may_loop() and self.recording.is_over:
+            self.loop.follow(director.way, director)
+
+    def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
+        self.loop.leave()
+        if self._saved_any or self._used_any or self._outs.have_work:
+            self._advance(self._outs.finished(), check_memory=False)
+            self.budget.reclaim_pending()
+            self._outs.let_go_of_held()
+            self._outs.forget_small()
+        self.recomputing.end()
+        self.parts.context.pool.take_back()
+        self._in_step = False
+        growth_bytes, compute = self._learn(completed=completed), self.device.current_stream()
+        kind = self.director.end_step(recorder, compute, growth_bytes, completed=completed)
+        self.metrics.end_step(kind, compute)
+        return kind
+
+    def leave_recorders(self) -> None:
+        """Leave the recorder of a step that has not ended, and those that autograd has put back after they were left."""
+        self.recording.leave_all()
+
+    def raise_late_error(self) -> None:
+        """Raise an error that came up in a finaliser, where nobody could be told, and was not raised since."""
+        self.hook_lock.raise_oldest()
+
+    # --- what autograd lets go of
+
+    def on_claim_end(self, saved: SavedStorage) -> None:
+        """Retire a storage whose last handle died, now or soon. A claim keeps the executor alive by this."""
+        self.hook_lock.has_ended(saved)
+
+    def _retire(self, ended: deque[Ended]) -> list[BaseException]:
+        """Retire all storages of `ended`. Returns the errors that this met."""
+        any_ended = bool(ended)
+        with self.recording.paused():  # autograd lets go of a handle outside of hooks, too: after the operator that used it
+            errors = self._retiring.run(ended)
+            if any_ended and not self._registry.of_epoch:
+                self.budget.reclaim_pending()
+                if not self._in_step and (self._saved_any or self._used_any):
+                    self._end_unnamed_step()
+        return errors
+
+    def _end_unnamed_step(self) -> None:
+        """End a step that nobody named: outside of `begin_step` and `end_step`, one is over when nothing that was saved in it
+        is claimed."""
+        self.hook_counts.end_unnamed_step()
+        self._registry.begin_epoch()
+        self._learn(completed=self._used_any)
+
+    def _learn(self, *, completed: bool) -> int:
+        """Learn from the step if it `completed`. Returns the bytes that the model allocated since memory was last checked."""
+        self._saved_any = self._used_any = False
+        self._order.end_step(completed=completed)
+        return self.budget.end_step(completed=completed)
+
+    # --- what happens at every hook
+
+    def _advance(
+        self, finished: Sequence[SavedStorage], *, check_memory: bool, at_hook: bool = False
+    ) -> Sequence[SavedStorage]:
+        """Do what is due at every hook. Returns what is to be swapped in after the hook's own storage.
+
+        `finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own.
+        """
+        director, outs, lending = self.director, self._outs, self.budget.lending
+        way, rows = director.way, director.due()
+        for saved in self.recomputing.drop_all(()) if self.recomputing.waiting else ():
+            outs.swap_out(saved, alone=True)  # the plan has no room for packing
+        if lending is not None:
+            lending.settle()
+        outs.let_go_of_held()
+        if way is not None and (rows or way.late):
+            self.loop.carry_out(way, [op for row in rows for op in row.ops])
+        for saved in finished:
+            if saved.number is None:
+                outs.swap_out(saved)
+        outs.hand_over(lending)
+        if check_memory or any(row.is_checked for row in rows):
+            director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
+        return [way.storages[i] for row in rows for i in row.ins if i in way.storages] if way is not None else ()
+
+    def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
+        """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
+        compute = self._streams.current()
+        if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # as a rule
+            return self._new_claim(t, saved_bytes, compute)
+        # A recorded step has one tensor for each storage: what is saved of it later is no part of its own.
+        found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
+        claim = found.claim
+        if claim is None:
+            return self._new_claim(t, saved_bytes, compute, found.part)
+        self._include(found, saved_bytes, compute)
+        claim.saved.add_view(saved_bytes)
+        return claim
+
+    def _include(self, found: Found, saved_bytes: SavedBytes, compute: Stream) -> None:
+        """Have the copy of a claim that was found include these bytes."""
+        assert found.claim is not None
+        saved = found.claim.saved
+        if found.begins_again:
+            self._outs.begin_again(saved, saved_bytes, compute)
+        if (found.extends_copy or found.begins_again) and saved.state is State.ON_DEVICE:
+            self._outs.add(saved)
+
+    def _claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
+        """The claim on all of the storage of `t`, which recipes need, and whether it was made for that."""
+        saved_bytes, compute = SavedBytes(t), self._streams.current()
+        found = self._claims.find_whole(t, saved_bytes, compute)
+        if found.claim is None:
+            claim = self._new_claim(t, saved_bytes, compute)
+            claim.saved.is_held_for_recipes = True
+            claim.saved.uses.forget_handle()
+            return claim, True
+        self._include(found, saved_bytes, compute)
+        found.claim.saved.add_alias(saved_bytes)
+        return found.claim, False
+
+    def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
+        claim = self.new_claim(t, saved_bytes, compute, part)
+        self._outs.add(claim.saved)
+        return claim
+
+    def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
+        """A claim on the storage of `t`, or on that part of it. The caller knows when the operator that saves it is over."""
+        if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
+            self._end_unnamed_step()
+        epoch, index = self._registry.epoch, self._registry.next_index
+        saved = SavedStorage(t, saved_bytes, compute, self.parts.context, epoch=epoch, index=index)
+        saved.part = part
+        self._registry.add(saved)
+        self._saved_any = True
+        claim = Claim(saved, self.on_claim_end)
+        self._claims.add(claim)
+        return claim
+
+    def before_write(self, value: Value) -> None:
+        """Recompute what is made from `value`, as an operator is about to overwrite it. Not to be called inside of a hook."""
+        with self.recording.paused():
+            self.hook_lock.run(self.parts.rescue.run, value.relied_on())
+
+    def count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
+        """Count a use of `handle`, of the storage `saved`."""
+        if saved.epoch == self._registry.epoch:
+            self._used_any = True
+            self._order.used(saved.index)
+        handle.swap_in_number = saved.uses.count(handle.swap_in_number)
+        if saved.state is State.RESTORED and saved.uses.left <= 0 and not self.budget.forecast.follows_plan:
+            saved.drop_used()  # a moment before autograd would; a plan counts on that moment, as the trace has it
+
+
+# --- Autograd's two hooks: the loop, a short way for what stays where nobody plans, the executor's for all else
+#
+# The short way is for a session without plans, as `save_on_cpu` is: most saved tensors of most models stay there, and nothing
+# is noted of them. The reasons are those of `facts_of`, but that a small one is small whatever device and layout it has.
+# Whatever is not as simple goes the executor's way: a recorded or watched step, a tracer, a forked child; a finished operator,
+# a queued copy or an ended claim that has something due.
+
+_Save = Callable[[Tensor], Handle]
+_Use = Callable[[Handle], Tensor]
+
+
+def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
+    """The two hooks of an executor, whose director is set. Dynamo compiles neither, nor what they call."""
+    return uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
+
+
+def _save_hook(executor: Executor) -> _Save:
+    parts, hook_lock, plans, loop = executor.parts, executor.hook_lock, executor.director.plans, executor.loop
+    counts, recording, totals, executor_save = executor.hook_counts, executor.recording, executor.metrics.totals, executor.save
+    pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.rule.min_bytes
+    outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
+    held, (queued_out, queued_in) = parts.context.held, parts.context.transfer.queued
+    run, capturing = hook_lock.run, executor.device.capturing
+
+    def save(t: Tensor) -> Handle:
+        counts.saves += 1
+        if not recording.is_over or (num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
+            return executor_save(t)
+        if plans:
+            handle = run(loop.save, t) if loop.follows and not (ended and capturing()) else None
+            return executor_save(t) if handle is None else handle
+        reason = reason_to_stay(t, protected, min_bytes)
+        if reason is None:
+            return executor_save(t)
+        with lock:
+            if not (outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors):
+                totals.kept_by_reason[reason] += 1
+                return KeptTensor(t, by_reference=reason == "parameter")
+        return executor_save(t)
+
+    return save
+
+
+def _use_hook(executor: Executor) -> _Use:
+    hook_lock, plans, loop, executor_use = executor.hook_lock, executor.director.plans, executor.loop, executor.use
+    counts, recording, pid, ended = executor.hook_counts, executor.recording, ThisProcess.pid, hook_lock.ended
+    run, capturing = hook_lock.run, executor.device.capturing
+
+    def use(handle: Handle) -> Tensor:
+        counts.uses += 1
+        if not recording.is_over:
+            return executor_use(handle)
+        if loop.follows and not (num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
+            handle.check_version()
+            used = None if ended and capturing() else run(loop.use, handle)
+            if used is not None:
+                return used
+        elif not plans and type(handle) is KeptTensor and (t := handle.tensor)._version == handle.expected:
+            return t
+        return executor_use(handle)
+
+    return use

@@ -1,0 +1,140 @@
+"""Counts of hooks, inside of steps and between them: they tell whether a session is used as it is meant.
+
+counts.saves += 1; counts.uses += 1              # at every hook of autograd's
+counts.begin_step(session's own hook); counts.end_step(completed=...)
+misuse(counts, thread="MainThread")              # -> "session.step() was never called: ..."
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from chameleon_mm.record.dispatch_state import saved_tensor_hooks_on_top
+
+_log = logging.getLogger(__name__)
+
+UNNAMED_STEPS = 16
+"""Backward passes before the first step, after which it is said that none began: gradients may be accumulated over some."""
+
+
+class HookCounts:
+    """Hooks and steps since the executor began.
+
+    Hooks may run on any thread at once, and an increment may then be lost: of hooks only "none" and "some" is to be read here.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Completed steps; the counts below are of these."""
+        self.steps_without_saves = 0
+        self.steps_without_uses = 0
+        """Steps in which it saved something, and used none of it until they ended."""
+        self.steps_without_gradients = 0
+        """Steps without saves that began with gradients off."""
+        self.steps_under_others = 0
+        """Steps without saves that began with other hooks on top of the session's."""
+        self.saves_between = 0
+        """Saves outside of steps."""
+        self.uses_between = 0
+        self.saves = self.uses = 0
+        """Hooks since the last step began or ended; hooks count them here."""
+        self.expects_steps = False
+        """Whether somebody is to begin steps, and is told where nobody does."""
+        self.was_told = False
+        self._any_begun = False
+        self._unnamed_steps = 0
+        self._in_step: tuple[bool, bool] | None = None
+        """Whether gradients are on, and the session's hooks on top, in the step that runs; None outside of steps."""
+
+    def begin_step(self, pack_hook: object) -> None:
+        """A step begins, on this thread. `pack_hook`: what autograd is to call for what it saves; None: not known."""
+        self.count_between_steps()
+        self._any_begun = True
+        top = saved_tensor_hooks_on_top()
+        on_top = pack_hook is None or top is None or top[0] is pack_hook
+        self._in_step = torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), on_top
+
+    def end_step(self, *, completed: bool) -> None:
+        if completed and self._in_step is not None:
+            gradients, on_top = self._in_step
+            self.steps += 1
+            if not self.saves:
+                self.steps_without_saves += 1
+                self.steps_without_gradients += not gradients
+                self.steps_under_others += not on_top
+            elif not self.uses:
+                self.steps_without_uses += 1
+        self.saves = self.uses = 0
+        self._in_step = None
+
+    def end_unnamed_step(self) -> None:
+        """Count a step that nobody began, as its last saved tensor was let go of; say so once, where all steps are such."""
+        self._unnamed_steps += 1
+        if self._unnamed_steps == UNNAMED_STEPS and self.expects_steps and not self._any_begun:
+            self.was_told = True
+            _log.warning("chameleon_mm: %s", NEVER_CALLED)
+
+    def count_between_steps(self) -> None:
+        """Add hooks since the last step to the counts between steps; in a step there is nothing to add."""
+        if self._in_step is None:
+            self.saves_between += self.saves
+            self.uses_between += self.uses
+            self.saves = self.uses = 0
+
+
+_STEP = "`with session.step():`"
+
+NEVER_CALLED = (
+    f"session.step() was never called: everything was swapped by the default rule, with no plan and nothing timed; put each "
+    f"optimizer step, forward and backward, inside {_STEP}"
+)
+
+
+def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str) -> str | None:
+    """Sentence that says what is wrong with how the session is used, and what to do; None where nothing is.
+
+    `closed`: its `with` block is over. `thread`: the name of the one that entered it.
+    """
+    counts.count_between_steps()
+    if not steps_begun:
+        return _without_steps(counts, closed=closed, thread=thread)
+    if counts.steps and counts.steps_without_saves == counts.steps:
+        return _without_saves(counts, thread=thread)
+    if counts.steps_without_uses and counts.uses_between:
+        return (
+            f"in {counts.steps_without_uses} of {counts.steps} steps the forward ran inside of the step and the backward "
+            f"outside, where no plan reaches; put forward and backward of an optimizer step inside the same {_STEP}"
+        )
+    return None
+
+
+def _without_steps(counts: HookCounts, *, closed: bool, thread: str) -> str | None:
+    if counts.saves_between:
+        return NEVER_CALLED
+    if not closed:
+        return None
+    return (
+        f"session.step() was never called, and autograd saved nothing on the thread that entered the session ({thread}), so "
+        f"nothing could be swapped; run the training loop on that thread inside `with session:`, each optimizer step inside "
+        f"{_STEP}"
+    )
+
+
+def _without_saves(counts: HookCounts, *, thread: str) -> str:
+    """Reason why none of the steps saved anything, as far as it is known."""
+    said = f"no hook of this session ran in any of its {counts.steps} steps, so nothing could be swapped: "
+    if counts.saves_between:
+        return f"{said}the forward ran between the steps; put forward and backward of each optimizer step inside {_STEP}"
+    if counts.steps_without_gradients == counts.steps:
+        return f"{said}gradients were off as each step began; train outside of torch.no_grad() and torch.inference_mode()"
+    if counts.steps_under_others == counts.steps:
+        return (
+            f"{said}other saved-tensor hooks were entered after the session's, and only the innermost are called; enter the "
+            f"session inside of them"
+        )
+    return (
+        f"{said}autograd saved nothing on the thread that entered it ({thread}); run the forward on that thread, or enter the "
+        f"session on the forward's; with gradients on; and not all of it inside other saved-tensor hooks or a checkpoint"
+    )

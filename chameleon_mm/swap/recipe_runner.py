@@ -1,0 +1,329 @@
+"""Recomputes dropped storages, at their first use: those first from which they are made, each from its recipe.
+
+    runner.recompute(saved, compute, restore)    # ON_HOST -> ON_DEVICE, its bytes on `compute`; RESTORED with several streams
+
+What a recipe needs is brought back like any storage that is used; what else one of its calls makes is kept for its own use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from chameleon_mm.device import Device, Stream
+from chameleon_mm.errors import ChameleonError, RecomputeMismatch
+from chameleon_mm.swap.budget import Budget
+from chameleon_mm.swap.calling_thread import annotation
+from chameleon_mm.swap.checksums import Checksums, ChecksumSlot
+from chameleon_mm.swap.claims import Claims
+from chameleon_mm.swap.forms import Original
+from chameleon_mm.swap.handles import flat_bytes
+from chameleon_mm.swap.host_copy import State, SwapContext
+from chameleon_mm.swap.metrics import Totals
+from chameleon_mm.swap.recipe import Proof, Recipe, Recomputed, Refusal
+from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.units import allocated_size
+
+# --- Compares what recipes made with the originals: rule 3 of Note [Relied on], `swap/recipe.py`
+#
+# No kernel waits for the host: it reads checksums once at the end of each backward, after the last of them was taken.
+
+_log = logging.getLogger(__name__)
+
+
+class _Pair(NamedTuple):
+    original: Original
+    recomputed: ChecksumSlot
+    task: int
+    """Number of the backward in which it was made; -1: in none."""
+    is_proof: bool
+    """True if the original was used, and not what was recomputed."""
+
+
+class Comparisons:
+    """Comparisons of one executor. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, checksums: Checksums, totals: Totals) -> None:
+        self._checksums = checksums
+        self._totals = totals
+        self.pending: list[_Pair] = []
+        """Pairs that the host has not compared. Others only read it."""
+        self._failed = False
+        self._ends: set[int] = set()
+        """Backwards, by autograd's number of each, at whose end the pairs are compared."""
+
+    def begin(self, buffer: Tensor) -> ChecksumSlot:
+        """Take the checksum of an original, a flat uint8 tensor, on the current stream. Raises `torch.OutOfMemoryError`."""
+        return self._checksums.start(buffer)
+
+    def add(self, original: Original, buffer: Tensor, *, is_proof: bool = False) -> None:
+        """Take the checksum of what was made in place of an original, on the current stream, and note the pair."""
+        self.pending.append(_Pair(original, self._checksums.start(buffer), torch._C._current_graph_task_id(), is_proof))
+
+    def settle(self, task: int | None) -> list[RecomputeMismatch]:
+        """Compare the pairs of that backward, and those of none; all pairs for None. The host waits until the latest checksum
+        was taken. All recipes that made other bits are banned. Returns the error of the first of them whose result was used."""
+        pairs: list[_Pair] = []
+        others: list[_Pair] = []
+        for pair in self.pending:
+            (pairs if task is None or pair.task in (task, -1) else others).append(pair)
+        self.pending = others
+        self._ends.discard(-1 if task is None else task)
+        numbers = self._checksums.read([slot for pair in pairs for slot in (pair.original.checksum, pair.recomputed)])
+        errors: list[RecomputeMismatch] = []
+        for pair, before, after in zip(pairs, numbers[::2], numbers[1::2], strict=True):
+            original = pair.original
+            self._totals.proofs += pair.is_proof
+            if before == after:
+                if pair.is_proof:
+                    original.note_proven()
+                continue
+            self._failed = True
+            original.ban()
+            _log.info("chameleon_mm: not recomputed any more, as its recipe made other bits: %s", original)
+            if not pair.is_proof and not errors:
+                errors.append(_mismatch(original, before, after))
+        return errors
+
+    def at_the_end(self, settle: Callable[[int], None]) -> None:
+        """Have `settle` called with the number of the backward that runs on this thread, before that returns; outside of one,
+        now. Not under the lock.
+
+        It is called behind the callbacks of others, such as DDP's: an error of one leaves those behind it out.
+        """
+        task: int = torch._C._current_graph_task_id()
+        if task < 0:
+            settle(task)
+        elif task not in self._ends:
+            self._ends.add(task)
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(partial(settle, task)))
+
+    def end_step(self) -> None:
+        """Free the device memory of checksums that are not held: a later step may follow a plan without any."""
+        if not self.pending:
+            self._checksums.release_unused()
+
+    def begin_step(self) -> bool:
+        """Forget the pairs of a step that failed. Returns whether a recipe was banned since the last step began."""
+        failed, self._failed, self.pending = self._failed, False, []
+        self._ends.clear()
+        return failed
+
+
+def _mismatch(original: Original, before: int, after: int) -> RecomputeMismatch:
+    chain = " -> ".join(original.operators)
+    return RecomputeMismatch(
+        f"a saved tensor was recomputed with other bits: expected {original} with checksum {before:#x}, got {after:#x} from "
+        f"{chain}. A kernel wrote to it or to an input of these operators without autograd knowing (a pointer, `.data`, an "
+        f"extension), or one of them is not reproducible. The gradients of this step are wrong: drop them (zero_grad), or run "
+        f"steps by `session.run_step`. Later steps keep this tensor; SwapSession(recompute=False) recomputes none"
+    )
+
+
+# --- recipe runner
+
+NO_ROOM = Refusal("no memory for its proof", lasts=False)
+
+Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
+"""Brings a storage back, ready for a stream."""
+
+
+class RecipeRunner:
+    """Replays recipes. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, device: Device, context: SwapContext, claims: Claims, budget: Budget, comparisons: Comparisons) -> None:
+        self._device = device
+        self._context = context
+        self._claims = claims
+        self._budget = budget
+        self.comparisons = comparisons
+        self.inner_bytes = 0
+        """Room that a proof leaves for what an operator holds inside itself while it runs again."""
+
+    def recompute(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
+        """Recompute `saved`, ready for `compute`, the current stream.
+
+        Raises eager's error where something that its recipe needs was written to since, and `torch.OutOfMemoryError`.
+        """
+        for one in _sources_first(saved):
+            recipe = one.form.recipe
+            if recipe is None or one.state is not State.ON_HOST:
+                continue  # another one's replay has made it
+            recomputed = self.replay(recipe, compute, restore, exclude=one)
+            self._count_uses(recipe)
+            self._restored(one, recomputed.storage, compute)
+            for ref, storage in recomputed.siblings:
+                sibling = ref()
+                if sibling is None or sibling.form.recipe is None or sibling.state is not State.ON_HOST:
+                    continue
+                if sibling.nbytes == storage.nbytes():
+                    self._restored(sibling, storage, compute)
+            self._context.metrics.totals.recomputations += 1
+
+    def restore_sources(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
+        """Bring back what recomputing `saved` reads from the host."""
+        for one in _sources_first(saved):
+            for source in () if one.form.recipe is None else one.form.recipe.saved_sources:
+                if source.form.recipe is None:
+                    restore(source, compute)
+
+    def prove(self, proof: Proof, saved: SavedStorage, compute: Stream, restore: Restore) -> Refusal | None:
+        """Replay a recipe on `compute` before its original, `saved`, is brought back for a use, and have both compared. Counts
+        a use of each source. Returns why it could not be: `lasts` says whether a later step may."""
+        recipe = proof.recipe
+        were_away = [source for source in recipe.saved_sources if source.state is State.ON_HOST]
+        try:
+            return self._prove(proof, saved, compute, restore)
+        except torch.OutOfMemoryError:
+            return NO_ROOM
+        except ChameleonError:
+            raise
+        except RuntimeError as error:  # an operator's own; the original is still there
+            _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
+            return Refusal("an error when it runs again", ", ".join(recipe.operators))
+        finally:
+            self._count_uses(recipe)
+            for source in were_away:
+                if source.state is State.RESTORED:
+                    with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
+                        source.drop_restored()  # no use of it has come yet
+
+    def _prove(self, proof: Proof, saved: SavedStorage, compute: Stream, restore: Restore) -> Refusal | None:
+        recipe = proof.recipe
+        try:
+            storages = self._sources_of(recipe, compute, restore)
+        except (torch.OutOfMemoryError, ChameleonError):
+            raise
+        except RuntimeError as error:  # a use would raise it
+            _log.info("chameleon_mm: not compared: %s", str(error))
+            return Refusal("an input that was written to or resized", lasts=False)
+        needed = [saved, *recipe.saved_sources]
+        if not self._budget.room_was_made(recipe.peak_bytes + self.inner_bytes, exclude=needed):
+            return NO_ROOM
+        recomputed = self._run(recipe, storages, compute, exclude=needed).storage
+        with self._budget.replaying():
+            self.comparisons.add(proof.original, flat_bytes(recomputed), is_proof=True)
+        self._context.streams.join_all(compute)  # the checksum -> the next owner of the memory
+        return None
+
+    def copied(self, storage: torch.UntypedStorage, dropping: SavedStorage | None) -> torch.UntypedStorage | None:
+        """A copy of `storage`, made on the current stream, if there is room for it. Others than `dropping` are reclaimed for
+        it; where that is None none is."""
+        nbytes = allocated_size(storage.nbytes()) if storage.device == self._device.torch_device else 0
+        has_room = nbytes == 0 or self._budget.fits_now(nbytes)
+        if not has_room and dropping is not None:
+            has_room = self._budget.room_was_made(nbytes, exclude=[dropping])
+        if not has_room:
+            return None
+        try:
+            with torch.no_grad():
+                copy = flat_bytes(storage).clone().untyped_storage()
+        except torch.OutOfMemoryError:
+            return None
+        self._budget.note_allocated(nbytes)
+        return copy
+
+    def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Recomputed:
+        """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
+        storages = self._sources_of(recipe, compute, restore)
+        needed = [exclude, *recipe.saved_sources]
+        self._budget.make_room(recipe.peak_bytes, exclude=needed, is_planned=True)
+        with self._context.metrics.timing_recomputation(compute):
+            return self._run(recipe, storages, compute, exclude=needed)
+
+    def _sources_of(self, recipe: Recipe, compute: Stream, restore: Restore) -> list[torch.UntypedStorage]:
+        """Storages that `recipe` reads, on the device, in its order. Raises eager's error for one that was written to."""
+        self._budget.allocated_bytes()  # the model may have allocated since memory was checked
+        storages = []
+        for source in recipe.sources:
+            storage = source.storage if source.claim is None else _there(source.claim.saved, compute, restore)
+            assert storage is not None
+            source.check(storage)
+            storages.append(storage)
+        return storages
+
+    def _run(
+        self,
+        recipe: Recipe,
+        storages: Sequence[torch.UntypedStorage],
+        compute: Stream,
+        *,
+        exclude: Collection[SavedStorage],
+    ) -> Recomputed:
+        written_on = {
+            stream for source in recipe.sources if (stream := source.written_on) is not None and stream is not compute
+        }
+        for stream in written_on:
+            compute.wait(stream.record())  # the sources were written there -> they are read here
+        recomputed = None
+        with annotation("chameleon::recompute"), self._operators_of_ours(), self._budget.replaying():
+            with suppress(torch.OutOfMemoryError):  # run again outside: the exception's traceback would keep tensors alive
+                recomputed = recipe.replay(storages)
+            if recomputed is None:
+                self._context.metrics.totals.oom_retries += 1
+                self._budget.reclaim_all(exclude)
+                recomputed = recipe.replay(storages)
+        for stream in written_on:
+            self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this reading
+        return recomputed
+
+    def _restored(self, saved: SavedStorage, storage: torch.UntypedStorage, compute: Stream) -> None:
+        if saved.form.original is not None:
+            with self._budget.replaying():
+                self.comparisons.add(saved.form.original, flat_bytes(storage))  # Note [Relied on], rule 3
+        self._claims.move(saved, storage)
+        saved.restored(compute)
+        if self._context.streams.is_only(compute):
+            saved.stay_on_device()  # so that what it was made from may go; elsewhere a use may be on another stream
+
+    def _count_uses(self, recipe: Recipe) -> None:
+        """Count a use of each source, and drop those that no handle waits for and no recipe needs any more."""
+        for source in recipe.sources:
+            if source.claim is None:
+                continue
+            saved = source.claim.saved
+            source.last_swap_in = saved.uses.count(source.last_swap_in)
+            if saved.is_held_for_recipes and saved.uses.left <= 0 and saved.state is State.RESTORED:
+                saved.drop_used()
+
+    @contextmanager
+    def _operators_of_ours(self) -> Iterator[None]:
+        """Context in which operators are seen by the device alone: a mode of the user's is for the user's operators."""
+        if torch._C._len_torch_dispatch_stack() <= self._device.simulated:
+            yield
+            return
+        with _disable_current_modes(), self._device.compute():
+            yield
+
+
+def _there(saved: SavedStorage, compute: Stream, restore: Restore) -> torch.UntypedStorage:
+    """The bytes of `saved` on the device. A copy out that is on its way goes on: it is read, and nothing else."""
+    if saved.state is State.SWAPPING_OUT and (storage := saved.device) is not None:
+        return storage
+    return restore(saved, compute)
+
+
+def _sources_first(saved: SavedStorage) -> list[SavedStorage]:
+    """`saved` and all dropped storages that it is made from, each behind those that it needs itself."""
+    order: list[SavedStorage] = []
+    seen: set[int] = set()
+    stack: list[tuple[SavedStorage, bool]] = [(saved, False)]
+    while stack:
+        one, sources_are_done = stack.pop()
+        if sources_are_done:
+            order.append(one)
+            continue
+        if id(one) in seen or one.form.recipe is None or one.state is not State.ON_HOST:
+            continue
+        seen.add(id(one))
+        stack.append((one, True))
+        stack.extend((source, False) for source in one.form.recipe.saved_sources)
+    return order

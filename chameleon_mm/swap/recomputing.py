@@ -1,0 +1,519 @@
+"""Drops what a plan recomputes: watches how storages are made, writes their recipes, and proves them.
+
+    watch = recomputing.begin(followed, ...)     # entered with the step; None: nothing is recomputed in it
+    recomputing.note_saved(t, handle)            # at a save: autograd's own copy may be a recipe's source
+    recomputing.hold_born(...)                   # at a save: storages that nobody saved, held for recipes
+    recomputing.drop_all(due)                    # ON_DEVICE -> ON_HOST in `RecomputedForm`; what is not dropped is returned
+    recomputing.waiting                          # what is dropped once only the session holds its sources
+    recomputing.prove(saved, restore)            # at the first use of what stayed: its recipe is tried
+
+What a recipe may rely on is Note [Relied on], in `swap/recipe.py`; the rules are cited by number here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.operators import running_statistics
+from chameleon_mm.plan.recipes import COPIED_BYTES
+from chameleon_mm.plan.trace import BirthPlace
+from chameleon_mm.record.call_notes import AnyWatch, watch_calls
+from chameleon_mm.record.calls import Call, Value, has_plain_storage
+from chameleon_mm.replayable import base_name
+from chameleon_mm.swap.calling_thread import ComputeStreams
+from chameleon_mm.swap.claims import Claim
+from chameleon_mm.swap.forms import Original, RecomputedForm
+from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes, SwappedView, flat_bytes
+from chameleon_mm.swap.host_copy import State
+from chameleon_mm.swap.metrics import Metrics
+from chameleon_mm.swap.recipe import Proof, Recipe, Refusal, Reliance, Source, build
+from chameleon_mm.swap.recipe_runner import RecipeRunner, Restore
+from chameleon_mm.swap.saved_storage import SavedStorage
+
+# --- Which parameters keep their sizes over a step: what shards a model frees them, and fetches them again
+
+
+class ParameterSizes:
+    """Parameters whose storages are as large when a step ends as they were in its forward.
+
+    What shards a model frees its parameters after their forward and fetches them again on a stream of its own, which no counter
+    tells of: such a parameter is empty at a later hook, or at the end, and no recipe may need it.
+    """
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        """Storages that this step's recipes would need, and that no earlier step has settled, by id, with their sizes."""
+        self._stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._change: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def keeps_its_size(self, value: Value) -> bool:
+        """Whether an earlier step has seen the storage of `value`, a parameter's, keep its size."""
+        storage = value.storage()
+        if storage is None:
+            return False
+        return self.note(storage)
+
+    def note(self, storage: torch.UntypedStorage) -> bool:
+        """Note a parameter's storage in a step that is watched or recorded. Returns whether an earlier one has seen it keep its
+        size."""
+        stays = self._stay.get(id(storage))
+        if stays is not None and stays() is storage:
+            return True
+        if id(storage) not in self._met:
+            self._met[id(storage)] = weakref.ref(storage), storage.nbytes()
+        return False
+
+    def look(self) -> None:
+        """Look at what this step has met and no other has: it must keep its size all the time."""
+        for key, (ref, nbytes) in self._met.items():
+            storage = ref()
+            if storage is not None and storage.nbytes() != nbytes:
+                self._change[key] = ref
+
+    def end_step(self) -> None:
+        """What has kept its size up to now is taken to do so in later steps."""
+        self.look()
+        for key, (ref, _) in self._met.items():
+            storage, changes = ref(), self._change.get(key)
+            if storage is not None and (changes is None or changes() is not storage):
+                self._stay[key] = ref
+        self._met.clear()
+
+
+# --- The part of a plan that is about what is recomputed, and what the steps that followed it have shown of that
+
+ATTEMPTS = 4
+"""Steps that try to drop a storage where something of the moment is in the way. After them it is not recomputed."""
+
+
+class Followed(Protocol):
+    """Interface of what knows which plan the running step follows."""
+
+    @property
+    def recompute(self) -> RecomputePlan | None:
+        """The plan's part about recomputation, as far as the step is known by now; None: nothing is recomputed."""
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the step may follow a plan that recomputes something."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RecomputePlan:
+    """Part of a plan that is about what is recomputed."""
+
+    admitted: frozenset[str]
+    """Base names of the operators that may run again."""
+    held: Mapping[BirthPlace, int]
+    """Numbers of the storages in the trace that nobody saves and that are held, by where in the step they are born."""
+    proven: set[int] = field(default_factory=set)
+    """Numbers of the storages that a recipe at their place has made bit for bit, beside the original."""
+    refused: dict[int, Refusal] = field(default_factory=dict)
+    """Numbers of the storages that are not recomputed, and why."""
+    is_on_trial: bool = False
+    """Whether the step that follows it is to tell how long steps under the plan take."""
+    is_typical: bool = True
+    """Whether the step that follows it, or did, takes the time that others will: no recipe ran beside its original, and nothing
+    was swapped that was to be dropped."""
+    attempts: Counter[int] = field(default_factory=Counter)
+    """How often something kept a storage from being dropped that another step need not meet, by the storage's number."""
+    inner_bytes: int = 0
+    """Bytes that an operator which may run again holds inside itself, at most, while it runs."""
+    banned: set[str] = field(default_factory=set)
+    """Names of the operators of recipes that made other bits than the original had, for the report."""
+    module_of: Callable[[int], str] = field(default=lambda number: "")
+    """Path of the module in which a storage was saved first, by its number; "": not known."""
+
+    def refuse(self, call: Call) -> Refusal | None:
+        """Why `call` must not run again; None: it may."""
+        operation = call.operation
+        name = base_name(operation.func.name())
+        if name not in self.admitted:
+            return Refusal("an operator that is not on the list", name)
+        if running_statistics(operation.facts, call.args):
+            return Refusal("a batch norm with running statistics", name)
+        if not operation.grad_enabled:
+            return Refusal("made without gradients, as in a custom function", name)
+        return None
+
+    def ban(self, number: int, operators: Sequence[str]) -> None:
+        """Note that a recipe, of these operators, made other bits than the original had: it is not used any more."""
+        self.proven.discard(number)
+        self.banned.update(operators)
+        self.note_refusal(number, Refusal("other bits than the original", ", ".join(dict.fromkeys(operators))))
+
+    def note_refusal(self, number: int, refusal: Refusal) -> None:
+        """Note why a storage was not dropped that was to be."""
+        self.attempts[number] += 1
+        if refusal.lasts or self.attempts[number] >= ATTEMPTS:
+            self.refused[number] = refusal
+
+
+# --- recomputing
+
+AT_ITS_USE = Refusal("proved at its use first", lasts=False)
+"""Refusal in the first step by a plan: rule 3."""
+
+WAITS = Refusal("it waits for its sources", lasts=False)
+"""Refusal until only the session holds its sources: rule 1."""
+
+OTHERS_HOLD = Refusal("an input that the model holds", lasts=False)
+
+OTHERS_WRITE = Refusal("an input that others may write to")
+
+
+ClaimToHold = Callable[[Tensor], tuple[Claim, bool]]
+"""Returns the claim on the storage of a tensor, and whether it is a new one, which autograd saved nothing of."""
+
+
+class Recomputing:
+    """Writes recipes for one executor's storages. Not thread-safe: the executor holds its lock."""
+
+    def __init__(
+        self,
+        device: Device,
+        streams: ComputeStreams,
+        metrics: Metrics,
+        recipe_runner: RecipeRunner,
+        reliance_ended: Callable[[Reliance], None],
+    ) -> None:
+        """`reliance_ended`: called as `Reliance` calls it."""
+        self._device = device
+        self._reliance_ended = reliance_ended
+        self._streams = streams
+        self._metrics = metrics
+        self._recipe_runner = recipe_runner
+        self._plan: RecomputePlan | None = None
+        self._followed: Followed | None = None
+        self._is_untypical = False
+        """Whether the step takes another time than its plan says, whichever plan it is."""
+        self.watch: AnyWatch | None = None
+        """What watches the running step's forward; None: nothing is recomputed in this step."""
+        self._held: dict[int, tuple[Value, Claim]] = {}
+        """Values that recipes of this step may need, each with what keeps its bytes, by the value's id."""
+        self._held_sources: dict[int, tuple[Value, Source]] = {}
+        self.waiting: list[_Waiting] = []
+        """What is to be dropped and is not yet, by rule 1. Others only read it."""
+        self._parameters = ParameterSizes()
+        self._dropping: SavedStorage | None = None
+        """The storage whose recipe is being written."""
+        self._obstacle: Refusal | None = None
+        """Why the recipe that is being written cannot be, whatever operators made it."""
+
+    # --- the step
+
+    def begin(self, followed: Followed, before_write: Callable[[Value], None] | None) -> AnyWatch | None:
+        """Begin a step, which follows what `followed` says at each hook. Returns what watches its forward; None without
+        `before_write`: nothing is recomputed in it."""
+        if self._followed is not None:  # the step before did not end
+            self.end()
+        self._followed, self._is_untypical = followed, False
+        if before_write is not None:
+            self.watch = watch_calls(self._device, before_write)
+            self.watch.after_forward = self._held.clear  # recipes hold what they need
+        self._follow()
+        return self.watch
+
+    def _follow(self) -> None:
+        """Follow the plan of now: at any hook the step may turn out to be another one."""
+        followed, watch = self._followed, self.watch
+        plan = None if followed is None else followed.recompute
+        if watch is not None and followed is not None and not followed.may_recompute:
+            watch.is_over = True
+            self._held.clear()
+        if plan is not self._plan:
+            self._plan = plan
+            if watch is not None:
+                watch.hold({} if plan is None else plan.held)
+            if plan is None:
+                self._held.clear()
+            else:
+                plan.is_typical = watch is not None and not self._is_untypical
+                self._recipe_runner.inner_bytes = plan.inner_bytes
+
+    def _note_untypical(self) -> None:
+        self._is_untypical = True
+        if self._plan is not None:
+            self._plan.is_typical = False
+
+    def end(self) -> None:
+        """End the step: forget all that was noted of it."""
+        if self.watch is not None:
+            self.watch.end()
+        self.watch = self._plan = self._followed = None
+        self._held.clear()
+        self._held_sources.clear()
+        self.waiting = []
+        self._recipe_runner.comparisons.end_step()
+        self._parameters.end_step()
+
+    # --- what the hooks tell
+
+    def note_saved(self, t: Tensor, handle: Handle) -> None:
+        """Note the handle that keeps the bytes of `t`, which autograd saves now."""
+        self._parameters.look()
+        if not isinstance(handle, (SwappedView, KeptTensor)) or not _is_plain(t):
+            return
+        if self.watch is None:
+            if isinstance(t if t._base is None else t._base, Parameter):
+                self._parameters.note(t.untyped_storage())
+            return
+        value = self.watch.given(t)  # inputs are saved before their operator runs
+        holder = handle.claim if isinstance(handle, SwappedView) else handle
+        if value.claim is None or value.claim() is None or isinstance(holder, Claim):
+            value.claim = weakref.ref(holder)
+        relied = value.relied_on()
+        relied.handles.append(weakref.ref(handle))
+        if isinstance(handle, SwappedView):
+            handle.claim.saved.relied = relied
+        else:
+            handle.relied = relied
+        reliance = None if relied.reliance is None else relied.reliance()
+        if reliance is not None:
+            reliance.watch(handle)
+
+    def hold_born(self, claim_to_hold: ClaimToHold, note_held: Callable[[SavedStorage, int], None]) -> None:
+        """Hold the storages to be held that were made since the last hook. `note_held(saved, number)` is told of each."""
+        self._follow()
+        if self.watch is None or not self.watch.births.born:
+            return
+        for number, value, _ in self.watch.births.take():
+            if not value.is_latest:
+                continue
+            t = None if value.tensor is None else value.tensor()
+            if t is None or not _is_plain(t):  # no counter would tell of writes
+                continue
+            claim = None if value.claim is None else value.claim()
+            if not isinstance(claim, Claim):
+                claim, is_new = claim_to_hold(t)
+                if is_new:
+                    self._metrics.totals.bytes_held += claim.saved.nbytes
+                    note_held(claim.saved, number)
+            value.claim = weakref.ref(claim)
+            self._held[id(value)] = value, claim
+
+    # --- recipes
+
+    def drop_all(self, due: Sequence[SavedStorage]) -> list[SavedStorage]:
+        """Drop `due`, and what waits, where recipes are proven and sources secure. Returns those that stay for good."""
+        self._streams.current()  # known from here on: its reading of a storage is ordered with the storage's owner
+        return [saved for saved in (*due, *self._ready()) if self.drop(saved) not in (None, WAITS)]
+
+    def drop(self, saved: SavedStorage) -> Refusal | None:
+        """Drop a storage that the plan recomputes. Returns why it stays."""
+        self._follow()
+        refusal = self._drop(saved)
+        if refusal is not None:
+            self._note_refusal(saved, refusal)
+        return refusal
+
+    def _note_refusal(self, saved: SavedStorage, refusal: Refusal) -> None:
+        if refusal is WAITS:
+            return
+        self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
+        self._note_untypical()
+        if refusal is not AT_ITS_USE and self.watch is not None and self._plan is not None and saved.number is not None:
+            self._plan.note_refusal(saved.number, refusal)
+
+    def _drop(self, saved: SavedStorage) -> Refusal | None:
+        plan, number = self._plan, saved.number
+        if self.watch is None or plan is None or number is None:
+            return Refusal("nobody watched how it was made")
+        if number in plan.refused:
+            return plan.refused[number]
+        if saved.proof is not None:
+            return AT_ITS_USE
+        self._dropping = saved
+        try:
+            recipe = self._recipe(saved)
+        finally:
+            self._dropping = None
+        if isinstance(recipe, Refusal):
+            return recipe
+        held = [source for source in recipe.sources if not source.is_secure]
+        if held:
+            self.waiting.append(_Waiting(saved, held))
+            return WAITS
+        if saved.device is None or saved.state is not State.ON_DEVICE:
+            return Refusal("it has moved", lasts=False)  # memory was short for a copy of a source
+        if number not in plan.proven:
+            self._streams.join_all(saved.slot.alloc_stream)  # what wrote it -> its checksum
+            saved.proof = Proof(recipe, self._original(saved, recipe), partial(plan.note_refusal, number))
+            self._count_sources(recipe)
+            return AT_ITS_USE
+        self._leave(saved, recipe)
+        return None
+
+    def _leave(self, saved: SavedStorage, recipe: Recipe) -> None:
+        """Drop the device copy of `saved`: `recipe` stands for it from now on."""
+        assert self.watch is not None and saved.device is not None
+        value = self.watch.value_of(saved.device)
+        assert value is not None and value.call is not None and value.result is not None
+        self._streams.join_all(saved.slot.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        original = self._original(saved, recipe)
+        self._streams.join_all(saved.slot.alloc_stream)  # the checksum -> the next owner of the memory
+        self._count_sources(recipe)
+        me = weakref.ref(saved)
+        for source in recipe.sources:
+            self._rely(source, recipe, me)
+        value.call.operation.dropped.append((value.result, me))
+        saved.leave_in(RecomputedForm(recipe, original))
+        self._metrics.totals.recomputed += 1
+        self._metrics.totals.bytes_recomputed += saved.nbytes
+
+    def _original(self, saved: SavedStorage, recipe: Recipe) -> Original:
+        plan = self._plan
+        assert saved.device is not None and saved.number is not None and plan is not None
+        number, operators = saved.number, recipe.operators
+        return Original(
+            checksum=self._recipe_runner.comparisons.begin(flat_bytes(saved.device)),
+            nbytes=saved.nbytes,
+            dtype="several dtypes" if saved.dtype is None else str(saved.dtype),
+            module=plan.module_of(number),
+            operators=operators,
+            note_proven=partial(plan.proven.add, number),
+            ban=partial(plan.ban, number, operators),
+        )
+
+    @staticmethod
+    def _count_sources(recipe: Recipe) -> None:
+        """Note one more use to come of each storage that the recipe reads."""
+        for source in recipe.saved_sources:
+            source.uses.add_handle()
+
+    def _rely(self, source: Source, recipe: Recipe, dropped: weakref.ref[SavedStorage]) -> None:
+        """Have `dropped` recomputed before the bytes of `source` may change: by an operator in forward, or once autograd does
+        not rely on them any more."""
+        relied = source.relied
+        if relied is None:
+            return
+        relied.dependents.append(dropped)
+        if source.claim is not None:
+            source.claim.saved.relied = relied
+        if source.is_relied_on:  # rule 2
+            reliance = None if relied.reliance is None else relied.reliance()
+            if reliance is None:
+                reliance = Reliance(source, relied, self._reliance_ended)
+                relied.reliance = weakref.ref(reliance)
+            recipe.reliances.append(reliance)
+
+    def _ready(self) -> list[SavedStorage]:
+        """Storages of `waiting` whose sources are secure now, which wait no more."""
+        ready = [one for one in self.waiting if all(source.is_secure for source in one.sources)]
+        if ready:
+            self.waiting = [one for one in self.waiting if one not in ready]
+        return [one.saved for one in ready]
+
+    def stop_waiting(self) -> list[SavedStorage]:
+        """Have nothing wait any more, as backward has begun. Returns what is not dropped."""
+        stay = self.drop_all(())
+        waiting, self.waiting = self.waiting, []
+        for one in waiting:
+            self._note_refusal(one.saved, OTHERS_HOLD)
+        return [*stay, *(one.saved for one in waiting)]
+
+    def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
+        self._obstacle = None
+        if saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
+            return Refusal("it has moved", lasts=False)
+        value = None if self.watch is None else self.watch.value_of(saved.device)
+        if value is None or self._plan is None:
+            return Refusal("nobody watched how it was made")
+        if not saved.is_copyable or not saved.slot.was_written(value.writes):
+            return Refusal("written to where nobody looks")
+        recipe = build(value, self._source_of, self._plan.refuse)
+        obstacle: Refusal | None = self._obstacle  # set by `_source_of`
+        return obstacle if isinstance(recipe, Refusal) and obstacle is not None else recipe
+
+    def _source_of(self, value: Value) -> Source | None:
+        """The source with the bytes of `value`, if anything keeps them."""
+        if not value.is_latest:
+            return None
+        source = self._kept(value)
+        if source is None and value.call is None:
+            source = self._given(value)
+        return source
+
+    def _kept(self, value: Value) -> Source | None:
+        """What autograd saved of it, or what is held."""
+        holder = None if value.claim is None else value.claim()
+        if isinstance(holder, KeptTensor):
+            t = holder.tensor
+            return self._held_itself(value, t, is_saved=True) if holder.is_as_saved else None
+        if not isinstance(holder, Claim):
+            return None
+        saved = holder.saved
+        probe = saved.slot.unwritten()
+        if probe is None or saved.part is not None or saved.nbytes != value.nbytes or saved.state is State.RETIRED:
+            return None
+        return Source(nbytes=value.nbytes, relied=value.relied_on(), claim=holder, probe=probe)
+
+    def _given(self, value: Value) -> Source | None:
+        """What was there before anybody watched: a parameter, an input."""
+        t = None if value.tensor is None else value.tensor()
+        if t is None or t._version != value.version:
+            return None
+        return self._held_itself(value, t, is_saved=False)
+
+    def _held_itself(self, value: Value, t: Tensor, *, is_saved: bool) -> Source | None:
+        """A source that the recipe holds, by the tensor `t` over it; as a copy where it is small and autograd has not saved it:
+        eager does not mind whether it is written to later."""
+        storage = value.storage()
+        if storage is None or storage.nbytes() != value.nbytes or not storage.resizable():
+            return None  # what torch did not allocate may be written to by whoever did
+        if storage.device != self._device.torch_device and value.nbytes > COPIED_BYTES:
+            return None  # a host buffer, which the next batch goes into
+        known = self._held_sources.get(id(value))
+        if known is not None:
+            return known[1]
+        stream = self._streams.current()
+        root = t if t._base is None else t._base
+        stays = value.call is not None or not isinstance(root, Parameter) or self._parameters.keeps_its_size(value)
+        if value.nbytes > COPIED_BYTES and not stays:
+            self._obstacle = Refusal("a parameter that no step has seen keep its size", lasts=False)
+            return None
+        if value.nbytes > COPIED_BYTES and not is_saved:
+            self._obstacle = OTHERS_WRITE  # rule 2 does not hold, and rule 1 never will: the model has it
+            return None
+        if value.nbytes <= COPIED_BYTES and value.call is None and not (is_saved and stays):
+            copied = self._recipe_runner.copied(storage, self._dropping)
+            if copied is None:
+                self._obstacle = Refusal("no memory for a copy of a small input", lasts=False)
+                return None
+            source = Source(nbytes=value.nbytes, relied=None, storage=copied, stream=stream)  # rule 1
+        else:
+            relied, probe = value.relied_on(), SavedBytes(t)
+            source = Source(nbytes=value.nbytes, relied=relied, storage=storage, probe=probe, stream=stream)
+        self._held_sources[id(value)] = value, source
+        return source
+
+    def prove(self, saved: SavedStorage, restore: Restore) -> None:
+        """Try the recipe of `saved`, which is used next for the first time and was kept for that: rule 3."""
+        proof, saved.proof = saved.proof, None
+        assert proof is not None
+        refusal = self._recipe_runner.prove(proof, saved, self._streams.current(), restore)
+        if refusal is not None:
+            self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
+            proof.refuse(refusal)
+
+
+class _Waiting(NamedTuple):
+    """A storage that is to be dropped, and the sources of its recipe that others hold."""
+
+    saved: SavedStorage
+    sources: list[Source]
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether a watch can tell how the bytes of `t` are made: no subclass has a say in it."""
+    return type(t) in (Tensor, Parameter) and has_plain_storage(t)

@@ -1,0 +1,136 @@
+"""The dispatch mode of the running step, if there is one: its recorder, or the watch of how its storages are made.
+
+    recording.begin(recorder, watch)     # None, None: this step is neither recorded nor watched
+    with recording.paused(): ...         # what swapping does itself
+    recording.leave_if_needed()          # at the end of a hook: where a backward would round otherwise under any dispatch mode
+    recorder = recording.end()
+
+A recorder is entered with the step and left with it. A watch is for forwards: it is left in each backward, and entered again by
+the next save.
+
+Autograd runs each node of a backward with the modes that were active when that backward began, and puts these back when the
+backward is over: a mode that is left within a backward comes back with the next node and after the last. It is left again by
+the next hook, or as the step ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from chameleon_mm.record.call_notes import AnyWatch, CallNotes
+from chameleon_mm.record.dispatch_state import in_backward, is_on
+from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.record.storages import TracedStorage
+
+
+class Recording:
+    """Enters and leaves the step's recorder or watch. Not thread-safe but for `paused` and `retired`, which any thread of the
+    step may call."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        """The recorder that records the step, or did until it was stopped. Others only read it."""
+        self.watch: AnyWatch | None = None
+        self._thread = 0
+        """The thread that began the step: a watch is on there alone."""
+        self._entered = False
+        self._left_within: list[Recorder | AnyWatch] = []  # backwards that were not over yet
+
+        self.is_over = True
+        """Whether there is no mode any more, and none that autograd may put back: hooks do nothing about it."""
+
+    def begin(self, recorder: Recorder | None, watch: AnyWatch | None = None) -> None:
+        """Enter `recorder` or `watch`, one of the two at most."""
+        mode = recorder or watch
+        if not self.is_over:
+            self.leave_restored()
+        self.recorder, self.watch, self._thread = recorder, watch, threading.get_ident()
+        if mode is not None:
+            self._note_whether_over()
+        self._entered = mode is not None
+        if mode is not None:
+            mode.__enter__()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context whose work is no part of the recorded step, nor is the time that compute takes for it. May be nested."""
+        if self.recorder is not None:
+            return nullcontext() if self.recorder.is_paused else _unrecorded(self.recorder)
+        return nullcontext() if self.watch is None else self.watch.paused()
+
+    def leave_if_needed(self) -> None:
+        if self._left_within:
+            self.leave_restored()
+        if self._entered and self.recorder is not None and self.recorder.must_leave:
+            self._leave(self.recorder)
+        if self.watch is not None:
+            if threading.get_ident() == self._thread:
+                self._enter_or_leave(self.watch)
+            if in_backward() and self.watch.after_forward is not None:
+                self.watch.after_forward()
+            if self.watch.is_over and not self._entered:
+                self.watch = None
+                self._note_whether_over()
+
+    def _enter_or_leave(self, watch: AnyWatch) -> None:
+        wanted = not (watch.must_leave or watch.is_over or in_backward())
+        if self._entered and not wanted:
+            self._leave(watch)
+        elif wanted and not self._entered:
+            self._entered = True
+            watch.__enter__()
+
+    def leave_all(self) -> None:
+        """Leave every mode of the step that is on this thread's stack, before one that was entered earlier is: torch keeps for
+        each mode what was on when it was entered, and takes that for true again as it is left."""
+        mode = self.recorder or self.watch
+        if mode is not None and self._entered and (isinstance(mode, CallNotes) or is_on(mode)):
+            self._leave(mode)
+        self.leave_restored()
+
+    def leave_restored(self) -> None:
+        """Leave the modes that autograd has put back."""
+        for mode in self._left_within:
+            mode.leave_if_on()
+        if not in_backward() and threading.get_ident() == self._thread:  # another thread's backward says nothing of this one's
+            self._left_within.clear()
+        self._note_whether_over()
+
+    def retired(self, traced: TracedStorage | None) -> None:
+        """Note that the claim on a traced storage has ended."""
+        if self.recorder is not None:
+            self.recorder.retired(traced)
+
+    def hide(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage is no part of the recorded step from now on."""
+        if self.recorder is not None:
+            self.recorder.hide(storage)
+
+    def end(self) -> Recorder | None:
+        """Leave the mode. Returns the recorder, for what it has recorded."""
+        if self.is_over:
+            return None
+        recorder, watch, self.recorder, self.watch = self.recorder, self.watch, None, None
+        mode = recorder or watch
+        if mode is not None and self._entered:
+            self._leave(mode)
+        self.leave_restored()  # after the step's last backward, which had put the mode back
+        return recorder
+
+    def _note_whether_over(self) -> None:
+        self.is_over = self.recorder is None and self.watch is None and not self._left_within
+
+    def _leave(self, mode: Recorder | AnyWatch) -> None:
+        self._entered = False
+        mode.__exit__(None, None, None)
+        if in_backward():
+            self._left_within.append(mode)
+
+
+@contextmanager
+def _unrecorded(recorder: Recorder) -> Iterator[None]:
+    with recorder.paused(), recorder.untimed():
+        yield

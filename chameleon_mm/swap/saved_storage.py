@@ -1,0 +1,446 @@
+"""The life of one saved storage: on the device, on its way out, on the host, on its way back. `State` has the states.
+
+    saved.slot        the storage, the saved tensors over it, and which of them one copy has
+    saved.uses        how many uses are to come
+    saved.copy        its copy on the host, once a copy out was queued: block, moves, events
+
+A saved storage orders the copies of its own bytes, and nothing else: the executor decides which storage moves when. Its `form`
+says how the bytes are kept off the device. The storage object stays; its memory alone goes: Note [In place].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Event, Stream
+from chameleon_mm.errors import TransferFailed
+from chameleon_mm.swap.calling_thread import OperatorNumber, annotation, call_site, sequence_nr, this_thread
+from chameleon_mm.swap.checksums import StorageChecksum
+from chameleon_mm.swap.forms import WHOLE, Form
+from chameleon_mm.swap.handles import SavedBytes, flat_bytes
+from chameleon_mm.swap.host_copy import NEXT, HostCopy, State, SwapContext
+from chameleon_mm.swap.slot import Slot
+
+if TYPE_CHECKING:
+    from chameleon_mm.record.calls import Relied
+    from chameleon_mm.swap.copy_queue import Move
+    from chameleon_mm.swap.gathered_part import GatheredPart, Part
+    from chameleon_mm.swap.recipe import Proof
+
+# --- The uses of a saved storage that are to come: one for each of its handles, and again after each time it came back
+
+
+class Uses:
+    """Counts uses. A handle that is used again before the storage has left once more counts no second time."""
+
+    # No `__init__`: one is made at every save.
+    handles = 1
+    """Handles made for the storage, the first for the save that it is made at."""
+    left = 1
+    """Handles among them that were not used since the latest swap-in, which is number `swap_in_number`."""
+    swap_in_number = 0
+
+    def add_handle(self) -> None:
+        """Note one more handle."""
+        self.handles += 1
+        self.left += 1
+
+    def count(self, last_swap_in: int) -> int:
+        """Note a use by a handle that was used last after that swap-in. Returns the number of the latest swap-in."""
+        if last_swap_in != self.swap_in_number:
+            self.left -= 1
+        return self.swap_in_number
+
+    def note_swap_in(self) -> None:
+        """Note that the storage is on the device again: all of its handles have a use left."""
+        self.swap_in_number += 1
+        self.left = self.handles
+
+    def forget_handle(self) -> None:
+        """Note that the handle that it was made for is none: autograd saved nothing of it."""
+        self.handles = self.left = 0
+
+
+# --- saved storage
+
+
+class SavedStorage:
+    """A storage that autograd saved, with the state machine that copies it out and back."""
+
+    __slots__ = (
+        "__weakref__", "_context", "checksum", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
+        "is_held_for_recipes", "nbytes", "number", "op_is_over", "part", "proof", "relied", "saved_by", "slot", "state", "uses",
+    )  # fmt: skip
+
+    def __init__(
+        self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
+    ) -> None:
+        storage = t.untyped_storage()
+        self.slot = Slot(storage, saved, alloc_stream)
+        self.uses = Uses()
+        self.part: Part | None = None
+        """Bytes of the storage that were saved; None: all of them."""
+        self.gathered: GatheredPart | None = None
+        """Those bytes alone, once they are held in place of the storage."""
+        self.copy: HostCopy | None = None
+        """The copy on the host. None: not yet, or its form has the bytes without one."""
+        self.state = State.ON_DEVICE
+        self.form: Form = WHOLE
+        """The form in which its bytes are off the device, from the copy out on."""
+        self.epoch = epoch
+        """The step in which it was saved, and the `index` of the save within it."""
+        self.index = index
+        self.nbytes = storage.nbytes()
+        """Bytes that are held and moved: those of the saved storage, until it is gathered."""
+        self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
+        """dtype of all its elements, where the first view of it covers it; else None."""
+        self._context = context
+        self.checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
+        self.copies = 1
+        """Number of copies of all of the storage so far."""
+        self.op_is_over = False
+        """Whether the ops that saved it have ended, so that it may be copied."""
+        # What others note.
+        self.saved_by: OperatorNumber = (-1, 0)
+        """The operator that saved it last."""
+        self.number: int | None = None
+        """Its number in the plan's trace; None: no plan knows it."""
+        self.relied: Relied | None = None
+        """What rests on its bytes, in a step that recomputes."""
+        self.proof: Proof | None = None
+        """The recipe that is to be compared with it at its first use."""
+        self.is_held_for_recipes = False
+        """Whether autograd saved none of it: it is there for what is recomputed from it."""
+
+    def _to(self, state: State) -> None:
+        """Go from one state to the next. Every change of `state` is made here."""
+        if state not in NEXT[self.state]:
+            raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
+        self.state = state
+
+    @property
+    def device(self) -> torch.UntypedStorage | None:
+        """The storage, taken back from the allocator, where it has memory or is about to; else None."""
+        if self.slot.lent is not None:
+            self.take_back()
+        return None if self.state is State.ON_HOST else self.slot.storage
+
+    def add_view(self, saved: SavedBytes) -> None:
+        """Note one more handle, of these bytes."""
+        self.add_alias(saved)
+        self.uses.add_handle()
+
+    def add_alias(self, saved: SavedBytes) -> None:
+        """Note one more alias of ours over the storage."""
+        if self.slot.lent is not None:
+            self.take_back()  # the allocator knows of one less
+        self.slot.add_alias(saved)
+
+    def hold_gathered(self, gathered: GatheredPart) -> None:
+        """Note that the bytes of its part alone are held from now on."""
+        assert self.slot.storage is not None
+        self.gathered, self.nbytes = gathered, self.slot.storage.nbytes()
+        self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
+
+    def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
+        """Include these bytes, written on `compute`, in its copy out, if that begins later than now. Returns whether it does.
+
+        A copy that began at another hook of the operator that saves `t` is not too early for what that operator was given.
+        """
+        if self.slot.alloc_stream is not compute or self.slot.is_packed:
+            return False
+        if self.state is not State.ON_DEVICE and not self.slot.was_given(saved, t):
+            return False
+        self.slot.include(saved)
+        return True
+
+    @property
+    def is_private(self) -> bool:
+        """True if only the session can reach its bytes: nobody else refers to the storage, or they are on the host alone."""
+        return self.device is None or self.slot.is_alone()
+
+    def take_back(self) -> None:
+        """Take the device memory back if the allocator has not reclaimed it, else note that it has."""
+        if not self.slot.is_back():
+            totals = self._context.metrics.totals
+            totals.bytes_reclaimed += self.nbytes
+            totals.bytes_reclaimed_by_allocator += self.nbytes
+            self._emptied()
+
+    # --- out
+
+    @property
+    def is_copyable(self) -> bool:
+        """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
+        that was written to raises anyway. What only recipes need is not copied while the model holds it."""
+        storage = self.slot.storage if self.slot.lent is None else self.device
+        if storage is None or storage.nbytes() != self.nbytes:
+            return False
+        if self.is_held_for_recipes and not self.is_private:
+            return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
+        return self.slot.has_unwritten()
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes that cross the link."""
+        return self.nbytes - self.form.device_bytes
+
+    def swap_out(self, form: Form = WHOLE, *, pageable: bool = False) -> None:
+        """Queue the copy out, in that form. `pageable`: to ordinary memory, beyond the pool's limit.
+
+        Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
+        """
+        slot, context, storage, first_bytes = self.slot, self._context, self.slot.storage, form.device_bytes
+        assert self.state is State.ON_DEVICE and storage is not None
+        block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(self.nbytes - first_bytes)
+        source = flat_bytes(storage)[first_bytes:] if first_bytes else flat_bytes(storage)
+        # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
+        after = [slot.alloc_stream.record(), *block.pending_events]
+        at_once = slot.has_uncovered()
+        if at_once:
+            self.checksum = None  # of the other bytes anything may arrive
+        if self.checksum is not None:
+            # The checksum is taken on the current stream, which need not be the allocating one.
+            context.streams.join_all(slot.alloc_stream)
+            self.checksum.close(flat_bytes(storage))
+        self.copy = HostCopy.begin(block, source, slot.saves, after, context, at_once=at_once)
+        self.form = form
+        context.metrics.totals.pageable_swap_outs += pageable
+        slot.began_in = (this_thread.number, sequence_nr()), call_site()  # as `note_begun` does, without a call
+        self._to(State.SWAPPING_OUT)
+
+    def leaves_by(self, copy: HostCopy) -> None:
+        """Note that `copy` takes all of it out, which was handed to the device."""
+        self.copy, self.slot.began_in = copy, None
+        self._to(State.SWAPPING_OUT)
+
+    def leave_in(self, form: Form) -> None:
+        """Let the device memory go, in stream order, without a copy of its own: `form` has the bytes.
+
+        Whoever read it ran on a stream that the allocating stream has joined since.
+        """
+        assert self.state is State.ON_DEVICE and self.slot.storage is not None
+        if self.checksum is not None:
+            self.checksum.close(flat_bytes(self.slot.storage))
+        self.slot.note_begun()
+        self.form = form
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let the device memory go, as its bytes are elsewhere: now if we alone refer to the storage, else at a later hook."""
+        if self.slot.is_alone():
+            self.empty()
+            return
+        self._to(State.RESTORED)
+        self._context.held[self] = None
+
+    def empty(self) -> None:
+        """Let the device memory go, as its bytes are elsewhere and nobody else refers to the storage."""
+        self.slot.empty(self._context.streams)
+        self._emptied()
+
+    def _emptied(self) -> None:
+        self._context.held.pop(self, None)
+        self.slot.note_emptied()
+        self._to(State.ON_HOST)
+
+    @property
+    def reclaimed(self) -> bool:
+        """Whether nothing is left to reclaim: it was reclaimed, or its copy out was cancelled."""
+        return self.state is not State.SWAPPING_OUT
+
+    def reclaim_if_copied(self) -> bool:
+        """Reclaim without a wait if the host sees the copy out complete. Returns whether it did."""
+        assert self.copy is not None
+        if self.copy.out.failed:
+            self._undo_swap_out()
+            return False
+        if not self.copy.is_complete:
+            return False
+        self.take_back()
+        if self.state is not State.SWAPPING_OUT:
+            return True
+        # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
+        return self._reclaim()
+
+    def reclaim(self, *, in_plan_order: bool = False) -> None:
+        """Order compute after the copy out and let the device memory go. `in_plan_order`: copies cross the link in the order of
+        the plan."""
+        assert self.copy is not None
+        if self.slot.lent is not None:
+            self.take_back()
+        if self.state is not State.SWAPPING_OUT:
+            return
+        done = self.copy.hand_over(self.nbytes, in_plan_order=in_plan_order)
+        if done is None:
+            self._undo_swap_out()
+            return
+        with annotation("chameleon::reclaim"):
+            self.wait_for_copy_out(done)
+            self._reclaim()
+
+    def wait_for_copy_out(self, done: Event) -> None:
+        """Order compute after the copy out, which was handed over and ends at `done`."""
+        # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out was
+        # handed over all the same, and what compute writes to it next comes after that.
+        self._context.metrics.wait(self.slot.alloc_stream, done, "out", self.number)
+
+    def _reclaim(self) -> bool:
+        """Let the device memory go, behind the copy out. Returns whether all went well: else there was no memory for what stays
+        of it, and all of it stays."""
+        assert self.copy is not None
+        if self.copy.block is None:  # nobody wants it any more
+            self._context.streams.join_all(self.slot.alloc_stream)  # Note [Reclaim]
+            self.slot.free()
+            self._context.metrics.totals.bytes_reclaimed += self.nbytes
+            self.slot.clear()
+            self._to(State.RETIRED)
+            return True
+        if self.form.device_bytes and self.slot.is_alone() and not self.form.kept(self.slot):
+            self._undo_swap_out()
+            return False
+        self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes
+        self._let_go()
+        return True
+
+    def cancel_swap_out(self) -> bool:
+        """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was cancelled."""
+        assert self.copy is not None
+        self.take_back()
+        if self.state is not State.SWAPPING_OUT or not self.copy.cancel_out():
+            return False
+        self._undo_swap_out()
+        return True
+
+    def _undo_swap_out(self) -> None:
+        self._context.metrics.totals.bytes_swapped_out -= self.transfer_bytes
+        self.stay_on_device()
+
+    def stay_on_device(self) -> None:
+        """Note that it is on the device alone: its form lets go of what it needed to put its bytes there."""
+        if self.copy is not None:
+            self.copy.release()
+        self.form.drop()
+        self.form, self.copy = WHOLE, None
+        self._context.held.pop(self, None)
+        self._to(State.ON_DEVICE)
+
+    # --- back
+
+    def swap_in(self, compute: Stream) -> torch.UntypedStorage:
+        """Take memory on `compute` and queue the copy back, into the storage returned. Raises `torch.OutOfMemoryError` or
+        `TransferFailed` with nothing changed."""
+        copy, storage = self.copy, self.slot.storage
+        assert self.state is State.ON_HOST and copy is not None and storage is not None
+        compute.resize(storage, self.nbytes)
+        whole = flat_bytes(storage)
+        back = copy.begin_back(whole[self.form.device_bytes :] if self.form.device_bytes else whole, compute)
+        if back is None:
+            compute.resize(storage, 0)
+            raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
+        self.form.put_back(whole, compute)
+        self.comes_back_by(back, compute)
+        return storage
+
+    def comes_back_by(self, back: Move, compute: Stream) -> None:
+        """Note that `back`, which was handed to the device, fills its memory, which `compute` has just given."""
+        copy, slot = self.copy, self.slot
+        assert copy is not None
+        copy.back, copy.arrived_on = back, None
+        self._context.metrics.moved(back, "in", back.nbytes)
+        slot.alloc_stream, slot.came_back = compute, True
+        self.uses.note_swap_in()
+        self._to(State.SWAPPING_IN)
+
+    def restored(self, compute: Stream) -> None:
+        """Note that its form has put its bytes into the storage, on `compute`, the current stream."""
+        storage = self.slot.storage
+        assert self.state is State.ON_HOST and self.copy is None and storage is not None
+        if self.checksum is not None:
+            self.checksum.check(flat_bytes(storage))
+        self.slot.alloc_stream, self.slot.came_back = compute, True
+        self.uses.note_swap_in()
+        self._to(State.RESTORED)
+
+    def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
+        """Order `compute` after the copy back; the storage may then be used there. `prefetched`: the copy began before this
+        use."""
+        copy, storage = self.copy, self.slot.storage
+        assert storage is not None
+        if copy is None or copy.back is None:
+            return storage  # its form put it there, on the stream that allocated it; or it never left
+        copy.arrive(compute, self.number, prefetched=prefetched)
+        if self.checksum is not None and self.state is State.SWAPPING_IN:
+            self.checksum.check(flat_bytes(storage))
+        self._to(State.RESTORED)
+        return storage
+
+    @property
+    def may_be_prefetched(self) -> bool:
+        """Whether a copy of its own is to be brought back, and may be, before its use."""
+        may_be = self.state is State.ON_HOST and self.form.has_copy
+        return may_be and (self.gathered is None or not self.gathered.is_whole())
+
+    @property
+    def swap_in_failed(self) -> bool:
+        """Whether its copy back was refused after it was queued: it is still on the host."""
+        return self.state is State.SWAPPING_IN and self.copy is not None and self.copy.back_failed
+
+    def drop_restored(self) -> bool:
+        """Let the device memory go, whose bytes are elsewhere too: nothing has to be copied. Returns whether it went: else it
+        does at a later hook, once nobody else refers to it. Raises `torch.OutOfMemoryError` with nothing changed where there is
+        no memory for what of it stays."""
+        assert self.state in (State.SWAPPING_IN, State.RESTORED) and self.slot.storage is not None
+        if self.state is State.SWAPPING_IN:
+            assert self.copy is not None
+            self.copy.settle_back(self.slot.alloc_stream, self.transfer_bytes)
+        if not self.slot.is_alone():
+            self._context.held[self] = None
+            return False
+        self.form.keep(self.slot.storage, self.slot.alloc_stream)
+        self.empty()
+        return True
+
+    def drop_used(self) -> None:
+        """Let the device memory go at the next hook, as all views were used: autograd's tensors hold it until then. A partial
+        form keeps it: its first bytes are nowhere else."""
+        if not self.form.device_bytes:
+            self._context.held[self] = None
+
+    def retire(self) -> None:
+        """Release the block and let go of the storage, once the last handle is gone.
+
+        A copy out that still reads the device memory keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
+        """
+        self.take_back()
+        if self.state is State.RETIRED:
+            return
+        try:
+            if self.state is State.SWAPPING_OUT and not self.cancel_swap_out():
+                assert self.copy is not None
+                self.copy.truncate_out()
+                self.copy.release()
+                return
+            if self.state is State.SWAPPING_IN:
+                assert self.copy is not None
+                self.copy.settle_back(self.slot.alloc_stream, self.transfer_bytes)
+                self.slot.free()
+        except BaseException:
+            # The device did not take an order that what follows rests on: the host waits instead.
+            self._context.transfer.synchronize()
+            self._retired()
+            raise
+        self._retired()
+
+    def _retired(self) -> None:
+        self.proof = None
+        if self.copy is not None:
+            self.copy.release()
+        self.form.drop()
+        self.form = WHOLE
+        self._context.held.pop(self, None)
+        self.slot.clear()
+        self._to(State.RETIRED)

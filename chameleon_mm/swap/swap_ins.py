@@ -1,0 +1,223 @@
+"""Brings saved storages back: at their use, from wherever they are, and ahead of it as far as the budget allows.
+
+storage = ins.restore(saved, compute)        # on the device, its bytes in place, `compute` ordered after them
+ins.prefetch_after(saved, compute)           # those that the previous step used next
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext, suppress
+from typing import TypeVar
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from chameleon_mm.device import Stream
+from chameleon_mm.errors import ChameleonError, HostMemoryExhausted, TransferFailed
+from chameleon_mm.plan.rule import UseOrder
+from chameleon_mm.record.calls import Relied
+from chameleon_mm.record.dispatch_state import tracer_is_on
+from chameleon_mm.swap.budget import Budget, swap_out_now
+from chameleon_mm.swap.calling_thread import ComputeStreams
+from chameleon_mm.swap.claims import StorageRegistry
+from chameleon_mm.swap.handles import Handle
+from chameleon_mm.swap.host_copy import State, SwapContext
+from chameleon_mm.swap.packed_group import PackedGroup, Staging
+from chameleon_mm.swap.recipe import Reliance, node_is_torchs
+from chameleon_mm.swap.recipe_runner import RecipeRunner
+from chameleon_mm.swap.saved_storage import SavedStorage
+
+PREFETCH_WINDOW = 32
+"""Number of coming uses that are considered for a prefetch at each use."""
+
+_Made = TypeVar("_Made")
+
+
+class SwapIns:
+    """Swaps storages in on demand and ahead. Not thread-safe: the executor holds its lock."""
+
+    def __init__(
+        self,
+        context: SwapContext,
+        registry: StorageRegistry,
+        budget: Budget,
+        staging: Staging,
+        order: UseOrder,
+        recipe_runner: RecipeRunner,
+    ) -> None:
+        self._recipe_runner = recipe_runner
+        self._context = context
+        self._registry = registry
+        self._budget = budget
+        self._staging = staging
+        self._order = order
+
+    def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+        """Return the storage on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
+        gathered = saved.gathered
+        if gathered is None:
+            return self._restore_held(saved, compute)
+        storage = gathered.in_place(compute)
+        if storage is not None:
+            self._context.metrics.totals.uses_on_device += 1
+            return storage
+        packed = self._restore_held(saved, compute)
+        return self._allocate(gathered.whole_bytes, lambda: gathered.unpack(packed, compute), exclude=(saved,))
+
+    def fetch_for_recomputation(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
+        """Bring back what recomputing `saved` reads from the host, then queue the copies back that are `due` by plan: they run
+        beside the operators that make it."""
+        self._recipe_runner.restore_sources(saved, compute, self.restore)
+        self.prefetch_planned(due, compute)
+
+    def prefetch_after(self, saved: SavedStorage, compute: Stream) -> None:
+        """Swap in what is used after `saved`, as far as the budget allows."""
+        if saved.epoch != self._registry.epoch:
+            return
+        for index in self._order.upcoming(saved.index, PREFETCH_WINDOW):
+            coming = self._registry.get(index)
+            if coming is not None and coming.form.group is not None and coming.state is State.ON_HOST:
+                coming = coming.form.group.packed
+                if not self._staging.fits(coming.nbytes):
+                    return
+            if coming is None or not coming.may_be_prefetched:
+                continue
+            if self._budget.forecast.follows_plan and coming.number is not None:
+                continue  # the plan says when
+            if not self._budget.room_for(coming.nbytes):
+                return
+            try:
+                self.prefetch(coming, compute)
+            except (torch.OutOfMemoryError, TransferFailed):
+                return  # nobody needs it yet
+
+    def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
+        """Queue the copies back that are due by plan."""
+        follows_plan = self._budget.forecast.follows_plan
+        for saved in due:
+            if not saved.may_be_prefetched:
+                continue
+            if not (self._budget.has_room_ahead if follows_plan else self._budget.room_for(saved.nbytes)):
+                return  # its use brings it back
+            with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+                self.prefetch(saved, compute)
+
+    def prefetch(self, coming: SavedStorage, compute: Stream) -> None:
+        """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
+        coming.swap_in(compute)
+        self._budget.note_allocated(coming.nbytes)
+        self._context.metrics.totals.prefetches += 1
+
+    def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+        """Return what is held of it on the device, ready for `compute`."""
+        totals = self._context.metrics.totals
+        if saved.swap_in_failed:
+            saved.drop_restored()  # it never got its bytes
+        elif (
+            saved.slot.came_back
+            and saved.slot.alloc_stream is not compute
+            and saved.state in (State.SWAPPING_IN, State.RESTORED)
+            and not saved.drop_restored()
+        ):  # of another stream's pool: ours gives its own
+            return self._allocate(saved.nbytes, lambda: self._copied_on(saved, compute), exclude=(saved,))
+        group = saved.form.group
+        if group is not None and saved.state is State.ON_HOST:
+            self._unpack(group, saved, compute)
+        if saved.form.recipe is not None and saved.state is State.ON_HOST:
+            self._recipe_runner.recompute(saved, compute, self._restore_held)
+        if saved.state is State.SWAPPING_OUT:
+            saved.cancel_swap_out()
+        if saved.state is State.ON_HOST:
+            # What the plan has on the device by now comes back beside all that it allocates until the next check.
+            is_planned = saved.number is not None and self._budget.forecast.has(saved.number)
+            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
+            totals.swap_ins_on_demand += 1
+            return saved.arrive(compute)
+        totals.uses_on_device += 1
+        if saved.state in (State.SWAPPING_IN, State.RESTORED):
+            return saved.arrive(compute, prefetched=saved.state is State.SWAPPING_IN)
+        storage = saved.device
+        assert storage is not None
+        return storage
+
+    def _copied_on(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+        saved.arrive(compute)
+        return saved.slot.copied_on(compute, self._context.streams)
+
+    def _allocate(
+        self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage], is_planned: bool = False
+    ) -> _Made:
+        """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that. `is_planned`: as in
+        `Budget.make_room`."""
+        self._budget.make_room(nbytes, exclude=exclude, is_planned=is_planned)
+        return self._budget.allocate(nbytes, allocate, exclude=exclude)
+
+    def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
+        """Unpack `wanted` and others of the group; its own memory goes if none is left in it."""
+        if self._unpack_some(group, wanted, compute) and group.packed.state is State.RESTORED:
+            group.packed.drop_restored()
+
+    def _unpack_some(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> bool:
+        """Unpack `wanted` and what else waits in the group, as far as there is room, by one kernel: what was saved together is
+        used together. Returns whether that was all of them."""
+        if group.packed.state is State.ON_HOST:
+            self._staging.make_room(group.packed.nbytes)  # where copies are refused it comes back all the same: a use needs it
+        packed = self._restore_held(group.packed, compute)
+        waiting = group.packed_members()
+        members, nbytes, room = [], wanted.nbytes, self._budget.spare_until_used_bytes()
+        for member, place in sorted(waiting, key=lambda entry: self._order.rank(entry[0].index)):
+            if member is wanted or nbytes + member.nbytes <= room:
+                members.append((member, place))
+                nbytes += 0 if member is wanted else member.nbytes
+        self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group.packed,))
+        return len(members) == len(waiting)
+
+
+# --- Recomputes dropped storages before what they are made from may be overwritten. Note [Relied on]
+
+
+class Rescue:
+    """Rescues what is made from a value. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, ins: SwapIns, budget: Budget, streams: ComputeStreams) -> None:
+        self._ins = ins
+        self._budget = budget
+        self._streams = streams
+
+    def run(self, relied: Relied) -> None:
+        """Recompute all that was dropped and rests on `relied`, and have it stay or go to the host."""
+        compute, dependents = self._streams.current(), relied.dependents
+        with _disable_current_modes() if tracer_is_on() else nullcontext():
+            while dependents:
+                saved = dependents[0]()
+                if saved is not None and saved.form.recipe is not None and saved.state in (State.ON_HOST, State.RESTORED):
+                    self._rescue(saved, compute)
+                del dependents[0]  # an error leaves it: the next write asks again
+
+    def let_go(self, reliance: Reliance) -> None:
+        """The same for a source that autograd does not rely on any more, if others hold it."""
+        relied = reliance.source.relied
+        if relied is not None and relied.dependents and not reliance.source.is_alone:
+            self.run(relied)
+
+    def hand_out(self, relied: Relied, handle: Handle, saved: SavedStorage | None) -> None:
+        """The same before a node is given the tensor of `handle`, of the storage `saved`, or of one that stays (None): where
+        that is autograd's last use of it and others hold it, or where the node may write to it."""
+        relied.note_used(handle)
+        if not node_is_torchs() or not (relied.by_autograd or (saved is not None and saved.is_private)):
+            self.run(relied)
+
+    def _rescue(self, saved: SavedStorage, compute: Stream) -> None:
+        home = saved.slot.alloc_stream
+        try:
+            self._ins.restore(saved, compute)
+        except RuntimeError as error:
+            if isinstance(error, (ChameleonError, torch.OutOfMemoryError)):
+                raise
+            return  # it raises the same at its use, if there is one
+        if saved.state is State.RESTORED:
+            saved.stay_on_device()
+        if home is not compute:  # another stream's memory now, while its users are ordered after its home alone
+            with suppress(HostMemoryExhausted, TransferFailed):
+                swap_out_now(saved)

@@ -1,0 +1,255 @@
+"""The command line: arguments in, text out. Everything it prints comes from below.
+
+    chameleon-mm demo | run SCRIPT | doctor | native | plan MODEL | bench THEME
+    0 done   1 failed   2 bad usage   130 interrupted
+
+Only the command that was named is imported, so that help does not wait for the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from chameleon_mm import __version__
+from chameleon_mm.bench import THEMES
+from chameleon_mm.errors import DeviceUnavailable, NativeBuildError, ProgramInterrupted
+
+if TYPE_CHECKING:
+    from chameleon_mm.device.protocols import Device
+
+DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_DESCRIPTION = """\
+Swaps the activations of eager PyTorch training to pinned host memory and back, bit-exactly, overlapped with compute.
+"""
+_EPILOG = """\
+examples:
+  chameleon-mm demo                              train a small GPT with swapping and in plain PyTorch, compare every bit
+  chameleon-mm demo --device sim:a100 --steps 5  the same on a simulated A100; needs no GPU
+  chameleon-mm run --hbm-budget 20GiB train.py   a training script as it is, swapped
+  chameleon-mm doctor                            what this machine offers
+  chameleon-mm bench copy --json copy.json       copy rates of this machine
+  chameleon-mm plan llama-7b --gpu rtx4090       what a step needs, and what a plan makes of it; needs no GPU
+
+Sizes are bytes or text such as 300MiB, 1.5GiB or 8GB. Exit codes: 0 done, 1 failed, 2 bad usage.
+"""
+_DEMO = """\
+Trains a byte-level GPT on the sources of Python's standard library, once without swapping, once with, and once in plain
+PyTorch with nothing of chameleon_mm around it, from the same seed. Prints peaks, bytes moved, stall and step times, and
+whether the runs are bit-identical: every loss, every gradient norm, the final weights and the random state. On a simulated
+GPU the numbers are computed on the CPU and the times are simulated.
+"""
+_DEMO_EPILOG = """\
+examples:
+  chameleon-mm demo --hbm-budget 120MiB          a budget of your own (default: half of the unswapped peak)
+  chameleon-mm demo --device cuda --steps 50     on the first GPU, with larger default sizes
+  chameleon-mm demo --json demo.json             every figure as data
+
+Exits with 1 if one bit differs or the swapped peak passes the budget.
+"""
+_RUN = """\
+Runs a training script as `python script.py args` would, with the same output, exit code and bits, and swaps from its first
+step on. Steps are found by themselves: each begins with the first forward that trains, and ends as the optimizer has stepped.
+A report is printed on stderr at the end, after an error or Ctrl-C, too.
+"""
+_RUN_EPILOG = """\
+examples:
+  chameleon-mm run train.py --epochs 3                            what stands after the script is the script's
+  chameleon-mm run --hbm-budget 20GiB --html run.html -m my.train
+  torchrun --nproc_per_node 2 -m chameleon_mm run --hbm-budget 20GiB train.py
+  accelerate launch -m chameleon_mm run train.py
+
+Options of `run` stand before the script. A script for which no session can be made, as where the budget is below what never
+moves, is stopped before its first step, with exit code 1. Set what torch reads as it is loaded, such as OMP_NUM_THREADS,
+outside of the script: torch is there before it.
+"""
+_DOCTOR = """\
+Says what this machine offers: versions, GPU, link, pinned memory, limits, and the device that would be used by default.
+A part that is missing is a finding, not an error.
+"""
+_NATIVE = """\
+Builds what part of the library has a faster form in C++, for the Python and the torch that run this command, with the
+compiler of this machine. It takes a minute; sessions made from then on use it. Nothing needs it: without a
+compiler the same is done in Python. To be run again after an update of torch, Python or this library.
+"""
+_PLAN = """\
+Says what one training step of a model needs on a GPU, whether it fits, and what swapping makes of it. Nothing is computed and
+nothing is loaded: the step runs on shapes alone, its times are a roofline's, so every figure is predicted.
+"""
+_PLAN_EPILOG = """\
+examples:
+  chameleon-mm plan llama-7b --batch 4 --hbm-budget 80GiB
+  chameleon-mm plan models:tiny --gpu a100 --json tiny.json
+  chameleon-mm plan ./config.json --seq 8192 --optimizer adamw-fused
+  chameleon-mm plan llama-7b --autocast bfloat16         float32 weights, bfloat16 products
+
+A model of your own, as module:function, looked for in the working directory, too:
+  def tiny(batch, seq):                  given --batch and --seq
+      return model, ids                  model(ids) is a scalar tensor, or has one as .loss
+      return model, ids, loss_fn         loss_fn(model(ids), ids) is that scalar: the model's output, then the batch
+A batch that is a tuple or list goes to the model as *batch, a mapping as **batch; loss_fn gets it as it was returned.
+
+A model's own torch.autocast("cuda") counts as it would on a GPU. The built-in GPT-2s save less than Hugging Face's: they have
+the fused GELU, and their loss in the dtype of the logits. What is printed as a smallest budget may be given as --hbm-budget.
+Exits with 1 if no plan keeps within the budgets.
+"""
+_BENCH = {
+    "copy": "H2D and D2H rates by size, pinned against pageable, and both ways at once",
+    "hooks": "what a saved tensor costs the host, save and use, over hooks that do nothing: where it stays, where it moves",
+    "lengths": "training whose batch length changes with every step, simulated: recorded, followed, over the budget; --svg",
+    "memory": "a step's peak on the simulator and by torch's caching allocator, side by side, and what is reserved",
+    "overlap": "compute beside copies and packing: what it loses, what is hidden, how long an urgent copy waits",
+    "pack": "many tensors to pinned memory by every way there is, and what packing costs the host",
+    "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps; beside torch's pinned cache",
+    "profiler": "what watching a step costs the host, by every way there is, from hooks that do nothing to torch.profiler",
+    "reclaim": "device memory of a step by each way of giving it back: record_stream, at hooks, in the allocator; --svg",
+    "timeline": "one step by a plan on a simulated GPU: kernels, copies and memory over time, as a picture",
+    "training": "step time and peak memory of one model: no swapping, checkpointing, torch's save_on_cpu, chameleon_mm",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv` None means `sys.argv[1:]`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments, program = _split(arguments)
+        args = _parser(arguments).parse_args(arguments, argparse.Namespace(program=program))
+        return int(args.handler(args, Console()))
+    except SystemExit as done:  # argparse has printed its help, or what it did not understand
+        return done.code if isinstance(done.code, int) else FAILED
+    except (ValueError, OSError, DeviceUnavailable) as error:
+        return _complain(error, BAD_USAGE)
+    except (MemoryError, NativeBuildError) as error:
+        return _complain(error, FAILED)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _complain(f"{error}; choose smaller sizes or a larger --device", FAILED)
+    except ProgramInterrupted:
+        raise KeyboardInterrupt from None  # that class itself: only then is Python's exit status that of the signal
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Part `arguments` where the command line of a program begins that is to run: nothing in that is for the parser."""
+    if arguments[:1] != ["run"]:
+        return arguments, []
+    module = importlib.import_module("chameleon_mm.tools.run_command")
+    count = 1 + module.count_own(arguments[1:])
+    return arguments[:count], arguments[count:]
+
+
+def _complain(what: object, code: int) -> int:
+    line = " ".join(str(what).split())  # one line, whatever a driver's message looks like
+    Console(stderr=True).print(f"chameleon-mm: {line}", markup=False, highlight=False, soft_wrap=True)
+    return code
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    import torch  # loaded by now: no command runs without it, and help does
+
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser, with the options of the command that `arguments` name and only the names of the others."""
+    parser = argparse.ArgumentParser(
+        prog="chameleon-mm", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"chameleon-mm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    command, theme = (*arguments[:2], "", "")[:2]
+
+    demo = _add(
+        commands, "demo", "train a small GPT with swapping and in plain PyTorch, compare every bit", _DEMO, _DEMO_EPILOG
+    )
+    run = _add(commands, "run", "run a training script as it is, swapped", _RUN, _RUN_EPILOG)
+    doctor = _add(commands, "doctor", "what this machine offers, and what is missing", _DOCTOR)
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
+    doctor.set_defaults(handler=_run_doctor)
+    native = _add(commands, "native", "build the optional C++ helpers for the torch that is installed", _NATIVE)
+    native.add_argument("--compiler", default="g++", metavar="PROGRAM", help="C++ compiler that knows C++20 (default: g++)")
+    native.add_argument("--remove", action="store_true", help="remove every build instead; sessions use Python alone then")
+    native.set_defaults(handler=_run_native)
+    plan = _add(commands, "plan", "what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG)
+    for name, parser_of_command, path in (
+        ("demo", demo, "tools.demo_command"),
+        ("plan", plan, "tools.plan_command"),
+        ("run", run, "tools.run_command"),
+    ):
+        if command == name:
+            module = importlib.import_module(f"chameleon_mm.{path}")
+            module.add_arguments(parser_of_command)
+            more = {} if command == "run" else {"environment": _environment}
+            parser_of_command.set_defaults(handler=partial(module.run, **more))
+
+    bench = _add(
+        commands, "bench", "measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."
+    )
+    themes = bench.add_subparsers(title="themes", metavar="THEME", required=True)
+    for name, path in THEMES.items():
+        about = _BENCH.get(name, "")
+        parser_of_theme = _add(themes, name, about, about)
+        if (command, theme) == ("bench", name):
+            module = importlib.import_module(path)
+            module.add_arguments(parser_of_theme)
+            parser_of_theme.set_defaults(handler=partial(_run_theme, module.run))
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str, description: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name, help=about, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse.Namespace, console: Console) -> int:
+    from chameleon_mm.tools.outputs import check_outputs, tell_written
+
+    given = {name: getattr(args, name, None) for name in ("json", "svg")}
+    files = {f"--{name}": Path(path) for name, path in given.items() if path is not None}
+    check_outputs(files, make_folders=True)
+    code = run(args, console)
+    for path in files.values():
+        if path.exists():  # one that failed early wrote none
+            tell_written(console, path)
+    return code
+
+
+def _environment(theme: str, device: Device) -> Mapping[str, Any]:
+    from chameleon_mm.bench._environment import environment
+
+    return environment(theme, device)
+
+
+def _run_native(args: argparse.Namespace, console: Console) -> int:
+    from chameleon_mm.device import native
+
+    if args.remove:
+        console.print(f"removed {native.remove()} builds from {native.folder()}")
+        return 0
+    if not native.useful():
+        console.print("nothing to build: the helpers are for torch's CUDA build, and this torch is none")
+    for name in native.useful():
+        path = native.build(name, compiler=args.compiler, again=not native.status(name).active)
+        console.print(f"{name}: {native.status(name).words}, {path}", soft_wrap=True)
+    return 0
+
+
+def _run_doctor(args: argparse.Namespace, console: Console) -> int:
+    from chameleon_mm.tools import doctor
+    from chameleon_mm.tools.outputs import check_outputs
+
+    check_outputs({"--json": args.json})
+    return doctor.run(args.json, console)

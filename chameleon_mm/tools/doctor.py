@@ -1,0 +1,196 @@
+"""Describes what this machine offers, and says what is missing and which command mends it.
+
+    for finding in collect(): finding.section, finding.name, finding.text, finding.available
+    run(json_path, console)     # the same as a table, and as JSON where a path is given
+
+A part that is missing is a row, never a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chameleon_mm import __version__
+from chameleon_mm.device import native, present_device
+from chameleon_mm.device.cuda import visible_gpus
+from chameleon_mm.pool.host_memory import auto_limit_bytes, available_host_bytes, of_machine
+from chameleon_mm.swap.calibration import calibrate, keep
+from chameleon_mm.tools.outputs import tell_written
+from chameleon_mm.units import format_size
+
+# --- What the doctor looks at: versions, GPUs and their links, limits on pinned memory, and the link's rates
+#
+# CHECKS: (section, name, check); check(root) returns a text, or raises with the reason and the command that mends it
+#
+# Nothing is imported to learn its version: an installed CuPy may refuse to import. Containers are told their own limits.
+
+Check = Callable[[Path], str]
+"""Looks at one thing. The path is where `proc` and `sys` lie."""
+
+
+class Unavailable(Exception):  # an answer among the doctor's findings, not an error
+    """Raised by a check with the reason why there is nothing to tell, and the command that mends it."""
+
+
+def torch_version(root: Path) -> str:
+    built_for = torch.version.cuda
+    return f"{torch.__version__}, built {'without CUDA' if built_for is None else f'for CUDA {built_for}'}"
+
+
+def installed(root: Path, *, distributions: tuple[str, ...]) -> str:
+    """Version of the first of `distributions` that is installed; the first is the one to install."""
+    for name in distributions:
+        try:
+            return f"{metadata.version(name)} ({name})"
+        except metadata.PackageNotFoundError:
+            continue
+    raise Unavailable(f"not installed; pip install {distributions[0]}")
+
+
+def helpers(root: Path) -> str:
+    return "\n".join(f"{name}: {native.status(name).words}" for name in native.useful())
+
+
+def driver(root: Path) -> str:
+    # "NVRM version: NVIDIA UNIX ... Kernel Module  580.159.03  Release Build ..."
+    words = _read(root, "proc/driver/nvidia/version").splitlines()[0].split()
+    return next(word for word in words if word[:1].isdigit() and "." in word)
+
+
+def gpus(root: Path) -> str:
+    """A line for each GPU: what it is, and its link as the kernel has it."""
+    found = visible_gpus()
+    if not found and torch.version.cuda is None:
+        raise Unavailable("torch is built without CUDA; pip install a build with CUDA, see pytorch.org/get-started")
+    if not found:
+        raise Unavailable("torch finds no GPU; nvidia-smi says whether the driver does")
+    return "\n".join(
+        f"{gpu.index}: {gpu.name}, {format_size(gpu.total_bytes)}, capability {gpu.capability}, {_link(root, gpu.pci_id)}"
+        for gpu in found
+    )
+
+
+def _link(root: Path, pci_id: str | None) -> str:
+    folder = f"sys/bus/pci/devices/{pci_id}"
+    try:
+        now, most = (
+            f"{_read(root, f'{folder}/{of}_link_speed')} x{_read(root, f'{folder}/{of}_link_width')}"
+            for of in ("current", "max")
+        )
+    except Unavailable as unknown:
+        return f"link unknown ({unknown})"
+    return f"link {now}" if now == most else f"link {now} now, at most {most} (an idle GPU lowers its link)"
+
+
+def memory(root: Path) -> str:
+    """Host memory available, and the part that may be pinned by default: half of it, divided among the ranks here."""
+    available, machine = available_host_bytes(root), max(of_machine(root), default=0)
+    share = auto_limit_bytes(available_bytes=available)
+    text = f"{format_size(available)}, of which {format_size(share)} may be pinned by default"
+    if available < machine:
+        text += f"; a control group leaves less than the {format_size(machine)} of the machine: raise its memory limit"
+    return text
+
+
+def memlock(root: Path) -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "none" if soft == resource.RLIM_INFINITY else f"{format_size(soft)}; where pinning fails: ulimit -l unlimited"
+
+
+def link_rates(root: Path) -> str:
+    """Measure the link and keep its rates: a session's first guess. Raises what `calibrate` raises."""
+    device = present_device()
+    rates = calibrate(device)
+    kept = "; kept for sessions" if keep(device, "link", rates) else "; not kept"
+    told = ("h2d_gbps", "to the device"), ("d2h_gbps", "to the host"), ("duplex_gbps", "both ways at once")
+    return f"{device.name}: " + ", ".join(f"{rates[name]:.1f} GB/s {way}" for name, way in told) + kept
+
+
+def _read(root: Path, path: str) -> str:
+    """Text of a file of the kernel's, stripped. Raises `Unavailable` where it cannot be read."""
+    try:
+        return (root / path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise Unavailable(f"/{path}: {error.strerror}") from error
+
+
+CHECKS: tuple[tuple[str, str, Check], ...] = (
+    ("software", "python", lambda root: platform.python_version()),
+    ("software", "system", lambda root: platform.platform()),
+    ("software", "chameleon-mm", lambda root: __version__),
+    ("software", "torch", torch_version),
+    ("software", "triton", partial(installed, distributions=("triton",))),
+    ("software", "cupy", partial(installed, distributions=("cupy-cuda13x", "cupy-cuda12x", "cupy"))),
+    ("software", "C++ helpers", helpers),
+    ("software", "NVIDIA driver", driver),
+    ("gpu", "GPUs", gpus),
+    ("host", "memory available", memory),
+    ("host", "memlock limit", memlock),
+    ("link", "rates", link_rates),
+)
+"""All rows, in the order in which they are shown."""
+
+
+# --- doctor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One row: what was looked at, and what was seen or why nothing was."""
+
+    section: str
+    name: str
+    text: str
+    available: bool
+
+
+def collect(root: Path = Path("/")) -> list[Finding]:
+    """Look at everything. Never raises for a missing part. Starts CUDA where there is one, and copies for less than a second.
+
+    `root` is where `proc` and `sys` lie.
+    """
+    return [find(section, name, check, root) for section, name, check in CHECKS]
+
+
+def find(section: str, name: str, check: Check, root: Path = Path("/")) -> Finding:
+    """The row that `check` makes. Whatever it raises becomes "unavailable: reason"."""
+    try:
+        return Finding(section=section, name=name, text=check(root), available=True)
+    except Exception as error:  # noqa: BLE001  # a machine may be broken in any way, and the other rows still matter
+        reason = str(error) or type(error).__name__
+        return Finding(section=section, name=name, text=f"unavailable: {reason}", available=False)
+
+
+def run(json_path: Path | None, console: Console) -> int:
+    """Collect, show on `console`, write JSON to `json_path` if given. The exit code: 0, whatever was found.
+
+    Raises `OSError` when the file cannot be written.
+    """
+    table = Table(title="What this machine offers", title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column("section", style="bold", no_wrap=True)
+    table.add_column("name", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    sections: dict[str, dict[str, dict[str, object]]] = {}
+    for finding in collect():
+        heading = "" if finding.section in sections else finding.section
+        # Text, not str: drivers answer "[N/A]", which rich would take for markup.
+        table.add_row(heading, finding.name, Text(finding.text, style="" if finding.available else "yellow"))
+        sections.setdefault(finding.section, {})[finding.name] = {"available": finding.available, "text": finding.text}
+    console.print(table)
+    if json_path is not None:
+        record = {"schema": "chameleon_mm.tools.doctor/3", "findings": sections}
+        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        tell_written(console, json_path)
+    return 0

@@ -1,0 +1,235 @@
+"""The largest batch, row or number of layers that fits a GPU and a host: by search, each size tried on shapes alone.
+
+    answer = largest("batch", request_of)            # request_of(8): the request with a batch of 8
+    answer.size, answer.next.bound                   # 37, Bound.DEVICE: 38 takes more than the device's budget
+
+Sizes double until one does not fit; then the gap is halved. Memory decides, by arithmetic over a recorded step. A session that
+swaps more than activations then runs its first steps at the answer, which is made smaller where these do not keep within the
+budget.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.plan.planner import generate_plan
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
+from chameleon_mm.tools.prediction import link_of
+from chameleon_mm.tools.session_on_shapes import (
+    RunRequest,
+    SessionRun,
+    beside,
+    host_bytes_beside,
+    left_beside_window,
+    record,
+    run_session,
+)
+from chameleon_mm.tools.workload import ModelUnusable
+from chameleon_mm.units import format_size, format_us
+
+SIZES = ("batch", "seq", "layers")
+
+SEQ_STEP = 64
+"""Tokens by which rows grow: kernels take them in multiples of that."""
+
+MOST = 1 << 20
+"""Multiple of the step beyond which nobody looks: a model may need no more memory however large it is."""
+
+_STEPS = 2
+"""Steps of a session that are run at an answer: the first, by the default rule, and one by a plan."""
+
+_SMALLER = (0.02, 0.05, 0.1)
+"""Shares by which a size is made smaller, in turn, where a session's first steps pass the budget: the default rule takes a few
+percent more than arithmetic says."""
+
+
+class Bound(enum.StrEnum):
+    """Limit that keeps a size from being larger."""
+
+    DEVICE = "device"
+    """Device memory."""
+    HOST = "host"
+    """Pinned host memory."""
+    MODEL = "the model itself"
+    """The model itself: it is built for no more, as a table of positions is."""
+    NOTHING = "nothing that was looked at"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A size, and what it needs."""
+
+    size: int
+    bound: Bound | None
+    """Limit that it exceeds; None: it fits."""
+    device_bytes: int = 0
+    """The least device memory of which there is a plan, beside the window where there is one."""
+    device_left_bytes: int = 0
+    """Bytes of the budget for that."""
+    host_bytes: int = 0
+    """Pinned memory that it takes at least."""
+    said: str = ""
+    """The model's own words, where it takes no such size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """The largest size that fits."""
+
+    what: str
+    """One of `SIZES`."""
+    size: int | None
+    """None: not even the smallest fits."""
+    next: Tried
+    """The size that does not fit, and why."""
+    hbm_budget_bytes: int
+    host_budget_bytes: int | None
+    run: SessionRun | None = None
+    """The session's first steps at that size, where it swaps more than activations."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is such a size, whose session keeps within its budget."""
+        return self.size is not None and (self.run is None or self.run.holds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary as plain data."""
+        return {
+            "what": self.what,
+            "size": self.size,
+            "bound": self.next.bound,
+            "hbm_budget_bytes": self.hbm_budget_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
+            "next": asdict(self.next),
+            "session": None if self.run is None else self.run.to_dict(),
+        }
+
+
+def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Collection[str] = ()) -> Largest:
+    """Find the largest size of `what` that fits. `request_of(size)` may raise `ModelUnusable` for what the model cannot take,
+    and so may its build. recompute: base names of operators that plans may run again, where activations alone are swapped.
+
+    Raises `ModelUnusable` where the model takes not even the smallest.
+    """
+    by = SEQ_STEP if what == "seq" else 1
+    low, high = _Search(request_of, by, recompute).find()
+    if low is None and high.bound is Bound.MODEL:
+        raise ModelUnusable(high.said)
+    size, run = None if low is None else low.size, None
+    if size is not None and request_of(size).swapped:
+        size, run, high = _run_at(size, high, request_of, by)
+    request = request_of(by)
+    return Largest(
+        what=what,
+        size=size,
+        next=high,
+        hbm_budget_bytes=request.hbm_budget_bytes,
+        host_budget_bytes=request.host_budget_bytes,
+        run=run,
+    )
+
+
+def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by: int) -> tuple[int | None, SessionRun, Tried]:
+    """Run the session at `size`, and at a few smaller ones until one keeps within its budget. Returns the size, its run, which
+    may be one that does not, and the smallest size that does not fit."""
+    run = run_session(request_of(size), steps=_STEPS, counted=False)
+    for share in _SMALLER:
+        if run.holds:
+            break
+        most = max((step.peak_bytes for step in run.steps), default=0)
+        bound = Bound.DEVICE if most else Bound.HOST
+        high = Tried(size=size, bound=bound, device_bytes=most, device_left_bytes=run.hbm_budget_bytes, said=run.refused or "")
+        if size <= by:
+            return None, run, high
+        size = max(by, size - max(by, int(size * share) // by * by))
+        run = run_session(request_of(size), steps=_STEPS, counted=False)
+    return size, run, high
+
+
+class _Search:
+    """Search for the largest size: doubled, then halved."""
+
+    def __init__(self, request_of: Callable[[int], RunRequest], by: int, recompute: Collection[str]) -> None:
+        self._request_of = request_of
+        self._by = by
+        self._recompute = recompute
+
+    def find(self) -> tuple[Tried | None, Tried]:
+        """The largest size that fits, None where none does, and the next one, which does not."""
+        by, low = self._by, None
+        high = self._try(by)
+        while high.bound is None:
+            low, size = high, 2 * high.size
+            if size > MOST * by:
+                return low, Tried(size=size, bound=Bound.NOTHING)
+            high = self._try(size)
+        while low is not None and high.size - low.size > by:
+            tried = self._try((low.size + high.size) // 2 // by * by)
+            low, high = (tried, high) if tried.bound is None else (low, tried)
+        return low, high
+
+    def _try(self, size: int) -> Tried:
+        try:
+            request = self._request_of(size)
+            step = record(request, in_buckets=True)
+        except ModelUnusable as error:
+            return Tried(size=size, bound=Bound.MODEL, said=str(error))
+        trace = beside(step, request.swapped)
+        left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
+        elsewhere = host_bytes_beside(step, request.swapped, request.hbm_budget_bytes)
+        return Tried(
+            size=size,
+            bound=self._bound(request, trace, left, elsewhere),
+            device_bytes=least_memory(trace).nbytes,
+            device_left_bytes=left,
+            host_bytes=elsewhere + max(0, peak_memory(trace).nbytes - left),
+        )
+
+    def _bound(self, request: RunRequest, trace: Trace, left: int, elsewhere: int) -> Bound | None:
+        if least_memory(trace).nbytes > left:
+            return Bound.DEVICE
+        host = request.host_budget_bytes
+        if host is None:
+            return None
+        if elsewhere > host:
+            return Bound.HOST
+        recompute = () if request.swapped else self._recompute
+        try:
+            generate_plan(trace, left, host - elsewhere, link_of(request.spec), drafts=0, recompute=recompute)
+        except InfeasibleBudget:
+            return Bound.HOST
+        return None
+
+
+def say(found: Largest) -> list[str]:
+    """Lines that say what was found, and what keeps it from being more."""
+    host = "" if found.host_budget_bytes is None else f" and {format_size(found.host_budget_bytes)} of pinned host memory"
+    within = f"within {format_size(found.hbm_budget_bytes)} of device memory{host}"
+    over = found.next
+    if found.size is None:
+        lines = [f"largest {found.what}: none, not even {over.size} fits {within}"]
+    else:
+        lines = [f"largest {found.what}: {found.size} {within}"]
+    match over.bound:
+        case Bound.DEVICE:
+            needed, there = format_size(over.device_bytes), format_size(over.device_left_bytes)
+            lines.append(f"what binds is device memory: {over.size} takes {needed} of {there}, with all moved that may be")
+        case Bound.HOST:
+            lines.append(f"what binds is pinned host memory: {over.size} takes {format_size(over.host_bytes)} of it or more")
+        case Bound.MODEL:
+            lines.append(f"what binds is the model: {over.said}")
+        case _:
+            lines.append(f"nothing binds up to {over.size}")
+    if found.run is not None and found.size is not None and found.run.steps:
+        step, most = found.run.steps[-1], max(step.peak_bytes for step in found.run.steps)
+        keep = "keep" if found.run.holds else "do not keep"
+        lines.append(
+            f"a session's first {len(found.run.steps)} steps {keep} within the budget: {format_size(most)} at most, the last "
+            f"takes {format_us(step.step_us)}, {format_size(found.run.host_bytes)} are pinned (predicted)"
+        )
+    return lines

@@ -1,0 +1,213 @@
+"""`chameleon-mm plan`: arguments in, a step under fake tensors, tables, a file and an exit code out.
+
+check everything that can be checked          # bad usage costs a moment
+step = record(request)                        # seconds, whatever the model's size
+prediction = predict(step, ...)               # a fraction of one; or, where a session swaps more than activations,
+                                              # predict_session(request): its first steps; or largest(...): a search
+tables, JSON; 0: there is a plan, 1: there is none within the budgets
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from chameleon_mm.device import SPECS, Device
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.specs import spec_by_name
+from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule
+from chameleon_mm.tools.largest import SIZES, largest, say
+from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
+from chameleon_mm.tools.prediction import REPLAYED, default_budget, predict, show
+from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, predict_session, record, show_session
+from chameleon_mm.tools.step_on_shapes import AUTOCAST, DTYPES, OPTIMIZERS
+from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, hugging_face, own_function
+from chameleon_mm.units import parse_size
+
+Environment = Callable[[str, Device], Mapping[str, Any]]
+"""Theme and device -> the header of a result file: device, simulated, commit, versions."""
+
+LARGEST_SCHEMA = "chameleon_mm.plan_largest/1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options on `parser`."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"built in: {', '.join(BUILT_IN)}; or module:function, which returns (model, batch) or (model, batch, loss_fn), "
+        "given --batch and --seq as batch and seq (below); or the file, folder or name of a Hugging Face configuration (needs "
+        "transformers: pip install 'chameleon-mm[plan]')",
+    )
+    _add_step_arguments(parser.add_argument_group("the step"))
+    _add_memory_arguments(parser.add_argument_group("where it would run and what it may use"))
+    _add_session_arguments(parser.add_argument_group("a session that swaps more than activations"))
+    search = parser.add_argument_group("what fits")
+    search.add_argument(
+        "--largest",
+        choices=SIZES,
+        help="search for the largest batch, row (in steps of 64 tokens) or number of layers that fits, all else as said",
+    )
+    out = parser.add_argument_group("what it writes")
+    out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
+
+
+def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
+    step.add_argument("--batch", type=int, metavar="N", help="rows (default 1)")
+    step.add_argument(
+        "--seq",
+        type=int,
+        metavar="N",
+        help="tokens of a row (default: the model's context; 4096 at most where it is not built in)",
+    )
+    step.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="of weights, and of activations without autocast: torch's default dtype while the model is built and run (default "
+        "bfloat16, with --autocast float32)",
+    )
+    step.add_argument(
+        "--autocast",
+        choices=list(AUTOCAST),
+        help="put forward under torch.autocast to it (default: no more than the model does itself)",
+    )
+    step.add_argument(
+        "--optimizer", choices=list(OPTIMIZERS), default="adamw",
+        help="; ".join(f"{name}: {about}" for name, about in OPTIMIZERS.items()) + " (default adamw)",
+    )  # fmt: skip
+
+
+def _add_memory_arguments(where: argparse._ArgumentGroup) -> None:
+    where.add_argument("--gpu", default="h200", metavar="NAME", help=f"one of {', '.join(SPECS)} (default h200)")
+    where.add_argument(
+        "--hbm-budget",
+        metavar="SIZE",
+        help=f'device memory: "40GiB" (default: {DEFAULT_BUDGET_SHARE:.0%}% of the GPU\'s, as a session takes)',
+    )
+    where.add_argument("--host-budget", metavar="SIZE", help="pinned host memory (default: as much as it takes)")
+    where.add_argument(
+        "--no-recompute", action="store_true", help="a plan that only swaps (default: recompute where that takes less time)"
+    )
+    where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
+
+
+def _add_session_arguments(beside: argparse._ArgumentGroup) -> None:
+    beside.add_argument(
+        "--swap-optimizer",
+        action="store_true",
+        help="the optimizer's state is on the host between its steps, as with SwapSession(optimizer=...)",
+    )
+    beside.add_argument(
+        "--swap-parameters",
+        action="store_true",
+        help="parameters and gradients come in their turn, as with SwapSession(parameters='swap')",
+    )
+
+
+def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
+    """Run it and return the exit code: 0 where there is a plan within the budgets, or none is needed; 1 where there is none.
+
+    Raises `ValueError` for bad usage, before anything is built where that can be known, and `OSError` for a file that cannot be
+    written.
+    """
+    check_outputs({"--json": args.json})
+    _check_swapped(args)
+    recompute = () if args.no_recompute else REPLAYED
+    if args.largest is not None:
+        with console.status(f"searching for the largest {args.largest}"):
+            found = largest(args.largest, lambda size: _request(args, **{args.largest: size}), recompute=recompute)
+        for text in say(found):
+            print_line(console, text, style="bold" if found.fits else "bold red")
+        told, held = {"schema": LARGEST_SCHEMA, "predicted": True, **found.to_dict()}, found.fits
+    elif (request := _request(args)).swapped:
+        with console.status("running a session's first steps on shapes alone"):
+            session = predict_session(request)
+        show_session(session, console)
+        told, held = session.to_dict(), session.holds
+    else:
+        with console.status("recording one step under fake tensors"):
+            step = record(request, in_buckets=False)
+        with console.status("planning"):
+            prediction = predict(step, request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute)
+        show(prediction, console)
+        told, held = prediction.to_dict(), prediction.infeasible is None
+    if args.json is not None:
+        told = {**environment("plan", SimDevice(spec_by_name(args.gpu))), **told}
+        args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        tell_written(console, args.json)
+    return 0 if held else 1
+
+
+def _request(args: argparse.Namespace, **size: int) -> RunRequest:
+    """Request that the arguments make, with a batch, rows or number of layers of another `size`.
+
+    Raises `ValueError` for what makes no sense, and as `source_of` does; nothing is built.
+    """
+    spec = spec_by_name(args.gpu)
+    hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
+    if hbm_budget == 0:
+        raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
+    autocast = None if args.autocast is None else AUTOCAST[args.autocast]
+    dtype = DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")]
+    return RunRequest(
+        build=source_of(args.model, dtype=dtype, **{"batch": args.batch, "seq": args.seq, "layers": None, **size}),
+        spec=spec,
+        swapped=Swapped(optimizer=args.swap_optimizer, parameters=args.swap_parameters),
+        hbm_budget_bytes=hbm_budget,
+        host_budget_bytes=None if args.host_budget is None else parse_size(args.host_budget, what="--host-budget"),
+        dtype=dtype,
+        optimizer=args.optimizer,
+        min_bytes=DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes"),
+        autocast=autocast,
+    )
+
+
+def _check_swapped(args: argparse.Namespace) -> None:
+    """Raise `ValueError` for options about swapping that contradict each other."""
+    if args.optimizer == "none" and args.swap_optimizer:
+        raise ValueError("--swap-optimizer: expected an optimizer, whose state is swapped, got --optimizer none; name one")
+    if args.largest is None:
+        return
+    if args.swap_parameters and not args.swap_optimizer:
+        raise ValueError("--largest: expected --swap-optimizer beside --swap-parameters, for what state needs; say both")
+    if args.largest != "layers" and getattr(args, args.largest) is not None:
+        raise ValueError(f"--largest {args.largest}: expected no --{args.largest}, which is searched for; leave it out")
+
+
+def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:
+    """Builder of the model that `text` names, all checked that can be. None: as the model's own default has it, or 1 row.
+
+    Raises `ModelUnusable` for what cannot be found, and for sizes below 1.
+    """
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name}: expected 1 or more, got {value}")
+    if not text:
+        raise ModelUnusable(
+            f"MODEL: expected one of {', '.join(BUILT_IN)}, module:function, or a Hugging Face configuration, got ''"
+        )
+    if text in BUILT_IN:
+        return built_in(text, batch=batch or 1, seq=seq, layers=layers)
+    if ":" in text and not Path(text).exists():
+        return own_function(text, batch=batch, seq=seq, layers=layers)
+    if _is_a_path(text) and not Path(text).exists():
+        raise ModelUnusable(
+            f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which does not exist; correct "
+            f"the path, or name a built-in model or module:function"
+        )
+    likely = difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=0.8)
+    if likely and not Path(text).exists():  # rather than half a minute of asking the network for it
+        raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely[0]}?")
+    return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype, layers=layers)
+
+
+def _is_a_path(text: str) -> bool:
+    """Whether it cannot be a name on the hub, which is `name` or `owner/name`."""
+    return text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json")

@@ -1,0 +1,502 @@
+"""Predicts, by arithmetic over its trace, what a step comes to within a budget, by every way there is of fitting it there.
+
+prediction = predict(step, spec, hbm_budget, host_budget, recompute)
+prediction.ways             no swapping, the plan, swap only, swap everything, full recomputation: peak, stall, step time
+prediction.infeasible       why there is no plan within the budget, where there is none
+prediction.needs            device memory by class of storages: the most, and at the peak
+peak_phase(trace, peak)     forward, backward or optimizer
+smallest_within(trace, ...) the smallest budget of which there is a plan, whatever it costs in time
+hidden_budget(trace, ...)   the smallest whose plan's copies cost next to none
+
+Budgets that are found are rounded up to what `format_size_up` prints exactly, and tried there: a budget that is a little larger
+need not have a plan that is as good.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chameleon_mm.device.sim.cost_model import CostModel
+from chameleon_mm.device.specs import GpuSpec
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.plan.bounds import hides_copies, ideal, smallest_hidden_budget
+from chameleon_mm.plan.planner import generate_plan
+from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE
+from chameleon_mm.plan.simulate import Simulator, Timeline, simulate
+from chameleon_mm.plan.swap_all import swap_all
+from chameleon_mm.plan.swap_plan import SwapPlan
+from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
+from chameleon_mm.plan.unswapped_memory import Peak, full_recomputation, least_memory, peak_memory, sum_over_time
+from chameleon_mm.replayable import DEFAULT, PRODUCTS
+from chameleon_mm.tools.outputs import print_line, print_table
+from chameleon_mm.tools.step_on_shapes import RecordedStep
+from chameleon_mm.units import allocated_size, format_size, format_size_up, format_us, parse_size
+
+REPLAYED = DEFAULT | PRODUCTS
+"""Base names of operators that a predicted plan may run again. A session tests products on its device first."""
+
+HIDDEN_WITHIN = 1e-3
+"""Share of the step by which it may take longer and still count as one with all copies hidden."""
+
+_MOST_PLANNED = 3
+"""Number of ways before full recomputation: more make a table that is wider than a terminal."""
+
+_TRIES = 64
+"""The search for a budget that hides all copies raises it by one part in so many of what is left to the unswapped peak."""
+
+_CLASSES = {
+    "parameters": (TensorKind.PARAMETER,),
+    "gradients": (TensorKind.GRADIENT,),
+    "optimizer state": (TensorKind.OPTIMIZER,),
+    "activations": (TensorKind.ACTIVATION,),
+    "temporaries": (TensorKind.TEMPORARY,),
+    "inputs and buffers": (TensorKind.INPUT, TensorKind.BUFFER),
+}
+
+SCHEMA = "chameleon_mm.plan/1"
+
+
+def default_budget(spec: GpuSpec) -> int:
+    """Bytes of device memory that a session takes where nobody says how many."""
+    return int(spec.hbm_bytes * DEFAULT_BUDGET_SHARE)
+
+
+def smallest_within(
+    trace: Trace, budget: int, peak_bytes: int, host_budget: int, cost: LinkCost, recompute: Collection[str] = ()
+) -> int:
+    """The smallest budget, from `budget` on, for which there is a plan within `host_budget` bytes of pinned memory."""
+    while True:
+        budget = min(_printable(budget), peak_bytes)
+        try:
+            generate_plan(trace, budget, host_budget, cost, recompute=recompute)
+        except InfeasibleBudget as error:  # names a larger one; the unswapped peak, at the latest, needs no host memory
+            budget = error.smallest_bytes or peak_bytes
+        else:
+            return budget
+
+
+def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: LinkCost) -> int:
+    """The smallest budget whose plan takes at most `HIDDEN_WITHIN` of the step longer: at the most `peak_bytes`, that of
+    `trace`."""
+
+    def plan_for(budget: int) -> SwapPlan:
+        return generate_plan(trace, budget, host_budget, cost)
+
+    simulator = Simulator(trace, cost)
+    budget = _printable(smallest_hidden_budget(trace, cost, plan_for, tolerance=HIDDEN_WITHIN))
+    while budget < peak_bytes and not hides_copies(simulator, plan_for, budget, HIDDEN_WITHIN):
+        budget = _printable(budget + (peak_bytes - budget) // _TRIES + 1)
+    return min(budget, peak_bytes)
+
+
+def _printable(budget: int) -> int:
+    """The budget that the printed text of `budget` stands for: that or a little more."""
+    return parse_size(format_size_up(budget))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """Memory that one class of storages needs, or what operators hold inside themselves."""
+
+    name: str
+    most_bytes: int
+    """The most bytes of this class at any time of the step."""
+    at_peak_bytes: int
+    """Bytes of this class while the step as a whole needs the most."""
+
+
+def needs_of(trace: Trace, peak: Peak) -> tuple[MemoryNeed, ...]:
+    """The classes that `trace` has. `peak`: its peak. O(operators + storages)."""
+    size = allocated_size(trace.tensor_bytes)
+    since, until = np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1
+    needs = []
+    for name, kinds in _CLASSES.items():
+        which = np.isin(trace.tensor_kind, kinds)
+        if which.any():
+            most = int(sum_over_time(trace.num_ticks, size[which], since[which], until[which]).max(initial=0))
+            at_peak = sum(peak.by_kind.get(kind, 0) for kind in kinds)
+            needs.append(MemoryNeed(name=name, most_bytes=most, at_peak_bytes=at_peak))
+    if trace.op_inner_bytes.any():
+        needs.append(
+            MemoryNeed(name="inside operators", most_bytes=int(trace.op_inner_bytes.max()), at_peak_bytes=peak.inner_bytes)
+        )
+    return tuple(needs)
+
+
+def peak_phase(trace: Trace, peak: Peak) -> StepPhase:
+    """The phase of the operator at the peak, or of the last one before it."""
+    op = int(np.searchsorted(trace.op_tick, peak.tick, side="right")) - 1
+    return StepPhase(int(trace.op_phase[max(op, 0)])) if len(trace.op_phase) else StepPhase.FORWARD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way of running the step, predicted."""
+
+    name: str
+    peak_bytes: int
+    step_us: float
+    host_bytes: int = 0
+    moved_bytes: int = 0
+    """Bytes that are copied out; as many come back."""
+    stall_us: float = 0.0
+    device_copy_us: float = 0.0
+    """Time of copies within device memory: of the parts that stay, where storages move in part."""
+    recompute_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """A step on one GPU within one budget."""
+
+    step: RecordedStep
+    spec: GpuSpec
+    hbm_budget_bytes: int
+    host_budget_bytes: int | None
+    needs: tuple[MemoryNeed, ...]
+    peak: Peak
+    phase: StepPhase
+    """Phase of the step in which the peak is."""
+    least_phase: StepPhase
+    """Phase of the peak that is left with every candidate swapped out."""
+    ways: tuple[Way, ...]
+    """Ways of running the step: nothing swapped first; then the plan, if there is one, and the best one that only swaps, if
+    that is another; or swapping everything."""
+    smallest_budget_bytes: int
+    """The smallest budget for which there is a plan within the host's budget, whatever it costs in time."""
+    hidden_budget_bytes: int
+    """The smallest budget whose plan takes `HIDDEN_WITHIN` of the step longer at the most."""
+    least_bytes: int
+    """Bytes that are left at the peak with every candidate swapped out, whatever the host has room for."""
+    infeasible: str | None
+    """Reason why there is no plan within the budgets; None: there is one."""
+    plan: SwapPlan | None
+    planning_ms: float | None
+    """Time that `plan` took on this machine: measured, as nothing else here is."""
+    timeline: Timeline | None
+    ideal_us: float | None
+    """Lower bound T* of the step's time (docs/policy.md) within the budget; of plans that recompute, if they may."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits as it is."""
+        return self.peak.nbytes <= self.hbm_budget_bytes
+
+    @property
+    def can_be_lowered(self) -> bool:
+        """Whether swapping lowers the peak at all, within the host's budget."""
+        return self.smallest_budget_bytes < self.peak.nbytes
+
+    @property
+    def ideal_share(self) -> float | None:
+        """T* divided by the plan's step time: 1 is the best possible."""
+        if self.plan is None or self.ideal_us is None:
+            return None
+        return self.ideal_us / self.plan.step_us if self.plan.step_us else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of everything as plain data; all of it is predicted, but for `planning_ms`."""
+        trace, plan = self.step.trace, self.plan
+        return {
+            "schema": SCHEMA,
+            "predicted": True,
+            **self.step.to_dict(),
+            "num_operators": len(trace.op_us),
+            "num_saves_and_uses": len(trace.hook_tick),
+            "hbm_budget_bytes": self.hbm_budget_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
+            "needs": [asdict(need) for need in self.needs],
+            "peak_bytes": self.peak.nbytes,
+            "peak_phase": self.phase.name.lower(),
+            "peak_idle_bytes": self.peak.idle_bytes,
+            "fits": self.fits,
+            "feasible": self.infeasible is None,
+            "infeasible": self.infeasible,
+            "smallest_budget_bytes": self.smallest_budget_bytes,
+            "hidden_budget_bytes": self.hidden_budget_bytes,
+            "hidden_within": HIDDEN_WITHIN,
+            "planning_ms": self.planning_ms,
+            "ideal_us": self.ideal_us,
+            "ideal_share": self.ideal_share,
+            "ways": [asdict(way) for way in self.ways],
+            "plan": None if plan is None else self._plan_dict(plan),
+        }
+
+    def _plan_dict(self, plan: SwapPlan) -> dict[str, Any]:
+        return {
+            "num_moved": len(plan.swaps),
+            "moved_bytes": plan.moved_bytes,
+            "num_recomputed": len(plan.recomputed),
+            "num_held": len(plan.held),
+            "recompute_us": plan.recompute_us,
+        }
+
+
+def link_of(spec: GpuSpec) -> LinkCost:
+    """The link of a GPU by its spec, and what copies within its memory reach in practice."""
+    cost = CostModel(spec=spec)
+    hbm_gbps = spec.hbm_gbps * cost.memory_efficiency / 2  # a copy reads and writes every byte
+    return LinkCost(d2h_gbps=spec.d2h_gbps, h2d_gbps=spec.h2d_gbps, duplex_gbps=spec.duplex_gbps, hbm_gbps=hbm_gbps)
+
+
+def predict(
+    step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int | None, recompute: Collection[str] = REPLAYED
+) -> Prediction:
+    """Prediction of what `step` comes to on `spec` within `hbm_budget` bytes of device memory and `host_budget` of pinned
+    memory (None: any). `recompute`: base names of operators that may run again; none: the plan only swaps.
+
+    Raises `ValueError` for a budget of no bytes. One that is too small is an answer: `Prediction.infeasible`.
+    """
+    trace, cost = step.trace, link_of(spec)
+    peak = peak_memory(trace)
+    least = least_memory(trace)
+    plan, infeasible, planning_ms, ideal_us = None, None, None, None
+    smallest = least.nbytes
+    began = time.perf_counter()
+    try:
+        plan = generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute)
+        planning_ms = (time.perf_counter() - began) * 1e3
+        ideal_us = ideal(trace, hbm_budget, cost, recompute=recompute).step_us
+    except InfeasibleBudget as error:
+        infeasible, smallest = str(error), error.smallest_bytes or smallest
+    if host_budget is not None:
+        smallest = smallest_within(trace, smallest, peak.nbytes, host_budget, cost, recompute)
+        if plan is not None:  # `smallest_within` tries few budgets: this one has a plan
+            smallest = min(smallest, hbm_budget)
+    return Prediction(
+        step=step,
+        spec=spec,
+        hbm_budget_bytes=hbm_budget,
+        host_budget_bytes=host_budget,
+        needs=needs_of(trace, peak),
+        peak=peak,
+        phase=peak_phase(trace, peak),
+        least_phase=peak_phase(trace, least),
+        ways=_ways(trace, peak, plan, hbm_budget, host_budget, cost),
+        smallest_budget_bytes=smallest,
+        hidden_budget_bytes=hidden_budget(trace, peak.nbytes, host_budget, cost),
+        least_bytes=least.nbytes,
+        infeasible=infeasible,
+        plan=plan,
+        planning_ms=planning_ms,
+        timeline=None if plan is None else simulate(trace, plan, cost),
+        ideal_us=ideal_us,
+    )
+
+
+def _ways(
+    trace: Trace, peak: Peak, plan: SwapPlan | None, hbm_budget: int, host_budget: int | None, cost: LinkCost
+) -> tuple[Way, ...]:
+    ways = [Way(name="no swapping", peak_bytes=peak.nbytes, step_us=trace.duration_us)]
+    if plan is not None:
+        ways.append(_planned("this plan", trace, plan))
+    if plan is not None and plan.recomputed:
+        with suppress(InfeasibleBudget):  # where only recomputation reaches the budget
+            ways.append(_planned("swap only", trace, generate_plan(trace, hbm_budget, host_budget, cost)))
+    if len(ways) < _MOST_PLANNED:
+        ways.append(_planned("swap everything", trace, swap_all(trace, cost)))
+    recomputed = full_recomputation(trace)
+    again_us = recomputed.recomputed_us
+    ways.append(
+        Way(name="full recomputation", peak_bytes=recomputed.peak_bytes, step_us=recomputed.step_us, recompute_us=again_us)
+    )
+    return tuple(ways)
+
+
+def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
+    return Way(
+        name=name,
+        peak_bytes=plan.peak_bytes,
+        host_bytes=plan.host_bytes,
+        moved_bytes=plan.moved_bytes,
+        stall_us=plan.stall_us,
+        device_copy_us=max(0.0, plan.head_copy_us(trace.duration_us)),
+        recompute_us=plan.recompute_us,
+        step_us=plan.step_us,
+    )
+
+
+# --- A prediction for people: what the step needs, what every way of running it comes to, and what that means
+#
+# Time is predicted.
+
+_UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attention_math"})
+"""Operator that torch's fused attention becomes where no fused kernel takes its arguments."""
+
+
+def show(prediction: Prediction, console: Console) -> None:
+    """Print both tables, the verdicts and the assumptions."""
+    head(prediction.step, prediction.spec, console)
+    print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
+    print_table(console, _table_of_ways(prediction))
+    conclude(verdicts(prediction), assumptions(prediction), console, holds=prediction.infeasible is None)
+
+
+def conclude(verdicts: Sequence[str], assumptions: Sequence[str], console: Console, *, holds: bool) -> None:
+    """Print what the figures mean, and what they rest on."""
+    for text in verdicts:
+        print_line(console, text, style="bold" if holds else "bold red")
+    print_line(console, "assumptions:")
+    lines = Table.grid(padding=(0, 1))
+    for text in assumptions:
+        lines.add_row("-", Text(text))  # Text, not str: a model's name may look like markup
+    console.print(lines)
+
+
+def head(step: RecordedStep, spec: GpuSpec, console: Console) -> None:
+    """Print what the prediction is about."""
+    print_line(console, f"chameleon-mm plan: {step.about}", style="bold")
+    autocast = "" if step.autocast is None else f"under autocast to {step.autocast}, "
+    print_line(
+        console,
+        f"{_count(step.num_parameters)} parameters, {step.dtype}, {autocast}optimizer {step.optimizer}; one training step on "
+        f"{spec.name}, predicted: nothing ran",
+    )
+
+
+def verdicts(prediction: Prediction) -> list[str]:
+    """Lines that say what the figures mean; the first says whether the step fits."""
+    budget, peak = format_size(prediction.hbm_budget_bytes), prediction.peak
+    if prediction.infeasible is not None:
+        lines = [f"does not fit, and no plan makes it: {prediction.infeasible}"]
+    elif prediction.fits:
+        lines = [f"fits as it is: {format_size(peak.nbytes)} of {budget}; nothing needs to move"]
+    else:
+        lines = [f"does not fit as it is, {format_size(peak.nbytes)} of {budget}; with this plan it does"]
+    if prediction.ideal_us is not None:
+        ideal = format_us(prediction.ideal_us)
+        lines.append(f"ideal bound T* within this budget: {ideal}; this plan reaches {prediction.ideal_share:.1%} of it")
+    if prediction.can_be_lowered:
+        # Rounded up: each of these texts may be given back as --hbm-budget.
+        smallest, hidden = (
+            format_size_up(nbytes) for nbytes in (prediction.smallest_budget_bytes, prediction.hidden_budget_bytes)
+        )
+        lines.append(
+            f"smallest budget{_within_host(prediction)}: {smallest} with any plan, {hidden} with all copies hidden (a step at "
+            f"most {HIDDEN_WITHIN:.1%} longer)"
+        )
+    elif prediction.least_bytes < prediction.peak.nbytes:
+        lines.append(f"hardly a smaller budget{_within_host(prediction)}: too little for what would have to move")
+    else:
+        lines.append("swapping cannot lower the peak: nothing that could be away until its first use is idle then")
+    if prediction.least_phase is StepPhase.OPTIMIZER and prediction.step.optimizer == "adamw":
+        lines.append("what is left is the optimizer's: --optimizer adamw-fused has no temporaries")
+    return lines
+
+
+def assumptions(prediction: Prediction) -> list[str]:
+    """Lines that say what the figures rest on, one sentence each."""
+    spec, trace = prediction.spec, prediction.step.trace
+    cost = CostModel(spec=spec)
+    lines = [
+        *rooflines(spec, host="; the host is not late"),
+        f"the budget is {_budget_from(prediction)}",
+        "memory is that of the tensors and what a few operators hold inside; CUDA's context, gaps and workspaces come on top",
+        "operators are those of torch on a CPU, but for attention and dropout; a few of CUDA's may save more or less",
+    ]
+    host_us = int(np.count_nonzero(trace.op_us)) * cost.launch_us
+    if host_us > trace.duration_us:
+        lines.append(
+            f"the host would be late: launching the kernels takes it {format_us(host_us)}, at {cost.launch_us:g} us each"
+        )
+    if any("scaled_dot_product_flash_attention" in name for name in trace.op_names):
+        lines.append("attention is fused: it saves q, k, v, its output and one float32 a row, no matrix of scores")
+    if not _UNFUSED.isdisjoint(trace.op_names):
+        lines.append("some attention ran unfused and saved matrices of scores: its arguments suit no fused kernel of a CPU")
+    if prediction.plan is not None and prediction.plan.recomputed:
+        lines.append(
+            "what runs again takes its time in forward once more; products run again only where the device repeats them exactly"
+        )
+    lines.append("full recomputation is an estimate, its segments cut where the least crosses; no plan of ours does it")
+    lines.extend(prediction.step.notes)
+    return lines
+
+
+def rooflines(spec: GpuSpec, *, host: str = "") -> list[str]:
+    """Lines that say at which rates a GPU works and copies."""
+    cost = CostModel(spec=spec)
+    arithmetic, bandwidth = f"{cost.matmul_efficiency:.0%}", f"{cost.memory_efficiency:.0%}"
+    return [
+        f"operators at {arithmetic} of {spec.name}'s arithmetic or {bandwidth} of its memory bandwidth{host}",
+        f"copies run at {spec.d2h_gbps:g} GB/s out, {spec.h2d_gbps:g} back and {spec.duplex_gbps:g} both ways together",
+    ]
+
+
+def needs_table(needs: Sequence[MemoryNeed], peak: Peak, phase: StepPhase) -> Table:
+    """A row for each class of storages."""
+    table = Table(title="what the step needs", title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("at most", justify="right", no_wrap=True)
+    table.add_column(f"at the peak, in {_phase(phase)}", justify="right")
+    for need in needs:
+        table.add_row(need.name, format_size(need.most_bytes), format_size(need.at_peak_bytes))
+    table.add_section()
+    table.add_row("all at once", format_size(peak.nbytes), format_size(peak.nbytes))
+    table.add_row("of it idle, could be swapped", "-", format_size(peak.idle_bytes))
+    return table
+
+
+def _table_of_ways(prediction: Prediction) -> Table:
+    """A column for each way: as rows they would be wider than 80 characters."""
+    budget, unswapped = prediction.hbm_budget_bytes, prediction.ways[0]
+    rows: list[tuple[str, Callable[[Way], str]]] = [
+        ("peak", lambda way: format_size(way.peak_bytes)),
+        ("pinned host", lambda way: format_size(way.host_bytes)),
+        ("moved each way", lambda way: format_size(way.moved_bytes)),
+        ("stall", lambda way: format_us(way.stall_us)),
+        ("on-device copies", lambda way: format_us(way.device_copy_us)),
+        ("recomputing", lambda way: format_us(way.recompute_us)),
+        ("step", lambda way: format_us(way.step_us)),
+        ("slower by", lambda way: _slower(way, unswapped)),
+    ]
+    over = {way.name for way in prediction.ways if way.peak_bytes > budget}
+    table = Table(title=f"what it comes to within {format_size(budget)} (predicted)", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for way in prediction.ways:
+        table.add_column(way.name.replace(" ", "\n"), justify="right", no_wrap=True)
+    for what, text in rows:
+        table.add_row(
+            what, *(text(way) + ("*" if what == "peak" and way.name in over else " " * bool(over)) for way in prediction.ways)
+        )
+    if over:
+        table.caption, table.caption_justify = "* over the budget", "left"
+    return table
+
+
+def _slower(way: Way, unswapped: Way) -> str:
+    if way is unswapped:
+        return "-"
+    share = way.step_us / unswapped.step_us - 1 if unswapped.step_us else 0.0
+    return f"{round(share, 3) + 0.0:.1%}"  # no "-0.0%"
+
+
+def _within_host(prediction: Prediction) -> str:
+    budget = prediction.host_budget_bytes
+    return "" if budget is None else f" within {format_size(budget)} of pinned host memory"
+
+
+def _budget_from(prediction: Prediction) -> str:
+    budget, spec = prediction.hbm_budget_bytes, prediction.spec
+    by_default = ", as a session's is by default" if budget == default_budget(spec) else ""
+    return f"{budget / spec.hbm_bytes:.0%} of {spec.name}'s {format_size(spec.hbm_bytes)}{by_default}"
+
+
+def _count(number: int) -> str:
+    for factor, unit in ((1e9, " billion"), (1e6, " million")):
+        if number >= factor:
+            return f"{number / factor:.3g}{unit}"
+    return str(number)
+
+
+def _phase(phase: StepPhase) -> str:
+    return {StepPhase.FORWARD: "forward", StepPhase.BACKWARD: "backward", StepPhase.OPTIMIZER: "the optimizer"}[phase]

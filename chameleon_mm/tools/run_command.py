@@ -1,0 +1,241 @@
+"""The command `chameleon-mm run`: its options, and the report at the end.
+
+own, program = arguments[:count_own(arguments)], arguments[count_own(arguments):]
+exit_code = run(args, console)         # args.program: the command line of the program
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from chameleon_mm.api.session import SwapSession
+from chameleon_mm.device import resolve_device
+from chameleon_mm.errors import ChameleonError, ProgramInterrupted
+from chameleon_mm.report.report import SwapReport
+from chameleon_mm.tools.main_program import Ending, Program
+from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
+from chameleon_mm.tools.training_watch import TrainingWatch
+from chameleon_mm.units import parse_size
+
+# --- Place of this process among the ranks that a launcher started: it names a rank's files, and says which rank tells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedRank:
+    """This process among those that its launcher started."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def started_by_launcher(
+        cls,
+        environ: Mapping[str, str] = os.environ,  # noqa: TID251  # launchers tell ranks what they are in variables alone
+    ) -> LaunchedRank:
+        """This process as torchrun's variables tell, which other launchers set, too; the only one where they do not."""
+        try:
+            return cls(rank=int(environ["RANK"]), count=int(environ["WORLD_SIZE"]))
+        except (KeyError, ValueError):
+            return cls()
+
+    def own(self, path: Path) -> Path:
+        """Name of this rank's file: `report.rank1.json`, where there are several."""
+        return path if self.count == 1 else path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
+
+
+# --- The end of a run: the session is left, and its report is written and told, once; of several ranks the first tells
+
+_SHOWN = frozenset(
+    {
+        "device", "PROBLEM", "steps", "what the steps were", "peak device memory", "recomputed", "swapped out / in",
+        "hidden share of copy time", "stall", "pinned host memory",
+    }
+)  # fmt: skip
+"""Labels of the report that are shown at the end; all others are in its files."""
+
+
+class End:
+    """Leaves the session of a run, and tells what it did."""
+
+    def __init__(self, watch: TrainingWatch, files: Mapping[str, Path], console: Console, ranks: LaunchedRank) -> None:
+        self._watch = watch
+        self._files = files
+        self._written: list[Path] = []
+        """Files that the report was written to."""
+        self._console = console
+        self._ranks = ranks
+        self._told = False
+        self.ending = Ending(exit_code=0, error=None)
+        self.exit_code = 0
+        """1 where the session itself failed, or a file of its report."""
+
+    def tell(self) -> None:
+        """Leave the session and tell what it did. Does nothing the second time, nor in a forked child."""
+        if self._told or self._watch.in_forked_child:
+            return
+        self._told = True
+        try:
+            report = self._watch.finish(self.ending.error)
+        except (ChameleonError, RuntimeError) as error:
+            self.exit_code = 1
+            self._say(f"the session failed as it ended: {error}")
+            return
+        why = self._why_nothing(report)
+        if report is not None:
+            self._write(report)
+        failed = self.ending.error is not None and not self.ending.interrupted  # an interrupt ends all ranks
+        tells = self._ranks.rank == 0 or failed
+        if why is not None and (tells or self._watch.failure is not None):
+            self._say(why)
+        if report is not None and tells:
+            self._show(report)
+
+    def _why_nothing(self, report: SwapReport | None) -> str | None:
+        watch = self._watch
+        if watch.failure is not None:
+            return f"the program was stopped before its first step: {watch.failure}"
+        if watch.stood_aside is not None:
+            return f"{'nothing' if report is None else 'nothing more'} was swapped: {watch.stood_aside}"
+        if report is not None:
+            return None
+        if watch.postponed is not None:
+            return f"nothing was swapped: every forward that trains ran {watch.postponed}"
+        return (
+            "no training was seen: no module with parameters was called with gradients on in this process, and no optimizer "
+            "stepped; what child processes train is not swapped"
+        )
+
+    def _write(self, report: SwapReport) -> None:
+        figures = report.to_dict()
+        if self._ranks.count > 1:  # a session knows its rank only where the program has a process group
+            figures |= {"rank": self._ranks.rank, "world_size": self._ranks.count}
+        writers: dict[str, Callable[[Path], object]] = {
+            "--report": lambda path: path.write_text(json.dumps(figures, indent=1), encoding="utf-8"),
+            "--html": report.save_html,
+            "--trace": report.save_trace,
+        }
+        for option, path in self._files.items():
+            try:
+                writers[option](path)
+                self._written.append(path)
+            except OSError as error:
+                self.exit_code = 1
+                self._say(f"{option}: {path} was not written: {error.strerror}")
+
+    def _show(self, report: SwapReport) -> None:
+        rows = [(label, text) for label, text in report.rows() if label.removesuffix(" (simulated)") in _SHOWN]
+        width = max(len(label) for label, _ in rows)
+        self._say("report" if self._ranks.count == 1 else f"report of rank {self._ranks.rank} of {self._ranks.count}")
+        for label, text in rows:
+            print_line(self._console, f"  {label:<{width}}  {text}")
+        for path in self._written:
+            tell_written(self._console, path)
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            print_line(self._console, f"chameleon-mm run: {' '.join(text.split())}")
+
+
+# --- run command
+
+_COMPILED_UNDER_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+"""What torch says at each call of a compiled module while the watch's hook is there, which only looks: see Note [Watch]."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that stand before the program."""
+    parser.usage = "chameleon-mm run [options] (script.py | -m MODULE) [args ...]"
+    parser.allow_abbrev = False
+    parser.add_argument("--hbm-budget", metavar="SIZE", help="device memory that a step may take (default: 90%% of the device)")
+    parser.add_argument(
+        "--host-budget", metavar="SIZE", help="pinned host memory at most (default: the rank's part of half of it)"
+    )
+    parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, sim, sim:a100 (default: that of the parameters)")
+    parser.add_argument("--min-bytes", metavar="SIZE", help="smaller saved storages stay on the device (default: 1MiB)")
+    parser.add_argument("--no-recompute", action="store_true", help="plans only swap, and recompute nothing")
+    parser.add_argument("--no-plans", action="store_true", help="every step by the default rule: everything moves")
+    parser.add_argument("--verify", action="store_true", help="compare checksums of what goes out and comes back; slow")
+    parser.add_argument("--progress", action="store_true", help="a line for each step on stderr")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to FILE, as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report to FILE, as a page")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the copies to FILE, for chrome://tracing and Perfetto"
+    )
+
+
+def count_own(arguments: Sequence[str]) -> int:
+    """Count how many of `arguments` are options of `run`: the rest is the program, with what is its own."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    with_value = {name for action in parser._actions if action.nargs != 0 for name in action.option_strings}
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("-", "-m", "-c", "--"):
+        at += 2 if arguments[at] in with_value else 1
+    return min(at, len(arguments))
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run the program and return its exit code. Raises `ValueError`, with nothing begun, for options or a program that are
+    none, and `ProgramInterrupted` where an interrupt ended it."""
+    program = _program(args.program)
+    program.check()
+    ranks = LaunchedRank.started_by_launcher()
+    given = {"--report": args.report, "--html": args.html, "--trace": args.trace}
+    files = {option: ranks.own(path) for option, path in given.items() if path is not None}
+    check_outputs(files)
+    watch = TrainingWatch(_session_maker(args, told=ranks.rank == 0))
+    end = End(watch, files, Console(stderr=True), ranks)
+    watch.begin()
+    warnings.filterwarnings("ignore", _COMPILED_UNDER_GLOBAL_HOOKS, UserWarning)
+    atexit.register(end.tell)  # runs after the program's own
+    ending = program.run()
+    end.ending = ending
+    with contextlib.suppress(OSError, ValueError):  # Python says it once more, at its own end
+        sys.stdout.flush()
+    if watch.may_finish:
+        end.tell()
+    if ending.interrupted:
+        sys.excepthook = lambda *told: None
+        raise ProgramInterrupted
+    return ending.exit_code or end.exit_code
+
+
+def _program(line: Sequence[str]) -> Program:
+    if line[:1] == ["--"]:
+        line = line[1:]
+    is_module = line[:1] == ["-m"]
+    line = line[1:] if is_module else line
+    if not line:
+        raise ValueError("run: expected a script or -m MODULE after the options, got none; see `chameleon-mm run --help`")
+    return Program(line[0], tuple(line[1:]), is_module=is_module)
+
+
+def _session_maker(args: argparse.Namespace, *, told: bool) -> Callable[[Any, str | None], SwapSession]:
+    """Function that makes the session. `told`: this rank is the one whose steps are told. Raises `ValueError` for what can be
+    known to be wrong before there is one."""
+    sizes = {name: getattr(args, name) for name in ("hbm_budget", "host_budget", "min_bytes")}
+    for name, size in sizes.items():
+        if size is not None:
+            parse_size(size, what=f"--{name.replace('_', '-')}")
+    if args.device is not None and not args.device.startswith("cuda"):
+        resolve_device(args.device)  # a GPU is not asked: whoever has started CUDA can fork no workers that use it
+    options: dict[str, Any] = {**sizes, "verify": args.verify, "plans": not args.no_plans, "recompute": not args.no_recompute}
+    if args.progress and told:
+        options["progress"] = True
+
+    def make(model: Any, device: str | None) -> SwapSession:
+        return SwapSession(device=args.device or device, model=model, **options)
+
+    return make

@@ -1,0 +1,414 @@
+"""A session's first steps on a GPU that is not there, on shapes alone, and what they tell of a real one.
+
+    run = run_session(RunRequest(build=build, spec=spec, swapped=Swapped(optimizer=True, parameters=True), ...))
+    run.steps[0], run.steps[-1]        the first step, by the default rule, and one that follows a plan: time and peak
+    run.refused                        why there is no such run, where there is none
+
+The session, its executor and its planner are the library's own, on the simulated device; `NoArithmetic` stands for the
+operators. So what is predicted is what the same steps come to on the simulated device when they are computed: the same copies
+at the same time. The model comes to the session as a user's does: on the host where its parameters are swapped, else on the
+device; its optimizer has no state yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from chameleon_mm.api.model_swap import bucket_bytes_within
+from chameleon_mm.api.session import SwapSession
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.specs import GpuSpec
+from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
+from chameleon_mm.plan.trace import Int64s, StepPhase, TensorKind, Trace
+from chameleon_mm.plan.unswapped_memory import Peak, peak_memory
+from chameleon_mm.state.parameter_swap import MIN_BYTES
+from chameleon_mm.tools.outputs import print_table
+from chameleon_mm.tools.prediction import MemoryNeed, conclude, head, needs_of, needs_table, peak_phase, rooflines
+from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic, gpu_autocast
+from chameleon_mm.tools.step_on_shapes import RecordedStep, TrainingStep, default_dtype, record_step
+from chameleon_mm.tools.workload import Build
+from chameleon_mm.units import allocated_size, format_size, format_us
+
+RUN_STEPS = 4
+"""Steps that are run: one that is recorded, two in which plans may be on trial, one as all later ones are."""
+
+ANY_HOST_BYTES = 1 << 46
+"""Pinned memory where nobody limits it: more than any step takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swapped:
+    """Choice of what a session swaps beside activations."""
+
+    optimizer: bool = False
+    """Whether the optimizer's state is on the host between its steps: `SwapSession(optimizer=...)`."""
+    parameters: bool = False
+    """Whether parameters and gradients come in their turn: `SwapSession(parameters="swap")`."""
+
+    def __bool__(self) -> bool:
+        return self.optimizer or self.parameters
+
+    def __str__(self) -> str:
+        names = ["optimizer state"] * self.optimizer + ["parameters and gradients"] * self.parameters
+        return ", ".join(["activations", *names])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRun:
+    """One step of the run."""
+
+    step_us: float
+    """Time on the compute stream, from the end of the step before."""
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRun:
+    """A session's first steps within one budget."""
+
+    swapped: Swapped
+    hbm_budget_bytes: int
+    steps: tuple[StepRun, ...] = ()
+    """The steps that were run; none where `refused` says why."""
+    host_bytes: int = 0
+    stall_us: float = 0.0
+    """Time in one more step that compute waited for copies."""
+    plans: int = 0
+    """Number of plans that were made; 0: there is none within the budget, or nothing to plan."""
+    refused: str | None = None
+    """Reason why it does not run at all."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether every step keeps within the budget."""
+        return self.refused is None and all(step.peak_bytes <= self.hbm_budget_bytes for step in self.steps)
+
+    @property
+    def holds_later(self) -> bool:
+        """Whether every step keeps within it but the first, of which nothing is known before it."""
+        return self.refused is None and all(step.peak_bytes <= self.hbm_budget_bytes for step in self.steps[1:])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary as plain data."""
+        return {**asdict(self), "holds": self.holds, "holds_later": self.holds_later}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """Request for a run: a model, a device, budgets."""
+
+    build: Build
+    spec: GpuSpec
+    swapped: Swapped
+    hbm_budget_bytes: int
+    host_budget_bytes: int | None
+    """Bytes of pinned memory; None: any."""
+    dtype: torch.dtype
+    optimizer: str
+    min_bytes: int
+    autocast: torch.dtype | None = None
+
+
+def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = True) -> SessionRun:
+    """Run the first `steps` steps of a session that never recomputes. `counted`: and one more, for its stall.
+
+    Takes a fifth of a millisecond for each operator, and no memory to speak of. Raises what the model raises; a budget that is
+    too small is an answer: `SessionRun.refused`.
+    """
+    device = SimDevice(request.spec, moves_bytes=False)
+    with _quiet(), NoArithmetic(), default_dtype(request.dtype), GpuOperators(), gpu_autocast():
+        try:
+            with nullcontext() if request.swapped.parameters else device.compute():
+                step = TrainingStep(request.build(), request.optimizer, request.autocast, started=False)
+            with device.compute():
+                session = _session(request, device, step)
+                return _run(request, device, session, step, steps, counted=counted)
+        except (InfeasibleBudget, HostMemoryExhausted, torch.OutOfMemoryError) as error:
+            return SessionRun(swapped=request.swapped, hbm_budget_bytes=request.hbm_budget_bytes, refused=str(error))
+
+
+def _session(request: RunRequest, device: SimDevice, step: TrainingStep) -> SwapSession:
+    swapped, host_bytes = request.swapped, request.host_budget_bytes
+    return SwapSession(
+        request.hbm_budget_bytes,
+        ANY_HOST_BYTES if host_bytes is None else host_bytes,
+        device,
+        request.min_bytes,
+        model=step.model,
+        recompute=False,
+        optimizer=step.optimizers[0] if swapped.optimizer and step.optimizers else None,
+        parameters="swap" if swapped.parameters else "keep",
+    )
+
+
+def _run(
+    request: RunRequest, device: SimDevice, session: SwapSession, step: TrainingStep, steps: int, *, counted: bool
+) -> SessionRun:
+    def run_step() -> None:
+        with session.step():
+            loss = step.forward_backward()
+            step.update()
+            del loss
+
+    peaks, stall_us = [], 0.0
+    with session:
+        marks = [device.current_stream().record(timed=True)]
+        for _ in range(steps):
+            device.reset_peaks()
+            run_step()
+            marks.append(device.current_stream().record(timed=True))
+            peaks.append(device.peak_allocated_bytes())
+        device.synchronize()
+        plans, host_bytes = session.report().plans, session.pool.stats().peak_live_bytes
+        if counted:
+            before_us = session.report().stall_us or 0.0
+            run_step()
+            device.synchronize()  # waits are counted when they are over
+            stall_us = (session.report().stall_us or 0.0) - before_us
+    return SessionRun(
+        swapped=request.swapped,
+        hbm_budget_bytes=request.hbm_budget_bytes,
+        steps=tuple(
+            StepRun(step_us=end.elapsed_us(start), peak_bytes=peak)
+            for (start, end), peak in zip(pairwise(marks), peaks, strict=True)
+        ),
+        host_bytes=host_bytes,
+        stall_us=stall_us,
+        plans=plans,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which the session tells nobody what its run says: that there is no plan, that something stays on the host."""
+    logger = logging.getLogger("chameleon_mm")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+# --- Memory that a step needs beside the window of parameters and the optimizer's state on the host, by arithmetic over its
+# trace
+#
+# parameters, gradients, state from MIN_BYTES on   -> no part of it; a gradient is, from its product to its accumulation each
+# of the optimizer's operators                -> holds three buckets of state: one comes, one is stepped, one leaves budget
+# -> less the window, which grows with the budget
+
+BUCKETS_AT_ONCE = 3
+
+_NO_LIMIT = 1 << 62
+
+
+def beside(step: RecordedStep, swapped: Swapped) -> Trace:
+    """Trace of `step` without what is elsewhere. Times are those of all of it."""
+    trace = step.trace
+    size = allocated_size(trace.tensor_bytes)
+    large, kind = trace.tensor_bytes >= MIN_BYTES, trace.tensor_kind
+    gone = np.zeros(len(size), np.bool_)
+    dies, inner = trace.tensor_dies, trace.op_inner_bytes
+    if swapped.optimizer:
+        gone |= large & (kind == TensorKind.OPTIMIZER)
+        in_optimizer = trace.op_phase == StepPhase.OPTIMIZER
+        inner = inner + np.where(in_optimizer, BUCKETS_AT_ONCE * step.largest_bucket_bytes, 0)
+    if swapped.parameters:
+        gone |= large & (kind == TensorKind.PARAMETER)
+        gradients = large & (kind == TensorKind.GRADIENT)
+        gone |= gradients & (trace.tensor_born < 0)
+        dies = np.where(gradients & (trace.tensor_born >= 0), np.minimum(dies, _last_backward_write(trace)), dies)
+    there_before = int(size[gone & (trace.tensor_born < 0)].sum())
+    return dataclasses.replace(
+        trace,
+        start_bytes=trace.start_bytes - there_before,
+        tensor_bytes=np.where(gone, 0, trace.tensor_bytes),
+        tensor_dies=dies.astype(np.int32),
+        op_inner_bytes=inner,
+    )
+
+
+def _last_backward_write(trace: Trace) -> Int64s:
+    """(tensors,) tick of the last operator of a backward that wrote each; the tick of its birth where none did."""
+    last = trace.tensor_born.astype(np.int64)
+    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
+    within = trace.op_phase[op] == StepPhase.BACKWARD
+    np.maximum.at(last, trace.write_tensors[within], trace.op_tick[op[within]].astype(np.int64))
+    return last
+
+
+def left_beside_window(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
+    """Bytes of a budget beside its window; below 0 where the window has no room."""
+    if not swapped.parameters:
+        return hbm_budget
+    try:
+        return hbm_budget - step.window(hbm_budget)
+    except InfeasibleBudget:
+        return -1
+
+
+def host_bytes_beside(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
+    """Bytes of pinned memory that parameters, gradients and state take at most, as far as they leave."""
+    trace = step.trace
+    kinds = [TensorKind.OPTIMIZER] * swapped.optimizer + [TensorKind.PARAMETER] * swapped.parameters
+    if swapped.parameters and hbm_budget - left_beside_window(step, swapped, hbm_budget) < step.window(_NO_LIMIT):
+        kinds.append(TensorKind.GRADIENT)  # where all fit the window together, gradients stay there
+    leaves = np.isin(trace.tensor_kind, kinds) & (trace.tensor_bytes >= MIN_BYTES)
+    return int(trace.tensor_bytes[leaves].sum())
+
+
+# --- A step in a session that swaps more than activations, predicted: what it needs, what its first steps come to, what would
+# do
+
+SCHEMA = "chameleon_mm.plan_session/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SessionPrediction:
+    """A step of a session on one GPU within one budget."""
+
+    request: RunRequest
+    step: RecordedStep
+    needs: tuple[MemoryNeed, ...]
+    peak: Peak
+    phase: StepPhase
+    window_bytes: int
+    """Bytes of the budget that are set aside for parameters and gradients; 0: for none."""
+    host_bytes_beside: int
+    """Pinned memory of parameters, gradients and state."""
+    run: SessionRun
+
+    @property
+    def holds(self) -> bool:
+        """Whether every step keeps within the budget."""
+        return self.run.holds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of everything as plain data; all of it is predicted."""
+        step, request = self.step, self.request
+        return {
+            "schema": SCHEMA,
+            "predicted": True,
+            **step.to_dict(),
+            "hbm_budget_bytes": request.hbm_budget_bytes,
+            "host_budget_bytes": request.host_budget_bytes,
+            "needs": [asdict(need) for need in self.needs],
+            "peak_bytes": self.peak.nbytes,
+            "peak_phase": self.phase.name.lower(),
+            "unswapped_step_us": step.trace.duration_us,
+            "window_bytes": self.window_bytes,
+            "host_bytes_beside": self.host_bytes_beside,
+            "session": self.run.to_dict(),
+        }
+
+
+def record(request: RunRequest, *, in_buckets: bool) -> RecordedStep:
+    """Record one step of what `request` is about. `in_buckets`: its optimizer steps as within the request's budget."""
+    buckets = in_buckets and request.swapped.optimizer
+    return record_step(
+        request.build,
+        request.spec,
+        dtype=request.dtype,
+        optimizer=request.optimizer,
+        min_bytes=request.min_bytes,
+        autocast=request.autocast,
+        bucket_bytes=bucket_bytes_within(request.hbm_budget_bytes) if buckets else None,
+    )
+
+
+def predict_session(request: RunRequest) -> SessionPrediction:
+    """Predict the session of `request`."""
+    unswapped = record(request, in_buckets=False)
+    peak = peak_memory(unswapped.trace)
+    step = record(request, in_buckets=True)
+    left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
+    return SessionPrediction(
+        request=request,
+        step=unswapped,
+        needs=needs_of(unswapped.trace, peak),
+        peak=peak,
+        phase=peak_phase(unswapped.trace, peak),
+        window_bytes=request.hbm_budget_bytes - left if left >= 0 else 0,  # else the run says that there is no room
+        host_bytes_beside=host_bytes_beside(step, request.swapped, request.hbm_budget_bytes),
+        run=run_session(request),
+    )
+
+
+def show_session(prediction: SessionPrediction, console: Console) -> None:
+    """Print both tables, the verdicts and the assumptions."""
+    head(prediction.step, prediction.request.spec, console)
+    print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
+    if prediction.run.steps:
+        print_table(console, _steps(prediction))
+    conclude(session_verdicts(prediction), session_assumptions(prediction), console, holds=prediction.holds)
+
+
+def session_verdicts(prediction: SessionPrediction) -> list[str]:
+    """Lines that say what the figures mean; the first says whether the session keeps within its budget."""
+    run, request = prediction.run, prediction.request
+    budget, peak = format_size(request.hbm_budget_bytes), prediction.peak.nbytes
+    times = f", {peak / request.hbm_budget_bytes:.2f} times the budget" if peak > request.hbm_budget_bytes else ""
+    if run.refused is not None:
+        lines = [f"does not run: {run.refused}"]
+    elif run.holds:
+        lines = [f"keeps within {budget} in every step, the first included; unswapped it takes {format_size(peak)}{times}"]
+    elif run.holds_later:
+        lines = [f"keeps within {budget} from the second step on; the first takes {format_size(run.steps[0].peak_bytes)}"]
+    else:
+        most = max(step.peak_bytes for step in run.steps[1:] or run.steps)
+        lines = [f"does not keep within {budget}: it takes {format_size(most)}"]
+    return lines
+
+
+def session_assumptions(prediction: SessionPrediction) -> list[str]:
+    """Lines that say what the figures rest on, one sentence each."""
+    request = prediction.request
+    swapped = request.swapped
+    lines = [
+        f"the steps are those of a session that swaps {swapped}",
+        f"they run on the simulated {request.spec.name} with operators that compute nothing, all else is the session's own",
+        *rooflines(request.spec),
+        "the host launches each operator, and is late where that takes longer than the operator",
+        "the session recomputes nothing",
+    ]
+    if swapped.parameters:
+        lines.append(
+            f"{format_size(prediction.window_bytes)} of the budget are set aside for parameters and gradients, "
+            f"{format_size(prediction.host_bytes_beside)} of pinned memory are their home"
+            + (" and that of the optimizer's state" if swapped.optimizer else "")
+        )
+    lines.extend(prediction.step.notes)
+    return lines
+
+
+def _steps(prediction: SessionPrediction) -> Table:
+    run, unswapped_us = prediction.run, prediction.step.trace.duration_us
+    budget = prediction.request.hbm_budget_bytes
+    first, last = run.steps[0], run.steps[-1]
+    rows: list[tuple[str, Callable[[StepRun], str]]] = [
+        ("peak", lambda step: format_size(step.peak_bytes) + ("*" if step.peak_bytes > budget else "")),
+        ("step", lambda step: format_us(step.step_us)),
+        ("times unswapped", lambda step: f"{step.step_us / unswapped_us:.2f}" if unswapped_us else "-"),
+    ]
+    table = Table(title=f"what a session comes to within {format_size(budget)} (predicted)", title_justify="left")
+    for title in ("", "unswapped", "first step", "later steps"):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    unswapped = StepRun(step_us=unswapped_us, peak_bytes=prediction.peak.nbytes)
+    for what, text in rows:
+        table.add_row(what, *map(text, (unswapped, first, last)))
+    table.add_row("stall", "0.0 us", "", format_us(run.stall_us))
+    table.add_row("pinned host", "0 B", "", format_size(run.host_bytes))
+    if max(prediction.peak.nbytes, first.peak_bytes, last.peak_bytes) > budget:
+        table.caption, table.caption_justify = "* over the budget", "left"
+    return table

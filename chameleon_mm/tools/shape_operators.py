@@ -1,0 +1,262 @@
+"""Operators on shapes alone: those that a GPU would run, and with nothing computed.
+
+    with NoArithmetic():                    # entered first, so that it comes last
+        with device.compute(): ...          # SimDevice(..., moves_bytes=False) counts, prices and orders as ever
+
+    view, or all of it small     -> runs: views touch no memory, and an optimizer divides by what it counts
+    all else                     -> shapes under fake tensors, once for each kind of call; results are new tensors of that shape
+
+Tensors are plain ones, with storages and addresses: whoever swaps them does what it does where they are computed. Their memory
+is the system's promise alone: pages that nobody touches are never there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from chameleon_mm.units import KIB
+
+# --- What a GPU does otherwise than a CPU, for a step under fake tensors: operators that save something else, and autocast
+#
+# The CPU's fused attention takes no dropout, so torch would fall back to a kernel that saves s x s matrices; CUDA's takes it
+# and saves a seed. The CPU's dropout saves what it multiplies with, in the dtype of x. Its RMS norm is made of other
+# operators, each of which saves something, where CUDA has one. Shapes are all that counts, so attention drops nothing here.
+#
+# Fake tensors are the CPU's, so autocast becomes the CPU's, which casts down what CUDA's does: matrix products, convolutions,
+# attention. CUDA's casts more operators up to float32 than the CPU's does: `in_float32`, by the names that torch documents.
+# What is left of differences is rare: products of a matrix and a vector, and cells of recurrent layers, stay in float32 here.
+
+_DROPOUT_P = 4
+"""Index of dropout's probability among the positional arguments of attention."""
+
+_RMS_NORMS = (F.rms_norm, torch.rms_norm)
+
+PLANNED_ON, PLANNED_FOR = "cpu", "cuda"
+"""Device of the tensors of a step without a GPU, and the one for which autocast acts there instead."""
+
+_IN_FLOAT32 = frozenset({
+    "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
+    "cosine_embedding_loss", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1",
+    "frobenius_norm", "group_norm", "hinge_embedding_loss", "huber_loss", "interpolate", "kl_div", "l1_loss", "layer_norm",
+    "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp",
+    "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "native_layer_norm", "nll_loss", "norm",
+    "normalize", "nuclear_norm", "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal", "renorm", "rms_norm", "rsqrt",
+    "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin", "softplus", "sum", "tan", "triplet_margin_loss",
+})  # fmt: skip
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class GpuOperators(TorchFunctionMode):
+    """While active, this thread's attention, dropout and RMS norms are a GPU's, and so is what autocast leaves in float32."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:_DROPOUT_P], *(0.0 for _ in args[_DROPOUT_P : _DROPOUT_P + 1]), *args[_DROPOUT_P + 1 :])
+            if "dropout_p" in kwargs:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        args, kwargs = in_float32(getattr(func, "__name__", ""), args, kwargs)
+        return _rms_norm(*args, **kwargs) if func in _RMS_NORMS else func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002 - F.dropout's name
+    if inplace or not training or p in (0.0, 1.0):  # no fused kernel on a GPU either
+        return F.dropout(input, p, training, inplace)
+    dropped, _ = torch.native_dropout(input, p, training)
+    return dropped
+
+
+def _rms_norm(
+    input: Tensor,  # noqa: A002 - F.rms_norm's name
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    if weight is not None and weight.dtype != input.dtype:  # the fused kernel takes one dtype, on a GPU too
+        return F.rms_norm(input, list(normalized_shape), weight, eps)
+    normalised: Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)  # type: ignore[no-untyped-call]  # torch's
+    return normalised
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """CUDA's operator, of which a build without CUDA has the shapes alone: below autograd it stays whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, scales = torch.ops.aten._fused_rms_norm(x, normalized_shape, weight, eps)
+        ctx.save_for_backward(x, weight, scales)
+        ctx.normalized_shape = normalized_shape
+        return out  # type: ignore[no-any-return]  # as the operator's schema has it
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight, scales = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            of_x, of_weight = torch.ops.aten._fused_rms_norm_backward(grads[0], x, ctx.normalized_shape, scales, weight, needed)
+        return of_x, None, of_weight, None
+
+
+@contextmanager
+def gpu_autocast() -> Iterator[None]:
+    """While active, autocast for CUDA is autocast for the tensors of a step without a GPU, in the same dtype."""
+    autocast = torch.amp.autocast_mode.autocast
+    original = autocast.__init__
+
+    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == PLANNED_FOR:
+            device_type, dtype = PLANNED_ON, dtype or torch.get_autocast_dtype(device_type)
+        original(self, device_type, dtype, *args, **kwargs)
+
+    # The one place that all spellings of it pass: torch.autocast, torch.amp's, torch.cuda.amp's, and those imported by name.
+    autocast.__init__ = init  # type: ignore[method-assign]  # put back below
+    try:
+        yield
+    finally:
+        autocast.__init__ = original  # type: ignore[method-assign]  # as it was
+
+
+def in_float32(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the operator called `name`, those cast up that CUDA's autocast casts up, if one is active."""
+    if name not in _IN_FLOAT32 or not torch.is_autocast_enabled(PLANNED_ON):
+        return args, kwargs
+    return tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _NARROW else value
+
+
+# --- no arithmetic
+
+COMPUTED_BYTES = 4 * KIB
+"""Bytes that tensors given to an operator, and made by it, may have together for it to run: counts and norms have no more."""
+
+
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _New(NamedTuple):
+    """A result that is a new tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Given(NamedTuple):
+    """A result that is an argument."""
+
+    place: int
+    """Its place among all that the operator is given, nests flattened."""
+
+
+class _Outcome(NamedTuple):
+    """Outcome of a kind of call: `results`, nested as `nest` says; None: it has to run."""
+
+    results: tuple[Any, ...] | None
+    nest: Any = None
+
+
+_RUNS = _Outcome(None)
+
+
+class NoArithmetic(TorchDispatchMode):
+    """While active, this thread's operators on the CPU make results of the right shapes, and compute small numbers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        self._fake = FakeTensorMode()
+        self._outcomes: dict[Hashable, _Outcome] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = (func, _kind(args), _kind(tuple(kwargs.items())))
+        outcome = self._outcomes.get(kind)
+        if outcome is None:
+            outcome = self._outcomes[kind] = self._find(func, args, kwargs)
+        if outcome.results is None:
+            return func(*args, **kwargs)
+        given = tree_flatten((args, kwargs))[0] if any(isinstance(one, _Given) for one in outcome.results) else []
+        return tree_unflatten([_made(one, given) for one in outcome.results], outcome.nest)
+
+    def _find(self, func: Any, args: Any, kwargs: Any) -> _Outcome:
+        """The outcome of such a call. Raises as fake tensors do for what depends on numbers that are not there."""
+        views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+        flat = tree_flatten((args, kwargs))[0]
+        if views or any(isinstance(value, torch.UntypedStorage) for value in flat):
+            return _RUNS
+        fakes: dict[int, Tensor] = {}
+
+        def faked(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in fakes:
+                fakes[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            return fakes[id(value)]
+
+        nbytes = sum(_nbytes(value) for value in flat if isinstance(value, Tensor))
+        with self._fake:
+            fake_args, fake_kwargs = tree_map(faked, (args, kwargs))
+            try:
+                out = func(*fake_args, **fake_kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                if nbytes > COMPUTED_BYTES:
+                    raise
+                return _RUNS
+        results, nest = tree_flatten(out)
+        places = {id(value): i for i, value in enumerate(tree_flatten((fake_args, fake_kwargs))[0])}
+        made = [one for one in results if isinstance(one, Tensor) and id(one) not in places]
+        shared = {id(fake.untyped_storage()) for fake in fakes.values()}
+        if any(one.device.type != "cpu" or id(one.untyped_storage()) in shared for one in made):
+            return _RUNS  # a view in all but its schema
+        if nbytes + sum(map(_nbytes, made)) <= COMPUTED_BYTES:
+            return _RUNS
+        return _Outcome(tuple(_result(one, places) for one in results), nest)
+
+
+def _kind(value: Any) -> Hashable:
+    """Facts of an argument that decide the shapes of results."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_kind, value))
+    return value if isinstance(value, (int, str)) else str(value) if isinstance(value, _NAMED) else str(type(value))
+
+
+def _result(value: Any, places: dict[int, int]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) in places:
+        return _Given(places[id(value)])
+    return _New(tuple(value.shape), tuple(value.stride()), value.dtype)
+
+
+def _made(result: Any, given: list[Any]) -> Any:
+    if isinstance(result, _Given):
+        return given[result.place]
+    if not isinstance(result, _New):
+        return result
+    t = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="cpu")
+    return t.zero_() if _nbytes(t) <= COMPUTED_BYTES else t
+
+
+def _nbytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()

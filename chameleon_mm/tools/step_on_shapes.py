@@ -1,0 +1,246 @@
+"""One training step of a model that is not there, as a trace: operators run on shapes alone, their times are a roofline's.
+
+    with shapes_alone():
+        model = Model().to(torch.bfloat16)      # takes no memory: tensors are their shapes and nothing else
+    step = record_step(build, spec, optimizer="adamw", dtype=torch.bfloat16, autocast=None, min_bytes=1 << 20)
+    step.trace                  as a recorder on that GPU would have it, were the host never late
+
+The step is one in the middle of training: the optimizer has its state already, gradients are made and let go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.optim import SGD, AdamW, Optimizer
+
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.specs import GpuSpec
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.record.recorder import Recorder, RecordingHooks
+from chameleon_mm.record.step_log import PricedTimes
+from chameleon_mm.state.optimizer_swap import alone, buckets_of, raw_step
+from chameleon_mm.state.parameter_swap import charged_sizes, window_for
+from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, gpu_autocast
+from chameleon_mm.tools.workload import Build, ModelUnusable, Workload, told_as
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+OPTIMIZERS = {
+    "adamw": "torch's AdamW as it runs by default on CUDA, which makes temporaries as large as the parameters",
+    "adamw-fused": "AdamW(fused=True): one kernel, no temporaries",
+    "sgd": "SGD with momentum, as it runs by default on CUDA",
+    "none": "forward and backward alone",
+}
+"""Name -> what it is."""
+
+_STATE_PER_PARAMETER = 2
+"""Tensors of a parameter's size that an optimizer is taken to make for it, before it has: Adam's two moments."""
+
+
+class _NoTensorMemo(FakeTensorConverter):
+    """Keeps no weak reference to what operators return: `Module.to` refuses a parameter that has one.
+
+    They are for finding the same fake tensor again from the same result, which no operator returns twice. Real tensors from
+    outside are remembered all the same, by the converter below this one.
+    """
+
+    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
+        """Does nothing."""
+
+
+def shapes_alone() -> FakeTensorMode:
+    """A mode in which tensors are fake, those from outside of it included."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter = _NoTensorMemo()
+    return mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """A recorded step, with what it was recorded of."""
+
+    about: str
+    notes: tuple[str, ...]
+    parameters_by_dtype: Mapping[str, int]
+    """Numbers of parameters by dtype, those of which there are the most first."""
+    autocast: str | None
+    """Dtype of the autocast that forward was put under; None: under none but the model's own."""
+    optimizer: str
+    """Name of the optimizer, one of `OPTIMIZERS`."""
+    min_bytes: int
+    trace: Trace
+    window: Callable[[int], int]
+    """Bytes that a session sets aside within a budget, where parameters are swapped. Raises `InfeasibleBudget`."""
+    largest_bucket_bytes: int
+    """State of those parameters that are stepped together, at most; 0: all are, or there is none."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.parameters_by_dtype.values())
+
+    @property
+    def dtype(self) -> str:
+        """dtype of the parameters; where they have several, all of them."""
+        return " and ".join(self.parameters_by_dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of what was recorded, as plain data, without the trace."""
+        return {
+            "model": self.about,
+            "notes": list(self.notes),
+            "num_parameters": self.num_parameters,
+            "dtype": self.dtype,
+            "parameters_by_dtype": dict(self.parameters_by_dtype),
+            "autocast": self.autocast,
+            "optimizer": self.optimizer,
+            "min_bytes": self.min_bytes,
+        }
+
+
+def record_step(
+    build: Build,
+    spec: GpuSpec,
+    *,
+    dtype: torch.dtype,
+    optimizer: str,
+    min_bytes: int,
+    autocast: torch.dtype | None = None,
+    bucket_bytes: int | None = None,
+) -> RecordedStep:
+    """One step of what `build` builds, recorded under fake tensors: weights, batch and activations take no memory.
+
+    dtype: torch's default while it is built and run. optimizer: of `OPTIMIZERS`. min_bytes: saved storages below it never move.
+    autocast: what forward is put under; None: nothing, and the model's own is CUDA's all the same. bucket_bytes: state of what
+    the optimizer steps together, as a session has it that swaps the state; None: all of it. Needs tens of microseconds for each
+    operator. Raises `ModelUnusable` where the model fails.
+    """
+    device = SimDevice(spec)
+    with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast():
+        workload = build()
+        step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes)
+        recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
+        with recorder:
+            with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
+                loss = step.forward_backward()
+            step.update()
+        trace = recorder.finish()
+        del loss  # until here, as a training loop has it
+    return RecordedStep(
+        about=workload.about,
+        notes=workload.notes,
+        parameters_by_dtype=_by_dtype(workload.model),
+        autocast=None if autocast is None else _name(autocast),
+        optimizer=optimizer,
+        min_bytes=min_bytes,
+        trace=trace,
+        window=partial(window_for, charged_sizes(workload.model.parameters())),
+        largest_bucket_bytes=step.largest_bucket_bytes,
+    )
+
+
+class TrainingStep:
+    """One step of a training loop. `started`: its optimizer is in the state that it has from the second step on.
+    `bucket_bytes`: as `record_step` has it."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        optimizer: str,
+        autocast: torch.dtype | None = None,
+        *,
+        started: bool = True,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        trained = [p for p in workload.model.parameters() if p.requires_grad]
+        if not trained:
+            raise ModelUnusable(f"{workload.about}: expected parameters that require gradients, got none; nothing is trained")
+        elsewhere = {str(p.device) for p in workload.model.parameters()} - {"cpu"}
+        if elsewhere:
+            raise ModelUnusable(
+                f"{workload.about}: expected a model on the CPU, got parameters on {', '.join(sorted(elsewhere))}; build it "
+                f"there: nothing is computed, and no GPU is needed"
+            )
+        self._workload = workload
+        self.model = workload.model
+        self._autocast = autocast
+        self._bucket_bytes = bucket_bytes
+        self.largest_bucket_bytes = 0
+        self.optimizers = _optimizers(optimizer, trained)
+        if started and self.optimizers:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            self.update()
+
+    def forward_backward(self) -> Tensor:
+        with nullcontext() if self._autocast is None else torch.autocast(PLANNED_ON, self._autocast):
+            loss = self._workload.loss()
+        loss.backward()
+        return loss
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            if self._bucket_bytes is None:
+                optimizer.step()
+            else:
+                self._step_in_buckets(optimizer, self._bucket_bytes)
+        self.model.zero_grad(set_to_none=True)
+
+    def _step_in_buckets(self, optimizer: Optimizer, bucket_bytes: int) -> None:
+        raw = raw_step(optimizer)
+        for bucket in buckets_of(optimizer, partial(_state_bytes, optimizer), bucket_bytes):
+            with alone(optimizer, bucket):
+                raw(optimizer)
+            stepped = sum(_state_bytes(optimizer, p) for p in bucket.params)
+            self.largest_bucket_bytes = max(self.largest_bucket_bytes, stepped)
+
+
+def _state_bytes(optimizer: Optimizer, p: Tensor) -> int:
+    """Bytes of the state of `p`, those that it will have where it has none yet."""
+    values = [value for value in optimizer.state[p].values() if isinstance(value, Tensor)] if p in optimizer.state else []
+    return sum(value.untyped_storage().nbytes() for value in values) or _STATE_PER_PARAMETER * p.numel() * p.element_size()
+
+
+def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
+    # `foreach` by name: it is what torch picks on CUDA, and on the CPU it would pick a loop over the parameters.
+    match name:
+        case "adamw":
+            return [AdamW(parameters, foreach=True)]
+        case "adamw-fused":
+            return [AdamW(parameters, fused=True)]
+        case "sgd":
+            return [SGD(parameters, lr=1e-3, momentum=0.9, foreach=True)]
+        case "none":
+            return []
+    raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
+
+
+def _by_dtype(model: nn.Module) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for parameter in model.parameters():
+        counts[_name(parameter.dtype)] += parameter.numel()
+    return dict(counts.most_common())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which torch's default dtype is `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

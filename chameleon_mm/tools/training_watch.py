@@ -1,0 +1,273 @@
+"""Finds a program's training as it begins, swaps it in a session, and finds the steps.
+
+watch = TrainingWatch(make_session)
+watch.begin()                                # a global forward pre-hook, and torch's global hook after optimizer steps
+...                                          # the program: its first forward that trains makes the session and enters it
+report = watch.finish(error)
+
+Note [Watch]: hooks of single modules would be in what `torch.save(model)` and `copy.deepcopy(model)` write. So there is one
+global pre-hook, which every module calls, and it is away from the outermost module's call to its return: inner modules run, and
+are compiled, as if there were none. A step begins with the first module that is called with gradients on and has parameters
+that need some. Where no module is called outside of compiled code, steps follow each other without a gap, the last one to the
+end of the program. Hooks and modes of autograd's and torch's are stacks: the session is entered, and steps begin, only where
+nobody else's are on, as whoever put them on would take ours off in their place.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
+
+from chameleon_mm.api.attach import StepBounds
+from chameleon_mm.api.session import SwapSession
+from chameleon_mm.device import gpu_name
+from chameleon_mm.device.uncompiled import uncompiled
+from chameleon_mm.record.dispatch_state import in_backward, saved_tensor_hooks_on_top
+from chameleon_mm.report.report import SwapReport
+
+# --- Lets a program's `torch.func` transforms run in a session, as they would without one: they refuse saved-tensor hooks
+#
+# Within `grad`, `vjp` and the others of `torch.func` that save, the session's hooks are off: what is saved in them stays.
+
+
+class TransformsBesideHooks:
+    """While begun, hooks of our own are taken off where torch disables saved-tensor hooks, and put back afterwards."""
+
+    def __init__(self, is_own: Callable[[object], bool]) -> None:
+        self._is_own = is_own
+        self._torchs: Any = torch.autograd.graph.disable_saved_tensors_hooks
+
+    def begin(self) -> None:
+        """Stand in for torch's function. Before dynamo is loaded, which keeps a list of such functions, by their names."""
+        torch.autograd.graph.disable_saved_tensors_hooks = self._disable  # type: ignore[assignment]  # a bound method
+
+    def end(self) -> None:
+        """Put torch's function back."""
+        torch.autograd.graph.disable_saved_tensors_hooks = self._torchs
+
+    @contextmanager
+    def _disable(self, message: str) -> Iterator[None]:
+        hooks = saved_tensor_hooks_on_top()
+        if hooks is None or not self._is_own(hooks[0]):
+            with self._torchs(message):
+                yield
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with self._torchs(message):
+                yield
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+# --- training watch
+
+MakeSession = Callable[[nn.Module | None, "str | None"], SwapSession]
+"""Makes the session: given the module that is called first, and the name of the GPU that its parameters are on, or None."""
+
+
+UNSEEN_STEPS = 2
+"""Optimizer steps without a module's call before them after which each step begins where the one before ends. The first may be
+one that only makes the optimizer's state."""
+
+
+class Stopped(SystemExit):
+    """The program was stopped before its first step: no session could be made for it. Ends it as `sys.exit(1)` would."""
+
+
+class TrainingWatch:
+    """A watch over one program's training. `finish` ends it."""
+
+    def __init__(self, make_session: MakeSession) -> None:
+        self._make_session = make_session
+        self._session: SwapSession | None = None
+        self._bounds: StepBounds | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._roots: dict[int, weakref.ref[nn.Module]] = {}
+        """Modules that were called outermost, by their ids."""
+        self._module_hook: RemovableHandle | None = None
+        self._optimizer_hook: RemovableHandle | None = None
+        self._returning: RemovableHandle | None = None
+        """The hook that puts the global one back as the module returns which was called outermost."""
+        self._own_hook: object = None
+        """What autograd calls for saved tensors in the session."""
+        self._own_modes = 0
+        self._transforms = TransformsBesideHooks(lambda hook: hook is not None and hook is self._own_hook)
+        self._unseen = 0
+        """Optimizer steps before which no module told that a step begins."""
+        self.stood_aside: str | None = None
+        """Why what the program trains is not swapped, where it is not."""
+        self.postponed: str | None = None
+        """Why the latest forward was not swapped, where it was not."""
+        self.failure: str | None = None
+        """Why no session could be made."""
+
+    def begin(self) -> None:
+        """Look for training from now on."""
+        self._transforms.begin()
+        self._module_hook = register_module_forward_pre_hook(self._called)
+        self._optimizer_hook = register_optimizer_step_post_hook(self._optimizer_stepped)
+
+    @property
+    def in_forked_child(self) -> bool:
+        """Whether this is a child of the process that is watched."""
+        return self._pid != os.getpid()
+
+    @property
+    def may_finish(self) -> bool:
+        """Whether the session can be left from here: it is this thread's, or that of one that has ended."""
+        here = threading.current_thread()
+        if self._thread is not None:
+            return self._thread is here or not self._thread.is_alive()
+        others = (thread for thread in threading.enumerate() if thread is not here and not thread.daemon)
+        return not any(others)  # they may still train
+
+    def finish(self, error: BaseException | None) -> SwapReport | None:
+        """Leave the session, with the exception that ended the program, and return its report; None: there was no session.
+
+        Raises what the session raises as it ends.
+        """
+        self._module_returned()
+        self._transforms.end()
+        for handle in (self._module_hook, self._optimizer_hook):
+            if handle is not None:
+                handle.remove()
+        session = self._session
+        if session is None or self.in_forked_child:
+            return None
+        if self._bounds is not None and error is None and self._thread is threading.current_thread():
+            self._bounds.end()
+        self._session = None
+        if self.may_finish:
+            session.__exit__(None if error is None else type(error), error, None)
+        return session.report()
+
+    # --- what hooks tell
+
+    @uncompiled
+    def _called(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or self._elsewhere() or in_backward():
+            return  # to be compiled; on another thread, or in a forked child; forward once more, for a checkpoint
+        if not any(True for _ in module.parameters()):
+            return
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if trains and any(is_lazy(p) for p in module.parameters()):
+            return
+        if trains and self._may_begin() and self.stood_aside is None:
+            self._forward_begins(module)
+        self._hide_hook_until_return(module)
+
+    @uncompiled
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._elsewhere() or in_backward():  # one that steps parameter by parameter leaves no gradient: see StepBounds
+            return
+        if self.stood_aside is not None:
+            if self._bounds is not None:
+                self._bounds.end()
+            return
+        self._module_returned()  # if an interrupt that somebody caught took the module's return away
+        bounds, session = self._bounds, self._session
+        self._unseen += bounds is None or session is None or (not bounds.in_step and session.backward_has_run)
+        if bounds is not None:
+            bounds.optimizer_stepped()
+        if self._unseen >= UNSEEN_STEPS and self._may_begin() and self.stood_aside is None:
+            self._step_without_gap(optimizer)
+
+    def _step_without_gap(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the next step now, as no module will tell."""
+        if self._module_hook is not None:
+            self._module_hook.remove()
+        if self._bounds is None:
+            self._enter(None, next((p for group in optimizer.param_groups for p in group["params"]), None))
+        if self._bounds is not None and not self._bounds.in_step:
+            self._bounds.forward_begins()
+
+    def _forward_begins(self, module: nn.Module) -> None:
+        if self._bounds is None:
+            self._enter(module, next(module.parameters(), None))
+        self._roots[id(module)] = weakref.ref(module)
+        if self._bounds is not None:
+            self._bounds.forward_begins()
+
+    # --- the session
+
+    def _enter(self, module: nn.Module | None, parameter: Tensor | None) -> None:
+        try:
+            session = self._make_session(module, None if parameter is None else gpu_name(parameter))
+            session.__enter__()
+        except (ValueError, TypeError, MemoryError, RuntimeError, OSError) as error:
+            self.failure = str(error)
+            raise Stopped(1) from None
+        self._session, self._thread = session, threading.current_thread()
+        self._bounds = StepBounds(session, self._parameters)
+        self._own_hook = _top_hook()
+        self._own_modes = len(_get_current_dispatch_mode_stack())
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for root in self._roots.values():
+            module = root()
+            if module is not None:
+                yield from module.parameters()
+
+    def _elsewhere(self) -> bool:
+        if self.in_forked_child:
+            return True
+        return self._thread is not None and self._thread is not threading.current_thread()
+
+    def _may_begin(self) -> bool:
+        """Whether nobody else's hooks or modes are on: as somebody took them off, ours would go in their place."""
+        top = _top_hook()
+        if top is not self._own_hook:
+            if type(top).__module__.startswith("chameleon_mm") or getattr(top, "__module__", "").startswith("chameleon_mm"):
+                self.stood_aside = "the program swaps by itself, by hooks of chameleon_mm of its own"
+            self.postponed = "under saved-tensor hooks of the program's own"
+            return False
+        if self._bounds is not None and self._bounds.in_step:
+            return True
+        if len(_get_current_dispatch_mode_stack()) != self._own_modes:
+            self.postponed = "under a dispatch mode of the program's own"
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.postponed = "inside of torch.func"
+            return False
+        self.postponed = None
+        return True
+
+    # --- the global hook
+
+    def _hide_hook_until_return(self, module: nn.Module) -> None:
+        if self._module_hook is not None and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            self._module_hook.remove()
+            self._returning = module.register_forward_hook(self._returned, always_call=True)
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._module_returned()
+
+    def _module_returned(self) -> None:
+        """Put the global hook back, where a module's call took it away."""
+        returning, self._returning = self._returning, None
+        if returning is None or self._module_hook is None:
+            return
+        returning.remove()
+        hooks = self._module_hook.hooks_dict_ref()
+        if hooks is not None and self._unseen < UNSEEN_STEPS:
+            hooks[self._module_hook.id] = self._called  # the number that it had: compiled code is bound to that
+
+
+def _top_hook() -> object:
+    """Function that autograd calls on this thread for what it saves; None: there is none."""
+    hooks = saved_tensor_hooks_on_top()
+    return None if hooks is None else hooks[0]

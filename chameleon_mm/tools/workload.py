@@ -1,0 +1,469 @@
+"""Models that a step is predicted of: known by name, of Hugging Face, or of a user's own function.
+
+build: Build = source_of(...)           # checked; nothing built yet
+with shapes_alone():
+    workload = build()                  # weights and batch are fake: shapes without memory
+    workload.loss().backward()
+
+with told_as("models:tiny failed"):
+    models.tiny()                       # ModelUnusable: models:tiny failed: TypeError: ... (models.py:12)
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn import functional as F
+
+from chameleon_mm.errors import ChameleonError
+from chameleon_mm.tools.demo import GPT, GPTConfig
+from chameleon_mm.tools.shape_operators import gpu_autocast
+
+_NO_SUCH_DEVICE = re.compile(r"not (compiled|linked) with", re.IGNORECASE)
+"""Pattern of what torch says of devices that its build does not know, before CUDA's name or after it."""
+
+_MOST_SAID = 300
+"""Characters of somebody else's message that are shown: some list all that they would have understood."""
+
+_OURS = Path(__file__).resolve().parents[1]
+_INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
+
+
+@contextmanager
+def told_as(what: str) -> Iterator[None]:
+    """Context in which any error becomes a `ModelUnusable` that begins with `what` and says how to go on, if that is known."""
+    try:
+        yield
+    except ModelUnusable:
+        raise
+    except (Exception, SystemExit) as error:  # a model may fail in any way, and that is an answer about the model
+        raise ModelUnusable(
+            f"{what}: {type(error).__name__}: {said_by(error)}{_line_of_user(error)}{_way_out(error)}"
+        ) from error
+
+
+def said_by(error: BaseException) -> str:
+    """Message of an error as one line of a length to be read."""
+    return textwrap.shorten(str(error).strip().removesuffix("."), _MOST_SAID, placeholder=" ...") or "no message"
+
+
+def _line_of_user(error: BaseException) -> str:
+    """The innermost line of the user's own, where there is one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not any(path.is_relative_to(folder) for folder in (_OURS, *_INSTALLED)):
+            return f" ({path.name}:{frame.lineno})"
+    return ""
+
+
+def _way_out(error: BaseException) -> str:
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return "; fake tensors have shapes and no values: a step whose operators depend on values cannot be planned ahead"
+    if _NO_SUCH_DEVICE.search(str(error)):
+        return "; build model and batch on the CPU: nothing is computed, and no GPU is needed"
+    return ""
+
+
+class ModelUnusable(ChameleonError, ValueError):
+    """A model that was asked for cannot be found, built or run without a GPU and without its numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One step's model and batch. `loss()` runs forward and returns the scalar to go backward from."""
+
+    about: str
+    """Description for people: what it is, with its batch."""
+    model: nn.Module
+    loss: Callable[[], Tensor]
+    notes: tuple[str, ...] = ()
+    """Notes on the figures, a sentence each."""
+
+
+Build = Callable[[], Workload]
+"""Builds it, on the CPU, in torch's default dtype. Call it under `shapes_alone`."""
+
+
+# --- Models known by name, which need nothing but torch: a Llama, as plain eager code writes it, and a GPT-2
+#
+# A Llama's operators are those of Hugging Face's. A GPT-2's are not, and say so (`_GPT2_SAVES`).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaShape:
+    """Sizes of a Llama."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    """Heads of keys and of values, a divisor of `heads`."""
+    ffn: int
+    """Width inside the SwiGLU."""
+    vocabulary: int
+    context: int
+    """Tokens of a row that it is trained on, unless somebody says otherwise."""
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x**2) + eps) * weight, all but the last product in float32."""
+
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, in which each head of k and v is shared by heads / kv_heads of q."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.head_width = shape.width // shape.heads
+        kv_width = shape.kv_heads * self.head_width
+        self.grouped = shape.kv_heads < shape.heads
+        self.q = nn.Linear(shape.width, shape.width, bias=False)
+        self.k = nn.Linear(shape.width, kv_width, bias=False)
+        self.v = nn.Linear(shape.width, kv_width, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # [b, s, heads * d] -> [b, heads, s, d]
+        q, k, v = (linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q, k = q * cos + _turned(q) * sin, k * cos + _turned(k) * sin
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+class Block(nn.Module):
+    """Attention, then SwiGLU, each on a normalised copy of the residual stream."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = RMSNorm(shape.width), RMSNorm(shape.width)
+        self.attention = Attention(shape)
+        self.gate, self.up = (nn.Linear(shape.width, shape.ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.ffn, shape.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        h = self.ffn_norm(x)
+        return x + cast(Tensor, self.down(F.silu(self.gate(h)) * self.up(h)))
+
+
+class Llama(nn.Module):
+    """`loss` maps ids int64 [b, s] to the mean cross-entropy of each next token, a float32 scalar."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.head_width = shape.width // shape.heads
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        cos, sin = _rotation(ids.shape[1], self.head_width, x)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return cast(Tensor, self.head(self.norm(x)))
+
+    def loss(self, ids: Tensor) -> Tensor:
+        logits = self(ids).float()
+        targets = F.pad(ids, (0, 1), value=-100)[:, 1:]  # the last token has no next one
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Tensor with the halves of its last dimension rotated against each other by a right angle."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _rotation(seq: int, head_width: int, like: Tensor, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, [seq, head_width] each, in the dtype of `like`."""
+    rates = base ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
+    angles = torch.arange(seq, dtype=torch.float32)[:, None] * rates
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpt2Shape:
+    """Sizes of a GPT-2, whose positions are learned: a row longer than its context it cannot read."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int = 50257
+    context: int = 1024
+
+
+BUILT_IN: dict[str, LlamaShape | Gpt2Shape] = {
+    "llama-7b": LlamaShape(layers=32, width=4096, heads=32, kv_heads=32, ffn=11008, vocabulary=32000, context=4096),
+    "llama-13b": LlamaShape(layers=40, width=5120, heads=40, kv_heads=40, ffn=13824, vocabulary=32000, context=4096),
+    "llama-70b": LlamaShape(layers=80, width=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=32000, context=4096),
+    "llama-3-8b": LlamaShape(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, context=8192),
+    "gpt2": Gpt2Shape(layers=12, width=768, heads=12),
+    "gpt2-medium": Gpt2Shape(layers=24, width=1024, heads=16),
+    "gpt2-large": Gpt2Shape(layers=36, width=1280, heads=20),
+    "gpt2-xl": Gpt2Shape(layers=48, width=1600, heads=25),
+}
+"""The Llama 2 papers' sizes (arXiv 2307.09288), Llama 3's (arXiv 2407.21783), GPT-2's by its published configurations."""
+
+
+_GPT2_SAVES = (
+    "this gpt2 has the fused GELU, and its loss in the dtype of its logits; Hugging Face's, with GELU written out and the loss "
+    "in float32, saves more"
+)
+
+
+class Gpt2(GPT):
+    """The demo's GPT with GPT-2's vocabulary."""
+
+    def __init__(self, shape: Gpt2Shape) -> None:
+        super().__init__(GPTConfig(layers=shape.layers, width=shape.width, heads=shape.heads, context=shape.context))
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+
+def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = None) -> Build:
+    """The model called `name`, `batch` rows of `seq` tokens (None: as many as its context has), of `layers` layers (None: its
+    own number).
+
+    Raises `ModelUnusable` for a row that it cannot read.
+    """
+    shape = BUILT_IN[name] if layers is None else replace(BUILT_IN[name], layers=layers)
+    tokens = shape.context if seq is None else seq
+    if isinstance(shape, Gpt2Shape) and tokens > shape.context:
+        raise ModelUnusable(f"--seq: expected {shape.context} tokens at most, all that {name} can read, got {tokens}")
+
+    def build() -> Workload:
+        about = f"{name}{'' if layers is None else f' of {layers} layers'}, {batch} x {tokens} tokens"
+        ids = torch.zeros(batch, tokens, dtype=torch.int64)
+        if isinstance(shape, LlamaShape):
+            llama = Llama(shape)
+            return Workload(about=about, model=llama, loss=lambda: llama.loss(ids))
+        gpt = Gpt2(shape)
+        return Workload(about=about, model=gpt, loss=lambda: gpt.loss(ids, ids), notes=(_GPT2_SAVES,))
+
+    return build
+
+
+# --- A causal language model of Hugging Face's, by its configuration: no weights are read, none are made
+#
+# Built with random weights under fake tensors, labels = input_ids, no cache of keys and values.
+
+_MOST_TOKENS = 4096
+"""Tokens of a row where nobody says how many: contexts of 128k are what a model can read, not what it is trained on."""
+
+
+def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:
+    """The model whose configuration is the file or folder `text`, or is published under that name.
+
+    Raises `ModelUnusable` without transformers, and for a configuration that cannot be read.
+    """
+    if find_spec("transformers") is None:
+        raise ModelUnusable(
+            f"MODEL: expected a built-in model ({', '.join(BUILT_IN)}) or module:function, got {text!r}; a Hugging Face "
+            f"configuration needs transformers, which is not installed: pip install 'chameleon-mm[plan]'"
+        )
+    transformers: Any = importlib.import_module("transformers")  # as Any: type checkers would follow all of it
+    config = _config(transformers, text)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelUnusable(
+            f"MODEL: expected the configuration of a causal language model, got {text!r}, a {type(config).__name__}; give "
+            f"it as module:function"
+        )
+    if layers is not None:
+        config = _with_layers(config, text, layers)
+    longest = getattr(config, "max_position_embeddings", None)
+    tokens = min(longest or _MOST_TOKENS, _MOST_TOKENS) if seq is None else seq
+    notes = ["rows are whole: no padding, so attention needs no mask"]
+    if longest is not None and tokens > longest:
+        notes.append(f"rows are longer than the {longest} tokens that the model can read")
+    if getattr(config, "quantization_config", None) is not None:
+        notes.append("its quantization_config is ignored: weights are trained, and planned, as they are before it")
+
+    def build() -> Workload:
+        with told_as(f"{text}: transformers could not build it under fake tensors"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=_attention(transformers, config)
+            )
+        model.train()
+        ids = torch.zeros(batch, tokens, dtype=torch.int64)
+
+        def loss() -> Tensor:
+            found: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+            return found
+
+        name = type(model).__name__
+        about = f"{text} ({name}), {batch} x {tokens} tokens"
+        return Workload(about=about, model=model, loss=loss, notes=tuple(notes))
+
+    return build
+
+
+def _with_layers(config: Any, text: str, layers: int) -> Any:
+    """The configuration with another number of layers, kinds of layers repeated as they come."""
+    told: dict[str, Any] = config.to_dict()
+    if "num_hidden_layers" not in told:
+        raise ModelUnusable(
+            f"--largest layers: expected a configuration with num_hidden_layers, got {text!r}, a {type(config).__name__} "
+            f"without; search for another size"
+        )
+    kinds = told.get("layer_types")
+    told["num_hidden_layers"] = layers
+    if kinds:
+        told["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
+    return type(config).from_dict(told)
+
+
+def _attention(transformers: Any, config: Any) -> str:
+    """The name of fused causal attention without a mask, which is what whole rows get on a GPU.
+
+    There transformers looks at the mask and leaves it out if it hides nothing; of fake tensors it cannot, so it would keep one,
+    a matrix of scores in size, for each layer.
+    """
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "eager"  # torch's fused attention caps no scores
+    name = "chameleon_mm_causal"
+    sdpa = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    transformers.AttentionInterface.register(name, sdpa)
+    transformers.AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    return name
+
+
+def _config(transformers: Any, text: str) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(text)
+    except Exception as error:  # the hub's client raises what its network does, and the answer is the same
+        if Path(text).exists():
+            expected, way_out = "a configuration that transformers can read", "is it a config.json, or a folder with one?"
+            reason = said_by(error)
+        else:
+            expected = "a built-in model, module:function, or a Hugging Face configuration"
+            way_out = "a name needs the network, or an earlier download"
+            reason = next(iter(said_by(error).split(". ")))  # the rest is advice about the hub
+        raise ModelUnusable(f"MODEL: expected {expected}, got {text!r}: {reason}; {way_out}") from error
+
+
+# --- A model of the user's own: a function that returns it with a batch
+#
+# A tuple or a list is a batch of several arguments, a mapping one of keywords, anything else is one argument. `loss_fn` is
+# given what the model returned and the batch as the function returned it, and returns the scalar tensor to go backward from.
+
+_RETURNS = "(model, batch) or (model, batch, loss_fn)"
+
+
+def own_function(text: str, *, batch: int | None, seq: int | None, layers: int | None = None) -> Build:
+    """The function that `text` names as `module:function`, its module looked for in the working directory, too.
+
+    It is given those of `batch`, `seq` and `layers` that it has parameters for and that somebody said. Raises `ModelUnusable`
+    where there is no such function; `build` raises it where the function fails or returns something else.
+    """
+    function = _find(text)
+    given = _arguments(text, function, {"batch": batch, "seq": seq, "layers": layers})
+
+    def build() -> Workload:
+        with told_as(f"{text} failed under fake tensors"):
+            returned = function(**given)
+        model, data, loss_fn = _checked(text, returned)
+
+        def loss() -> Tensor:
+            return _scalar(text, _called(model, data), data, loss_fn)
+
+        said = "".join(f", {name} {value}" for name, value in given.items())
+        return Workload(about=f"{text}{said}", model=model, loss=loss)
+
+    return build
+
+
+def _find(text: str) -> Callable[..., Any]:
+    module_name, _, function_name = text.partition(":")
+    if not module_name or not function_name:
+        raise ModelUnusable(f"MODEL: expected module:function, got {text!r}")
+    imported = told_as(f"MODEL: expected a module that can be imported, got {module_name!r}")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` has it, and a console script has not
+    with gpu_autocast(), imported:  # autocast as a decorator is made when it is imported
+        module = importlib.import_module(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        found = "no such name" if function is None else f"a {type(function).__name__}"
+        raise ModelUnusable(f"MODEL: expected a function {function_name!r} in module {module_name!r}, found {found}")
+    return function  # type: ignore[no-any-return]  # a module's attribute has any type
+
+
+def _arguments(text: str, function: Callable[..., Any], known: Mapping[str, int | None]) -> dict[str, int]:
+    parameters = inspect.signature(function).parameters
+    for name, value in known.items():
+        if value is not None and name not in parameters:
+            raise ModelUnusable(f"--{name}: expected {text} to have a parameter {name!r} for it, found none; leave it out")
+    given = {name: value for name, value in known.items() if value is not None}
+    for name, parameter in parameters.items():
+        plain = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if plain and parameter.default is parameter.empty and name not in given:
+            say = f"say --{name}" if name in known else "give it a default"
+            raise ModelUnusable(f"MODEL: expected all that {text} needs, got nothing for its parameter {name!r}; {say}")
+    return given
+
+
+def _checked(text: str, returned: Any) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise ModelUnusable(f"{text}: expected it to return {_RETURNS}, got {_described(returned)}")
+    model, batch, loss_fn = (*returned, None)[:3]
+    if not isinstance(model, nn.Module):
+        raise ModelUnusable(f"{text}: expected it to return {_RETURNS} with a torch.nn.Module first, got {_described(model)}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ModelUnusable(f"{text}: expected loss_fn(output, batch), got {_described(loss_fn)}")
+    return model, batch, loss_fn
+
+
+def _called(model: nn.Module, data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return model(**data)
+    return model(*data) if isinstance(data, (tuple, list)) else model(data)
+
+
+def _scalar(text: str, output: Any, data: Any, loss_fn: Callable[..., Any] | None) -> Tensor:
+    if loss_fn is not None:
+        loss = loss_fn(output, data)
+    else:
+        loss = output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ModelUnusable(
+            f"{text}: expected a scalar tensor to go backward from, got {_described(loss)}; return a third value, "
+            f"loss_fn(output, batch)"
+        )
+    return loss
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, requires_grad {value.requires_grad}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -127,6 +127,9 @@ class _Instant:
     def synchronize(self) -> None:
         """It is complete."""
 
+    def wait(self, event: object) -> None:
+        """Whatever it is, it is complete."""
+
 
 def times(device: Device, live: Sequence[int], *, repeats: int) -> Results:
     """A row for each number of live blocks: microseconds to release one and allocate another."""

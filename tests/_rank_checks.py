@@ -53,7 +53,7 @@ def trained(hbm_budget: int) -> cm.SwapReport:
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
-    for module in ("pinned.host_memory", "ranks"):
+    for module in ("pool.host_memory", "report.report"):
         patch(f"chameleon_mm.{module}.available_host_bytes", return_value=AVAILABLE_BYTES).start()
     dist.init_process_group("gloo", timeout=PATIENCE)
     rank = dist.get_rank()

@@ -239,7 +239,7 @@ def test_python_dash_m_is_the_command() -> None:
 
 def test_help_imports_no_benchmark_and_no_demo() -> None:
     root = Path(chameleon_mm.__file__).resolve().parents[1]
-    commands = tuple(f"chameleon_mm.{name}" for name in ("bench.", "demo", "doctor", "planning"))
+    commands = tuple(f"chameleon_mm.{name}" for name in ("bench.", "tools.demo", "tools.doctor", "tools.plan_command"))
     program = (
         "import sys; from chameleon_mm.tools.cli import main; main(['--help']); "
         f"print([m for m in sys.modules if m.startswith({commands})])"

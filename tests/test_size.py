@@ -13,7 +13,7 @@ import pytest
 MOST_LIBRARY_LINES = 34_716
 """Python of `chameleon_mm`, without `bench` and `kernels`."""
 
-MOST_BENCH_AND_KERNELS_LINES = 5_690
+MOST_BENCH_AND_KERNELS_LINES = 5_693
 """Python of `bench` and `kernels`."""
 
 MOST_TEST_LINES = 55_144

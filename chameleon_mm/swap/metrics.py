@@ -237,7 +237,7 @@ class Counters:
     uses_on_device: int = 0
     """Uses without a swap-in at the use: the storage never left, lives elsewhere, or was prefetched, unpacked or recomputed."""
     budget_misses: int = 0
-    """Memory checks, and requests of room, that found memory above the budget with nothing left to reclaim."""
+    """Memory checks, and requests for room, that found memory above the budget with nothing left to reclaim."""
     fallbacks: int = 0
     """Storages that stayed on the device: no pinned memory was left, or the device refused the copy."""
     gathers: int = 0
@@ -256,7 +256,7 @@ class Counters:
     pageable_swap_outs: int = 0
     """Swap-outs to pageable host memory: no more could be pinned, and the budget did not let the storage stay."""
     oom_retries: int = 0
-    """Second attempts after a lack of memory: allocations for uses, operators of recorded steps, and replays of recipes."""
+    """Second attempts after a lack of memory: allocations to bring bytes back, operators of recorded steps, replays."""
     steps_run_again: int = 0
     """Runs of steps by `run_step` after the first, each within a tighter budget."""
     snapshots: int = 0

@@ -3,7 +3,7 @@
     watch = recomputing.begin(followed, ...)     # entered with the step; None: nothing is recomputed in it
     recomputing.note_saved(t, handle)            # at a save: autograd's own copy may be a recipe's source
     recomputing.hold_born(...)                   # at a save: unsaved storages that are held for recipes
-    recomputing.drop_all(due)                    # ON_DEVICE -> ON_HOST in `RecomputedForm`; returns those that are not dropped
+    recomputing.drop_all(due)                    # ON_DEVICE -> ON_HOST in `RecomputedForm`; returns the refused ones
     recomputing.waiting                          # dropped once only the session holds their sources
     recomputing.prove(saved, restore)            # at the first use of a storage that stayed: its recipe is tried
 
@@ -305,7 +305,7 @@ class Recomputing:
     # --- recipes
 
     def drop_all(self, due: Sequence[SavedStorage]) -> list[SavedStorage]:
-        """Drop `due` and waiting storages, where recipes are proven and sources secure. Returns those that stay for good."""
+        """Drop `due` and waiting storages if recipes are proven and sources secure. Returns those that will not be dropped."""
         self._streams.current()  # registers the stream: its reads of a storage are then ordered with the owner
         return [saved for saved in (*due, *self._ready()) if self.drop(saved) not in (None, WAITS)]
 

@@ -27,8 +27,8 @@ from chameleon_mm.record.storages import TracedStorage
 
 
 class Recording:
-    """Enters and leaves the step's recorder or watch. Not thread-safe, except for `paused` and `retired`: any thread of the
-    step may call these."""
+    """Owner of the step's recorder or watch, which it enters and leaves. Not thread-safe, except for `paused` and `retired`:
+    any thread of the step may call these."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None

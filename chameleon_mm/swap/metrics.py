@@ -1,11 +1,11 @@
 """Counters and timings of what the executor did.
 
-    metrics.wait(compute, event, "in")      # a wait of compute on a copy: how long it really waited is the stall
+    metrics.wait(compute, event, "in")      # stall: the time that compute waited for a copy
     metrics.moved(move, "out", nbytes)      # a copy's own time, piece by piece
     metrics.totals                          # bytes, reasons, fallbacks; hidden share = 1 - stall / copy time
 
-Times need timed events, ten times as dear as untimed ones on a GPU, so a step is timed or not as a whole.
-`StepTiming` times one step, of a plan on trial: `result()` is there once the step's last event is complete.
+A timed event costs ten times an untimed one on a GPU, so a step is timed as a whole or not at all. `StepTiming` times one step
+of a plan on trial: `result()` returns its times once the step's last event is complete.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from chameleon_mm.device import Event, Stream
 from chameleon_mm.pool.free_list import Units, units_bytes
 from chameleon_mm.swap.copy_queue import Move, Piece
 
-# --- Sums of one step's times, of which each part is added once the device has come to it
+# --- Sums of one step's times; each part is added once the device has reached it
 
 
 class StepSums:
-    """Times of one timed step, in microseconds of the device's clock, as far as they are known."""
+    """Times of one timed step that are known so far, in microseconds of the device's clock."""
 
     __slots__ = ("begin", "copy_us", "end", "recompute_us", "stall_us")
 
     def __init__(self, begin: Event) -> None:
         self.begin = begin
         self.end: Event | None = None
-        """Event at the step's end; None while it runs."""
+        """Event at the step's end; None until `Metrics.end_step` records it."""
         self.stall_us = self.copy_us = self.recompute_us = 0.0
 
     @property
     def is_over(self) -> bool:
-        """Whether the device has come to the step's end. Never waits."""
+        """True if the device has reached the step's end. Never waits."""
         return self.end is not None and self.end.query() and self.begin.query()
 
     @property
     def step_us(self) -> float:
-        """Time from the step's begin to its end, once it `is_over`."""
+        """Time from the step's begin to its end; valid once `is_over`."""
         assert self.end is not None
         return self.end.elapsed_us(self.begin)
 
 
-# --- Data about what was timed in a session, on one clock: microseconds of the device since the first timed step began
-#
-# copies       CopySpan          each engine's, in order compute      WaitSpan          where it waited for a copy, or
-# recomputed something steps        StepSpan          timed ones; the host's clock at the beginning of each memory
-# MemorySample      as hooks found it, on the host's clock
+# --- Spans that a session timed, on one clock: microseconds of the device since the first timed step began
+# CopySpan        copy in one direction
+# WaitSpan        time in which compute waited for a copy, or recomputed something
+# StepSpan        timed step, and when the host began it
+# MemorySample    memory as a hook found it, on the host's clock
 
 
 class StepKind(enum.Enum):
-    """Kind of a step, known at its end: each step is of one."""
+    """Kind of a step. Each step has one kind, known at its end."""
 
     RECORDED = "recorded"
-    """Recorded operator by operator, to its end, for a plan to be made of it."""
+    """Recorded operator by operator to its end, so that a plan can be made of it."""
     PLANNED = "planned"
     """Followed a plan from its first hook to its last."""
     PARTLY_PLANNED = "partly_planned"
-    """Followed a plan for a part of it: it diverged, took more memory, or was recognised late."""
+    """Followed a plan for a part of the step: it diverged, took more memory, or was recognised late."""
     BY_RULE = "by_rule"
     """Followed no plan: the default rule moved its tensors."""
     FAILED = "failed"
@@ -75,13 +75,13 @@ class StepKind(enum.Enum):
 
 
 def hidden_fraction(stall_us: float, copy_us: float) -> float | None:
-    """Share of the copies' time during which compute did not wait for them; None where nothing was copied."""
+    """Share of the copies' time during which compute did not wait for them; None if nothing was copied."""
     return None if not copy_us else max(0.0, 1.0 - stall_us / copy_us)
 
 
 @dataclass(frozen=True, slots=True)
 class CopySpan:
-    """One copy (a piece of a move) on the device's clock, in microseconds since the first timed step began."""
+    """Copy of one piece of a move, on the device's clock: microseconds since the first timed step began."""
 
     direction: str
     start_us: float
@@ -91,42 +91,42 @@ class CopySpan:
 
 @dataclass(frozen=True, slots=True)
 class WaitSpan:
-    """Time that compute waited for a copy, or recomputed something, on the clock of the copies."""
+    """Interval in which compute waited for a copy or recomputed something, on the clock of `CopySpan`."""
 
     kind: str
-    """"out" or "in": direction of the copy that it waited for; "recompute": it waited for none."""
+    """Direction of the copy, "out" or "in"; "recompute": compute waited for none."""
     start_us: float
     end_us: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """One timed step on the clock of the copies, and when the host began it."""
+    """Timed step on the clock of `CopySpan`, with the host's time at its begin."""
 
     number: int
-    """Number of the step among all that ended, from 0 on."""
+    """Index of the step among all steps that ended, from 0."""
     kind: str
     start_us: float
     end_us: float
     host_us: float
-    """The device's `host_us` as the host began the step: on a GPU not later than `start_us` is."""
+    """Value of the device's `host_us` when the host began the step: on a GPU not later than `start_us`."""
     unix_ns: int
-    """The same moment by the wall clock, as torch.profiler has it."""
+    """The same moment on the wall clock, which torch.profiler uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Memory as a hook of a timed step found it, on the host's clock `host_us`."""
+    """Memory at a hook of a timed step, on the host's clock `host_us`."""
 
     host_us: float
     hbm_bytes: int
     host_bytes: int
-    """Pinned memory that live blocks held."""
+    """Pinned memory in live blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedSpans:
-    """The latest of what was timed beside copies."""
+    """Latest waits, steps and memory readings. Copies are in `Metrics.spans`."""
 
     waits: tuple[WaitSpan, ...] = ()
     steps: tuple[StepSpan, ...] = ()
@@ -138,7 +138,7 @@ class TimedSpans:
 Direction = Literal["out", "in"]
 
 EVENT_GAP_US = 10.0
-"""Time between two timed events that follow each other on a GPU, whatever it waits for: less than this is no stall."""
+"""Time that a GPU takes from one timed event to the next without a wait. A wait of at most this is no stall."""
 
 
 class StepTime(NamedTuple):
@@ -146,15 +146,15 @@ class StepTime(NamedTuple):
 
     step_us: float
     in_stalls_us: dict[int, float]
-    """Time that compute waited for each storage's copy back, 0 included, by the plan's number of the storage."""
+    """Time that compute waited for each storage's copy back, waits of 0 included, by the storage's number in the plan."""
     out_stalls_us: dict[int, float]
     """Time that compute waited for each storage's copy out, by the same numbers."""
     busy_us: float
-    """Time of the step without the waits for copies of either direction."""
+    """Time of the step without its waits for copies of either direction."""
 
 
 class StepTiming:
-    """One step's timed events. Not thread-safe."""
+    """Timed events of one step. Not thread-safe."""
 
     __slots__ = ("_end", "_start", "_waits")
 
@@ -164,14 +164,14 @@ class StepTiming:
         self._waits: list[tuple[Event, Event, Direction, int | None]] = []
 
     def waited(self, before: Event, after: Event, direction: Direction, tensor: int | None) -> None:
-        """Note two events between which compute did nothing but wait for a copy; `tensor` None: of no storage of the plan."""
+        """Note two events between which compute only waited for a copy. `tensor`: number in the plan; None: it has none."""
         self._waits.append((before, after, direction, tensor))
 
     def end(self, compute: Stream) -> None:
         self._end = compute.record(timed=True)
 
     def result(self) -> StepTime | None:
-        """Times of the step; None while the device is still at it. Never waits."""
+        """Return the times of the step, or None while the device has not finished it. Never waits."""
         if self._end is None or not (self._end.query() and self._start.query()):
             return None
         step_us = busy_us = self._end.elapsed_us(self._start)
@@ -186,22 +186,22 @@ class StepTiming:
 
 
 def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
-    """Stalls without those that are only the device's own pace from one event to the next."""
+    """Return the stalls, with 0 for those within the device's own pace from one event to the next."""
     return {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in stalls_us.items()}
 
 
 MAX_SPANS = 20_000
-"""Number of latest copies that are kept for `save_trace`, and of latest readings of memory."""
+"""Number of latest copies kept for `save_trace`, and of latest memory readings."""
 
 MAX_WAITS = 10_000
-"""Number of latest waits and recomputations that are kept: a storage goes out and comes back, and is waited for once."""
+"""Number of latest waits and recomputations kept: half of MAX_SPANS, as a storage has two copies and one wait."""
 
 MAX_STEPS = 1_000
 """Number of latest timed steps whose bounds are kept."""
 
 
 class _BegunStep(NamedTuple):
-    """A timed step that began."""
+    """Timed step that has begun."""
 
     number: int
     begin: Event
@@ -211,56 +211,56 @@ class _BegunStep(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Counts of what swapping did, as a report has them."""
+    """Counts of what swapping did, as a report shows them."""
 
     timed_steps: int = 0
-    """Steps begun whose copies and waits were timed: `stall_us`, `copy_us` and `hidden_fraction` are about these."""
+    """Timed steps that have begun: `stall_us`, `copy_us` and `hidden_fraction` cover these."""
     bytes_swapped_out: int = 0
     bytes_swapped_in: int = 0
     bytes_reclaimed: int = 0
-    """Device memory reclaimed after a swap-out while the tensor was still needed later."""
+    """Device memory freed after copies out, of storages no longer needed too, and by gathering small views."""
     bytes_reclaimed_by_allocator: int = 0
-    """Bytes of `bytes_reclaimed` that the device's allocator reclaimed itself, in the middle of an allocation."""
+    """Part of `bytes_reclaimed` that the device's allocator reclaimed itself, during an allocation."""
     state_bytes_swapped_out: int = 0
-    """Bytes of optimizer state that left the device; in no other figure."""
+    """Bytes of optimizer state that left the device. No other counter includes them."""
     state_bytes_swapped_in: int = 0
     parameter_bytes_swapped_out: int = 0
-    """Bytes of parameters that left the device as they had been written; in no other figure."""
+    """Bytes of parameters copied out because they had been written. No other counter includes them."""
     parameter_bytes_swapped_in: int = 0
     gradient_bytes_swapped_out: int = 0
-    """Bytes of gradients that left the device; in no other figure."""
+    """Bytes of gradients that left the device. No other counter includes them."""
     gradient_bytes_swapped_in: int = 0
     swap_ins_on_demand: int = 0
-    """Swap-ins that nobody had started before the use."""
+    """Swap-ins started at the use."""
     prefetches: int = 0
     """Swap-ins started before the use."""
     uses_on_device: int = 0
-    """Uses that found their storage on the device: never left, still alive elsewhere, or prefetched."""
+    """Uses without a swap-in at the use: the storage never left, lives elsewhere, or was prefetched, unpacked or recomputed."""
     budget_misses: int = 0
-    """Checks of memory that found it above the budget with nothing left to reclaim."""
+    """Memory checks, and requests for room, that found memory above the budget with nothing left to reclaim."""
     fallbacks: int = 0
-    """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
+    """Storages that stayed on the device: no pinned memory was left, or the device refused the copy."""
     gathers: int = 0
-    """Small views that were kept without the rest of their storage."""
+    """Small views kept without the rest of their storage."""
     recomputed: int = 0
-    """Storages that were dropped, to be recomputed; `recomputations`: recipes that ran for their uses."""
+    """Storages dropped to be recomputed. `recomputations`: recipes that ran for them."""
     bytes_recomputed: int = 0
-    """Bytes of the storages that were dropped."""
+    """Bytes of the dropped storages."""
     bytes_held: int = 0
-    """Bytes of storages that nobody saved and that were held, for others to be recomputed from them."""
+    """Bytes of unsaved storages that were held as sources of recipes."""
     recomputations: int = 0
     proofs: int = 0
-    """Recipes compared with the original that they ran beside: before the first step that relies on them, then one a step."""
+    """Recipes tried at the first use of an original that was kept for that, and compared with it."""
     packed_groups: int = 0
-    """Packed groups of small storages: each crossed the link in one copy."""
+    """Packed groups of small storages. Each crossed the link in one copy."""
     pageable_swap_outs: int = 0
-    """Swap-outs to ordinary host memory, because no more could be pinned and the budget did not let the storage stay."""
+    """Swap-outs to pageable host memory: no more could be pinned, and the budget did not let the storage stay."""
     oom_retries: int = 0
-    """Allocations of swap-ins, and operators of recorded steps, that found no memory and were tried again."""
+    """Second attempts after a lack of memory: allocations to bring bytes back, operators of recorded steps, replays."""
     steps_run_again: int = 0
     """Runs of steps by `run_step` after the first, each within a tighter budget."""
     snapshots: int = 0
-    """Snapshots that were taken; `snapshot_bytes`: bytes that they took, in all."""
+    """Snapshots taken. `snapshot_bytes`: their total size."""
     snapshot_bytes: int = 0
 
 
@@ -269,65 +269,65 @@ class Totals(Counters):
     """Sums since the executor began."""
 
     steps_by_kind: Counter[StepKind] = field(default_factory=Counter)
-    """Steps that ended, on a device that could be asked: not in a graph's capture, nor in a forked child."""
+    """Steps that ended while the device could be asked: not in a graph capture, nor in a forked child."""
     stall_us: float = 0.0
     copy_us: float = 0.0
     prefetches_timed: int = 0
-    """Swap-ins in timed steps that were begun before their use and have been used."""
+    """Swap-ins of timed steps that began before their use. Each is counted at that use."""
     prefetches_late: int = 0
-    """Prefetches among them that compute had to wait for."""
+    """Prefetches among `prefetches_timed` that compute had to wait for."""
     late_us: float = 0.0
-    """Time that compute waited for late prefetches, in all."""
+    """Total time that compute waited for late prefetches."""
     recompute_us: float = 0.0
-    """Time in which compute recomputed dropped storages, in timed steps; comparisons with originals are not in it."""
+    """Time in which compute recomputed dropped storages in timed steps, without comparisons with originals."""
     kept_by_reason: Counter[str] = field(default_factory=Counter)
     not_recomputed_by_reason: Counter[str] = field(default_factory=Counter)
-    """Storages that a plan would have recomputed and that were swapped or kept, by reason."""
+    """Refusals to recompute a storage that a plan drops, by reason. The storage was swapped or kept instead."""
 
     def counters(self) -> dict[str, int]:
-        """The counters alone, by name."""
+        """Return the counters alone, by name."""
         return {f.name: getattr(self, f.name) for f in fields(Counters)}
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Share of the copies' time during which compute did not wait for them; None when nothing was timed."""
+        """Share of the copies' time during which compute did not wait for them; None if nothing was timed."""
         return hidden_fraction(self.stall_us, self.copy_us)
 
 
 class Metrics:
-    """Counts and times what the executor does; resolves pairs of timed events into `Totals` once they are complete."""
+    """Counters and timings of one executor. Adds pairs of timed events to `Totals` once they are complete."""
 
     def __init__(
         self, *, host_us: Callable[[], float] = lambda: 0.0, pinned_units: Callable[[], Units] = lambda: (0, 0, 0)
     ) -> None:
-        """`host_us`: the device's clock of that name. `pinned_units`: what live blocks of pinned memory hold."""
+        """`host_us`: the device's clock of that name. `pinned_units`: pinned memory in live blocks."""
         self.totals = Totals()
         self.timed = False
         self.host_us, self.pinned_units = host_us, pinned_units
         self.memory: deque[tuple[float, int, Units]] = deque(maxlen=MAX_SPANS)
-        """Readings of memory in timed steps, which checks of memory append: `host_us`, bytes allocated, `pinned_units`."""
+        """Memory readings in timed steps, appended by memory checks: `host_us`, bytes allocated, `pinned_units`."""
         self.timing: StepTiming | None = None
-        """Times of the running step, where a plan is on trial."""
+        """Times of the running step, if a plan is on trial."""
         self.step: StepSums | None = None
-        """Sums of the step that runs, or that ended last; None: it was not timed."""
+        """Sums of the running step, or of the latest one; None: it was not timed."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
         self._origin: Event | None = None
         self._origin_us = 0.0
-        """Time of the current origin on the clock of the spans, whose zero is the first origin."""
+        """Time of the current origin on the clock of the spans. The first origin is the zero of that clock."""
         self._next_origin: Event | None = None
-        # Each with the sums of the step that it is of.
+        # The last field of each entry: the sums of its step.
         self._waits: deque[tuple[Event, Event, Direction, bool, StepSums | None]] = deque()
         self._moves: deque[tuple[Move, str, StepSums | None]] = deque()
         self._recomputations: deque[tuple[Event, Event, StepSums | None]] = deque()
         self._begun: _BegunStep | None = None
-        """The running step, where it is timed."""
+        """The running step, if it is timed."""
         self._ended: deque[tuple[_BegunStep, Event, StepKind]] = deque()
-        """Timed steps that ended on the host, and not yet on the device."""
-        # Fields of a `WaitSpan` or `StepSpan` each, as plain tuples, which the collector need not look at in a long training.
+        """Timed steps that ended on the host but not yet on the device."""
+        # Plain tuples of the fields of `WaitSpan` and `StepSpan`: the garbage collector need not scan them in a long training.
         self._wait_spans: deque[tuple[str, float, float]] = deque(maxlen=MAX_WAITS)
         self._step_spans: deque[tuple[int, str, float, float, float, int]] = deque(maxlen=MAX_STEPS)
         self._resolving = threading.Lock()
-        """Lock that lets one thread resolve at a time; others only append to the deques above, which is atomic."""
+        """Lock that lets one thread resolve at a time. Other threads only append to the deques above, which is atomic."""
 
     def begin_step(self, compute: Stream, *, timed: bool) -> None:
         self.timed, self.step = False, None
@@ -335,7 +335,7 @@ class Metrics:
             self.time_step(compute)
 
     def time_step(self, compute: Stream) -> None:
-        """Have the step that begins timed, if it is not."""
+        """Time the step that begins, if it is not timed yet."""
         if self.timed:
             return
         self.timed = True
@@ -346,12 +346,12 @@ class Metrics:
         self._begun = _BegunStep(self.totals.steps_by_kind.total(), origin, host_us, unix_ns)
         if self._origin is None:
             self._origin = origin
-        # A GPU tells the time between two events as 32-bit milliseconds: an hour apart they resolve a quarter of one.
+        # A GPU reports elapsed time as 32-bit float milliseconds. An hour apart, events resolve 0.25 ms: the origin must move.
         self._next_origin = origin
 
     def end_step(self, kind: StepKind, compute: Stream | None = None) -> None:
-        """End a step of `kind`. What comes until the next step is not timed: nobody would add it up. `compute`: the stream on
-        which the step ends, where its own time is asked for."""
+        """End a step of `kind`. Work before the next step is not timed: no sums would include it. `compute`: stream on which
+        the step ends, given if the step's own time is wanted."""
         begun, self._begun = self._begun, None
         self.totals.steps_by_kind[kind] += 1
         self.timed = False
@@ -363,19 +363,19 @@ class Metrics:
             self.resolve()
 
     def is_complete(self, sums: StepSums) -> bool:
-        """Whether all of a step's times are in its sums, as far as `resolve` has come. Never waits."""
+        """True if `resolve` has added all of a step's times to its sums. Never waits."""
         if not sums.is_over:
             return False
-        # Lists are made at once, whoever appends meanwhile.
+        # Each list is made atomically: other threads may append meanwhile.
         waiting = (*list(self._waits), *list(self._recomputations), *list(self._moves))
         return all(entry[-1] is not sums for entry in waiting)
 
     def wait(
         self, compute: Stream, event: Event, direction: Direction, tensor: int | None = None, *, prefetched: bool = False
     ) -> None:
-        """Order `compute` after a copy's `event`, timing how long that holds it up when this step is timed.
+        """Order `compute` after a copy's `event`. In a timed step, time how long that holds compute up.
 
-        `tensor`: the plan's number of the storage that it is of. `prefetched`: a copy back that began before its use.
+        `tensor`: the storage's number in the plan. `prefetched`: True for a copy back that began before its use.
         """
         if not self.timed:
             compute.wait(event)
@@ -389,7 +389,7 @@ class Metrics:
 
     @contextmanager
     def timing_recomputation(self, compute: Stream) -> Iterator[None]:
-        """Context in which `compute` recomputes a dropped storage; timed when this step is."""
+        """Context in which `compute` recomputes a dropped storage. It is timed if the step is."""
         if not self.timed:
             yield
             return
@@ -398,7 +398,7 @@ class Metrics:
         self._recomputations.append((before, compute.record(timed=True), self.step))
 
     def on_time(self) -> None:
-        """Count a prefetch that had arrived at its use, even by the host's clock, which is ahead of the device's."""
+        """Count a prefetch that the host saw complete at its use. The device reaches that use later still."""
         self.totals.prefetches_timed += self.timed
 
     def moved(self, move: Move, direction: str, nbytes: int) -> None:
@@ -410,7 +410,7 @@ class Metrics:
             self._moves.append((move, direction, self.step))
 
     def resolve(self) -> tuple[CopySpan, ...]:
-        """Add up what is complete by now and return the latest copies. Never waits; any thread may ask."""
+        """Add up what is complete and return the latest copies. Never waits; any thread may call it."""
         with self._resolving:
             if self._origin is not None and self._origin.query():
                 self._move_origin(self._origin)
@@ -432,7 +432,7 @@ class Metrics:
             return tuple(self.spans)
 
     def timed_spans(self) -> TimedSpans:
-        """The latest of what was timed, as far as it was resolved."""
+        """Return the latest waits, steps and memory readings, as far as they are resolved."""
         with self._resolving:
             memory = tuple(
                 MemorySample(host_us, hbm_bytes, units_bytes(units)) for host_us, hbm_bytes, units in list(self.memory)
@@ -441,7 +441,7 @@ class Metrics:
             return TimedSpans(waits=waits, steps=tuple(StepSpan(*fields) for fields in self._step_spans), memory=memory)
 
     def _add_span(self, kind: str, before: Event, after: Event) -> float:
-        """Keep what was between two events of compute. Returns how long it took."""
+        """Keep the span between two events of compute. Returns its length in microseconds."""
         assert self._origin is not None
         took_us, start_us = after.elapsed_us(before), self._origin_us + before.elapsed_us(self._origin)
         self._wait_spans.append((kind, start_us, start_us + took_us))
@@ -464,15 +464,15 @@ class Metrics:
                 self.totals.late_us += stall_us
 
     def _move_origin(self, origin: Event) -> None:
-        """Move the origin to the beginning of the latest timed step, once the device is there."""
+        """Move the origin to the begin of the latest timed step, once the device has reached it."""
         following = self._next_origin
         if following is not None and following is not origin and following.query():
             self._origin_us += following.elapsed_us(origin)
             self._origin = following
 
     def _add_up(self, move: Move, direction: str, sums: StepSums | None) -> bool:
-        """Add the complete pieces of `move`; returns whether there will be no more."""
-        ended = move.ended  # asked first: another thread may be handing the last piece over
+        """Add the complete pieces of `move`. Returns True if no more will come."""
+        ended = move.ended  # read first: another thread may be handing over the last piece
         while move.pieces and move.pieces[0].end.query():
             self._add_piece(move.pieces.popleft(), direction, sums)
         return ended and not move.pieces

@@ -1,17 +1,17 @@
-"""Small saved storages that are swapped together: one kernel packs them, one block and one copy each way move them.
+"""Groups of small saved storages that are swapped together: one kernel packs them; one block and one copy each way move them.
 
-    group = PackedGroup(members, compute, resources, epoch=...)    # packed on compute; the members' own memory goes at once
-    group.swap_out() ...                                     # a saved storage like any other
-    group.unpack(members, packed, compute)                   # all members that are still wanted, by one kernel
-    member retires -> its PackedForm is dropped              # the group retires with its last member
+    group = PackedGroup(members, compute, context, epoch=...)    # packed on compute; the members' own memory goes at once
+    group.packed.swap_out() ...                                  # a saved storage like any other
+    group.unpack(members, packed, compute)                       # the members that are still needed, by one kernel
+    member retires -> its PackedForm is dropped                  # the group retires with its last member
 
-A copy of 16 KiB takes the link 0.3 us and the host ten times that. Packed, they cost the host a launch for all of them, and the
-members' memory is free in stream order as soon as the kernel is queued. They were saved within a few operators of each other,
-so backward asks for them within a few operators too: all come back at the first use of one.
+A copy of 16 KiB takes the link 0.3 us and the host ten times that. Packing costs the host one launch for all members. Their
+memory is free in stream order as soon as the kernel is queued. They were saved within a few operators of each other, so
+backward uses them within a few operators too. The first use of a member restores the others as well, if there is room.
 
-`Staging` bounds the device memory that groups take, both ways. A ring of fixed buffers would hold its memory for ever. These
-are the caching allocator's blocks: counted in the budget while they are there, anybody's afterwards. What a ring bounds is
-bounded the same: before another group is packed, compute is ordered after the copies of the oldest ones, and they are dropped.
+`Staging` bounds the device memory of groups, both ways. A ring of fixed buffers would hold its memory for ever. Groups use
+blocks of the caching allocator: these count in the budget while in use, and others may have them afterwards. The bound is that
+of a ring: before another group is packed, compute waits for the copies of the oldest groups, and these are dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from chameleon_mm.units import round_up
 
 
 class PackedGroup:
-    """Several small storages, whose bytes are packed in one. That retires with its last member."""
+    """Several small storages whose bytes are packed in one storage. The group retires with its last member."""
 
     def __init__(self, members: Sequence[SavedStorage], compute: Stream, context: SwapContext, *, epoch: int) -> None:
         """Pack `members`, all of them ON_DEVICE, on `compute`, the current stream.
@@ -44,20 +44,20 @@ class PackedGroup:
         buffer = compute.alloc(total)
         alloc_streams = list(dict.fromkeys(member.slot.alloc_stream for member in members))
         for alloc_stream in alloc_streams:
-            # Note [Swap-out]: the sources were written by others, and `compute` reads them
+            # Note [Swap-out]: other streams may have written the sources, and `compute` reads them
             context.streams.join_all(alloc_stream)
-        # Made once for both: on the host a flat tensor costs several times what packing it does.
+        # Each flat tensor is made once: on the host it costs several times what packing it does.
         sources = [flat_bytes(member.device) for member in members if member.device is not None]
         with annotation("chameleon::pack"):
             compute.pack(buffer, sources, places)
         for alloc_stream in alloc_streams:
-            context.streams.join_all(alloc_stream)  # Note [Reclaim]: the next owner of a source comes after that read
+            context.streams.join_all(alloc_stream)  # Note [Reclaim]: a source's next owner comes after that read
         index = max(member.index for member in members)
         self.packed = SavedStorage(buffer, SavedBytes(buffer), compute, context, epoch=epoch, index=index)
-        """The saved storage that has their bytes, and moves as any other."""
+        """Saved storage that has the members' bytes and moves like any other."""
         self.packed.op_is_over = True
         self.packed.checksum = None  # each member has its own, which names its tensor
-        # Weak: members hold their group, and nothing here may need the collector.
+        # Weak references: members hold their group, and a cycle would need the garbage collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0
         """Number of members that still need the group."""
@@ -67,7 +67,7 @@ class PackedGroup:
             self.members_left += 1
 
     def unpack(self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream) -> int:
-        """Give each of `members` memory, filled by one kernel on `compute`, the current stream. Returns how many there are.
+        """Give each of `members` memory, filled by one kernel on `compute`, the current stream. Returns their number.
 
         Raises `torch.OutOfMemoryError` with nothing changed.
         """
@@ -88,13 +88,13 @@ class PackedGroup:
         return len(members)
 
     def packed_members(self) -> list[tuple[SavedStorage, int]]:
-        """Members whose bytes are in the group alone, each with its offset."""
+        """Return the members whose bytes are in the group alone, each with its offset."""
         members = [(ref(), place) for ref, place in self._members]
         return [(m, place) for m, place in members if m is not None and m.form.group is self and m.state is State.ON_HOST]
 
 
 class PackedForm(Form):
-    """The form of a member: its group has its bytes, and unpacks them."""
+    """Form of a member: its group has its bytes and unpacks them."""
 
     __slots__ = ("group",)
 
@@ -104,14 +104,14 @@ class PackedForm(Form):
         self.group: PackedGroup | None = group
 
     def drop(self) -> None:
-        """Note that one member less needs the group."""
+        """Note that one member fewer needs the group."""
         if self.group is not None:
             self.group.members_left -= 1
         self.group = None
 
 
 class Staging:
-    """Packed groups that are on the device, at most `limit_bytes` of them together. Not thread-safe."""
+    """Packed groups on the device, with at most `limit_bytes` in total. Not thread-safe."""
 
     def __init__(self, registry: StorageRegistry, *, limit_bytes: int) -> None:
         self._registry = registry
@@ -122,7 +122,7 @@ class Staging:
         return sum(packed.nbytes for packed in self._packed() if packed.device is not None)
 
     def batches(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
-        """Divide `members`, in their order, so that each batch, packed, takes at most `at_most` bytes and the limit."""
+        """Divide `members`, in order, into batches of at most `at_most` bytes and the limit. A larger member is alone."""
         most = min(at_most, self._limit_bytes)
         load: list[SavedStorage] = []
         end = 0
@@ -139,8 +139,8 @@ class Staging:
         return [group.packed for group in self._registry.packed_groups]
 
     def make_room(self, nbytes: int) -> bool:
-        """Reclaim groups, oldest first, until `nbytes` more fit. Returns whether they do: not where the
-        device refused copies that were to free some."""
+        """Reclaim groups, oldest first, until `nbytes` more fit. Returns False if they do not: the device refused copies that
+        would have freed some."""
         if self.fits(nbytes):
             return True
         for packed in sorted(self._packed(), key=lambda packed: (packed.epoch, packed.index)):
@@ -153,5 +153,5 @@ class Staging:
         return False
 
     def fits(self, nbytes: int) -> bool:
-        """Whether `nbytes` more are within the limit."""
+        """True if `nbytes` more are within the limit."""
         return self.used_bytes + nbytes <= self._limit_bytes

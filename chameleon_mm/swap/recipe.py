@@ -1,23 +1,23 @@
-"""Recipes of dropped storages, their sources, and the rule that says what they may rely on: Note [Relied on].
+"""Recipes of dropped storages, their sources, and the rules for what they may rely on: Note [Relied on].
 
-A recipe runs operators of forward again at the first use of a storage that was dropped. Its result has the right bits only if
-everything that the operators read has the bytes of the first time. Three rules see to that. A storage is dropped only if rule 1
-or rule 2 holds for each source of its recipe. Rule 3 holds for each result.
+A recipe runs operators of forward again at the first use of a dropped storage. Its result has the right bits only if the
+operators read the same bytes as the first time. Three rules ensure that. A storage is dropped only if rule 1 or rule 2 holds
+for each source of its recipe. Rule 3 holds for each result.
 
 1. ALONE. Only the session can reach the source, from the drop until the replay.
 
-   True if the use count of the storage says that no tensor but the session's holds it; if its bytes are on the host; or if the
-   recipe has a copy of its own, which it makes of inputs of up to 64 KiB. Until then the drop waits.
+   True in three cases: the use count says that only the session's tensors hold the storage; its bytes are on the host; or
+   the recipe has its own copy. A recipe copies inputs of up to 64 KiB. Until one case holds, the drop waits.
 
        h = block(x)              # autograd does not save h: the session holds it, for y
        y = h.float()             # y waits: the model still has h, and may write to it
        x = h + f(y)
        del h                     # y is dropped at the next hook
 
-2. RELIED ON. Autograd has a handle for the source, and checks its version: a write raises eager's error, in both.
+2. RELIED ON. Autograd has a handle for the source, and checks its version: a write raises the same error as in eager.
 
-   This ends with the last handle, and when a node that is not torch's own is given the tensor, since such a node may write to
-   it. If somebody else holds the storage then, what was made from it and dropped is recomputed at that moment.
+   This ends with the last handle. If others hold the storage then, dropped storages made from it are recomputed at that
+   moment. They are also recomputed before a node that is not torch's own gets the tensor, since it may write to it.
 
        feature = encoder(x)                    # made from the encoder's weight, which autograd saves; dropped
        loss, other = f(feature), g(feature.detach())
@@ -25,22 +25,22 @@ or rule 2 holds for each source of its recipe. Rule 3 holds for each result.
        optimizer.step()                        # writes the weight
        other.backward()                        # uses feature
 
-3. COMPARED. The result is compared with what was dropped, in the same step, by a checksum of 64 bits (`kernels/checksum.py`).
+3. COMPARED. The result is compared with the dropped bytes in the same step, by a checksum of 64 bits (`kernels/checksum.py`).
 
-   The first time at its place in a step nothing is dropped: the original is used, and the recipe is tried beside it (a proof).
-   After that the host compares both checksums before `backward` returns. It raises `RecomputeMismatch` if they differ, and that
-   recipe is not used again.
+   The first time at its place in a step nothing is dropped: the original is used, and the recipe is tried as well (a proof).
+   After that the host compares both checksums before `backward` returns. If they differ, it raises `RecomputeMismatch`, and
+   that recipe is not used again.
 
        h = block(x); y = h.float(); kernel(h.data_ptr())       # in each step: the proof fails, y is never dropped
        if step % 4 == 3: kernel(h.data_ptr())                  # in some steps: RecomputeMismatch in those
 
-One case is left to eager's error: a write to what autograd relies on, while a node that saved it is still to run, if no
-backward comes to that node after all. Eager never checks it there, and the recipe cannot know.
+In one case a replay raises eager's error and eager does not. A source of rule 2 was written to, and no backward comes to the
+node that saved it. Eager checks at that node only, and the recipe cannot know that the node will not run.
 
-Rules 1 and 2 are decided by counters and use counts, before the drop. So writes by torch's operators, in forward, in backward
-or on another thread, change no bit and raise no error. Rule 3 finds what no counter shows: a write through a pointer or
-`.data`, an extension with a wrong schema, an operator that is not reproducible. It compares results and not sources, because
-such a write may also hit a tensor between two operators of a recipe, or the result itself before autograd saves it.
+Version counters and use counts decide rules 1 and 2 before the drop. So writes by torch's operators, in forward, in backward or
+on another thread, change no bit and raise no other error. Rule 3 finds what no counter shows: a write through a pointer or
+`.data`, an extension with a wrong schema, an operator that is not reproducible. It compares results, not sources: such a write
+may also hit a tensor between two operators of a recipe, or the result before autograd saves it.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ _NO_NODE: type = type(None)
 
 
 def node_is_torchs() -> bool:
-    """True if the node of autograd that runs on this thread is one of torch's own, which writes to nothing that it saved. False
-    outside of a backward, for a function in Python, and for an extension's node in C++."""
-    kind: type = type(torch._C._current_autograd_node())  # of None outside of a backward, whatever its stub says
+    """True if autograd's node that runs on this thread is torch's own: such a node writes to nothing that it saved. False
+    outside of a backward, for a Python function, and for an extension's C++ node."""
+    kind: type = type(torch._C._current_autograd_node())  # NoneType outside of a backward, although the stub says otherwise
     return kind is not _NO_NODE and not kind.__flags__ & HEAP_TYPE and kind.__name__ != "CppFunction"
 
 
 class Source:
-    """A storage that a recipe is given: a claim's, or one that it holds itself."""
+    """Source of a recipe: a claimed storage, or one that the source holds itself."""
 
     __slots__ = ("_nbytes", "_probe", "_stream", "claim", "last_swap_in", "relied", "storage")
 
@@ -106,20 +106,20 @@ class Source:
         probe: SavedBytes | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """`relied`: what rests on its bytes; None: it is a copy of the recipe's own. `probe`: has its version counter.
-        `stream`: the one on which a storage that it holds itself was written."""
+        """`relied`: handles and dropped storages that depend on its bytes; None: it is the recipe's own copy. `probe`: has its
+        version counter. `stream`: stream on which a storage that it holds itself was written."""
         self.claim = claim
         self.storage = storage
         self.relied = relied
         self._stream = stream
         self.last_swap_in = -1
-        """Swap-in of the claim's storage for which the recipe used it last."""
+        """Number of the claim's swap-in at which the recipe last used the storage."""
         self._nbytes = nbytes
         self._probe = probe
 
     @property
     def written_on(self) -> Stream | None:
-        """The stream that its bytes are ordered on."""
+        """Stream on which its bytes are ordered."""
         return self._stream if self.claim is None else self.claim.saved.slot.alloc_stream
 
     @property
@@ -133,17 +133,17 @@ class Source:
 
     @property
     def is_relied_on(self) -> bool:
-        """Rule 2: autograd has a handle for its bytes that it has not used."""
+        """Rule 2: autograd has an unused handle for its bytes."""
         return self.relied is not None and self.relied.by_autograd
 
     @property
     def is_secure(self) -> bool:
-        """True if no operator of torch's can change its bytes before a replay without an error of eager's."""
+        """True if no operator of torch's can change its bytes before a replay without raising eager's error."""
         return self.is_relied_on or self.is_alone
 
     def check(self, storage: torch.UntypedStorage) -> None:
-        """Raise what eager raises for a saved tensor that was written to, where `storage`, its bytes now, may have been and
-        eager checks them too."""
+        """Raise eager's error if the bytes were written to and autograd relies on them, or `RuntimeError` if their size has
+        changed. `storage`: has the bytes now; if it is a copy of the saved storage, it cannot have been written to."""
         saved = None if self.claim is None else self.claim.saved
         if self._probe is not None and self.is_relied_on and (saved is None or saved.slot.storage is storage):
             self._probe.check()
@@ -155,10 +155,10 @@ class Source:
 
 
 class Reliance:
-    """Watches autograd's handles of one source, for rule 2. `ended(self)` is called once the last of them is gone: on any
-    thread, in the middle of anything, so it must raise nothing and wait for nothing.
+    """Watch on autograd's handles of one source, for rule 2. It calls `ended(self)` once the last of them is gone. That call
+    may come on any thread at any point, so it must raise nothing and wait for nothing.
 
-    The recipes that rest on the source hold it: it ends with them.
+    The recipes that rely on the source hold the watch, which ends with them.
     """
 
     __slots__ = ("__weakref__", "_ended", "_handles", "source")
@@ -183,48 +183,48 @@ class Reliance:
         self._handles.append(weakref.ref(handle, gone))
 
 
-# --- Recipes of dropped storages: flat lists of calls, each of whose tensors is a source or an earlier call's result
+# --- Recipes of dropped storages: flat lists of calls; each tensor of a call is a source or an earlier call's result
 #
-# It is what ran in this step, arguments and random state included, not what a step like it ran. It holds its sources, and no
-# operator that is older than its calls. A temporary dies with the last call that reads it.
+# A recipe has the calls of this step, with their arguments and random state, not those of a similar step. It holds its
+# sources, and no operator older than its calls. A temporary dies with the last call that reads it.
 
 MOST_CALLS = 256
-"""Number of calls in one recipe at most: what is that far from anything that is kept is cheaper to swap."""
+"""Largest number of calls in one recipe. A storage that far from its sources is cheaper to swap."""
 
 
 class Refusal(NamedTuple):
-    """Reason why a storage is not recomputed, and the operator that it is about."""
+    """Reason why a storage is not recomputed, and the operator that caused it."""
 
     reason: str
     operator: str = ""
     lasts: bool = True
-    """Whether it holds for the same place of later steps, too."""
+    """True if the refusal also holds at the same place of later steps."""
 
 
 class Proof(NamedTuple):
-    """A recipe that is tried at the first use of its original, which is kept for that use."""
+    """Recipe to try at the first use of its original, which is kept for that use."""
 
     recipe: Recipe
     original: Original
     refuse: Callable[[Refusal], None]
-    """Told why it could not be tried."""
+    """Called with the reason if the recipe could not be tried."""
 
 
 class Slot(NamedTuple):
-    """Place of an argument among the storages of a replay, in place of a tensor."""
+    """Argument of a call: its place among the storages of a replay, instead of a tensor."""
 
     place: int
     geometry: Geometry
 
 
 class Step(NamedTuple):
-    """One call of a recipe."""
+    """Single call of a recipe."""
 
     operation: Operation
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     makes: list[tuple[Result, int]]
-    """Values that are needed, by the tensor of the call that each is in, and their places."""
+    """Needed results: the position of each among the call's tensors, and its place in the replay."""
     dies: list[int]
     """Places that no later call reads."""
 
@@ -234,27 +234,27 @@ class Recomputed(NamedTuple):
 
     storage: torch.UntypedStorage
     siblings: list[tuple[weakref.ref[SavedStorage], torch.UntypedStorage]]
-    """Others that were dropped and that one of its calls makes, too."""
+    """Other dropped storages that its calls made as well."""
 
 
 class Recipe:
-    """The calls that make one storage from its sources."""
+    """Calls that make one storage from its sources."""
 
     __slots__ = ("_nbytes", "_result", "_source_places", "_steps", "peak_bytes", "reliances", "sources")
 
     def __init__(
         self, steps: list[Step], sources: list[Source], source_places: list[int], *, result: int, values: Sequence[Value]
     ) -> None:
-        """`values`: those whose bytes are at each place."""
+        """`values`: the value at each place."""
         self._steps = steps
         self.sources = sources
         self._source_places = source_places
         self._result = result
         self._nbytes = [value.nbytes for value in values]
         self.reliances: list[Reliance] = []
-        """Watches of the sources that it may rely on by rule 2 alone. Held here: they end with the recipe."""
+        """Watches of the sources for which rule 2 holds. Held here, so they end with the recipe."""
         self.peak_bytes = _peak_bytes(steps, values)
-        """Device memory at most while it is replayed, its result included, its sources and what operators hold inside not."""
+        """Most device memory that a replay takes, with its result, without its sources and the operators' internal memory."""
 
     @property
     def operators(self) -> list[str]:
@@ -263,15 +263,15 @@ class Recipe:
 
     @property
     def saved_sources(self) -> list[SavedStorage]:
-        """Saved storages among its sources, in order."""
+        """Saved storages among the sources, in order."""
         return [source.claim.saved for source in self.sources if source.claim is not None]
 
     def replay(self, storages: Sequence[torch.UntypedStorage]) -> Recomputed:
-        """Run the calls on the current stream and return what they made. `storages`: those of `sources`, in that order, ready
-        for it.
+        """Run the calls on the current stream and return the storages that they made. `storages`: those of `sources`, in that
+        order, ready for this stream.
 
-        Without gradients, autocast and modes of torch functions, with the random state and the settings that each call had;
-        generators and settings are put back. Raises `RuntimeError` where a call makes another size than it did.
+        Gradients, autocast and torch-function modes are off. Each call has the random state and settings that it had in
+        forward; both are restored after it. Raises `RuntimeError` if a call makes another size than it did.
         """
         at: list[torch.UntypedStorage | None] = [None] * len(self._nbytes)
         for place, storage in zip(self._source_places, storages, strict=True):
@@ -319,7 +319,7 @@ class Recipe:
 
 @contextmanager
 def _random_state(operation: Operation) -> Iterator[None]:
-    """Context in which the operator's generator has the state that it had when it ran."""
+    """Context in which the operator's generator has the state that it had when the operator ran."""
     if operation.random_state is None:
         yield
         return
@@ -336,13 +336,13 @@ SourceOf = Callable[[Value], Source | None]
 
 
 Refuse = Callable[[Call], Refusal | None]
-"""Tells why a call must not run again; None: it may."""
+"""Function that returns why a call must not run again, or None if it may."""
 
 
 def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal:
-    """Recipe for `value`, from what `source_of` knows to be there; or why there is none.
+    """Return a recipe for `value`, or why there is none.
 
-    source_of: the source with a value's bytes; None: it has to be recomputed, too.
+    source_of: returns the source with a value's bytes, or None if the value must be recomputed too.
     """
     calls: dict[int, Call] = {}
     places: dict[int, int] = {}
@@ -382,7 +382,7 @@ def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal
 
 
 def _reads_uninitialised(call: Call) -> Refusal | None:
-    """Why `call` cannot run again: it reads memory that no operator was seen to fill, so something else has."""
+    """Return a refusal if `call` reads memory that no operator was seen to fill: something else has filled it."""
     facts = call.operation.facts
     fills = bool(facts.mutated_names) and (facts.overwrites or not facts.in_place)
     if not fills and any(argument.value.is_uninitialised for argument in call.arguments()):
@@ -422,9 +422,9 @@ def _note_last_reads(steps: Sequence[Step], result: int) -> None:
 
 
 def _peak_bytes(steps: Sequence[Step], values: Sequence[Value]) -> int:
-    """Bytes of the storages that are there at most at once, of those that the steps make, needed or not."""
+    """Return the most bytes that the storages made by the steps take at once, needed ones and others."""
     places_left: dict[int, int] = {}
-    """Places of each storage that are not read any more, by the storage's reference."""
+    """Number of live places of each storage, by the id of its reference. A place dies after its last read."""
     now = most = 0
     for step in steps:
         most = max(most, now + step.operation.made_bytes)

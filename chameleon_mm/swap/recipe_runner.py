@@ -1,8 +1,8 @@
-"""Recomputes dropped storages, at their first use: those first from which they are made, each from its recipe.
+"""Recomputation of dropped storages at their first use: each from its recipe, after the dropped storages that this reads.
 
     runner.recompute(saved, compute, restore)    # ON_HOST -> ON_DEVICE, its bytes on `compute`; RESTORED with several streams
 
-What a recipe needs is brought back like any storage that is used; what else one of its calls makes is kept for its own use.
+Sources of a recipe are brought back like any storage that is used. Other results of its calls are kept for their own uses.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from chameleon_mm.swap.recipe import Proof, Recipe, Recomputed, Refusal
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.units import allocated_size
 
-# --- Compares what recipes made with the originals: rule 3 of Note [Relied on], `swap/recipe.py`
+# --- Comparison of recomputed storages with their originals: rule 3 of Note [Relied on], `swap/recipe.py`
 #
-# No kernel waits for the host: it reads checksums once at the end of each backward, after the last of them was taken.
+# No kernel waits for the host. The host reads the checksums once at the end of each backward, after the last was taken.
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ class _Pair(NamedTuple):
     original: Original
     recomputed: ChecksumSlot
     task: int
-    """Number of the backward in which it was made; -1: in none."""
+    """Number of the backward in which it was recomputed; -1: in none."""
     is_proof: bool
-    """True if the original was used, and not what was recomputed."""
+    """True if the original was used instead of the recomputed storage."""
 
 
 class Comparisons:
@@ -54,22 +54,22 @@ class Comparisons:
         self._checksums = checksums
         self._totals = totals
         self.pending: list[_Pair] = []
-        """Pairs that the host has not compared. Others only read it."""
+        """Pairs that the host has not compared yet. Other classes only read it."""
         self._failed = False
         self._ends: set[int] = set()
-        """Backwards, by autograd's number of each, at whose end the pairs are compared."""
+        """Backwards at whose end the pairs are compared, by autograd's number of each."""
 
     def begin(self, buffer: Tensor) -> ChecksumSlot:
         """Take the checksum of an original, a flat uint8 tensor, on the current stream. Raises `torch.OutOfMemoryError`."""
         return self._checksums.start(buffer)
 
     def add(self, original: Original, buffer: Tensor, *, is_proof: bool = False) -> None:
-        """Take the checksum of what was made in place of an original, on the current stream, and note the pair."""
+        """Take the checksum of the bytes made in place of an original, on the current stream, and note the pair."""
         self.pending.append(_Pair(original, self._checksums.start(buffer), torch._C._current_graph_task_id(), is_proof))
 
     def settle(self, task: int | None) -> list[RecomputeMismatch]:
-        """Compare the pairs of that backward, and those of none; all pairs for None. The host waits until the latest checksum
-        was taken. All recipes that made other bits are banned. Returns the error of the first of them whose result was used."""
+        """Compare the pairs of backward `task` and those of none, or all for None. The host waits until the latest checksum was
+        taken. Bans each recipe that made other bits. Returns the error of the first of these pairs whose result was used."""
         pairs: list[_Pair] = []
         others: list[_Pair] = []
         for pair in self.pending:
@@ -93,10 +93,10 @@ class Comparisons:
         return errors
 
     def at_the_end(self, settle: Callable[[int], None]) -> None:
-        """Have `settle` called with the number of the backward that runs on this thread, before that returns; outside of one,
+        """Call `settle` with the number of the backward that runs on this thread, before that returns; outside of one, call it
         now. Not under the lock.
 
-        It is called behind the callbacks of others, such as DDP's: an error of one leaves those behind it out.
+        It runs after the callbacks of others, such as DDP's: an error in one callback skips those after it.
         """
         task: int = torch._C._current_graph_task_id()
         if task < 0:
@@ -112,7 +112,7 @@ class Comparisons:
             self._checksums.release_unused()
 
     def begin_step(self) -> bool:
-        """Forget the pairs of a step that failed. Returns whether a recipe was banned since the last step began."""
+        """Forget the pairs of a step that failed. Returns True if a recipe was banned since the last step began."""
         failed, self._failed, self.pending = self._failed, False, []
         self._ends.clear()
         return failed
@@ -133,11 +133,11 @@ def _mismatch(original: Original, before: int, after: int) -> RecomputeMismatch:
 NO_ROOM = Refusal("no memory for its proof", lasts=False)
 
 Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
-"""Brings a storage back, ready for a stream."""
+"""Function that brings a storage back, ready for a stream."""
 
 
 class RecipeRunner:
-    """Replays recipes. Not thread-safe: the executor holds its lock."""
+    """Runner of recipes. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, device: Device, context: SwapContext, claims: Claims, budget: Budget, comparisons: Comparisons) -> None:
         self._device = device
@@ -146,17 +146,17 @@ class RecipeRunner:
         self._budget = budget
         self.comparisons = comparisons
         self.inner_bytes = 0
-        """Room that a proof leaves for what an operator holds inside itself while it runs again."""
+        """Room that a proof leaves for the internal memory of an operator that runs again."""
 
     def recompute(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
-        """Recompute `saved`, ready for `compute`, the current stream.
+        """Recompute `saved` and make it ready for `compute`, the current stream.
 
-        Raises eager's error where something that its recipe needs was written to since, and `torch.OutOfMemoryError`.
+        Raises eager's error if a source of its recipe was written to since, and `torch.OutOfMemoryError`.
         """
         for one in _sources_first(saved):
             recipe = one.form.recipe
             if recipe is None or one.state is not State.ON_HOST:
-                continue  # another one's replay has made it
+                continue  # another recipe's replay has made it
             recomputed = self.replay(recipe, compute, restore, exclude=one)
             self._count_uses(recipe)
             self._restored(one, recomputed.storage, compute)
@@ -169,15 +169,15 @@ class RecipeRunner:
             self._context.metrics.totals.recomputations += 1
 
     def restore_sources(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
-        """Bring back what recomputing `saved` reads from the host."""
+        """Bring back the storages on the host that recomputing `saved` reads."""
         for one in _sources_first(saved):
             for source in () if one.form.recipe is None else one.form.recipe.saved_sources:
                 if source.form.recipe is None:
                     restore(source, compute)
 
     def prove(self, proof: Proof, saved: SavedStorage, compute: Stream, restore: Restore) -> Refusal | None:
-        """Replay a recipe on `compute` before its original, `saved`, is brought back for a use, and have both compared. Counts
-        a use of each source. Returns why it could not be: `lasts` says whether a later step may."""
+        """Replay a recipe on `compute` before its original, `saved`, is brought back for a use, and note both for comparison.
+        Count a use of each source. Returns a refusal if that failed; its `lasts` is False if a later step may try again."""
         recipe = proof.recipe
         were_away = [source for source in recipe.saved_sources if source.state is State.ON_HOST]
         try:
@@ -186,15 +186,15 @@ class RecipeRunner:
             return NO_ROOM
         except ChameleonError:
             raise
-        except RuntimeError as error:  # an operator's own; the original is still there
+        except RuntimeError as error:  # an operator's own error; the original is still there
             _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
             return Refusal("an error when it runs again", ", ".join(recipe.operators))
         finally:
             self._count_uses(recipe)
             for source in were_away:
                 if source.state is State.RESTORED:
-                    with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
-                        source.drop_restored()  # no use of it has come yet
+                    with suppress(torch.OutOfMemoryError):  # a storage that moves in part needs memory for the part that stays
+                        source.drop_restored()  # it was not used yet
 
     def _prove(self, proof: Proof, saved: SavedStorage, compute: Stream, restore: Restore) -> Refusal | None:
         recipe = proof.recipe
@@ -202,7 +202,7 @@ class RecipeRunner:
             storages = self._sources_of(recipe, compute, restore)
         except (torch.OutOfMemoryError, ChameleonError):
             raise
-        except RuntimeError as error:  # a use would raise it
+        except RuntimeError as error:  # a use would raise the same error
             _log.info("chameleon_mm: not compared: %s", str(error))
             return Refusal("an input that was written to or resized", lasts=False)
         needed = [saved, *recipe.saved_sources]
@@ -211,12 +211,12 @@ class RecipeRunner:
         recomputed = self._run(recipe, storages, compute, exclude=needed).storage
         with self._budget.replaying():
             self.comparisons.add(proof.original, flat_bytes(recomputed), is_proof=True)
-        self._context.streams.join_all(compute)  # the checksum -> the next owner of the memory
+        self._context.streams.join_all(compute)  # the memory's next owner comes after the checksum's read
         return None
 
     def copied(self, storage: torch.UntypedStorage, dropping: SavedStorage | None) -> torch.UntypedStorage | None:
-        """A copy of `storage`, made on the current stream, if there is room for it. Others than `dropping` are reclaimed for
-        it; where that is None none is."""
+        """Return a copy of `storage`, made on the current stream, or None if there is no room. Storages other than `dropping`
+        are reclaimed for it; if that is None, none are."""
         nbytes = allocated_size(storage.nbytes()) if storage.device == self._device.torch_device else 0
         has_room = nbytes == 0 or self._budget.fits_now(nbytes)
         if not has_room and dropping is not None:
@@ -232,7 +232,7 @@ class RecipeRunner:
         return copy
 
     def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Recomputed:
-        """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
+        """Make room for a replay of `recipe` and run it on `compute`. `exclude` is not reclaimed for it."""
         storages = self._sources_of(recipe, compute, restore)
         needed = [exclude, *recipe.saved_sources]
         self._budget.make_room(recipe.peak_bytes, exclude=needed, is_planned=True)
@@ -240,8 +240,8 @@ class RecipeRunner:
             return self._run(recipe, storages, compute, exclude=needed)
 
     def _sources_of(self, recipe: Recipe, compute: Stream, restore: Restore) -> list[torch.UntypedStorage]:
-        """Storages that `recipe` reads, on the device, in its order. Raises eager's error for one that was written to."""
-        self._budget.allocated_bytes()  # the model may have allocated since memory was checked
+        """Return the storages that `recipe` reads, on the device, in its order. Raises eager's error if one was written to."""
+        self._budget.allocated_bytes()  # the model may have allocated since the last memory check
         storages = []
         for source in recipe.sources:
             storage = source.storage if source.claim is None else _there(source.claim.saved, compute, restore)
@@ -262,17 +262,17 @@ class RecipeRunner:
             stream for source in recipe.sources if (stream := source.written_on) is not None and stream is not compute
         }
         for stream in written_on:
-            compute.wait(stream.record())  # the sources were written there -> they are read here
+            compute.wait(stream.record())  # `compute` reads the sources after the writes there
         recomputed = None
         with annotation("chameleon::recompute"), self._operators_of_ours(), self._budget.replaying():
-            with suppress(torch.OutOfMemoryError):  # run again outside: the exception's traceback would keep tensors alive
+            with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
                 recomputed = recipe.replay(storages)
             if recomputed is None:
                 self._context.metrics.totals.oom_retries += 1
                 self._budget.reclaim_all(exclude)
                 recomputed = recipe.replay(storages)
         for stream in written_on:
-            self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this reading
+            self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this read
         return recomputed
 
     def _restored(self, saved: SavedStorage, storage: torch.UntypedStorage, compute: Stream) -> None:
@@ -282,10 +282,10 @@ class RecipeRunner:
         self._claims.move(saved, storage)
         saved.restored(compute)
         if self._context.streams.is_only(compute):
-            saved.stay_on_device()  # so that what it was made from may go; elsewhere a use may be on another stream
+            saved.stay_on_device()  # its sources may go then; with several streams, a use may be on another
 
     def _count_uses(self, recipe: Recipe) -> None:
-        """Count a use of each source, and drop those that no handle waits for and no recipe needs any more."""
+        """Count a use of each source. Drop each source that is held only for recipes and has no use left."""
         for source in recipe.sources:
             if source.claim is None:
                 continue
@@ -296,7 +296,7 @@ class RecipeRunner:
 
     @contextmanager
     def _operators_of_ours(self) -> Iterator[None]:
-        """Context in which operators are seen by the device alone: a mode of the user's is for the user's operators."""
+        """Context in which only the device sees operators: the user's dispatch modes are for the user's operators."""
         if torch._C._len_torch_dispatch_stack() <= self._device.simulated:
             yield
             return
@@ -305,14 +305,14 @@ class RecipeRunner:
 
 
 def _there(saved: SavedStorage, compute: Stream, restore: Restore) -> torch.UntypedStorage:
-    """The bytes of `saved` on the device. A copy out that is on its way goes on: it is read, and nothing else."""
+    """Return the storage of `saved` on the device. A copy out under way goes on, as the storage is only read."""
     if saved.state is State.SWAPPING_OUT and (storage := saved.device) is not None:
         return storage
     return restore(saved, compute)
 
 
 def _sources_first(saved: SavedStorage) -> list[SavedStorage]:
-    """`saved` and all dropped storages that it is made from, each behind those that it needs itself."""
+    """Return `saved` and all dropped storages that it is made from, each after its own sources."""
     order: list[SavedStorage] = []
     seen: set[int] = set()
     stack: list[tuple[SavedStorage, bool]] = [(saved, False)]

@@ -1,13 +1,13 @@
-"""Drops what a plan recomputes: watches how storages are made, writes their recipes, and proves them.
+"""Dropping of storages that a plan recomputes: watches how they are made, writes their recipes, and proves these.
 
     watch = recomputing.begin(followed, ...)     # entered with the step; None: nothing is recomputed in it
     recomputing.note_saved(t, handle)            # at a save: autograd's own copy may be a recipe's source
-    recomputing.hold_born(...)                   # at a save: storages that nobody saved, held for recipes
-    recomputing.drop_all(due)                    # ON_DEVICE -> ON_HOST in `RecomputedForm`; what is not dropped is returned
-    recomputing.waiting                          # what is dropped once only the session holds its sources
-    recomputing.prove(saved, restore)            # at the first use of what stayed: its recipe is tried
+    recomputing.hold_born(...)                   # at a save: unsaved storages that are held for recipes
+    recomputing.drop_all(due)                    # ON_DEVICE -> ON_HOST in `RecomputedForm`; returns the refused ones
+    recomputing.waiting                          # dropped once only the session holds their sources
+    recomputing.prove(saved, restore)            # at the first use of a storage that stayed: its recipe is tried
 
-What a recipe may rely on is Note [Relied on], in `swap/recipe.py`; the rules are cited by number here.
+Note [Relied on] in `swap/recipe.py` says what a recipe may rely on. Its rules are cited by number here.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ from chameleon_mm.swap.recipe import Proof, Recipe, Refusal, Reliance, Source, b
 from chameleon_mm.swap.recipe_runner import RecipeRunner, Restore
 from chameleon_mm.swap.saved_storage import SavedStorage
 
-# --- Which parameters keep their sizes over a step: what shards a model frees them, and fetches them again
+# --- Parameters that keep their sizes over a step: a sharded model frees its parameters, and fetches them again
 
 
 class ParameterSizes:
-    """Parameters whose storages are as large when a step ends as they were in its forward.
+    """Parameters whose storages have the same size when a step ends as in its forward.
 
-    What shards a model frees its parameters after their forward and fetches them again on a stream of its own, which no counter
-    tells of: such a parameter is empty at a later hook, or at the end, and no recipe may need it.
+    A sharded model frees its parameters after their forward and fetches them again on a stream of its own. No version counter
+    shows that. Such a parameter is empty at a later hook, or at the end, and no recipe may need it.
     """
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """Storages that this step's recipes would need, and that no earlier step has settled, by id, with their sizes."""
+        """Storages that this step's recipes would need and that no earlier step has settled, with their sizes, by id."""
         self._stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._change: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def keeps_its_size(self, value: Value) -> bool:
-        """Whether an earlier step has seen the storage of `value`, a parameter's, keep its size."""
+        """True if an earlier step has seen the storage of `value`, a parameter's, keep its size."""
         storage = value.storage()
         if storage is None:
             return False
         return self.note(storage)
 
     def note(self, storage: torch.UntypedStorage) -> bool:
-        """Note a parameter's storage in a step that is watched or recorded. Returns whether an earlier one has seen it keep its
-        size."""
+        """Note a parameter's storage in a step that is watched or recorded. Returns True if an earlier step has seen it keep
+        its size."""
         stays = self._stay.get(id(storage))
         if stays is not None and stays() is storage:
             return True
@@ -74,14 +74,14 @@ class ParameterSizes:
         return False
 
     def look(self) -> None:
-        """Look at what this step has met and no other has: it must keep its size all the time."""
+        """Mark the storages first met in this step whose sizes differ now: a size must stay the same all the time."""
         for key, (ref, nbytes) in self._met.items():
             storage = ref()
             if storage is not None and storage.nbytes() != nbytes:
                 self._change[key] = ref
 
     def end_step(self) -> None:
-        """What has kept its size up to now is taken to do so in later steps."""
+        """Note the storages that have kept their sizes up to now: later steps expect them to."""
         self.look()
         for key, (ref, _) in self._met.items():
             storage, changes = ref(), self._change.get(key)
@@ -90,52 +90,52 @@ class ParameterSizes:
         self._met.clear()
 
 
-# --- The part of a plan that is about what is recomputed, and what the steps that followed it have shown of that
+# --- Part of a plan about recomputation, and what the steps that followed it have shown of that
 
 ATTEMPTS = 4
-"""Steps that try to drop a storage where something of the moment is in the way. After them it is not recomputed."""
+"""Number of steps that may fail to drop a storage for a temporary reason. After them it is not recomputed."""
 
 
 class Followed(Protocol):
-    """Interface of what knows which plan the running step follows."""
+    """Interface of the object that knows which plan the running step follows."""
 
     @property
     def recompute(self) -> RecomputePlan | None:
-        """The plan's part about recomputation, as far as the step is known by now; None: nothing is recomputed."""
+        """Recomputation part of the plan, as far as the step is known by now; None: nothing is recomputed."""
 
     @property
     def may_recompute(self) -> bool:
-        """Whether the step may follow a plan that recomputes something."""
+        """True if the step may follow a plan that recomputes something."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecomputePlan:
-    """Part of a plan that is about what is recomputed."""
+    """Part of a plan about recomputation."""
 
     admitted: frozenset[str]
     """Base names of the operators that may run again."""
     held: Mapping[BirthPlace, int]
-    """Numbers of the storages in the trace that nobody saves and that are held, by where in the step they are born."""
+    """Trace numbers of the unsaved storages that are held, by the place in the step where each is born."""
     proven: set[int] = field(default_factory=set)
-    """Numbers of the storages that a recipe at their place has made bit for bit, beside the original."""
+    """Trace numbers of the storages that a recipe at their place has made bit for bit in a proof."""
     refused: dict[int, Refusal] = field(default_factory=dict)
-    """Numbers of the storages that are not recomputed, and why."""
+    """Trace numbers of the storages that are not recomputed, and why."""
     is_on_trial: bool = False
-    """Whether the step that follows it is to tell how long steps under the plan take."""
+    """True if the step that follows it measures how long steps under the plan take."""
     is_typical: bool = True
-    """Whether the step that follows it, or did, takes the time that others will: no recipe ran beside its original, and nothing
-    was swapped that was to be dropped."""
+    """True if the step that follows it, or did, takes as long as others will. No recipe ran as a proof in it, and no storage
+    was swapped that should be dropped."""
     attempts: Counter[int] = field(default_factory=Counter)
-    """How often something kept a storage from being dropped that another step need not meet, by the storage's number."""
+    """Number of refusals to drop each storage, by its trace number. At ATTEMPTS, a temporary reason counts as lasting."""
     inner_bytes: int = 0
-    """Bytes that an operator which may run again holds inside itself, at most, while it runs."""
+    """Most bytes that an operator which may run again holds internally while it runs."""
     banned: set[str] = field(default_factory=set)
-    """Names of the operators of recipes that made other bits than the original had, for the report."""
+    """Names of the operators of recipes that made other bits than the original, for the report."""
     module_of: Callable[[int], str] = field(default=lambda number: "")
-    """Path of the module in which a storage was saved first, by its number; "": not known."""
+    """Function from a storage's number to the path of the module that first saved it; "": not known."""
 
     def refuse(self, call: Call) -> Refusal | None:
-        """Why `call` must not run again; None: it may."""
+        """Return why `call` must not run again, or None if it may."""
         operation = call.operation
         name = base_name(operation.func.name())
         if name not in self.admitted:
@@ -147,13 +147,13 @@ class RecomputePlan:
         return None
 
     def ban(self, number: int, operators: Sequence[str]) -> None:
-        """Note that a recipe, of these operators, made other bits than the original had: it is not used any more."""
+        """Note that a recipe of these operators made other bits than the original: it is not used any more."""
         self.proven.discard(number)
         self.banned.update(operators)
         self.note_refusal(number, Refusal("other bits than the original", ", ".join(dict.fromkeys(operators))))
 
     def note_refusal(self, number: int, refusal: Refusal) -> None:
-        """Note why a storage was not dropped that was to be."""
+        """Note why a storage that should be dropped was not."""
         self.attempts[number] += 1
         if refusal.lasts or self.attempts[number] >= ATTEMPTS:
             self.refused[number] = refusal
@@ -162,7 +162,7 @@ class RecomputePlan:
 # --- recomputing
 
 AT_ITS_USE = Refusal("proved at its use first", lasts=False)
-"""Refusal in the first step by a plan: rule 3."""
+"""Refusal in the step that first proves the recipe: rule 3."""
 
 WAITS = Refusal("it waits for its sources", lasts=False)
 """Refusal until only the session holds its sources: rule 1."""
@@ -173,11 +173,11 @@ OTHERS_WRITE = Refusal("an input that others may write to")
 
 
 ClaimToHold = Callable[[Tensor], tuple[Claim, bool]]
-"""Returns the claim on the storage of a tensor, and whether it is a new one, which autograd saved nothing of."""
+"""Function that returns the claim on a tensor's storage, and True if it is new: autograd saved nothing of it."""
 
 
 class Recomputing:
-    """Writes recipes for one executor's storages. Not thread-safe: the executor holds its lock."""
+    """Writer of recipes for one executor's storages. Not thread-safe: the executor holds its lock."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Recomputing:
         recipe_runner: RecipeRunner,
         reliance_ended: Callable[[Reliance], None],
     ) -> None:
-        """`reliance_ended`: called as `Reliance` calls it."""
+        """`reliance_ended`: the `ended` callback of each `Reliance`."""
         self._device = device
         self._reliance_ended = reliance_ended
         self._streams = streams
@@ -196,26 +196,26 @@ class Recomputing:
         self._plan: RecomputePlan | None = None
         self._followed: Followed | None = None
         self._is_untypical = False
-        """Whether the step takes another time than its plan says, whichever plan it is."""
+        """True if the step, under any plan, takes another time than the plan says."""
         self.watch: AnyWatch | None = None
-        """What watches the running step's forward; None: nothing is recomputed in this step."""
+        """Watch of the running step's forward; None: nothing is recomputed in this step."""
         self._held: dict[int, tuple[Value, Claim]] = {}
-        """Values that recipes of this step may need, each with what keeps its bytes, by the value's id."""
+        """Values that recipes of this step may need, each with the claim that keeps its bytes, by the value's id."""
         self._held_sources: dict[int, tuple[Value, Source]] = {}
         self.waiting: list[_Waiting] = []
-        """What is to be dropped and is not yet, by rule 1. Others only read it."""
+        """Storages to drop that still wait, by rule 1. Other classes only read it."""
         self._parameters = ParameterSizes()
         self._dropping: SavedStorage | None = None
-        """The storage whose recipe is being written."""
+        """Storage whose recipe is being written."""
         self._obstacle: Refusal | None = None
-        """Why the recipe that is being written cannot be, whatever operators made it."""
+        """Reason why the recipe that is being written is impossible, independent of the operators that made it."""
 
     # --- the step
 
     def begin(self, followed: Followed, before_write: Callable[[Value], None] | None) -> AnyWatch | None:
-        """Begin a step, which follows what `followed` says at each hook. Returns what watches its forward; None without
-        `before_write`: nothing is recomputed in it."""
-        if self._followed is not None:  # the step before did not end
+        """Begin a step that follows the plan that `followed` gives at each hook. Returns the watch of its forward, or None
+        without `before_write`: then nothing is recomputed in the step."""
+        if self._followed is not None:  # the previous step did not end
             self.end()
         self._followed, self._is_untypical = followed, False
         if before_write is not None:
@@ -225,7 +225,7 @@ class Recomputing:
         return self.watch
 
     def _follow(self) -> None:
-        """Follow the plan of now: at any hook the step may turn out to be another one."""
+        """Follow the current plan: at any hook the step may turn out to be another one."""
         followed, watch = self._followed, self.watch
         plan = None if followed is None else followed.recompute
         if watch is not None and followed is not None and not followed.may_recompute:
@@ -247,7 +247,7 @@ class Recomputing:
             self._plan.is_typical = False
 
     def end(self) -> None:
-        """End the step: forget all that was noted of it."""
+        """End the step and forget all that was noted of it."""
         if self.watch is not None:
             self.watch.end()
         self.watch = self._plan = self._followed = None
@@ -257,10 +257,10 @@ class Recomputing:
         self._recipe_runner.comparisons.end_step()
         self._parameters.end_step()
 
-    # --- what the hooks tell
+    # --- notes at hooks
 
     def note_saved(self, t: Tensor, handle: Handle) -> None:
-        """Note the handle that keeps the bytes of `t`, which autograd saves now."""
+        """Note the handle that keeps the bytes of `t`, which autograd is saving."""
         self._parameters.look()
         if not isinstance(handle, (SwappedView, KeptTensor)) or not _is_plain(t):
             return
@@ -283,7 +283,7 @@ class Recomputing:
             reliance.watch(handle)
 
     def hold_born(self, claim_to_hold: ClaimToHold, note_held: Callable[[SavedStorage, int], None]) -> None:
-        """Hold the storages to be held that were made since the last hook. `note_held(saved, number)` is told of each."""
+        """Hold the storages born since the last hook, as the plan says. Calls `note_held(saved, number)` for each new claim."""
         self._follow()
         if self.watch is None or not self.watch.births.born:
             return
@@ -291,7 +291,7 @@ class Recomputing:
             if not value.is_latest:
                 continue
             t = None if value.tensor is None else value.tensor()
-            if t is None or not _is_plain(t):  # no counter would tell of writes
+            if t is None or not _is_plain(t):  # no version counter would show writes
                 continue
             claim = None if value.claim is None else value.claim()
             if not isinstance(claim, Claim):
@@ -305,12 +305,12 @@ class Recomputing:
     # --- recipes
 
     def drop_all(self, due: Sequence[SavedStorage]) -> list[SavedStorage]:
-        """Drop `due`, and what waits, where recipes are proven and sources secure. Returns those that stay for good."""
-        self._streams.current()  # known from here on: its reading of a storage is ordered with the storage's owner
+        """Drop `due` and waiting storages if recipes are proven and sources secure. Returns those that will not be dropped."""
+        self._streams.current()  # registers the stream: its reads of a storage are then ordered with the owner
         return [saved for saved in (*due, *self._ready()) if self.drop(saved) not in (None, WAITS)]
 
     def drop(self, saved: SavedStorage) -> Refusal | None:
-        """Drop a storage that the plan recomputes. Returns why it stays."""
+        """Drop a storage that the plan recomputes. Returns why it stays, or None if it was dropped."""
         self._follow()
         refusal = self._drop(saved)
         if refusal is not None:
@@ -347,7 +347,7 @@ class Recomputing:
         if saved.device is None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)  # memory was short for a copy of a source
         if number not in plan.proven:
-            self._streams.join_all(saved.slot.alloc_stream)  # what wrote it -> its checksum
+            self._streams.join_all(saved.slot.alloc_stream)  # the checksum comes after the writes
             saved.proof = Proof(recipe, self._original(saved, recipe), partial(plan.note_refusal, number))
             self._count_sources(recipe)
             return AT_ITS_USE
@@ -355,13 +355,13 @@ class Recomputing:
         return None
 
     def _leave(self, saved: SavedStorage, recipe: Recipe) -> None:
-        """Drop the device copy of `saved`: `recipe` stands for it from now on."""
+        """Drop the device copy of `saved`: from now on `recipe` makes its bytes."""
         assert self.watch is not None and saved.device is not None
         value = self.watch.value_of(saved.device)
         assert value is not None and value.call is not None and value.result is not None
-        self._streams.join_all(saved.slot.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._streams.join_all(saved.slot.alloc_stream)  # Note [Reclaim]: its next owner is on the stream that allocated it
         original = self._original(saved, recipe)
-        self._streams.join_all(saved.slot.alloc_stream)  # the checksum -> the next owner of the memory
+        self._streams.join_all(saved.slot.alloc_stream)  # the memory's next owner comes after the checksum's read
         self._count_sources(recipe)
         me = weakref.ref(saved)
         for source in recipe.sources:
@@ -387,13 +387,13 @@ class Recomputing:
 
     @staticmethod
     def _count_sources(recipe: Recipe) -> None:
-        """Note one more use to come of each storage that the recipe reads."""
+        """Add one coming use to each storage that the recipe reads."""
         for source in recipe.saved_sources:
             source.uses.add_handle()
 
     def _rely(self, source: Source, recipe: Recipe, dropped: weakref.ref[SavedStorage]) -> None:
-        """Have `dropped` recomputed before the bytes of `source` may change: by an operator in forward, or once autograd does
-        not rely on them any more."""
+        """Register `dropped` to be recomputed before the bytes of `source` may change. That is before an operator in forward
+        writes to them, or once autograd does not rely on them any more."""
         relied = source.relied
         if relied is None:
             return
@@ -408,14 +408,14 @@ class Recomputing:
             recipe.reliances.append(reliance)
 
     def _ready(self) -> list[SavedStorage]:
-        """Storages of `waiting` whose sources are secure now, which wait no more."""
+        """Take the storages whose sources are secure now out of `waiting` and return them."""
         ready = [one for one in self.waiting if all(source.is_secure for source in one.sources)]
         if ready:
             self.waiting = [one for one in self.waiting if one not in ready]
         return [one.saved for one in ready]
 
     def stop_waiting(self) -> list[SavedStorage]:
-        """Have nothing wait any more, as backward has begun. Returns what is not dropped."""
+        """End all waiting, as backward has begun. Returns the storages that are not dropped."""
         stay = self.drop_all(())
         waiting, self.waiting = self.waiting, []
         for one in waiting:
@@ -436,7 +436,7 @@ class Recomputing:
         return obstacle if isinstance(recipe, Refusal) and obstacle is not None else recipe
 
     def _source_of(self, value: Value) -> Source | None:
-        """The source with the bytes of `value`, if anything keeps them."""
+        """Return the source with the bytes of `value`, or None if nothing keeps them."""
         if not value.is_latest:
             return None
         source = self._kept(value)
@@ -445,7 +445,7 @@ class Recomputing:
         return source
 
     def _kept(self, value: Value) -> Source | None:
-        """What autograd saved of it, or what is held."""
+        """Return a source for bytes that autograd saved or that are held for recipes, or None."""
         holder = None if value.claim is None else value.claim()
         if isinstance(holder, KeptTensor):
             t = holder.tensor
@@ -459,20 +459,20 @@ class Recomputing:
         return Source(nbytes=value.nbytes, relied=value.relied_on(), claim=holder, probe=probe)
 
     def _given(self, value: Value) -> Source | None:
-        """What was there before anybody watched: a parameter, an input."""
+        """Return a source for a value that no watched call made, such as a parameter or an input, or None."""
         t = None if value.tensor is None else value.tensor()
         if t is None or t._version != value.version:
             return None
         return self._held_itself(value, t, is_saved=False)
 
     def _held_itself(self, value: Value, t: Tensor, *, is_saved: bool) -> Source | None:
-        """A source that the recipe holds, by the tensor `t` over it; as a copy where it is small and autograd has not saved it:
-        eager does not mind whether it is written to later."""
+        """Return a source that the recipe holds itself, by the tensor `t` over it. A small one from before the watch is copied,
+        unless autograd saved it and its size stays: eager allows later writes to it."""
         storage = value.storage()
         if storage is None or storage.nbytes() != value.nbytes or not storage.resizable():
-            return None  # what torch did not allocate may be written to by whoever did
+            return None  # torch did not allocate it: its owner may write to it
         if storage.device != self._device.torch_device and value.nbytes > COPIED_BYTES:
-            return None  # a host buffer, which the next batch goes into
+            return None  # a host buffer, which the next batch overwrites
         known = self._held_sources.get(id(value))
         if known is not None:
             return known[1]
@@ -483,7 +483,7 @@ class Recomputing:
             self._obstacle = Refusal("a parameter that no step has seen keep its size", lasts=False)
             return None
         if value.nbytes > COPIED_BYTES and not is_saved:
-            self._obstacle = OTHERS_WRITE  # rule 2 does not hold, and rule 1 never will: the model has it
+            self._obstacle = OTHERS_WRITE  # rule 2 does not hold, and rule 1 never will: the model holds it
             return None
         if value.nbytes <= COPIED_BYTES and value.call is None and not (is_saved and stays):
             copied = self._recipe_runner.copied(storage, self._dropping)
@@ -498,7 +498,7 @@ class Recomputing:
         return source
 
     def prove(self, saved: SavedStorage, restore: Restore) -> None:
-        """Try the recipe of `saved`, which is used next for the first time and was kept for that: rule 3."""
+        """Try the recipe of `saved` right before its first use, for which the original was kept: rule 3."""
         proof, saved.proof = saved.proof, None
         assert proof is not None
         refusal = self._recipe_runner.prove(proof, saved, self._streams.current(), restore)
@@ -508,12 +508,12 @@ class Recomputing:
 
 
 class _Waiting(NamedTuple):
-    """A storage that is to be dropped, and the sources of its recipe that others hold."""
+    """Storage to drop, and the sources of its recipe that others hold."""
 
     saved: SavedStorage
     sources: list[Source]
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Whether a watch can tell how the bytes of `t` are made: no subclass has a say in it."""
+    """True if a watch can tell how the bytes of `t` are made: no other subclass, and a plain storage."""
     return type(t) in (Tensor, Parameter) and has_plain_storage(t)

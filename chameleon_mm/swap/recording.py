@@ -1,16 +1,15 @@
-"""The dispatch mode of the running step, if there is one: its recorder, or the watch of how its storages are made.
+"""Dispatch mode of the running step, if there is one: its recorder, or the watch of how its storages are made.
 
     recording.begin(recorder, watch)     # None, None: this step is neither recorded nor watched
-    with recording.paused(): ...         # what swapping does itself
-    recording.leave_if_needed()          # at the end of a hook: where a backward would round otherwise under any dispatch mode
+    with recording.paused(): ...         # the session's own work
+    recording.leave_if_needed()          # at the end of a hook: leaves a mode under which a backward would round otherwise
     recorder = recording.end()
 
-A recorder is entered with the step and left with it. A watch is for forwards: it is left in each backward, and entered again by
-the next save.
+A recorder is entered and left with the step. A watch is for forwards: each backward leaves it, the next save enters it again.
 
-Autograd runs each node of a backward with the modes that were active when that backward began, and puts these back when the
-backward is over: a mode that is left within a backward comes back with the next node and after the last. It is left again by
-the next hook, or as the step ends.
+Autograd runs each node of a backward with the modes that were active when that backward began. It puts these back when the
+backward is over. So a mode that is left within a backward comes back with the next node and after the last one. The next hook,
+or the end of the step, leaves it again.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from chameleon_mm.record.storages import TracedStorage
 
 
 class Recording:
-    """Enters and leaves the step's recorder or watch. Not thread-safe but for `paused` and `retired`, which any thread of the
-    step may call."""
+    """Owner of the step's recorder or watch, which it enters and leaves. Not thread-safe, except for `paused` and `retired`:
+    any thread of the step may call these."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        """The recorder that records the step, or did until it was stopped. Others only read it."""
+        """Recorder of the step, even after it was stopped. Other classes only read it."""
         self.watch: AnyWatch | None = None
         self._thread = 0
-        """The thread that began the step: a watch is on there alone."""
+        """Thread that began the step: a watch is on there alone."""
         self._entered = False
-        self._left_within: list[Recorder | AnyWatch] = []  # backwards that were not over yet
+        self._left_within: list[Recorder | AnyWatch] = []  # modes left in backwards that were not over
 
         self.is_over = True
-        """Whether there is no mode any more, and none that autograd may put back: hooks do nothing about it."""
+        """True if no mode is on and autograd can put none back: hooks then do nothing about modes."""
 
     def begin(self, recorder: Recorder | None, watch: AnyWatch | None = None) -> None:
-        """Enter `recorder` or `watch`, one of the two at most."""
+        """Enter `recorder` or `watch`, at most one of the two."""
         mode = recorder or watch
         if not self.is_over:
             self.leave_restored()
@@ -56,7 +55,7 @@ class Recording:
             mode.__enter__()
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context whose work is no part of the recorded step, nor is the time that compute takes for it. May be nested."""
+        """Return a context whose work and compute time are not part of the recorded step. May be nested."""
         if self.recorder is not None:
             return nullcontext() if self.recorder.is_paused else _unrecorded(self.recorder)
         return nullcontext() if self.watch is None else self.watch.paused()
@@ -84,8 +83,8 @@ class Recording:
             watch.__enter__()
 
     def leave_all(self) -> None:
-        """Leave every mode of the step that is on this thread's stack, before one that was entered earlier is: torch keeps for
-        each mode what was on when it was entered, and takes that for true again as it is left."""
+        """Leave all modes of the step that are on this thread's stack, before an earlier one is left. torch stores for each
+        mode what was on when it was entered, and restores that when the mode is left."""
         mode = self.recorder or self.watch
         if mode is not None and self._entered and (isinstance(mode, CallNotes) or is_on(mode)):
             self._leave(mode)
@@ -95,7 +94,7 @@ class Recording:
         """Leave the modes that autograd has put back."""
         for mode in self._left_within:
             mode.leave_if_on()
-        if not in_backward() and threading.get_ident() == self._thread:  # another thread's backward says nothing of this one's
+        if not in_backward() and threading.get_ident() == self._thread:  # another thread's backward says nothing of this one
             self._left_within.clear()
         self._note_whether_over()
 
@@ -105,19 +104,19 @@ class Recording:
             self.recorder.retired(traced)
 
     def hide(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage is no part of the recorded step from now on."""
+        """Note that a storage is not part of the recorded step from now on."""
         if self.recorder is not None:
             self.recorder.hide(storage)
 
     def end(self) -> Recorder | None:
-        """Leave the mode. Returns the recorder, for what it has recorded."""
+        """Leave the mode. Returns the recorder with its records, or None if there is none."""
         if self.is_over:
             return None
         recorder, watch, self.recorder, self.watch = self.recorder, self.watch, None, None
         mode = recorder or watch
         if mode is not None and self._entered:
             self._leave(mode)
-        self.leave_restored()  # after the step's last backward, which had put the mode back
+        self.leave_restored()  # after the step's last backward, which put the mode back
         return recorder
 
     def _note_whether_over(self) -> None:

@@ -1,11 +1,11 @@
-"""The life of one saved storage: on the device, on its way out, on the host, on its way back. `State` has the states.
+"""Life of one saved storage: on the device, on its way out, on the host, on its way back. `State` lists the states.
 
-    saved.slot        the storage, the saved tensors over it, and which of them one copy has
-    saved.uses        how many uses are to come
+    saved.slot        the storage, the saved tensors over it, and those that one copy has
+    saved.uses        number of uses to come
     saved.copy        its copy on the host, once a copy out was queued: block, moves, events
 
-A saved storage orders the copies of its own bytes, and nothing else: the executor decides which storage moves when. Its `form`
-says how the bytes are kept off the device. The storage object stays; its memory alone goes: Note [In place].
+A saved storage orders only the copies of its own bytes: the executor decides which storage moves when. Its `form` says how the
+bytes are kept off the device. The storage object stays; only its memory goes: Note [In place].
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from chameleon_mm.swap.gathered_part import GatheredPart, Part
     from chameleon_mm.swap.recipe import Proof
 
-# --- The uses of a saved storage that are to come: one for each of its handles, and again after each time it came back
+# --- Coming uses of a saved storage: one for each of its handles, and again after each swap-in
 
 
 class Uses:
-    """Counts uses. A handle that is used again before the storage has left once more counts no second time."""
+    """Counter of uses. A handle that is used again counts again only after the storage has left and come back."""
 
-    # No `__init__`: one is made at every save.
+    # No `__init__`: an instance is made at every save.
     handles = 1
-    """Handles made for the storage, the first for the save that it is made at."""
+    """Number of handles made for the storage. The first is that of the save for which the storage was claimed."""
     left = 1
-    """Handles among them that were not used since the latest swap-in, which is number `swap_in_number`."""
+    """Number of handles that were not used since the latest swap-in, which is number `swap_in_number`."""
     swap_in_number = 0
 
     def add_handle(self) -> None:
@@ -49,18 +49,18 @@ class Uses:
         self.left += 1
 
     def count(self, last_swap_in: int) -> int:
-        """Note a use by a handle that was used last after that swap-in. Returns the number of the latest swap-in."""
+        """Count a use by a handle that was last used after that swap-in. Returns the number of the latest swap-in."""
         if last_swap_in != self.swap_in_number:
             self.left -= 1
         return self.swap_in_number
 
     def note_swap_in(self) -> None:
-        """Note that the storage is on the device again: all of its handles have a use left."""
+        """Note that the storage is on the device again: each of its handles has a use left."""
         self.swap_in_number += 1
         self.left = self.handles
 
     def forget_handle(self) -> None:
-        """Note that the handle that it was made for is none: autograd saved nothing of it."""
+        """Remove the first handle: autograd saved nothing of the storage."""
         self.handles = self.left = 0
 
 
@@ -68,7 +68,7 @@ class Uses:
 
 
 class SavedStorage:
-    """A storage that autograd saved, with the state machine that copies it out and back."""
+    """Storage that autograd saved, with the state machine that copies it out and back."""
 
     __slots__ = (
         "__weakref__", "_context", "checksum", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
@@ -82,73 +82,73 @@ class SavedStorage:
         self.slot = Slot(storage, saved, alloc_stream)
         self.uses = Uses()
         self.part: Part | None = None
-        """Bytes of the storage that were saved; None: all of them."""
+        """Part of the storage that was saved; None: all of it."""
         self.gathered: GatheredPart | None = None
-        """Those bytes alone, once they are held in place of the storage."""
+        """Bytes of that part alone, once they are held in place of the storage."""
         self.copy: HostCopy | None = None
-        """The copy on the host. None: not yet, or its form has the bytes without one."""
+        """Copy on the host; None: there is none yet, or its form has the bytes without one."""
         self.state = State.ON_DEVICE
         self.form: Form = WHOLE
-        """The form in which its bytes are off the device, from the copy out on."""
+        """Form in which its bytes are off the device, from the copy out on."""
         self.epoch = epoch
-        """The step in which it was saved, and the `index` of the save within it."""
+        """Step in which it was saved. `index`: number of the save within that step."""
         self.index = index
         self.nbytes = storage.nbytes()
-        """Bytes that are held and moved: those of the saved storage, until it is gathered."""
+        """Bytes that are held and moved: all of the saved storage, until its part is gathered."""
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
-        """dtype of all its elements, where the first view of it covers it; else None."""
+        """dtype of all its elements, if its first view covers it; else None."""
         self._context = context
         self.checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
         self.copies = 1
-        """Number of copies of all of the storage so far."""
+        """Number of copies out of the whole storage so far, the first one included when it is still due."""
         self.op_is_over = False
-        """Whether the ops that saved it have ended, so that it may be copied."""
-        # What others note.
+        """True if the operators that saved it have ended, so that it may be copied."""
+        # Set by other classes.
         self.saved_by: OperatorNumber = (-1, 0)
-        """The operator that saved it last."""
+        """Operator that saved it last."""
         self.number: int | None = None
-        """Its number in the plan's trace; None: no plan knows it."""
+        """Number in the plan's trace; None: no plan knows it."""
         self.relied: Relied | None = None
-        """What rests on its bytes, in a step that recomputes."""
+        """Handles and dropped storages that depend on its bytes, in a step that recomputes."""
         self.proof: Proof | None = None
-        """The recipe that is to be compared with it at its first use."""
+        """Recipe to compare with it at its first use."""
         self.is_held_for_recipes = False
-        """Whether autograd saved none of it: it is there for what is recomputed from it."""
+        """True if autograd saved none of it: it is held for recipes that read it."""
 
     def _to(self, state: State) -> None:
-        """Go from one state to the next. Every change of `state` is made here."""
+        """Change the state. Every change of `state` is made here."""
         if state not in NEXT[self.state]:
             raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
         self.state = state
 
     @property
     def device(self) -> torch.UntypedStorage | None:
-        """The storage, taken back from the allocator, where it has memory or is about to; else None."""
+        """Storage that has memory or will get it, taken back from the allocator; None if it is on the host."""
         if self.slot.lent is not None:
             self.take_back()
         return None if self.state is State.ON_HOST else self.slot.storage
 
     def add_view(self, saved: SavedBytes) -> None:
-        """Note one more handle, of these bytes."""
+        """Add one more handle, of these bytes."""
         self.add_alias(saved)
         self.uses.add_handle()
 
     def add_alias(self, saved: SavedBytes) -> None:
-        """Note one more alias of ours over the storage."""
+        """Add one more alias of the session over the storage."""
         if self.slot.lent is not None:
-            self.take_back()  # the allocator knows of one less
+            self.take_back()  # the allocator expects one alias fewer
         self.slot.add_alias(saved)
 
     def hold_gathered(self, gathered: GatheredPart) -> None:
-        """Note that the bytes of its part alone are held from now on."""
+        """Note that only the bytes of its part are held from now on."""
         assert self.slot.storage is not None
         self.gathered, self.nbytes = gathered, self.slot.storage.nbytes()
         self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
 
     def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
-        """Include these bytes, written on `compute`, in its copy out, if that begins later than now. Returns whether it does.
+        """Include these bytes, written on `compute`, in its copy out if that begins later than now. Returns True if it does.
 
-        A copy that began at another hook of the operator that saves `t` is not too early for what that operator was given.
+        A copy that began at an earlier hook of the operator that saves `t` has the bytes that this operator was given.
         """
         if self.slot.alloc_stream is not compute or self.slot.is_packed:
             return False
@@ -159,11 +159,11 @@ class SavedStorage:
 
     @property
     def is_private(self) -> bool:
-        """True if only the session can reach its bytes: nobody else refers to the storage, or they are on the host alone."""
+        """True if only the session can reach its bytes: nothing else refers to the storage, or they are on the host alone."""
         return self.device is None or self.slot.is_alone()
 
     def take_back(self) -> None:
-        """Take the device memory back if the allocator has not reclaimed it, else note that it has."""
+        """Take the device memory back, or note that the allocator has reclaimed it."""
         if not self.slot.is_back():
             totals = self._context.metrics.totals
             totals.bytes_reclaimed += self.nbytes
@@ -174,13 +174,13 @@ class SavedStorage:
 
     @property
     def is_copyable(self) -> bool:
-        """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
-        that was written to raises anyway. What only recipes need is not copied while the model holds it."""
+        """True if the storage still has its size and at least one save was not written to since. The use of a save that was
+        written to raises anyway. A storage held only for recipes is not copied while the model holds it."""
         storage = self.slot.storage if self.slot.lent is None else self.device
         if storage is None or storage.nbytes() != self.nbytes:
             return False
         if self.is_held_for_recipes and not self.is_private:
-            return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
+            return False  # Note [Relied on]: recipes rely on bytes that the model can no longer write to
         return self.slot.has_unwritten()
 
     @property
@@ -189,7 +189,7 @@ class SavedStorage:
         return self.nbytes - self.form.device_bytes
 
     def swap_out(self, form: Form = WHOLE, *, pageable: bool = False) -> None:
-        """Queue the copy out, in that form. `pageable`: to ordinary memory, beyond the pool's limit.
+        """Queue the copy out, in the given form. `pageable`: to pageable memory, beyond the pool's limit.
 
         Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
         """
@@ -197,11 +197,11 @@ class SavedStorage:
         assert self.state is State.ON_DEVICE and storage is not None
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(self.nbytes - first_bytes)
         source = flat_bytes(storage)[first_bytes:] if first_bytes else flat_bytes(storage)
-        # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
+        # Note [Swap-out]: compute wrote the source. Note [Host block]: the block's last use may still be running.
         after = [slot.alloc_stream.record(), *block.pending_events]
         at_once = slot.has_uncovered()
         if at_once:
-            self.checksum = None  # of the other bytes anything may arrive
+            self.checksum = None  # bytes that no save covers may change while they are copied
         if self.checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
             context.streams.join_all(slot.alloc_stream)
@@ -213,14 +213,14 @@ class SavedStorage:
         self._to(State.SWAPPING_OUT)
 
     def leaves_by(self, copy: HostCopy) -> None:
-        """Note that `copy` takes all of it out, which was handed to the device."""
+        """Note that `copy`, which was handed to the device, takes all of it out."""
         self.copy, self.slot.began_in = copy, None
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form) -> None:
         """Let the device memory go, in stream order, without a copy of its own: `form` has the bytes.
 
-        Whoever read it ran on a stream that the allocating stream has joined since.
+        The allocating stream must have joined every stream that read the memory.
         """
         assert self.state is State.ON_DEVICE and self.slot.storage is not None
         if self.checksum is not None:
@@ -230,7 +230,7 @@ class SavedStorage:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Let the device memory go, as its bytes are elsewhere: now if we alone refer to the storage, else at a later hook."""
+        """Let the device memory go, as its bytes are elsewhere. If others refer to the storage, it goes at a later hook."""
         if self.slot.is_alone():
             self.empty()
             return
@@ -238,7 +238,7 @@ class SavedStorage:
         self._context.held[self] = None
 
     def empty(self) -> None:
-        """Let the device memory go, as its bytes are elsewhere and nobody else refers to the storage."""
+        """Let the device memory go, as its bytes are elsewhere and nothing else refers to the storage."""
         self.slot.empty(self._context.streams)
         self._emptied()
 
@@ -249,11 +249,11 @@ class SavedStorage:
 
     @property
     def reclaimed(self) -> bool:
-        """Whether nothing is left to reclaim: it was reclaimed, or its copy out was cancelled."""
+        """True if nothing is left to reclaim: it was reclaimed, or its copy out was cancelled."""
         return self.state is not State.SWAPPING_OUT
 
     def reclaim_if_copied(self) -> bool:
-        """Reclaim without a wait if the host sees the copy out complete. Returns whether it did."""
+        """Reclaim without a wait if the host sees the copy out complete. Returns True if it did."""
         assert self.copy is not None
         if self.copy.out.failed:
             self._undo_swap_out()
@@ -263,7 +263,7 @@ class SavedStorage:
         self.take_back()
         if self.state is not State.SWAPPING_OUT:
             return True
-        # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
+        # The host saw the copy complete, so all that it launches next is ordered after it: no wait is needed.
         return self._reclaim()
 
     def reclaim(self, *, in_plan_order: bool = False) -> None:
@@ -284,15 +284,15 @@ class SavedStorage:
 
     def wait_for_copy_out(self, done: Event) -> None:
         """Order compute after the copy out, which was handed over and ends at `done`."""
-        # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out was
-        # handed over all the same, and what compute writes to it next comes after that.
+        # Note [Reclaim]: the next owner of the device memory comes after the copy. If the storage stays, its copy was handed
+        # over all the same, and compute's next writes to the storage come after the copy, too.
         self._context.metrics.wait(self.slot.alloc_stream, done, "out", self.number)
 
     def _reclaim(self) -> bool:
-        """Let the device memory go, behind the copy out. Returns whether all went well: else there was no memory for what stays
-        of it, and all of it stays."""
+        """Let the device memory go, after the copy out. Returns False if there was no memory for the part that stays: then all
+        of it stays."""
         assert self.copy is not None
-        if self.copy.block is None:  # nobody wants it any more
+        if self.copy.block is None:  # the last handle is gone
             self._context.streams.join_all(self.slot.alloc_stream)  # Note [Reclaim]
             self.slot.free()
             self._context.metrics.totals.bytes_reclaimed += self.nbytes
@@ -307,7 +307,7 @@ class SavedStorage:
         return True
 
     def cancel_swap_out(self) -> bool:
-        """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was cancelled."""
+        """Cancel a copy out of which nothing was handed over, as a use is next. Returns True if it was cancelled."""
         assert self.copy is not None
         self.take_back()
         if self.state is not State.SWAPPING_OUT or not self.copy.cancel_out():
@@ -320,7 +320,7 @@ class SavedStorage:
         self.stay_on_device()
 
     def stay_on_device(self) -> None:
-        """Note that it is on the device alone: its form lets go of what it needed to put its bytes there."""
+        """Note that it is on the device alone. Its copy and its form release what they hold."""
         if self.copy is not None:
             self.copy.release()
         self.form.drop()
@@ -331,8 +331,8 @@ class SavedStorage:
     # --- back
 
     def swap_in(self, compute: Stream) -> torch.UntypedStorage:
-        """Take memory on `compute` and queue the copy back, into the storage returned. Raises `torch.OutOfMemoryError` or
-        `TransferFailed` with nothing changed."""
+        """Allocate memory on `compute` and queue the copy back into the storage, which is returned. Raises
+        `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
         copy, storage = self.copy, self.slot.storage
         assert self.state is State.ON_HOST and copy is not None and storage is not None
         compute.resize(storage, self.nbytes)
@@ -346,7 +346,7 @@ class SavedStorage:
         return storage
 
     def comes_back_by(self, back: Move, compute: Stream) -> None:
-        """Note that `back`, which was handed to the device, fills its memory, which `compute` has just given."""
+        """Note that the move `back` fills its memory, which `compute` has just allocated."""
         copy, slot = self.copy, self.slot
         assert copy is not None
         copy.back, copy.arrived_on = back, None
@@ -366,12 +366,12 @@ class SavedStorage:
         self._to(State.RESTORED)
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
-        """Order `compute` after the copy back; the storage may then be used there. `prefetched`: the copy began before this
-        use."""
+        """Order `compute` after the copy back; the storage may then be used there. `prefetched`: True if the copy began before
+        this use."""
         copy, storage = self.copy, self.slot.storage
         assert storage is not None
         if copy is None or copy.back is None:
-            return storage  # its form put it there, on the stream that allocated it; or it never left
+            return storage  # its form filled it on the stream that allocated it, or it never left
         copy.arrive(compute, self.number, prefetched=prefetched)
         if self.checksum is not None and self.state is State.SWAPPING_IN:
             self.checksum.check(flat_bytes(storage))
@@ -380,19 +380,19 @@ class SavedStorage:
 
     @property
     def may_be_prefetched(self) -> bool:
-        """Whether a copy of its own is to be brought back, and may be, before its use."""
+        """True if a copy of its own may be brought back before its use, and a use will need that."""
         may_be = self.state is State.ON_HOST and self.form.has_copy
         return may_be and (self.gathered is None or not self.gathered.is_whole())
 
     @property
     def swap_in_failed(self) -> bool:
-        """Whether its copy back was refused after it was queued: it is still on the host."""
+        """True if its copy back was refused after it was queued: it is still on the host."""
         return self.state is State.SWAPPING_IN and self.copy is not None and self.copy.back_failed
 
     def drop_restored(self) -> bool:
-        """Let the device memory go, whose bytes are elsewhere too: nothing has to be copied. Returns whether it went: else it
-        does at a later hook, once nobody else refers to it. Raises `torch.OutOfMemoryError` with nothing changed where there is
-        no memory for what of it stays."""
+        """Let the device memory go without a copy, as its bytes are elsewhere too. Returns True if it went. Else it goes at a
+        later hook, once nothing else refers to it. Raises `torch.OutOfMemoryError` with nothing changed if there is no memory
+        for the part that stays."""
         assert self.state in (State.SWAPPING_IN, State.RESTORED) and self.slot.storage is not None
         if self.state is State.SWAPPING_IN:
             assert self.copy is not None
@@ -405,15 +405,15 @@ class SavedStorage:
         return True
 
     def drop_used(self) -> None:
-        """Let the device memory go at the next hook, as all views were used: autograd's tensors hold it until then. A partial
+        """Let the device memory go at the next hook, as all views were used: until then autograd's tensors hold it. A partial
         form keeps it: its first bytes are nowhere else."""
         if not self.form.device_bytes:
             self._context.held[self] = None
 
     def retire(self) -> None:
-        """Release the block and let go of the storage, once the last handle is gone.
+        """Release the block and the storage, once the last handle is gone.
 
-        A copy out that still reads the device memory keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
+        A copy out that still reads the device memory keeps it: `state` stays SWAPPING_OUT, and the reclaim queue ends it.
         """
         self.take_back()
         if self.state is State.RETIRED:
@@ -429,7 +429,7 @@ class SavedStorage:
                 self.copy.settle_back(self.slot.alloc_stream, self.transfer_bytes)
                 self.slot.free()
         except BaseException:
-            # The device did not take an order that what follows rests on: the host waits instead.
+            # The device refused an ordering that the next steps need: the host waits instead.
             self._context.transfer.synchronize()
             self._retired()
             raise

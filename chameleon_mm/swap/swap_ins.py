@@ -1,4 +1,4 @@
-"""Brings saved storages back: at their use, from wherever they are, and ahead of it as far as the budget allows.
+"""Swap-ins: bring saved storages back at their use, from any form, and before it as far as the budget allows.
 
 storage = ins.restore(saved, compute)        # on the device, its bytes in place, `compute` ordered after them
 ins.prefetch_after(saved, compute)           # those that the previous step used next
@@ -29,13 +29,13 @@ from chameleon_mm.swap.recipe_runner import RecipeRunner
 from chameleon_mm.swap.saved_storage import SavedStorage
 
 PREFETCH_WINDOW = 32
-"""Number of coming uses that are considered for a prefetch at each use."""
+"""Number of coming uses considered for a prefetch at each use."""
 
 _Made = TypeVar("_Made")
 
 
 class SwapIns:
-    """Swaps storages in on demand and ahead. Not thread-safe: the executor holds its lock."""
+    """Swap-ins on demand and ahead. Not thread-safe: the executor holds its lock."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class SwapIns:
         self._order = order
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
-        """Return the storage on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
+        """Return the storage on the device, with its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
         gathered = saved.gathered
         if gathered is None:
             return self._restore_held(saved, compute)
@@ -66,13 +66,13 @@ class SwapIns:
         return self._allocate(gathered.whole_bytes, lambda: gathered.unpack(packed, compute), exclude=(saved,))
 
     def fetch_for_recomputation(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
-        """Bring back what recomputing `saved` reads from the host, then queue the copies back that are `due` by plan: they run
-        beside the operators that make it."""
+        """Bring back the storages on the host that recomputing `saved` reads. Then queue the copies back of `due`, as planned:
+        they overlap the operators that make `saved`."""
         self._recipe_runner.restore_sources(saved, compute, self.restore)
         self.prefetch_planned(due, compute)
 
     def prefetch_after(self, saved: SavedStorage, compute: Stream) -> None:
-        """Swap in what is used after `saved`, as far as the budget allows."""
+        """Prefetch the storages that are used after `saved`, as far as the budget allows."""
         if saved.epoch != self._registry.epoch:
             return
         for index in self._order.upcoming(saved.index, PREFETCH_WINDOW):
@@ -90,17 +90,17 @@ class SwapIns:
             try:
                 self.prefetch(coming, compute)
             except (torch.OutOfMemoryError, TransferFailed):
-                return  # nobody needs it yet
+                return  # no use needs it yet
 
     def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
-        """Queue the copies back that are due by plan."""
+        """Queue the copies back of `due`, as planned."""
         follows_plan = self._budget.forecast.follows_plan
         for saved in due:
             if not saved.may_be_prefetched:
                 continue
             if not (self._budget.has_room_ahead if follows_plan else self._budget.room_for(saved.nbytes)):
                 return  # its use brings it back
-            with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+            with suppress(torch.OutOfMemoryError, TransferFailed):  # no use needs it yet
                 self.prefetch(saved, compute)
 
     def prefetch(self, coming: SavedStorage, compute: Stream) -> None:
@@ -110,7 +110,7 @@ class SwapIns:
         self._context.metrics.totals.prefetches += 1
 
     def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
-        """Return what is held of it on the device, ready for `compute`."""
+        """Return the held bytes of `saved` on the device, ready for `compute`."""
         totals = self._context.metrics.totals
         if saved.swap_in_failed:
             saved.drop_restored()  # it never got its bytes
@@ -119,7 +119,7 @@ class SwapIns:
             and saved.slot.alloc_stream is not compute
             and saved.state in (State.SWAPPING_IN, State.RESTORED)
             and not saved.drop_restored()
-        ):  # of another stream's pool: ours gives its own
+        ):  # it stays in another stream's pool: copy it to that of `compute`
             return self._allocate(saved.nbytes, lambda: self._copied_on(saved, compute), exclude=(saved,))
         group = saved.form.group
         if group is not None and saved.state is State.ON_HOST:
@@ -129,7 +129,7 @@ class SwapIns:
         if saved.state is State.SWAPPING_OUT:
             saved.cancel_swap_out()
         if saved.state is State.ON_HOST:
-            # What the plan has on the device by now comes back beside all that it allocates until the next check.
+            # If the plan brings the storage back at this hook, its growth until the next check has these bytes already.
             is_planned = saved.number is not None and self._budget.forecast.has(saved.number)
             self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
             totals.swap_ins_on_demand += 1
@@ -148,21 +148,21 @@ class SwapIns:
     def _allocate(
         self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage], is_planned: bool = False
     ) -> _Made:
-        """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that. `is_planned`: as in
+        """Make room for a use and allocate by `allocate`; `exclude` is not reclaimed for it. `is_planned`: as in
         `Budget.make_room`."""
         self._budget.make_room(nbytes, exclude=exclude, is_planned=is_planned)
         return self._budget.allocate(nbytes, allocate, exclude=exclude)
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
-        """Unpack `wanted` and others of the group; its own memory goes if none is left in it."""
+        """Unpack `wanted` and others of the group. The group's own memory goes if no member is left in it."""
         if self._unpack_some(group, wanted, compute) and group.packed.state is State.RESTORED:
             group.packed.drop_restored()
 
     def _unpack_some(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> bool:
-        """Unpack `wanted` and what else waits in the group, as far as there is room, by one kernel: what was saved together is
-        used together. Returns whether that was all of them."""
+        """Unpack `wanted` and other waiting members of the group by one kernel, as far as there is room: storages saved
+        together are used together. Returns True if those were all."""
         if group.packed.state is State.ON_HOST:
-            self._staging.make_room(group.packed.nbytes)  # where copies are refused it comes back all the same: a use needs it
+            self._staging.make_room(group.packed.nbytes)  # even if copies are refused, it comes back: a use needs it
         packed = self._restore_held(group.packed, compute)
         waiting = group.packed_members()
         members, nbytes, room = [], wanted.nbytes, self._budget.spare_until_used_bytes()
@@ -174,11 +174,11 @@ class SwapIns:
         return len(members) == len(waiting)
 
 
-# --- Recomputes dropped storages before what they are made from may be overwritten. Note [Relied on]
+# --- Recomputes dropped storages before their sources may be overwritten. Note [Relied on]
 
 
 class Rescue:
-    """Rescues what is made from a value. Not thread-safe: the executor holds its lock."""
+    """Rescue of the storages made from a value. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, ins: SwapIns, budget: Budget, streams: ComputeStreams) -> None:
         self._ins = ins
@@ -186,24 +186,24 @@ class Rescue:
         self._streams = streams
 
     def run(self, relied: Relied) -> None:
-        """Recompute all that was dropped and rests on `relied`, and have it stay or go to the host."""
+        """Recompute all dropped storages that depend on `relied`. Each stays on the device or goes to the host."""
         compute, dependents = self._streams.current(), relied.dependents
         with _disable_current_modes() if tracer_is_on() else nullcontext():
             while dependents:
                 saved = dependents[0]()
                 if saved is not None and saved.form.recipe is not None and saved.state in (State.ON_HOST, State.RESTORED):
                     self._rescue(saved, compute)
-                del dependents[0]  # an error leaves it: the next write asks again
+                del dependents[0]  # an error leaves it: the next write tries again
 
     def let_go(self, reliance: Reliance) -> None:
-        """The same for a source that autograd does not rely on any more, if others hold it."""
+        """Rescue the storages made from a source that autograd does not rely on any more, if others hold the source."""
         relied = reliance.source.relied
         if relied is not None and relied.dependents and not reliance.source.is_alone:
             self.run(relied)
 
     def hand_out(self, relied: Relied, handle: Handle, saved: SavedStorage | None) -> None:
-        """The same before a node is given the tensor of `handle`, of the storage `saved`, or of one that stays (None): where
-        that is autograd's last use of it and others hold it, or where the node may write to it."""
+        """Rescue before a node that may write to it gets the tensor of `handle`, or at autograd's last use if others hold it.
+        `saved`: storage of the tensor; None: one that stays on the device."""
         relied.note_used(handle)
         if not node_is_torchs() or not (relied.by_autograd or (saved is not None and saved.is_private)):
             self.run(relied)
@@ -215,9 +215,9 @@ class Rescue:
         except RuntimeError as error:
             if isinstance(error, (ChameleonError, torch.OutOfMemoryError)):
                 raise
-            return  # it raises the same at its use, if there is one
+            return  # its use raises the same error, if there is one
         if saved.state is State.RESTORED:
             saved.stay_on_device()
-        if home is not compute:  # another stream's memory now, while its users are ordered after its home alone
+        if home is not compute:  # now another stream's memory, but its users are ordered only after its home
             with suppress(HostMemoryExhausted, TransferFailed):
                 swap_out_now(saved)

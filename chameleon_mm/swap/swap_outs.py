@@ -1,6 +1,6 @@
-"""Swaps saved storages out: after the op that saved them is over, each by the way that suits its size.
+"""Swap-outs of saved storages, after the operator that saved them is over, each by the way that suits its size.
 
-outs.add(saved)                                  # ON_DEVICE: its op may still write it
+outs.add(saved)                                  # ON_DEVICE: its operator may still write it
 for saved in outs.finished(): outs.swap_out(saved)   # at every hook: gather a small view; alone | with others
 outs.pack_small()                                # the small ones that wait, at once: the link is idle, or memory is short
 """
@@ -33,16 +33,16 @@ from chameleon_mm.units import MIB
 _log = logging.getLogger(__name__)
 
 GROUP_BYTES = 4 * MIB
-"""Bytes up to which small storages wait for each other while the link is busy: it reaches 96 % of its rate from there on."""
+"""Bytes of waiting small storages that are packed even while the link is busy: it reaches 96 % of its rate from there on."""
 
 MOST_COPIES = 3
-"""Copies of one storage at most, each made as more of it was saved after the last began. From then on it waits until memory is
-short: a storage that is saved again and again is held by the model, so that copying it frees nothing, and a loop over its
-slices would copy it for each."""
+"""Most copies of one storage. A copy is repeated when more of the storage was saved after it began. From then on the storage
+waits until memory is short. The model holds a storage that is saved again and again, so that copying it frees nothing. A loop
+over its slices would copy it for each."""
 
 
 class SwapOuts:
-    """Queues the copies of saved storages. Not thread-safe: the executor holds its lock."""
+    """Swap-outs of saved storages. Not thread-safe: the executor holds its lock."""
 
     def __init__(
         self,
@@ -62,23 +62,23 @@ class SwapOuts:
         self._thresholds = thresholds
         self._staging = staging
         self.fresh: list[SavedStorage] = []
-        """Storages saved by operators that are not known to be over. Others only read it."""
+        """Storages saved by operators that are not known to be over. Other classes only read it."""
         self._latest: OperatorNumber = (-1, 0)
-        """The operator that saved last: those before it on its thread are over."""
+        """Operator that saved last: those before it on its thread are over."""
         self._small: list[SavedStorage] = []
-        """Storages too small to move alone, which wait for more of their kind."""
+        """Storages too small to move alone, which wait for other small ones."""
         self.waiting_bytes = 0
-        """Bytes of the small storages that wait for more of their kind: stored, because every hook asks."""
+        """Bytes of the small storages that wait: stored, because every hook reads it."""
 
     def add(self, saved: SavedStorage) -> None:
-        """Add a storage that the calling thread saves now, in an op that has not ended."""
+        """Add a storage that the calling thread is saving, in an operator that has not ended."""
         saved.op_is_over = False
-        saved.saved_by = self._latest = this_thread.number, sequence_nr()  # as `current_operator` has it
+        saved.saved_by = self._latest = this_thread.number, sequence_nr()  # as `current_operator` does, without a call
         self.fresh.append(saved)
 
     @property
     def have_work(self) -> bool:
-        """Whether anything that was saved is on its way out or back, or waits to be."""
+        """True if any saved storage is on its way out or back, or waits to be."""
         budget, lending = self._budget, self._budget.lending
         return bool(
             self.fresh
@@ -91,8 +91,7 @@ class SwapOuts:
         )
 
     def finished(self) -> list[SavedStorage]:
-        """Storages whose op is over now, as the calling thread can tell of its own: an op may write what it saved until its
-        end.
+        """Return the storages whose operators are known to be over. Until its end, an operator may write what it saved.
 
         Note [Swap-out].
         """
@@ -106,8 +105,8 @@ class SwapOuts:
         return over
 
     def is_over(self, saved: SavedStorage) -> bool:
-        """Whether the operator that saved it last is over, as the calling thread can tell of its own, and the latest save of
-        another. Note [Swap-out]."""
+        """True if the operator that saved it last is over. The calling thread knows its own operator, and the latest save of
+        another thread. Note [Swap-out]."""
         if not saved.op_is_over:
             (thread, number), latest = saved.saved_by, self._latest
             now = sequence_nr() if thread == this_thread.number else latest[1] if thread == latest[0] else number
@@ -115,12 +114,12 @@ class SwapOuts:
         return saved.op_is_over
 
     def hand_over(self, lending: Lending | None) -> None:
-        """Give the link and the allocator what is ready for them, and drop what is copied."""
+        """Give the link and the allocator what is ready for them, and drop storages whose copies are complete."""
         if self._small:
             self._pack_waiting()
         if lending is not None and lending.memory_is_short:
             self._context.transfer.hand_over_all_out()
-        if self._queued_out or self._queued_in:  # unlocked: what is queued meanwhile goes at the next hook
+        if self._queued_out or self._queued_in:  # unlocked: moves queued meanwhile go at the next hook
             self._context.transfer.hand_over()
         if self._budget.reclaim.entries:
             self._budget.reclaim.reclaim_complete()
@@ -128,9 +127,9 @@ class SwapOuts:
             lending.lend()
 
     def begin_again(self, saved: SavedStorage, saved_bytes: SavedBytes, compute: Stream) -> None:
-        """Have its copy begin anew, as the one that there is, or that runs, lacks these bytes, saved now on `compute`.
+        """Begin its copy again, as its latest copy, running or not, lacks these bytes, which are saved now on `compute`.
 
-        The storage has them all: it is on the device, as somebody else refers to it.
+        The storage has all bytes: it is on the device, as others refer to it.
         """
         saved.copies += 1
         group = saved.form.group
@@ -146,12 +145,12 @@ class SwapOuts:
         self._registry.release_group(group)
         slot = saved.slot
         if slot.alloc_stream is not compute:
-            compute.wait(slot.alloc_stream.record())  # what was saved there -> what is copied behind `compute`
+            compute.wait(slot.alloc_stream.record())  # the copy, ordered after `compute`, must see the writes there
             slot.alloc_stream = compute
         slot.include(saved_bytes)
 
     def let_go_of_held(self) -> None:
-        """Let the memory of what others held go, where they do no more."""
+        """Let the memory of held storages go once others hold them no more."""
         for saved in tuple(self._context.held):
             if saved.state is not State.RESTORED:
                 self._context.held.pop(saved, None)
@@ -159,8 +158,8 @@ class SwapOuts:
                 saved.empty()
 
     def swap_out(self, saved: SavedStorage, *, alone: bool = False) -> None:
-        """Swap out by the default rule: gather a small view; queue its copy, or let it wait for others of its kind. `alone`: it
-        does not wait, as nobody knows of room for packing."""
+        """Swap out by the default rule: gather a small view; queue its copy, or let it wait for other small ones. `alone`: it
+        does not wait, as no room for packing is known."""
         if saved.state is not State.ON_DEVICE or not saved.is_copyable:
             return
         if saved.part is not None:
@@ -171,13 +170,13 @@ class SwapOuts:
             return
         if alone or self._thresholds.path(saved.nbytes) is Path.DIRECT:
             self.swap_out_alone(saved)
-        else:  # also where STAY is advised: the rule was told to move it
+        else:  # also for Path.STAY: the rule decided to move it
             self._small.append(saved)
             self.waiting_bytes += saved.nbytes
 
     def swap_out_planned(self, saved: SavedStorage, last_bytes: int) -> None:
-        """Queue the copy of its last bytes, if it may be copied now; the plan says when its memory is reclaimed. Where the host
-        takes no more it stays."""
+        """Queue the copy of its last bytes, if it may be copied now. The plan says when its memory is reclaimed. It stays if
+        the host takes no more."""
         if saved.state is not State.ON_DEVICE or not saved.op_is_over or not saved.is_copyable:
             return
         try:
@@ -192,36 +191,36 @@ class SwapOuts:
         self.note_planned(saved)
 
     def note_planned(self, saved: SavedStorage) -> None:
-        """Note that its copy out was queued by a plan, which says when its memory goes."""
+        """Note that a plan queued its copy out. The plan says when its memory goes."""
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
             self._budget.lending.add(Loan(saved))
 
     def _pack_waiting(self) -> None:
-        """Pack the small storages that wait, once they fill a group, the link is idle, or it is not known what comes next."""
+        """Pack the waiting small storages once they fill a group, the link is idle, or the coming growth is unknown."""
         if self.waiting_bytes >= GROUP_BYTES or self._budget.growth_is_unknown or self._context.transfer.out_is_idle():
             self.pack_small()
 
     def forget_small(self) -> None:
-        """Forget the waiting storages that left the device in another way; called at the end of a step."""
+        """Forget the waiting storages that left the device in another way. Called at the end of a step."""
         self._small = [saved for saved in self._small if saved.state is State.ON_DEVICE]
         self.waiting_bytes = sum(saved.nbytes for saved in self._small)
 
     def pack_small(self) -> None:
-        """Pack the small storages that wait, by one kernel; their memory goes at once, one copy takes them out."""
+        """Pack the waiting small storages, each group by one kernel. Their memory goes at once; one copy takes a group out."""
         waiting, self._small, self.waiting_bytes = self._small, [], 0
         ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.ON_DEVICE and saved.op_is_over)
         members = [saved for saved in ready if saved.is_copyable]
-        # While a group is packed, its members are still there: a tight budget has room for small groups only.
+        # Members keep their memory while their group is packed: a tight budget has room for small groups only.
         at_most = min(2 * GROUP_BYTES, self._budget.spare_bytes())
         for together in self._staging.batches(members, at_most=at_most):
-            if len(together) == 1:  # nothing to share a launch with
+            if len(together) == 1:  # no other to share a launch with
                 self.swap_out_alone(together[0])
             elif self._staging.make_room(packed_offsets([member.nbytes for member in together]).total_bytes):
-                self._pack(together)  # else they stay; a check of memory may still swap them out one by one
+                self._pack(together)  # else they stay; a memory check may still swap them out one by one
 
     def swap_out_alone(self, saved: SavedStorage, *, may_be_lent: bool = True) -> None:
-        """Queue its copy out alone; where the host takes no more it stays. `may_be_lent`: to the allocator meanwhile."""
+        """Queue its copy out alone. It stays if the host takes no more. `may_be_lent`: to the allocator meanwhile."""
         try:
             saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
@@ -233,7 +232,7 @@ class SwapOuts:
             self._budget.lending.add(Loan(saved))
 
     def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
-        """Queue the copy out to ordinary memory, where none could be pinned and the storage must not stay. Returns whether that
+        """Queue the copy out to pageable memory, if none could be pinned and the storage must not stay. Returns True if that
         was done."""
         if not isinstance(refusal, HostMemoryExhausted) or not self._budget.must_use_pageable:
             return False
@@ -243,7 +242,7 @@ class SwapOuts:
         return False
 
     def note_refusal(self, refusal: Exception) -> None:
-        """Count what stays, as its copy out was refused."""
+        """Count a storage that stays, as its copy out was refused."""
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))
         self._context.metrics.totals.fallbacks += 1
 
@@ -253,10 +252,10 @@ class SwapOuts:
             self._budget.note_allocated(group.packed.nbytes)
             self._registry.packed_groups.add(group)
             self._context.metrics.totals.packed_groups += 1
-            self.swap_out_alone(group.packed, may_be_lent=False)  # `Staging` asks for groups at every hook
+            self.swap_out_alone(group.packed, may_be_lent=False)  # `Staging` looks at groups at every hook
 
     def _gather(self, saved: SavedStorage) -> None:
-        """Gather the view and free the rest of its storage; where there is no memory for that, all of it moves."""
+        """Gather the view and free the rest of its storage. If there is no memory for that, all of it moves."""
         with suppress(torch.OutOfMemoryError):
             saved.hold_gathered(GatheredPart(saved, self._context.streams.current(), self._context.streams))
             self._context.metrics.totals.gathers += 1

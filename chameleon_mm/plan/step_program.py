@@ -3,7 +3,7 @@
     program = StepProgram.of(trace, plan, Keys(features, save_of, classes))
     program.rows[hook]          # Row(key, kind, number, ops, growth, is_checked, ins)
 
-    hook        key                                          kind      ops, in the order of `plan.py`
+    hook        key                                          kind      ops, in the order of `swap_plan.py`
     save 0      (Tensor, (8, 256), float32, 1)               FIRST     -
     save 1      (Parameter, (256, 256), float32, 1)          KEPT      -
     save 2      (Tensor, (8, 256), float32, 2)               AGAIN     -

@@ -204,7 +204,7 @@ class HostCopy:
         if not arrived.query():
             context.metrics.wait(owner, arrived, "in")  # Note [Reclaim]: the copy must end before the memory is reused
 
-    # --- the end
+    # --- release
 
     def release(self) -> None:
         """Give the block back. Note [Host block]: its next owner's copy out waits for our last copy, on its stream. A copy back

@@ -1,15 +1,15 @@
-"""Keeps the device's allocated memory within its budget by reclaiming what the host already has, or soon will.
+"""Keep the allocated device memory within a budget: reclaim storages whose bytes the host has, or soon will have.
 
-    check_memory()         # before the model goes on: allocated + what it will allocate until the next check <= budget ?
-        no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
-              2. drop what was swapped in and is used last               (its host copy is still good)
-              3. pack the small ones that wait for more of their kind
-              4. swap out what stayed, or whose swap-out was cancelled by a use: to ordinary memory where no more can be pinned
+    check_memory()         # before the model goes on: allocated + growth until the next check <= budget ?
+        no -> 1. reclaim storages on their way out, oldest first           (compute waits for their copies; no new bytes cross)
+              2. drop storages that were swapped in, latest next use first (their host copies are still good)
+              3. pack the small storages that wait for others of their kind
+              4. swap out those that stayed, or whose swap-out a use cancelled: to pageable memory if no more can be pinned
     room_for(nbytes)       # may a prefetch take this much now?
-    note_allocated(nbytes) # the swap-in was allocated: ours, not the model's growth
+    note_allocated(nbytes) # a swap-in was allocated: this is no growth of the model
 
-One reading of the allocator per check, unless something is reclaimed: a reading costs more than all else in a hook.
-A `Forecast` says how far the model's own allocation will grow until memory is checked again: what the budget leaves free.
+A check reads the allocator once, unless something is reclaimed: a reading costs more than the rest of a hook.
+A `Forecast` gives the growth of the model's allocation until the next check. The budget leaves that much free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import PREFETCH_HORIZON, Forecast, HighestForecast, LearnedForecast, Way
 from chameleon_mm.units import allocated_size, format_size
 
-# --- Checks a session's budget against what lies on the device already, before anything is started
+# --- Check of a session's budget against the memory in use, before the session starts anything
 
 
 def check_budget(
@@ -44,10 +44,10 @@ def check_budget(
     window_bytes: int,
     checksum_bytes: int,
 ) -> None:
-    """Raise `InfeasibleBudget` for a budget that what never moves takes already.
+    """Raise `InfeasibleBudget` if the tensors that never move already fill the budget.
 
-    `tensors`: parameters and buffers. `movable_bytes`: what of the allocated bytes will leave. `window_bytes`: what is
-    set aside for parameters and gradients that come and go. `checksum_bytes`: what `verify=True` takes.
+    `tensors`: parameters and buffers. `movable_bytes`: allocated bytes that will leave the device. `window_bytes`: memory set
+    aside for parameters and gradients that come and go. `checksum_bytes`: memory for `verify=True`.
     """
     named = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
     held = max(named, device.allocated_bytes() - movable_bytes) + window_bytes + checksum_bytes
@@ -64,8 +64,8 @@ def check_budget(
 # --- budget
 
 UNKNOWN_SHARE = 0.5
-"""Share of the budget that may be allocated before saved tensors go to pageable memory, which is slow, while no step is known:
-the other half is for the climb until the next check, an operator's result and its temporaries."""
+"""Share of the budget above which unpinnable saved tensors go to slow pageable memory while the growth is unknown. The rest is
+for the growth until the next check: an operator's result and its temporaries."""
 
 _Made = TypeVar("_Made")
 
@@ -73,15 +73,15 @@ _NO_BOUND = 1 << 62
 
 
 class PendingSwapOuts(Protocol):
-    """Interface of what swaps saved storages out."""
+    """Interface of the object that swaps saved storages out."""
 
     def pack_small(self) -> None:
-        """Swaps out the small storages that wait for more of their kind."""
+        """Swap out the small storages that wait for others of their kind."""
 
 
 def swap_out_now(saved: SavedStorage) -> None:
-    """Swap a storage out to pinned memory, else to ordinary, and reclaim its device memory at once. Raises `TransferFailed`,
-    and `HostMemoryExhausted` where the host has neither."""
+    """Swap a storage out to pinned memory, else to pageable memory, and reclaim its device memory at once. Raises
+    `TransferFailed`, and `HostMemoryExhausted` if the host has neither."""
     with suppress(HostMemoryExhausted):
         saved.swap_out()
     if saved.state is State.ON_DEVICE:
@@ -90,7 +90,7 @@ def swap_out_now(saved: SavedStorage) -> None:
 
 
 class Budget:
-    """Keeps one device's memory within its budget: checks it, reclaims, and says how much prefetches may take."""
+    """Memory budget of one device: checks allocation, reclaims memory, and limits prefetches."""
 
     def __init__(
         self,
@@ -102,23 +102,23 @@ class Budget:
         storages: Callable[[], Iterable[SavedStorage]],
         swap_outs: Callable[[], PendingSwapOuts | None],
     ) -> None:
-        """`swap_outs` returns what swaps storages out, or None once that is gone."""
+        """`storages()`: all claimed storages. `swap_outs()`: the object that swaps storages out, or None once it is gone."""
         self.reclaim = ReclaimQueue()
-        """Swap-outs by the default rule: reclaimed once their copies are complete."""
+        """Storages swapped out by the default rule: reclaimed once their copies are complete."""
         self.planned = ReclaimQueue()
-        """Swap-outs by a plan: reclaimed when it says so, or under pressure."""
+        """Storages swapped out by a plan: reclaimed when the plan says so, or under pressure."""
         self.lending: Lending | None = None
-        """Lends what is on its way out to the device's allocator, where that has a hook."""
+        """Lends storages on their way out to the device's allocator; None if the allocator has no hook."""
         self.headroom = Headroom()
         self.learned_forecast = LearnedForecast(self.headroom)
         self.highest_forecast = HighestForecast(self.headroom)
         self.forecast: Forecast = self.learned_forecast
+        """Forecast of the model's growth. A step has another one while it follows a plan, or may be a new step."""
         self.has_room_ahead = True
-        """Whether what is allocated until the next check is known to fit, a plan's copies back included."""
-        """How far the model's allocation will grow; another one for as long as a step follows a plan, or may be a new one."""
+        """True if the growth until the next check fits, a plan's copies back included. An unknown growth counts as 0."""
         self.peak_seen_bytes = 0
-        """The most that was allocated at any check: a lower bound of the peak, for where the device's own says nothing."""
-        self.peak_at_begin_bytes: int | None = None  # the device's own, as it was read when the step began
+        """Most bytes in use at any check: a lower bound of the peak, for use where the device reports no peak."""
+        self.peak_at_begin_bytes: int | None = None  # the device's own peak, read when the step began
         self._device = device
         self._limits = limits
         self._order = order
@@ -132,7 +132,7 @@ class Budget:
 
     @property
     def hbm_budget_bytes(self) -> int:
-        """The budget in bytes; more than any device has where there is none."""
+        """Budget in bytes; without a budget, more than any device has."""
         return _NO_BOUND if self._limits.hbm_budget_bytes is None else self._limits.hbm_budget_bytes
 
     def change_budget(self, hbm_budget_bytes: int) -> None:
@@ -140,28 +140,28 @@ class Budget:
         self._limits = replace(self._limits, hbm_budget_bytes=hbm_budget_bytes)
 
     def begin_step(self) -> None:
-        """Begin to count what the step allocates."""
+        """Start counting the bytes that the step allocates."""
         if self._limits.hbm_budget_bytes is not None:
             now = self._device.read_memory()
             self._cumulative_at_begin, self.peak_at_begin_bytes, self._taken = now.cumulative_bytes, now.peak_bytes, 0
 
     def check_memory(self) -> int:
-        """Record how far allocation grew since the last check, and make room for the growth until the next. Returns the bytes
-        that the model allocated since then, freed ones included; 0 without a budget."""
+        """Record the growth since the last check, and make room for the growth until the next one. Returns the bytes that the
+        model allocated since the last check, freed ones included; 0 without a budget."""
         allowed = self._limits.leaving_bytes
         if allowed is not None:
             self.reclaim.reclaim_until(lambda: self.reclaim.pending_bytes <= allowed)
         if (budget := self._limits.hbm_budget_bytes) is None:
             if self.lending is not None:
-                self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: taken to be short
+                self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: assume that it is short
             return 0
         growth = self._note_growth()
         seen_bytes = self._allocated - self._unused
         if (metrics := self._metrics).timed:
             metrics.memory.append((self._device.host_us, seen_bytes, metrics.pinned_units()))
         self.peak_seen_bytes = max(self.peak_seen_bytes, seen_bytes)
-        # Never more than the budget as planned; what hooks do not see, as an input that is kept, may take what plans count on.
-        # A plan counts on what it reclaims and prefetches at that hook. As `until_next_check`, without the call.
+        # A plan is held to the budget too: memory that hooks do not see, such as an input that is kept, may take its room.
+        # A plan's growth includes its own reclaims and prefetches at that hook. Inlines `until_next_check`, which saves a call.
         ahead = self.forecast.growth_bytes if isinstance(self.forecast, Way) else self.forecast.growth()
         if self.lending is not None:
             self.lending.set_limits(budget, ahead, allocated_bytes=self._allocated)
@@ -176,42 +176,42 @@ class Budget:
         return self._allocated
 
     def peak_allocated_bytes(self) -> int:
-        """The most bytes allocated on the device, as far back as it knows."""
+        """Most bytes allocated on the device, as far back as the device knows."""
         return self._device.peak_allocated_bytes()
 
     def fits_now(self, nbytes: int) -> bool:
-        """Whether `nbytes` may be allocated for a moment within this hook."""
+        """True if `nbytes` may be allocated for a moment within this hook."""
         return self._limits.hbm_budget_bytes is None or self.allocated_bytes() + nbytes <= self.hbm_budget_bytes
 
     def spare_bytes(self) -> int:
-        """Bytes that may be allocated for a moment, beside what the model will allocate. Reads memory where there is a budget:
-        operators may have allocated since it was checked."""
+        """Bytes that may be allocated for a moment, in addition to the model's growth. Reads memory if there is a budget:
+        operators may have allocated since the last check."""
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return _NO_BOUND
         return max(0, budget - self.allocated_bytes() - (self.forecast.growth() or 0))
 
     def spare_until_used_bytes(self) -> int:
-        """Bytes that may be allocated now and held for a while, as far as the model's growth meanwhile is known."""
+        """Bytes that may be allocated now and held for `PREFETCH_HORIZON` checks; 0 if the growth until then is unknown."""
         budget, growth_bytes = self._limits.hbm_budget_bytes, self.forecast.growth(PREFETCH_HORIZON)
         if budget is None:
             return _NO_BOUND
         return 0 if growth_bytes is None else max(0, budget - self._allocated - growth_bytes)
 
     def note_allocated(self, nbytes: int) -> None:
-        """Note that a swap-in was allocated."""
+        """Count a swap-in of `nbytes` as allocated, and not as growth of the model."""
         rounded = allocated_size(nbytes)
         self._taken += rounded
         self._allocated += rounded
 
     def allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
-        """Allocate `nbytes` for a use by `allocate`, as `retry` does."""
+        """Call `allocate` as `retry` does, and count its `nbytes` as a swap-in."""
         made = self.retry(allocate, exclude=exclude)
         self.note_allocated(nbytes)
         return made
 
     def retry(self, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
-        """Allocate; where there is no memory, once more after all but `exclude` was reclaimed. Raises OutOfMemoryError."""
+        """Call `allocate`. If there is no memory, reclaim all but `exclude` and call it again. Raises OutOfMemoryError."""
         made = None
         with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
             made = allocate()
@@ -223,7 +223,7 @@ class Budget:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Context in which all that is allocated, and freed again or not, is a replay's: no growth of the model."""
+        """Context of a replay: memory allocated inside, freed again or not, is no growth of the model."""
         if self._limits.hbm_budget_bytes is None:
             yield
             return
@@ -237,9 +237,9 @@ class Budget:
 
     def make_room(self, nbytes: int, *, exclude: Collection[SavedStorage], is_planned: bool = False) -> None:
         """Reclaim until `nbytes` and the growth until the next check fit, or nothing is left to reclaim; never `exclude`.
-        `is_planned`: a plan that the step follows has these bytes in its own growth.
+        `is_planned`: the growth of the plan that the step follows already includes these bytes.
 
-        Raises `HostMemoryExhausted` where the budget is passed because the host takes no more, pinned or not.
+        Raises `HostMemoryExhausted` if allocation exceeds the budget because the host takes no more, pinned or pageable.
         """
         ahead = self.forecast.growth() if is_planned else self.forecast.until_next_check()
         self._make_room(nbytes, ahead, exclude)
@@ -247,12 +247,12 @@ class Budget:
             self.has_room_ahead = self._allocated + nbytes + (ahead or 0) <= self.hbm_budget_bytes
 
     def room_was_made(self, nbytes: int, *, exclude: Collection[SavedStorage]) -> bool:
-        """Reclaim as `make_room` does, for something that need not be done. Returns whether `nbytes` fit now."""
+        """Reclaim as `make_room` does, for an optional allocation. Returns True if `nbytes` fit now."""
         self._reclaim_for(nbytes, self.forecast.growth(), exclude)
         return self._allocated + nbytes <= self.hbm_budget_bytes
 
     def _make_room(self, nbytes: int, growth_bytes: int | None, exclude: Collection[SavedStorage]) -> None:
-        """`growth_bytes`: growth of the model until the next check; None: not known."""
+        """Make room as `make_room` does. `growth_bytes`: growth of the model until the next check; None: unknown."""
         refused = self._reclaim_for(nbytes, growth_bytes, exclude)
         budget = self.hbm_budget_bytes
         if self._allocated + nbytes > budget:
@@ -265,11 +265,11 @@ class Budget:
                 )
 
     def _reclaim_for(self, nbytes: int, growth_bytes: int | None, exclude: Collection[SavedStorage]) -> str | None:
-        """Reclaim until `nbytes` and the growth fit. Returns why the host took no more, if that is what ended it."""
+        """Reclaim until `nbytes` and the growth fit. Returns the host's refusal if the host took no more, else None."""
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return None
-        if growth_bytes is None and len(self.reclaim):  # nothing learned yet: the least possible stays
+        if growth_bytes is None and len(self.reclaim):  # growth unknown: reclaim all that is on its way out
             self.reclaim.reclaim_until(lambda: False)
             self._allocated = self._device.allocated_bytes()
         limit = budget - nbytes - (growth_bytes or 0)
@@ -281,26 +281,26 @@ class Budget:
             return self._allocated <= limit
 
         refused = self._reclaim_until(enough, exclude)
-        enough()  # the last that was reclaimed counts as well
+        enough()  # read memory again: the last reclaim counts as well
         return refused
 
     @property
     def growth_is_unknown(self) -> bool:
-        """Whether there is a budget, and no forecast of the growth until the next check."""
+        """True if there is a budget, and no forecast of the growth until the next check."""
         return self._limits.hbm_budget_bytes is not None and self.forecast.growth() is None
 
     @property
     def must_use_pageable(self) -> bool:
-        """Whether what could not be pinned must not stay: much is allocated, and its growth is not known yet."""
+        """True if unpinnable tensors must go to pageable memory: growth is unknown, and over `UNKNOWN_SHARE` is allocated."""
         return self.growth_is_unknown and self._allocated > (self._limits.hbm_budget_bytes or 0) * UNKNOWN_SHARE
 
     def reclaim_all(self, exclude: Collection[SavedStorage]) -> None:
-        """Reclaim everything that can be reclaimed, after a failed allocation."""
+        """Reclaim all reclaimable storages but `exclude`, after a failed allocation."""
         self._reclaim_until(lambda: False, exclude)
 
     def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
-        """Reclaim what is on its way out, else one more storage, after a failed allocation of about `nbytes`. Returns whether
-        anything was reclaimed; never what lies in the storages `busy`."""
+        """Reclaim the storages on their way out, else one more storage that is not in `busy`, after a failed allocation of
+        about `nbytes`. Returns True if anything was reclaimed."""
         if len(self.reclaim) or len(self.planned):
             self.reclaim_pending()
             return True
@@ -319,18 +319,18 @@ class Budget:
         return False
 
     def _restored(self) -> list[SavedStorage]:
-        """Storages that both host and device hold, the one that is used last first."""
+        """Storages that both host and device hold, the one with the latest next use first."""
         both = [saved for saved in self._storages() if saved.state in (State.SWAPPING_IN, State.RESTORED)]
         return sorted(both, key=lambda saved: self._order.rank(saved.index), reverse=True)
 
     def _resident(self) -> list[SavedStorage]:
-        """Storages that are on the device alone, and may be copied."""
+        """Storages that are on the device alone and may be copied."""
         return [
             saved for saved in self._storages() if saved.state is State.ON_DEVICE and saved.op_is_over and saved.is_copyable
         ]
 
     def room_for(self, nbytes: int) -> bool:
-        """Whether a prefetch of `nbytes` leaves room for the model's growth."""
+        """True if a prefetch of `nbytes` leaves room for the model's growth."""
         if self._limits.ahead_bytes is not None:
             ahead = sum(saved.nbytes for saved in self._storages() if saved.state is State.SWAPPING_IN)
             if ahead + nbytes > self._limits.ahead_bytes:
@@ -338,7 +338,7 @@ class Budget:
         return nbytes <= self.spare_until_used_bytes()
 
     def end_step(self, *, completed: bool) -> int:
-        """End the step; learn from it if it `completed`. Returns as `check_memory` does."""
+        """End the step, and learn its growth if it `completed`. Returns the bytes allocated as `check_memory` does."""
         growth = self._note_growth() if self._cumulative is not None else 0
         self._cumulative = self._cumulative_at_begin = None
         self.headroom.end_step(completed=completed)
@@ -354,17 +354,17 @@ class Budget:
         return growth
 
     def reclaim_pending(self) -> None:
-        """Reclaim all that is on its way out."""
+        """Reclaim all storages on their way out."""
         self.reclaim.reclaim_until(lambda: False)
         self.planned.reclaim_until(lambda: False)
 
     def _reclaim_until(self, enough: Callable[[], bool], exclude: Collection[SavedStorage]) -> str | None:
-        """Reclaim until `enough()`. Returns why the host took no more, if that is what ended it.
+        """Reclaim until `enough()`. Returns the host's refusal if the host took no more, else None.
 
-        What moves in part goes where there is room for what stays of it; if the budget is passed anyway, without.
+        A storage that moves in part goes only if its staying bytes have room. While the budget is exceeded, it goes anyway.
         """
         self.reclaim.reclaim_until(enough)
-        # Whole ones first: what stays of the others takes memory of its own before they go.
+        # Storages that move whole go first: the others need memory for their staying bytes before they go.
         self.planned.reclaim_some_until(enough, _is_whole)
         self.planned.reclaim_some_until(enough, self._can_go)
         if enough():
@@ -395,17 +395,17 @@ class Budget:
     def _drop_restored_until(
         self, enough: Callable[[], bool], exclude: Collection[SavedStorage], some: Callable[[SavedStorage], bool]
     ) -> None:
-        """Drop the restored storages for which `some` is true, until `enough()`; never `exclude`."""
+        """Drop restored storages that satisfy `some`, until `enough()`; never `exclude`."""
         for saved in self._restored():
             if enough():
                 return
             if saved in exclude or not some(saved):
                 continue
-            with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
+            with suppress(torch.OutOfMemoryError):  # no memory for the staying bytes of a partial move
                 saved.drop_restored()
 
     def _can_go(self, entry: Reclaimable) -> bool:
-        """Whether nothing of it stays on the device, or there is room for that now."""
+        """True if no bytes of it stay on the device, or there is room for them now."""
         return _is_whole(entry) or self.fits_now(allocated_size(_staying_bytes(entry)))
 
 
@@ -414,5 +414,5 @@ def _is_whole(entry: Reclaimable) -> bool:
 
 
 def _staying_bytes(entry: Reclaimable) -> int:
-    """Bytes of a storage that stay on the device, in memory of their own, when it is reclaimed."""
+    """Bytes of a storage that stay on the device, in a buffer of their own, when it is reclaimed."""
     return entry.form.device_bytes if isinstance(entry, SavedStorage) else 0

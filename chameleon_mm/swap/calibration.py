@@ -1,9 +1,9 @@
-"""Measures a link and a device: rates of copies, operators that replay to the same bits. What was found is kept.
+"""Measure the copy rates of a link, and the operators of a device that replay to the same bits. Keep the results on disk.
 
     rates = calibrate(device)           # GB/s each way alone, and both ways at once
-    keep(device, "link", rates)         # for the next processes: see calibration.py
+    keep(device, "link", rates)         # for later processes
 
-Everything goes through the device protocol: a simulated device is measured in virtual time, and gives the same each time.
+All work goes through the device protocol. A simulated device is measured in virtual time, and gives the same rates each time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from chameleon_mm.device import Device, Event, Stream
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import MIB
 
-# --- What was measured of a device, kept from one process to the next: a JSON file for each kind, device and driver
+# --- Results of measurements, kept from one process to the next: a JSON file for each kind, device and driver
 #
-# A simulated device has no file: it is quick to measure again. What cannot be read is passed over with a line in the log.
+# A simulated device has no file: it is quick to measure again. An unreadable file is ignored, with a warning in the log.
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ FOLDER = Path("~", ".cache", "chameleon_mm")
 
 
 def kept(device: Device, kind: str) -> dict[str, Any] | None:
-    """Values of this kind for this device under this driver and this torch; None where there are none."""
+    """Values of this kind for this device under this driver and this version of torch; None if there are none."""
     if device.simulated:
         return None
     try:
@@ -50,13 +50,13 @@ def kept(device: Device, kind: str) -> dict[str, Any] | None:
 
 
 def keep(device: Device, kind: str, values: Mapping[str, Any]) -> bool:
-    """Keep `values`, which JSON can hold. Returns False for a simulated device, and where the disk refuses, which is logged."""
+    """Write `values`, which JSON can hold. Returns False for a simulated device, and if the disk refuses, which is logged."""
     if device.simulated:
         return False
     try:
         file = cache_file(device, kind)
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # replaced whole: another process never reads a half
+        new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # replaced whole: no process reads half a file
         try:
             new.write_text(json.dumps({"about": _about(device), "values": values}, indent=2) + "\n", encoding="utf-8")
             new.replace(file)
@@ -69,13 +69,13 @@ def keep(device: Device, kind: str, values: Mapping[str, Any]) -> bool:
 
 
 def cache_file(device: Device, kind: str) -> Path:
-    """Path of the file of that kind for that device and its driver. Raises `RuntimeError` for a user without a home."""
+    """Path of the file of that kind for that device and its driver. Raises `RuntimeError` if the user has no home."""
     name, driver = (re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") for text in (device.name, device.driver))
     return FOLDER.expanduser() / f"{kind}-{name}-{driver}.json"
 
 
 def _about(device: Device) -> dict[str, str]:
-    """What the values depend on."""
+    """Facts that the values depend on: the device, its driver, and the version of torch."""
     return {"device": device.name, "driver": device.driver, "torch": str(torch.__version__)}
 
 
@@ -90,10 +90,10 @@ Way = tuple[Stream, Tensor, Tensor]
 
 
 def calibrate(device: Device) -> dict[str, float]:
-    """Measure `device`, which should be idle, with 64 MiB of device memory and of pinned memory: medians of five rounds, after
-    one that warms up. Waits for the device. Raises `torch.OutOfMemoryError` and `HostMemoryExhausted`.
+    """Measure the copy rates of `device`, which should be idle: medians of five rounds after a warm-up. Uses 64 MiB of device
+    and of pinned memory. Waits for the device. Raises `torch.OutOfMemoryError` and `HostMemoryExhausted`.
 
-    Returns rates in 1e9 bytes a second: `h2d_gbps` and `d2h_gbps`, nothing the other way; `duplex_gbps`, both added up.
+    Returns rates in 1e9 bytes/s: `h2d_gbps` and `d2h_gbps` with the other way idle; `duplex_gbps`, the sum of both at once.
     """
     compute, d2h, h2d = device.current_stream(), device.new_stream("d2h"), device.new_stream("h2d")
     with ExitStack() as stack:
@@ -104,15 +104,15 @@ def calibrate(device: Device) -> dict[str, float]:
         for _ in range(2):
             hbm.append(compute.alloc(_PIECE_BYTES))
             stack.callback(compute.free, hbm[-1])
-        stack.callback(device.synchronize)  # the first to be called: no copy runs any more as its memory is freed
+        stack.callback(device.synchronize)  # called first: no copy runs any more when its memory is freed
         out, back = (d2h, hosts[0], hbm[0]), (h2d, hbm[1], hosts[1])
         rounds = [[_rate(device, compute, ways) for ways in ([back], [out], [back, out])] for _ in range(1 + _ROUNDS)]
     return dict(zip(("h2d_gbps", "d2h_gbps", "duplex_gbps"), map(median, zip(*rounds[1:], strict=True)), strict=True))
 
 
 def busy_gbps(marks_us: Sequence[Sequence[float]], piece_bytes: int) -> float:
-    """Rate in GB/s of several streams together while all are busy, from when each began and when each of its pieces was
-    complete."""
+    """Combined rate in GB/s of several streams while all are busy. `marks_us`: for each stream, the time of its begin and the
+    times at which its pieces were complete."""
     begin, end = max(marks[0] for marks in marks_us), min(marks[-1] for marks in marks_us)
     moved = 0.0
     for marks in marks_us:
@@ -123,7 +123,7 @@ def busy_gbps(marks_us: Sequence[Sequence[float]], piece_bytes: int) -> float:
 
 
 def _rate(device: Device, compute: Stream, ways: Sequence[Way]) -> float:
-    """Rate in GB/s of all `ways` together, for as long as every one of them is busy."""
+    """Combined rate in GB/s of all `ways`, while every one of them is busy."""
     start = compute.record(timed=True)
     events: list[list[Event]] = [[] for _ in ways]
     for stream, _, _ in ways:
@@ -137,11 +137,11 @@ def _rate(device: Device, compute: Stream, ways: Sequence[Way]) -> float:
     return busy_gbps([[event.elapsed_us(start) for event in recorded] for recorded in events], _PIECE_BYTES)
 
 
-# --- Finds out which matrix products and convolutions give the same bits when they run again on one device
+# --- Probe: which matrix products and convolutions give the same bits when they run again on one device
 #
-# Each product runs several times on the same numbers, its results in other memory, for sizes of several kernels. What was
-# found is kept for each device, driver and version of torch, in a file beside the calibrations; of a simulated one, whose
-# operators are the CPU's, for the process alone.
+# Each product runs several times on the same inputs, with results in other memory, for sizes that use several kernels. Results
+# are kept in a file as above, for each device, driver and version of torch. The operators of a simulated device are the CPU's:
+# its results are kept for the process alone.
 
 _KIND = "replays"
 
@@ -151,12 +151,12 @@ _SIZES = ((64, 4096, 64), (256, 512, 384), (33, 77, 129), (1, 2048, 512))
 """Rows, summed length and columns of the products: long sums that a kernel may split, whole tiles, odd sizes, and a vector."""
 
 _known: dict[tuple[str, str], frozenset[str]] = {}
-"""Products that were tried in this process, by device and driver."""
+"""Products that gave the same bits, as found or loaded in this process, by device and driver."""
 
 
 def replayable_on(device: Device) -> frozenset[str]:
-    """Base names of the operators that may run again on `device`. Tries the products the first time, in less than a second and
-    16 MiB of device memory; without that memory no product is admitted."""
+    """Base names of the operators that may run again on `device`. The first call tries the products, which takes less than 1 s
+    and 16 MiB of device memory. Without that memory no product is admitted."""
     key = device.name, device.driver
     if key not in _known:
         products = (kept(device, _KIND) or {}).get("exact_products")
@@ -181,7 +181,7 @@ def exact_products(device: Device) -> frozenset[str]:
 
 
 Run = Callable[[torch.dtype], Iterable[Callable[[], Tensor]]]
-"""Calls of one product, for a dtype, each on inputs of its own."""
+"""Function that returns calls of one product in a dtype, each on inputs of its own."""
 
 
 def _is_exact(run: Run, dtype: torch.dtype) -> bool:
@@ -196,7 +196,7 @@ def _is_exact(run: Run, dtype: torch.dtype) -> bool:
 
 def _gives_the_same(call: Callable[[], Tensor]) -> bool:
     first = call()
-    others = [call() for _ in range(_REPEATS)]  # all of them held, so that each is in other memory
+    others = [call() for _ in range(_REPEATS)]  # all of them are held, so that each lies in other memory
     return all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in others)
 
 
@@ -217,7 +217,7 @@ def _products(device: torch.device) -> Iterator[tuple[tuple[str, ...], Run]]:
     def convolutions(dtype: torch.dtype) -> Iterable[Callable[[], Tensor]]:
         for channels, side in ((3, 33), (32, 16)):
             x, w = numbers(2, channels, side, side, dtype=dtype), numbers(16, channels, 3, 3, dtype=dtype)
-            yield lambda x=x, w=w: torch.conv2d(x, w, padding=1)  # type: ignore[misc]  # the defaults bind what the loop has
+            yield lambda x=x, w=w: torch.conv2d(x, w, padding=1)  # type: ignore[misc]  # the defaults bind the loop's values
 
     yield ("mm",), lambda dtype: [lambda a=a, b=b: a @ b for a, b, _ in matrices(dtype)]  # type: ignore[misc]  # as above
     yield (
@@ -227,7 +227,7 @@ def _products(device: torch.device) -> Iterator[tuple[tuple[str, ...], Run]]:
             for a, b, c in matrices(dtype)
         ],
     )
-    yield ("bmm",), lambda dtype: [lambda a=a, b=b: torch.bmm(a, b) for a, b, _ in matrices(dtype, (3,))]  # type: ignore[misc]  # as above
+    yield ("bmm",), lambda dtype: [lambda a=a, b=b: torch.bmm(a, b) for a, b, _ in matrices(dtype, (3,))]  # type: ignore[misc]
     yield (
         ("baddbmm",),
         lambda dtype: [

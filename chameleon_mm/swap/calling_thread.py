@@ -1,17 +1,17 @@
-"""What runs on the calling thread: its operator, its compute stream, torch's profiler.
+"""State of the calling thread: its operator, its compute stream, torch's profiler.
 
-now = current_operator()     # in a save hook: equal for all saves of one operator, and for no two operators of a thread
-call_site()                  # the Python frame that runs it
-made_before(t, now)          # whether an earlier operator made `t`, so that this one was given it
-compute = streams.current()              # at every save and use of what moves: the calling thread's
-streams.join_all(alloc_stream)           # before a saved storage is dropped: everybody's work so far, then anybody's next
-with annotation("chameleon::swap_out"):  # a range in `torch.profiler`'s trace, where that runs
+    now = current_operator()     # in a save hook: equal for all saves of one operator, and different for other operators
+    call_site()                  # the Python frame that calls the operator
+    made_before(t, now)          # True if an earlier operator made `t`, so that this one received it
+    compute = streams.current()              # at every save and use of a tensor that moves: the calling thread's stream
+    streams.join_all(alloc_stream)           # before a saved storage is dropped: orders later work after all work so far
+    with annotation("chameleon::swap_out"):  # a range in `torch.profiler`'s trace, if the profiler runs
 
-The operator is told by autograd's sequence number: Note [Swap-out].
+Autograd's sequence number identifies the operator: Note [Swap-out].
 
-A caching allocator gives a dropped block to the stream that allocated it, which need not be the one that saved it, and torch
-does not tell whose it is. In eager the graph keeps the block until backward; dropped in forward, it could be overwritten by its
-owner under a copy, or under a kernel of another stream that still reads it. So all streams are joined before it goes.
+A caching allocator returns a dropped block to the stream that allocated it. Another stream may have saved the tensor, and torch
+does not name the allocating stream. In eager the graph keeps the block until backward. If the block is dropped in forward, its
+stream could overwrite it while a copy or another stream's kernel still reads it. So all streams are joined before the drop.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from torch.autograd.profiler import record_function
 
 from chameleon_mm.device import Device, Event, Stream
 
-# --- The number of the process that runs, without a call to the system: hooks compare it, as a forked child has another one
+# --- Process id without a system call: hooks compare it, because a forked child has another one
 #
 # if ThisProcess.pid != made_in: ...           # a forked child
 
 
 class ThisProcess:
-    """The process that runs."""
+    """Id of the running process."""
 
     pid = os.getpid()
-    """Its number. Others only read it."""
+    """Updated in a forked child. Others only read it."""
 
 
 def _forked() -> None:
@@ -54,21 +54,21 @@ os.register_at_fork(after_in_child=_forked)
 # --- calling thread
 
 sequence_nr = torch._C._autograd._get_sequence_nr
-"""Number of the thread's next differentiable op: it moves between one op's saves and the next op's. Note [Swap-out]."""
+"""Number of the thread's next differentiable op. It advances between the saves of one op and the next: Note [Swap-out]."""
 
 _PACKAGE = Path(__file__).parents[1]
 _OF_HOOKS = (str(_PACKAGE / "swap"), str(Path(torch.__file__).parent / "_dynamo"))
-"""Files whose code runs between the operator and here: this package's, and what keeps dynamo from compiling the hooks."""
+"""Paths of code that runs between the operator and a hook: this package's, and dynamo's, which keeps hooks uncompiled."""
 
 CallSite = tuple[int, int]
-"""A Python frame that runs, and its latest instruction."""
+"""A running Python frame, by its id, and its latest instruction."""
 
 OperatorNumber = tuple[int, int]
-"""A thread, and the number of its next differentiable operator while the operator that is meant runs."""
+"""A thread's number, and the number of its next differentiable operator while the operator in question runs."""
 
 
 class _Numbered(threading.local):
-    """The calling thread's own number: the system gives a thread that ended its identifier to the next one."""
+    """Number of the calling thread, never reused. The system reuses a thread's identifier once the thread has ended."""
 
     numbers = itertools.count()
 
@@ -77,19 +77,19 @@ class _Numbered(threading.local):
 
 
 this_thread = _Numbered()
-"""The calling thread: its `number`."""
+"""Number of the calling thread: `this_thread.number`."""
 
 
 def current_operator() -> OperatorNumber:
-    """Number of the operator in whose save hook the calling thread is."""
+    """Number of the operator whose save hook runs on the calling thread."""
     return this_thread.number, sequence_nr()
 
 
 def call_site() -> CallSite | None:
-    """State in Python from which the operator was called whose hook this is; None where C++ called it.
+    """Python call site of the operator whose hook runs; None if C++ called it.
 
-    A function of one's own may run operators, write what it saves, and save it: autograd's number is then still that of the
-    last operator that it ran, but it was called from elsewhere.
+    A custom function may run operators, write to a tensor, and then save it. The sequence number at that save is the one of the
+    last operator inside the function. Only the call site differs.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OF_HOOKS):
@@ -98,48 +98,48 @@ def call_site() -> CallSite | None:
 
 
 def made_before(t: Tensor, operator: OperatorNumber) -> bool:
-    """Whether `t` is what an earlier differentiable operator returned. What no operator made counts as made just now."""
+    """True if an earlier differentiable operator returned `t`. A tensor without a node counts as made just now."""
     node = t.grad_fn
     return node is not None and node._sequence_nr() < operator[1] - 1
 
 
 class ComputeStreams:
-    """The streams on which tensors may have been allocated. Not thread-safe: the executor holds its lock."""
+    """Streams on which tensors may have been allocated. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._seen: list[Stream] = []
 
     def current(self) -> Stream:
-        """The calling thread's compute stream, which is remembered."""
+        """Return the calling thread's compute stream, and remember it."""
         stream = self._device.current_stream()
         if stream not in self._seen:
             self._seen.append(stream)
         return stream
 
     def is_one(self) -> bool:
-        """Whether one stream has been seen, and no other."""
+        """True if exactly one stream has been seen."""
         return len(self._seen) == 1
 
     def is_only(self, stream: Stream) -> bool:
-        """Whether no other stream has been seen."""
+        """True if `stream` has been seen, and no other."""
         return len(self._seen) == 1 and self._seen[0] is stream
 
     def record_each(self) -> list[Event]:
-        """Events after what every one of them has been given so far."""
+        """Record an event on each stream, after its work so far."""
         return [stream.record() for stream in tuple(self._seen)]
 
     def join_all(self, alloc_stream: Stream) -> None:
-        """Order all streams after what each has been given so far. Costs nothing while `alloc_stream` is the only one."""
+        """Order all streams after each other's work so far. Costs nothing while `alloc_stream` is the only one."""
         if len(self._seen) == 1 and self._seen[0] is alloc_stream:
             return
         others = [other for other in self._seen if other is not alloc_stream]
         for other in others:
-            alloc_stream.wait(other.record())  # what they did with a block -> what follows on `alloc_stream`
+            alloc_stream.wait(other.record())  # their work with a block -> later work on `alloc_stream`
         if others:
             so_far = alloc_stream.record()
             for other in others:
-                other.wait(so_far)  # what anybody did with it, copies that were waited for too -> its owner's next use of it
+                other.wait(so_far)  # any stream's work with it, awaited copies too -> its owner's next use of it
 
 
 _profiler_is_on = torch._C._autograd._profiler_enabled
@@ -147,26 +147,26 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def annotation(name: str) -> AbstractContextManager[object]:
-    """A range of that name where torch's profiler runs on the calling thread; else nothing, for a tenth of a microsecond."""
+    """Range of that name if torch's profiler runs on the calling thread, else an empty context, which costs 0.1 us."""
     return record_function(name) if _profiler_is_on() else _NOTHING
 
 
-# --- What an executor has to do before the interpreter ends: have autograd's thread let go of Python objects
+# --- At exit: wait until autograd's thread has released its Python objects
 #
-# A backward holds what was on around it, our hooks among it, and what is to be called at its end. The device's thread may be
-# the last to let go of these, after `backward` has returned. It takes the interpreter's lock for that, and where the
-# interpreter has ended torch 2.11 and 2.13 abort the process: "terminate called without an active exception".
+# A backward holds the hooks that were active around it, ours among them, and its final callbacks. The device's thread may be
+# the last to release them, after `backward` has returned. It takes the interpreter's lock for that. If the interpreter has
+# ended, torch 2.11 and 2.13 abort the process: "terminate called without an active exception".
 
 
 @cache
 def let_go_at_exit(device: torch.device) -> None:
-    """Before the interpreter ends, wait until autograd's thread of `device` has let go of the backwards before."""
-    if device.type != "cpu":  # whose backwards run on the thread that calls them
+    """Have the interpreter wait at exit until autograd's thread of `device` has released earlier backwards."""
+    if device.type != "cpu":  # on the CPU a backward runs on the thread that calls it
         atexit.register(_run_a_backward, device)
 
 
 def _run_a_backward(device: torch.device) -> None:
-    """Run a backward of no bytes, which comes behind what the thread has to do, launches nothing and holds no Python object."""
+    """Run a backward of no bytes. It runs after the thread's earlier work, launches nothing and holds no Python object."""
     with suppress(RuntimeError):  # the device is lost, or this is a forked child
         x = torch.empty(0, device=device, requires_grad=True)
         torch.autograd.backward(x.view(0), torch.empty(0, device=device))

@@ -1,10 +1,10 @@
-"""Checksums of device memory, each in a slot on the device until the host reads them, many at once.
+"""Checksums of device memory. Each stays in a slot on the device until the host reads many at once.
 
-    slot = checksums.start(buffer)          # enqueued on the current stream; the host waits for nothing
-    checksums.read([slot, other])           # one copy to the host, which waits until the latest of them was taken
-    del slot                                # any thread, at any moment
+    slot = checksums.start(buffer)          # enqueued on the current stream; the host does not wait
+    checksums.read([slot, other])           # copies their pages to the host, and waits until the latest checksum was taken
+    del slot                                # on any thread, at any moment
 
-A page has 512 slots. A kernel adds to a slot, so a page is set to zero before its slots are given out again, when none is held.
+A page has 512 slots. A kernel adds to a slot, so a page is set to zero before its slots are reused, when none of them is held.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class _Page:
     def __init__(self, buffer: Tensor, stream: Stream) -> None:
         self.buffer = buffer
         self.stream = stream
-        """The stream that allocated it."""
+        """Stream that allocated the buffer."""
         self.sums = buffer.split(CHECKSUM_BYTES)
         self.clean: deque[int] = deque()
-        """Slots that are zero."""
+        """Numbers of the slots that are zero."""
         self.freed: deque[None] = deque()
-        """One entry for each slot that ended since the page was set to zero."""
+        """Entries for the slots that were freed since the page was last set to zero, one each."""
         self.zeroed: tuple[Stream, Event] | None = None
-        """The stream that set it to zero, and an event after that."""
+        """Stream that set the page to zero, and an event after that; None: never set."""
 
     @property
     def is_held(self) -> bool:
@@ -57,21 +57,21 @@ class _Page:
 
 
 class Checksums:
-    """Takes checksums of buffers of one device. Not thread-safe, but for the end of slots: the executor holds its lock."""
+    """Checksums of buffers of one device. Not thread-safe, except the end of slots: the executor holds its lock."""
 
     def __init__(self, device: Device, pool: PinnedPool) -> None:
-        """`pool`: lends the host memory that slots are read through."""
+        """`pool`: lends the host memory into which slots are read."""
         self._device = device
         self._pool = pool
         self._pages: list[_Page] = []
         self._prepared = 0
-        """Number of pages that stay: the first ones."""
+        """Number of pages that are never freed: the first ones."""
         self._order: Stream | None = None
-        """Comes after every checksum, and copies pages: a read waits for the latest one, not for compute's later work."""
+        """Stream that is ordered after every checksum, and copies pages: a read does not wait for later work of compute."""
 
     @property
     def nbytes(self) -> int:
-        """Device memory that it takes, of which the first page is allocated at first use."""
+        """Bytes of device memory, including the first page, which is allocated at first use."""
         return PAGE_BYTES * max(1, len(self._pages))
 
     def prepare(self) -> None:
@@ -81,15 +81,15 @@ class Checksums:
         self._prepared = 1
 
     def start(self, buffer: Tensor) -> ChecksumSlot:
-        """Enqueue the checksum of a flat uint8 tensor on the current stream. Raises `torch.OutOfMemoryError` where another page
-        is needed."""
+        """Enqueue the checksum of a flat uint8 tensor on the current stream. Raises `torch.OutOfMemoryError` if there is no
+        memory for another page."""
         current = self._device.current_stream()
         page = next((page for page in self._pages if page.has_room), None) or self._add_page()
         if not page.clean:
             self._set_to_zero(page, current)
         assert page.zeroed is not None and self._order is not None
         if page.zeroed[0] is not current:
-            current.wait(page.zeroed[1])  # the page was set to zero there -> it is added to here
+            current.wait(page.zeroed[1])  # setting the page to zero -> this checksum
         slot = page.clean.popleft()
         try:
             current.add_checksum(page.sums[slot], buffer)
@@ -102,7 +102,7 @@ class Checksums:
         return self.read([self.start(buffer)])[0]
 
     def read(self, slots: Sequence[ChecksumSlot]) -> list[int]:
-        """Values of these slots. The host waits until they were taken."""
+        """Values of these slots. The host waits for them."""
         pages = list(dict.fromkeys(slot.page for slot in slots))
         if not pages:
             return []
@@ -125,7 +125,7 @@ class Checksums:
         return [int(numbers[pages.index(slot.page) * PAGE_SLOTS + slot.number]) for slot in slots]
 
     def release_unused(self) -> None:
-        """Free the pages of which no slot is held, but for one that was prepared."""
+        """Free the pages without a held slot, except a prepared one."""
         for page in [page for page in self._pages[self._prepared :] if not page.is_held]:
             assert self._order is not None
             page.stream.wait(self._order.record())  # its checksums, and copies of it -> the next owner of its memory
@@ -144,7 +144,7 @@ class Checksums:
     def _set_to_zero(self, page: _Page, current: Stream) -> None:
         assert self._order is not None
         if page.zeroed is not None:
-            current.wait(self._order.record())  # what its slots were used for on any stream -> zero
+            current.wait(self._order.record())  # earlier uses of its slots, on any stream -> zero
         with _disable_current_modes(), self._device.compute(), torch.no_grad():
             page.buffer.zero_()
         page.zeroed = current, current.record()
@@ -154,7 +154,7 @@ class Checksums:
 
 
 class ChecksumSlot:
-    """A checksum on the device. Its end frees its slot."""
+    """Slot with one checksum on the device. The end of this object frees the slot."""
 
     __slots__ = ("number", "page")
 
@@ -167,15 +167,15 @@ class ChecksumSlot:
             self.page.freed.append(None)
 
 
-# --- Verify mode: compares what goes out with what comes back, by checksum, on the device
+# --- Verify mode: compares the bytes that went out with the bytes that came back, by checksum, on the device
 #
-# Costs a pass over the bytes each way and a host sync for every check: for finding out, not for training. A storage of which
-# only some bytes are saved when it is copied is not checked, unless those are gathered: its owner may write the others
-# meanwhile.
+# It costs a pass over the bytes each way and a host sync for every check: for debugging, not for training. A storage is not
+# checked if only some of its bytes are saved when it is copied: its owner may write the others meanwhile. It is checked if the
+# saved bytes are gathered.
 
 
 class StorageChecksum:
-    """The checksum of one saved storage, and a description of the storage for the error."""
+    """Checksum of one saved storage, and a description of the storage for the error."""
 
     __slots__ = ("_checksums", "_sum", "_what")
 
@@ -187,11 +187,11 @@ class StorageChecksum:
         self._sum: ChecksumSlot | None = None
 
     def close(self, buffer: Tensor) -> None:
-        """Note the checksum of a flat uint8 tensor, on the current stream."""
+        """Take the checksum of the bytes that go out, a flat uint8 tensor, on the current stream."""
         self._sum = self._checksums.start(buffer)
 
     def check(self, buffer: Tensor) -> None:
-        """Compare with what went out; waits for the device. Raises `SwapMismatch`."""
+        """Compare `buffer` with the bytes that went out; waits for the device. Raises `SwapMismatch`."""
         assert self._sum is not None
         out, back = self._checksums.read([self._sum, self._checksums.start(buffer)])
         if out != back:

@@ -1,10 +1,10 @@
-"""Claims on saved storages, and the registry of what is claimed: one record and one copy of the same bytes. Note [Identity].
+"""Claims on saved storages, and the registry of claimed storages: equal bytes share one record and one copy. Note [Identity].
 
-    found = claims.find(t, saved, ...)            # a live claim whose copy has the bytes of `t`, or which part to claim anew
+    found = claims.find(t, saved, ...)            # a live claim whose copy has the bytes of `t`, or the part to claim anew
     claims.add(claim); claims.forget(saved)
     registry.add(saved); registry.get(index); registry.remove(saved)      # numbered within the step that saved them
 
-Claims are keyed by the storage object's id, compared by a weak reference: ids are recycled.
+Claims are stored by the id of the storage object. Ids are reused, so a weak reference confirms the object.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Claim:
-    """The object that all handles of one saved storage share: its end is the end of the storage's life. Note [Life].
+    """Object that all handles of one saved storage share: its end is the end of the storage's life. Note [Life].
 
-    It has no `__del__` itself: while one runs, a weak reference still leads to the object and brings it back, and a thread that
-    saves the same storage at that moment would share a claim that is being retired. So a part of it has one, which ends when
-    no reference leads here any more.
+    It has no `__del__` itself. While a `__del__` runs, a weak reference still leads to the object and can revive it. A thread
+    that saves the same storage at that moment would share a claim that is being retired. So the member `_end` has the
+    `__del__`, which runs once no reference leads to the claim.
     """
 
     __slots__ = ("__weakref__", "_end", "saved")
@@ -47,8 +47,8 @@ class Claim:
 class _End:
     """Retires a storage when its claim is gone.
 
-    `__del__` rather than `weakref.finalize`: a claim is made per saved storage in the hot path, and `finalize` keeps a
-    registry for interpreter exit, where nothing is to be done. No `__init__` either: that would be one more call there.
+    It has `__del__` rather than `weakref.finalize`, because a claim is made per saved storage in the hot path. `finalize` keeps
+    a registry for interpreter exit, when nothing needs to be done. It has no `__init__` either, which would be one more call.
     Idempotent, because `SavedStorage.retire` is.
     """
 
@@ -63,33 +63,33 @@ class _End:
 
 
 class Found(NamedTuple):
-    """Result of `Claims.find`: the claim that a saved tensor shares, or what a new claim is to cover."""
+    """Result of `Claims.find`: the claim that a saved tensor shares, or the part that a new claim covers."""
 
     claim: Claim | None
-    """The live claim that it shares; None: a new one is to be made."""
+    """Live claim that the tensor shares; None: the caller makes a new one."""
     part: Part | None
     """Part of the storage that the claim covers; None: all of it."""
     extends_copy: bool = False
-    """Whether the copy has not begun yet and now also waits for the operator that saves these bytes."""
+    """True if the copy now also includes these bytes. If it has not begun, it waits for the operator that saves them."""
     begins_again: bool = False
-    """Whether the copy lacks these bytes, and so has to begin anew."""
+    """True if the copy lacks these bytes and must begin again."""
 
 
 class Claims:
-    """The live claims, by storage and part. Not thread-safe: the executor holds its lock."""
+    """Live claims, by storage and part. Not thread-safe: the executor holds its lock."""
 
     def __init__(self) -> None:
         self.by_storage: dict[Hashable, weakref.ref[Claim]] = {}
-        """By the storage's id; those on parts by id and part. Others only read it."""
+        """Claims by the storage's id; claims on parts by id and part. Others only read it."""
         self._parts: dict[int, list[Part]] = {}
-        """Parts of each storage claimed on their own, by the storage's id: one that recurs costs a gather, nothing else."""
+        """Parts claimed on their own, by the storage's id. A part that is claimed again costs one more gather, nothing else."""
         self._last_saves: dict[int, LastSave] = {}
 
     def find(self, t: Tensor, saved: SavedBytes, facts: SaveFacts, rule: DefaultRule, compute: Stream, *, whole: bool) -> Found:
-        """Find the claim that `t`, saved now as `saved`, shares, or the part of its storage that a new one is to cover.
+        """Find the claim that `t`, saved now as `saved`, shares, or the part of its storage that a new claim covers.
 
-        A part where `t` covers little of a storage that was not saved whole, and where a copy of all of it began too early to
-        have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
+        A part is claimed in two cases: `t` covers little of a storage that was not saved whole, or a copy of the whole storage
+        began before it had these bytes. Views of that part share it. `whole`: in the second case, copy the whole storage again.
         """
         storage = t.untyped_storage()
         whole_found = self.find_whole(t, saved, compute)
@@ -113,19 +113,19 @@ class Claims:
         return Found(None, part)
 
     def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
-        """The claim on all of the storage of `t` that is to have its bytes as `saved`; there is one at most."""
+        """Find the only claim on the whole storage of `t`, if there is one. Its copy begins again if it lacks `saved`."""
         on_all = self._on(t.untyped_storage(), None)
         shared = None if on_all is None else _shared(on_all, t, saved, compute)
         return shared or Found(on_all, None, begins_again=on_all is not None)
 
     def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
-        """The live claim on all of `storage`, or on `part` of it, that was made last."""
+        """Latest live claim on all of `storage`, or on `part` of it."""
         ref = self.by_storage.get(_key(id(storage), part))
         claim = None if ref is None else ref()
         return claim if claim is not None and claim.saved.slot.is_record_of(storage) else None
 
     def add(self, claim: Claim) -> None:
-        """Add a new claim. It shares the record of the latest save with the other claims on its storage."""
+        """Add a new claim. It shares the record of the latest save with other claims on its storage."""
         slot, part = claim.saved.slot, claim.saved.part
         last = self._last_saves.get(slot.key)
         if last is not None and last.storage() is slot.storage:
@@ -138,7 +138,7 @@ class Claims:
             self._parts.setdefault(slot.key, []).append(part)
 
     def move(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """Have the saved tensors of `saved`, whose own storage is empty, lie in `storage`, which has their bytes."""
+        """Move the saved tensors of `saved`, whose own storage is empty, to `storage`, which has their bytes."""
         slot = saved.slot
         ref = self.by_storage.get(slot.key)
         claim = None if ref is None else ref()
@@ -171,7 +171,7 @@ class Claims:
 
 
 def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Found | None:
-    """Result with this claim if its copy has the bytes of `t`, or will have them; else None."""
+    """Return a result with this claim if its copy has the bytes of `t`, or will have them; else None."""
     record = claim.saved
     if record.slot.includes(saved, same_bytes=record.part is not None):
         return Found(claim, record.part)
@@ -183,15 +183,15 @@ def _key(storage_id: int, part: Part | None) -> Hashable:
 
 
 class StorageRegistry:
-    """The saved storages that are claimed, by step and number. Not thread-safe: the executor holds its lock."""
+    """Claimed storages, by step and number. Not thread-safe: the executor holds its lock."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        """Number of the current step: that of what is saved from now on."""
+        """Number of the current step, which saves storages from now on."""
         self.next_index = 0
-        """Number of the next save in this step."""
+        """Number of the next storage in this step."""
         self.of_epoch = 0
-        """Number of claimed storages that this step saved."""
+        """Count of claimed storages that this step saved."""
         self.packed_groups: set[PackedGroup] = set()
         self._storages: dict[tuple[int, int], SavedStorage] = {}
 
@@ -205,7 +205,7 @@ class StorageRegistry:
         self.of_epoch += 1
 
     def get(self, index: int) -> SavedStorage | None:
-        """The storage of that number in this step; None if it is gone."""
+        """Storage with that number in this step; None if it is gone."""
         return self._storages.get((self.epoch, index))
 
     def remove(self, saved: SavedStorage) -> None:
@@ -213,11 +213,11 @@ class StorageRegistry:
         self.of_epoch -= saved.epoch == self.epoch
 
     def all(self) -> list[SavedStorage]:
-        """All claimed storages, and the packed groups: whatever holds device memory."""
+        """All claimed storages and all packed groups: everything that may hold device memory."""
         return [*self._storages.values(), *(group.packed for group in self.packed_groups)]
 
     def release_group(self, group: PackedGroup | None) -> None:
-        """Retire a packed group that no member needs any more."""
+        """Retire a packed group if no member needs it any more."""
         if group is not None and not group.members_left:
             self.packed_groups.discard(group)
             group.packed.retire()

@@ -1,9 +1,9 @@
-"""Tells which saved tensors must not move, and why.
+"""Decide which saved tensors must not move, and why.
 
     facts_of(t) -> SaveFacts(nbytes, covered_bytes, kind)     kind: "" for a plain activation, else the reason to keep it
 
-Note [Parameters]: a parameter, or a view of one, passes by reference: its storage may be freed and refilled under us (FSDP2
-resizes it to nothing), and it lives on the device anyway.
+Note [Parameters]: a parameter, or a view of one, passes by reference. It lives on the device anyway, and others may free and
+refill its storage at any time (FSDP2 resizes it to zero bytes).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from chameleon_mm.swap.handles import Handle, KeptTensor, WrapperHandle
 _log = logging.getLogger(__name__)
 
 _MOST_VIEWS = 8
-"""Operators between a parameter and a view of what it wraps, at most."""
+"""Maximum number of operators between a parameter and a view of the tensors that it wraps."""
 
 
 class ProtectedStorages:
-    """Storages that stay on the device whatever we do: a model's parameters and buffers, and what outlived its saves."""
+    """Storages that never move: a model's parameters and buffers, and storages that outlived their saves."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self.refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """By the storage's id: what is not in here is not protected."""
+        """Weak references by the storage's id. A storage whose id is not in here is not protected."""
         for t in tensors:
             self.add(t.untyped_storage())
 
@@ -53,8 +53,8 @@ class ProtectedStorages:
 
 
 def reason_to_stay(t: Tensor, protected: ProtectedStorages, min_bytes: int) -> str | None:
-    """Return why `t` stays on the device, or None where `facts_of` has to tell. The reasons are those of `facts_of` and the
-    default rule, but that a small one is small whatever device and layout it has."""
+    """Return why `t` stays on the device, or None if `facts_of` must decide. The reasons are those of `facts_of` and the
+    default rule, with one exception: a small tensor is "small" on any device and in any layout."""
     kind, base = type(t), t._base
     if kind is Parameter:
         return "parameter"
@@ -77,9 +77,9 @@ def reason_to_stay(t: Tensor, protected: ProtectedStorages, min_bytes: int) -> s
 
 
 def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
-    """Facts about `t` for the default rule. Whatever cannot be rebuilt exactly gets a kind that the rule never moves."""
+    """Facts about `t` for the default rule. A tensor that cannot be rebuilt exactly gets a kind that the rule never moves."""
     kind, base = type(t), t._base
-    # Asking for the class first: a parameter's own check of instances is written in Python.
+    # The class is tested first: `isinstance(t, Parameter)` runs a check that is written in Python.
     if (kind is not Tensor and isinstance(t, Parameter)) or (
         base is not None and type(base) is not Tensor and isinstance(base, Parameter)
     ):
@@ -90,14 +90,14 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
         return SaveFacts(nbytes=0, kind="layout")
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return SaveFacts(nbytes=0, kind="functorch")
-    # Tensors without memory: those that legacy vmap batches (torch.autograd.functional with vectorize=True), and zeros that are
-    # written nowhere, as where a dual tensor of forward-mode differentiation has no tangent.
+    # Tensors without memory: those that legacy vmap batches (torch.autograd.functional with vectorize=True), and zero tensors
+    # that are never written. A dual tensor without a tangent has such zeros in forward-mode differentiation.
     if not torch._C._has_storage(t) or t._is_zerotensor():
         return SaveFacts(nbytes=0, kind="no_storage")
     if not device.owns(t):
         return SaveFacts(nbytes=0, kind="other_device")
-    # A view is as its base is. That of a leaf frees nothing, and may be FSDP2's to free: a parameter's local part;
-    # that of an activation may be a leaf by itself where a custom function's forward made it, as the local part of a `DTensor`.
+    # A view is classified by its base. A view of a leaf frees nothing, and FSDP2 may free it: a parameter's local part. A view
+    # of an activation may itself be a leaf if a custom function's forward made it: the local part of a `DTensor`.
     holder = t if base is None else base
     if holder.requires_grad and holder.is_leaf:
         return SaveFacts(nbytes=0, kind="leaf")
@@ -108,21 +108,21 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
         return SaveFacts(nbytes=storage.nbytes(), kind="persistent")
     nbytes = storage.nbytes()
     if nbytes and not storage.resizable():
-        return SaveFacts(nbytes=nbytes, kind="borrowed")  # memory that torch did not allocate for it: it cannot go alone
+        return SaveFacts(nbytes=nbytes, kind="borrowed")  # torch did not allocate this memory for it: it cannot be freed alone
     covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
     return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
 
 
 def is_part_of_parameter(t: Tensor) -> bool:
-    """Whether `t`, a view that a custom function made, lies in what a parameter of a wrapper class wraps, as `to_local()` of a
-    `DTensor` does: FSDP2 frees that memory and fills it again."""
+    """True if `t`, a view that a custom function made, lies in a tensor that a wrapper parameter wraps. `to_local()` of a
+    `DTensor` makes such views. FSDP2 frees that memory and fills it again."""
     node, storage = t.grad_fn, t.untyped_storage()
     for _ in range(_MOST_VIEWS):
         before = () if node is None else node.next_functions
         if len(before) != 1:
             return False
         node = before[0][0]
-        leaf = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        leaf = getattr(node, "variable", None)  # the node that accumulates a leaf's gradient has it
         if leaf is not None:
             parts = unwrapped(leaf) if isinstance(leaf, Parameter) else None
             inner = () if parts is None else parts[0].values()
@@ -131,7 +131,7 @@ def is_part_of_parameter(t: Tensor) -> bool:
 
 
 def covered_bytes(t: Tensor) -> int:
-    """Bytes of the elements of `t`; what a dimension of stride 0 repeats counts once, elements that overlap count each."""
+    """Bytes of the elements of `t`. Repeats by a dimension of stride 0 count once; elements that overlap count each."""
     elements = t.numel()
     if elements > 1 and 0 in (strides := t.stride()):
         elements = prod(size for size, stride in zip(t.shape, strides, strict=True) if stride)
@@ -139,31 +139,31 @@ def covered_bytes(t: Tensor) -> int:
 
 
 def unwrapped(t: Tensor) -> tuple[dict[str, Any], Any] | None:
-    """Inner tensors of a wrapper subclass, and the context to wrap them again; None if it cannot be unwrapped.
+    """Inner values of a wrapper subclass, and the context to wrap them again; None if it cannot be unwrapped.
 
-    Most of it are tensors; a DTensor also names its mesh.
+    Most inner values are tensors; a DTensor also names its mesh.
     """
     wrapper: Any = t  # the stub's protocol class cannot be a Tensor for mypy
     if not is_traceable_wrapper_subclass(wrapper):
         return None
     try:
         if (wait := getattr(wrapper, "trigger_wait", None)) is not None:
-            wait()  # for a collective's result, as the operator that saves it is about to: copied before, it would be another
+            wait()  # for a collective's result, as the saving operator is about to: an earlier copy would have other bytes
         names, context = wrapper.__tensor_flatten__()
         inner = {name: getattr(wrapper, name) for name in names}
-    except Exception as error:  # noqa: BLE001 - anybody's code; a hook that raises breaks the graph, keeping the tensor not
+    except Exception as error:  # noqa: BLE001 - anyone's code; a hook that raises breaks the graph, a kept tensor does not
         _log.warning("chameleon_mm: %s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
         return None
     return inner, context
 
 
 def save_parts(t: Tensor, save: Callable[[Tensor], Handle]) -> WrapperHandle | None:
-    """Save each tensor that the wrapper `t` wraps by `save`; None if it cannot be unwrapped or nothing of it would move."""
+    """Save each inner tensor of the wrapper `t` by `save`; None if it cannot be unwrapped or no part of it would move."""
     unwrapped_parts = unwrapped(t)
     if unwrapped_parts is None:
         return None
     inner, context = unwrapped_parts
-    # A jagged tensor's symbolic size is known by the identity of its offsets, so all but its values stays as it is.
+    # The identity of a jagged tensor's offsets gives its symbolic size, so only its values may move.
     stays = set(inner) - {"_values"} if t.is_nested else set()
     parts = {name: save(part) for name, part in inner.items() if isinstance(part, Tensor) and name not in stays}
     if all(isinstance(part, KeptTensor) for part in parts.values()):

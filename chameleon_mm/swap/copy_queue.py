@@ -1,15 +1,15 @@
-"""Copy queues of a device's link, one for each direction: moves wait here, and few copies are outstanding in the device's own.
+"""Copy queues of a device's link, one per direction: moves wait here, and few copies are outstanding in the device's own queue.
 
     move = Move(dst, src, [ready, *block.pending_events], timed=False)
     queue.submit(move)                                                      # queued; at most two pieces are handed over
     queue.hand_over()                                                       # at every hook: hand over more as they finish
-    done = queue.issue(move)                                                # needed now: all of it, before what is queued
+    done = queue.issue(move)                                                # needed now: all of it, ahead of queued moves
     move = transfer.swap_out(host, hbm, after)                              # `Transfer`: both directions, for any thread
 
-A copy engine is one FIFO per direction, blind to priority: what was handed to it cannot be overtaken (51 KB waited 12 ms
-behind 200 MB, published: docs/transfer.md). So moves are cut into pieces, and at most `outstanding` of them are in the engine's
-queue, unless somebody is about to wait for more: then holding back would only make them wait longer. Small moves that wait in a
-row make one piece together: one call for all of them, and one event.
+A copy engine is one FIFO per direction without priorities: a later copy cannot overtake one that was handed over. Published:
+51 KB waited 12 ms until 200 MB had crossed (docs/transfer.md). So moves are cut into pieces, and at most `outstanding` of them
+are in the engine's queue. More are handed over if compute or the host is about to wait for them: holding them back would
+prolong the wait.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from chameleon_mm.device import Device, Event, Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.units import KIB, MIB
 
-# --- Chooses the way of a buffer across the link, by its size
+# --- Path of a buffer across the link, by its size
 
 
 class Path(enum.Enum):
-    """Ways of a buffer across the link."""
+    """Paths of a buffer across the link."""
 
     STAY = "stay"
-    """The buffer stays: below `stay_below_bytes` moving costs more than the memory is worth."""
+    """The buffer stays on the device. Below `stay_below_bytes`: a move costs more than the memory is worth."""
     PACK = "pack"
-    """Packed with others of its kind: one kernel packs them, one copy moves them. Below `pack_below_bytes`."""
+    """The buffer is packed with others: one kernel packs them, one copy moves them. Below `pack_below_bytes`."""
     DIRECT = "direct"
-    """A copy of its own, in pieces. From `pack_below_bytes` on."""
+    """The buffer has a copy of its own, in pieces. From `pack_below_bytes` on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Sizes at which one path ends and the next begins, in bytes, and how much memory packing may take.
+    """Sizes in bytes at which the path changes, and the memory that packing may take.
 
-    Raises `ValueError` for limits that are not in order, and for less staging than two packed tensors need.
+    Raises `ValueError` if the sizes are out of order, or if staging has no room for two packed tensors.
     """
 
     stay_below_bytes: int = 4 * KIB
-    """One page: less is not worth a launch's share, and hardly any memory. Not measured: nothing that is measured tells it."""
+    """Size of a page: less is hardly any memory, and not worth a share of a launch. No measurement gives this value."""
 
     pack_below_bytes: int = 128 * KIB
-    """Size from which a copy takes the link about as long as it takes the host to ask for it: 2.4 us at the 55 GB/s published
-    for an H200, against 2.3-7 us for cudaMemcpyAsync."""
+    """Size at which a copy takes as long on the link as its call on the host: 2.4 us at the 55 GB/s published for an H200,
+    against 2.3-7 us for cudaMemcpyAsync."""
 
     staging_bytes: int = 64 * MIB
-    """Device memory that packed groups may take, on their way out and back together: sixteen groups of 4 MiB. Where it is used
-    up, compute is ordered after the oldest group's copy, whose memory goes, before another is made."""
+    """Device memory for packed groups on their way out and back together: sixteen groups of 4 MiB. If it is used up, compute is
+    ordered after the oldest group's copy. That group's memory is freed before another group is made."""
 
     def __post_init__(self) -> None:
         previous = 0
@@ -76,7 +76,7 @@ class Thresholds:
 
     @classmethod
     def direct(cls) -> Thresholds:
-        """Thresholds by which every buffer moves alone, whatever its size."""
+        """Thresholds with which every buffer moves alone, at any size."""
         return cls(stay_below_bytes=0, pack_below_bytes=0)
 
     def path(self, nbytes: int) -> Path:
@@ -91,15 +91,15 @@ class Thresholds:
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 * MIB
-"""Size of a piece. A copy of 17 MB reaches 99 % of the link's rate, by the model of docs/transfer.md; 32 MiB take 0.6 ms at
-55 GB/s: the longest an urgent copy waits is two of them."""
+"""Size of a piece. A copy of 17 MB reaches 99 % of the link's rate, by the model of docs/transfer.md. A piece takes 0.6 ms at
+55 GB/s, and an urgent copy waits for two of them at most."""
 
 OUTSTANDING = 2
-"""Pieces in the engine's queue: one running, one to follow it without a gap."""
+"""Pieces in the engine's queue: one that runs, and one that follows it without a gap."""
 
 
 class Piece(NamedTuple):
-    """A part of a timed move, or several small moves, handed over: between its two events lie its copies and nothing else."""
+    """Part of a timed move, or all of it, handed over: between its two events lies its copy and nothing else."""
 
     start: Event
     end: Event
@@ -107,8 +107,8 @@ class Piece(NamedTuple):
 
 
 WrittenSince = tuple[Sequence[tuple[Tensor, int]], Callable[[], Sequence[Event]]]
-"""Tensors with the version counters of a copy's source, each with its version when the copy was queued; and a function that
-gives events after all writes so far, called where a counter has moved."""
+"""Pair for a copy's source: tensors with its version counters, each with its version when it was saved; and a function that
+returns events after all writes so far, called if a counter has moved."""
 
 
 class Move:
@@ -121,7 +121,7 @@ class Move:
     def __init__(
         self, dst: Tensor, src: Tensor, after: Sequence[Event], timed: bool, written: WrittenSince | None = None
     ) -> None:
-        if dst.numel() != src.numel():  # pieces are slices, and slices of unequal buffers can be of equal size
+        if dst.numel() != src.numel():  # slices of unequal buffers can be of equal size
             raise ValueError(f"expected a destination of the source's {src.numel()} bytes, got {dst.numel()}; slice the larger")
         self.dst: Tensor | None = dst
         self.src: Tensor | None = src
@@ -133,14 +133,14 @@ class Move:
         self.pieces: deque[Piece] = deque()
         """Pieces of a timed move that were handed over, until the metrics take them."""
         self.done: Event | None = None
-        """Event after the last piece, set once no more comes. Until it is complete the caller keeps source and destination."""
+        """Event after the last piece, set once no piece is left. The caller keeps both buffers until it is complete."""
         self.cancelled = False
         self.failed = False
-        """Whether the device refused it. What was handed over before is complete, and nothing more will come."""
+        """True if the device refused it. Pieces handed over before are complete, and no more will come."""
 
     @classmethod
     def issued(cls, nbytes: int, done: Event, start: Event | None) -> Move:
-        """A copy that its caller has handed to the device, whole; `start`: event before it, where it is timed."""
+        """Move that its caller has handed to the device as a whole. `start`: the event before it; None: not timed."""
         move = cls.__new__(cls)
         move.dst = move.src = move.written = None
         move.nbytes = move.next_byte = nbytes
@@ -150,17 +150,17 @@ class Move:
 
     @property
     def begun(self) -> bool:
-        """Whether any piece was handed to the device: from then on source and destination must be kept."""
+        """True if any piece was handed to the device: from then on source and destination must be kept."""
         return self.next_byte > 0 or self.done is not None
 
     @property
     def ended(self) -> bool:
-        """Whether no piece of it will be handed over any more."""
+        """True if no more pieces of it will be handed over."""
         return self.done is not None or self.cancelled or self.failed
 
 
 class CopyQueue:
-    """The moves of one direction, on a stream of its own. Not thread-safe: `Transfer` holds the lock."""
+    """Moves of one direction, on a stream of its own. Not thread-safe: `Transfer` holds the lock."""
 
     def __init__(
         self,
@@ -181,42 +181,42 @@ class CopyQueue:
         self._running: deque[Event] = deque()
 
     def submit(self, move: Move, *, at_once: bool = False) -> None:
-        """Queue a move, and hand over what may be outstanding. `at_once`: all of it and of what waits before it."""
+        """Queue a move, and hand over pieces within the limit. `at_once`: hand over all of it and all moves before it."""
         self.queued.append(move)
         try:
             (self.hand_over_all if at_once else self.hand_over)()
         except BaseException:
-            self._fail(move)  # the caller never learns of it, and gives both buffers to others
+            self._fail(move)  # the caller never gets the move, and reuses both buffers
             raise
 
     def hand_over(self) -> None:
-        """Hand over pieces until as many are outstanding as may be."""
+        """Hand over pieces until the limit of outstanding pieces is reached."""
         running = self._running
         while self.queued:
-            while running and running[0].query():  # as `_forget_complete` does, without the call
+            while running and running[0].query():  # inlines `_forget_complete`, which saves a call
                 running.popleft()
             if len(running) >= self._limit:
                 return
             self._hand_over_front()
 
     def hand_over_all(self) -> None:
-        """Hand over everything that is queued."""
+        """Hand over all queued moves."""
         while self.queued:
             self._hand_over_front()
 
     def is_idle(self) -> bool:
-        """Whether everything that was submitted is complete."""
+        """True if all submitted moves are complete."""
         self._forget_complete()
         return not self._running and not self.queued
 
     def issue_in_order(self, move: Move) -> Event:
-        """Hand over all of a move, behind all that was queued before it. Returns the event after it."""
+        """Hand over all of a move, after all moves queued before it. Returns the event after it."""
         while not move.ended and self.queued[0] is not move:
             self._hand_over_front()
         return self.issue(move)
 
     def issue(self, move: Move) -> Event:
-        """Hand over all of a move, ahead of what is queued. Returns the event after it. Raises `TransferFailed`."""
+        """Hand over all of a move, ahead of queued moves. Returns the event after it. Raises `TransferFailed`."""
         if move.failed:
             raise TransferFailed(f"a copy on {self.stream.name} was refused by the device earlier; see the log")
         while move.done is None:
@@ -224,7 +224,7 @@ class CopyQueue:
         return move.done
 
     def cancel(self, move: Move) -> bool:
-        """Cancel a move if none of it was handed over. Returns whether it was cancelled."""
+        """Cancel a move if none of it was handed over. Returns True if it was cancelled."""
         if move.begun or move.cancelled or move.failed:
             return False
         move.cancelled = True
@@ -232,7 +232,7 @@ class CopyQueue:
         return True
 
     def truncate(self, move: Move) -> int:
-        """End a move after the pieces that were handed over. Returns the bytes that were not."""
+        """End a move after the pieces that were handed over. Returns the bytes that were not handed over."""
         if move.done is not None or move.failed:
             return 0
         unsent = move.nbytes - move.next_byte
@@ -252,12 +252,12 @@ class CopyQueue:
         """Hand over a piece of the oldest move. A refused copy is logged, and its owner sees `failed`."""
         try:
             self._hand_over_piece(self.queued[0])
-        except RuntimeError as error:  # whoever owns the move finds it failed, and the tensor stays where it is
-            # The text alone: a log record that kept the error would keep its frames, and the buffers that they hold.
+        except RuntimeError as error:  # the move's owner finds it failed, and the tensor stays
+            # Only the text: a log record with the error would keep its frames, and the buffers that they hold.
             _log.warning("chameleon_mm: a copy on %s was refused: %s", self.stream.name, str(error))
 
     def _hand_over_piece(self, move: Move) -> None:
-        """Enqueue the next piece. After the last, or when it is refused, the move is in the queue no more."""
+        """Enqueue the next piece. The move leaves the queue after its last piece, or if a piece is refused."""
         stream = self.stream
         try:
             assert move.dst is not None and move.src is not None, "a finished move was handed over again"
@@ -269,10 +269,10 @@ class CopyQueue:
                 for counter, version in move.written[0]:
                     if counter._version != version:
                         for event in move.written[1]():
-                            stream.wait(event)  # orders this piece after what was written since the move was queued
+                            stream.wait(event)  # orders this piece after the writes since the save
                         break
             begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.nbytes)
-            # A piece's own time, not the move's: between two pieces the stream may idle, or carry another move that was needed
+            # Pieces are timed, not the move: between two pieces the stream may idle, or carry another move that was needed
             # first.
             start = stream.record(timed=True) if move.timed else None
             stream.copy(move.dst[begin:end], move.src[begin:end], speculative=self._speculative)
@@ -286,14 +286,14 @@ class CopyQueue:
             move.pieces.append(Piece(start, done, end - begin))
         if end == move.nbytes:
             move.done = done
-            if self.queued and self.queued[0] is move:  # as a rule; as `_dequeue` does, without the call
+            if self.queued and self.queued[0] is move:  # the usual case; inlines `_dequeue`, which saves a call
                 move.dst = move.src = move.written = None
                 self.queued.popleft()
             else:
                 self._dequeue(move)
 
     def _fail(self, move: Move) -> None:
-        # Some of it may be running with no event to tell when it ends: the host waits, so that both buffers may be dropped.
+        # Some of it may still run, with no event after it: the host waits, so that both buffers may be dropped.
         move.failed = True
         self._dequeue(move)
         self.synchronize()
@@ -302,33 +302,33 @@ class CopyQueue:
         """Make the host wait for the device."""
         try:
             self._synchronize()
-        except RuntimeError as error:  # a device that cannot even be waited for runs nothing any more
+        except RuntimeError as error:  # a device that cannot be synchronised runs nothing any more
             _log.warning("chameleon_mm: the device could not be synchronised after a failure: %s", str(error))
 
     def _dequeue(self, move: Move) -> None:
-        """Take a move out of the queue, which holds its buffers no longer: its owner does, until `done`."""
+        """Take a move out of the queue and release its buffers here: the move's owner keeps them until `done`."""
         move.dst, move.src, move.after, move.written = None, None, (), None
         if move in self.queued:
             self.queued.remove(move)
 
 
 class Transfer:
-    """The two copy queues of one device. Thread-safe: forward and backward may run on different threads."""
+    """Both copy queues of one device. Thread-safe: forward and backward may run on different threads."""
 
     def __init__(self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING) -> None:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
-        self._lock = threading.Lock()  # not re-entrant: nothing that a finaliser does takes it
+        self._lock = threading.Lock()  # not re-entrant: no finaliser takes it
         queue = partial(CopyQueue, piece_bytes=piece_bytes, outstanding=outstanding, synchronize=device.synchronize)
         self._out = queue(device.new_stream("d2h"), speculative=True)
         self._in = queue(device.new_stream("h2d"), speculative=False)
         self.streams = self._out.stream, self._in.stream
-        """The streams of copies out and back."""
+        """Streams of copies out and back."""
         self.queued = self._out.queued, self._in.queued
         """Moves that wait to be handed over, out and in. Others only read it."""
 
-    # A copy out is speculative: the model may write a saved tensor while it runs. Its version counter then says so, and
-    # whoever uses it gets eager's error instead of the bytes.
+    # A copy out is speculative: the model may write to a saved tensor while it runs. The tensor's version counter then shows
+    # the write, and a use raises eager's error instead of returning the bytes.
 
     def swap_out(
         self, host: Tensor, hbm: Tensor, after: Sequence[Event], *, timed: bool = False,
@@ -336,7 +336,7 @@ class Transfer:
     ) -> Move:  # fmt: skip
         """Queue a copy from device to host. The caller keeps `hbm` until the move's `done` is waited on or complete.
 
-        `written` orders a piece after what was written since. `at_once`: hand all of it over now, behind what waits.
+        `written`: orders a piece after later writes to the source. `at_once`: hand all of it over now, after the queued moves.
         """
         move = Move(host, hbm, after, timed, written)
         with self._lock:
@@ -344,7 +344,7 @@ class Transfer:
         return move
 
     def swap_in(self, hbm: Tensor, host: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
-        """Queue a copy from host to device, behind earlier ones; `issue_in` brings it forward."""
+        """Queue a copy from host to device, after earlier ones; `issue_in` brings it forward."""
         move = Move(hbm, host, after, timed)
         with self._lock:
             self._in.submit(move)
@@ -356,48 +356,48 @@ class Transfer:
             return self._out.issue(move)
 
     def issue_out_in_order(self, move: Move) -> Event:
-        """Hand all of a swap-out over now, behind all that was queued before it, and return the event after it."""
+        """Hand all of a swap-out over now, after all moves queued before it, and return the event after it."""
         with self._lock:
             return self._out.issue_in_order(move)
 
     def issue_in(self, move: Move) -> Event:
-        """Hand all of a swap-in over now, ahead of queued ones, and return the event after it."""
+        """Hand all of a swap-in over now, ahead of queued moves, and return the event after it."""
         with self._lock:
             return self._in.issue(move)
 
     def cancel_out(self, move: Move) -> bool:
-        """Cancel a swap-out if none of it was handed over. Returns whether it was cancelled."""
+        """Cancel a swap-out if none of it was handed over. Returns True if it was cancelled."""
         with self._lock:
             return self._out.cancel(move)
 
     def truncate_out(self, move: Move) -> int:
-        """End a swap-out that nobody needs any more after the pieces already handed over. Returns the bytes never sent."""
+        """End an unneeded swap-out after the pieces already handed over. Returns the bytes never sent."""
         with self._lock:
             return self._out.truncate(move)
 
     def cancel_in(self, move: Move) -> bool:
-        """Cancel a swap-in if none of it was handed over. Returns whether it was cancelled."""
+        """Cancel a swap-in if none of it was handed over. Returns True if it was cancelled."""
         with self._lock:
             return self._in.cancel(move)
 
     def synchronize(self) -> None:
-        """Make the host wait for all of the device's work, as far as it still answers: buffers may be reused without an event
-        then."""
+        """Make the host wait for all of the device's work, if the device still answers. Buffers may then be reused without an
+        event."""
         self._out.synchronize()
 
     def out_is_idle(self) -> bool:
-        """Whether all swap-outs that were submitted are complete: one more would start at once."""
+        """True if all submitted swap-outs are complete: one more would start at once."""
         with self._lock:
             return self._out.is_idle()
 
     def hand_over_all_out(self) -> None:
-        """Hand over all queued swap-outs, whatever is outstanding."""
+        """Hand over all queued swap-outs, beyond the limit of outstanding pieces."""
         if self._out.queued:
             with self._lock:
                 self._out.hand_over_all()
 
     def hand_over(self) -> None:
-        """Hand over what the outstanding limit allows now, both ways."""
+        """Hand over pieces in both directions, up to the limit of outstanding pieces."""
         with self._lock:
             self._out.hand_over()
             self._in.hand_over()

@@ -1,10 +1,10 @@
-"""The director of a step decides what becomes of the storages that the step's hooks save and use; the executor carries it out.
+"""The director of a step decides what happens to the storages that the step's hooks save and use. The executor carries it out.
 
     recorder = director.begin_step(epoch, budget, compute)
     at each hook:  director.on_save(t, saved, finished) | director.on_use(saved_at, saved, finished)
                    rows = director.due()                    # rows of `director.way`, carried out by the executor
-                   director.note_growth(nbytes)             # where memory was checked
-                   director.note_restored(saved, storage)   # a use: where its bytes are
+                   director.note_growth(nbytes)             # after a check of memory
+                   director.note_restored(saved, storage)   # at a use: `storage` holds the bytes
     kind = director.end_step(recorder, compute, growth_bytes, completed=...)
 
 `Director` itself leaves every storage to the default rule and records no step. `PlanFollower` of `follow` follows plans.
@@ -33,67 +33,66 @@ class Director:
     """Leaves every storage to the default rule. Not thread-safe: the executor holds its lock."""
 
     plans = False
-    """Whether it is told of every hook, also where nothing moves that is saved or used there."""
+    """True if the executor calls it at every hook, also at hooks whose tensors do not move."""
     light: LightProfiler | None = None
-    """The profiler that notes what autograd saves and uses, of a director that plans."""
+    """Profiler of the tensors that autograd saves and uses; None: the director does not plan."""
     way: Way | None = None
-    """What the step follows; None: the default rule."""
+    """Compiled plan that the step follows; None: the default rule."""
 
     @property
     def recompute(self) -> RecomputePlan | None:
-        """What is recomputed in the step that has begun; None: nothing."""
+        """Part of the running step's plan about recomputation; None: nothing is recomputed."""
         return None
 
     @property
     def may_recompute(self) -> bool:
-        """Whether the step that has begun may follow a plan that recomputes something, as far as is known by now."""
+        """True if the running step may follow a plan that recomputes something, as far as known now."""
         return self.recompute is not None
 
     def replan(self) -> None:
-        """Have new plans made where a recipe turned out to make other bits than the original. Called between steps."""
+        """Make new plans after a recipe has made other bits than the original had. Called between steps."""
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
-        """Begin a step, whose storages are of that epoch. Returns what is to record it; None: nothing."""
+        """Begin step `epoch`, the number that its storages have. Returns the recorder for it; None: it is not recorded."""
         return None
 
     def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
-        """Autograd saves `t`, of the storage `saved`, or of one that stays (None). Returns the hook's number in this step.
+        """Note that autograd saves `t`, of the storage `saved`; None: it stays. Returns the hook's number in this step.
 
-        `finished`: storages that were saved by operators which are over now.
+        `finished`: storages whose saving operators are over now.
         """
         return NO_HOOK
 
     def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
-        """Autograd uses what was saved in that step at that hook, of the storage `saved`, or of one that stayed (None)."""
+        """Note that autograd uses a tensor of the storage `saved`; None: it stayed. `saved_at`: step and hook of its save."""
 
     def due(self) -> Sequence[Row]:
-        """Return the rows of `way` that are due by this hook, each once."""
+        """Return the rows of `way` that are due at the latest hook, once each."""
         return ()
 
     def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
-        """Note that the model allocated so much since memory was last checked, freed bytes included. `at_hook`: every step that
-        has these hooks checks memory here and at the last such check, whatever its plan. `hook`: None is the
-        latest."""
+        """Note the bytes that the model allocated since the last check of memory, freed ones included. `at_hook`: every step
+        with these hooks checks memory here and at the previous check of this kind, under any plan. `hook`: None: the latest."""
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
-        """Note that `saved`, which autograd did not save, is held for what is recomputed from it. `number`: as in
+        """Note that `saved` is held for recomputation, although autograd did not save it. `number`: its number in
         `RecomputePlan.held`."""
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """Note that `storage` holds the bytes of `saved`, which is used now."""
+        """Note that `storage` holds the bytes of `saved`, which autograd uses now."""
 
     def may_loop(self) -> bool:
-        """Whether the loop may run the hooks of `way` behind the latest."""
+        """True if the loop may run the hooks of `way` after the latest one."""
         return False
 
     def rejoin(self, hook: int, latest: LatestHook) -> None:
-        """Go on behind `hook`, the latest that the loop did."""
+        """Continue after `hook`, the latest one that the loop ran."""
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
-        """End the step, of which something is learned if it `completed`. `growth_bytes` as in `note_growth`."""
+        """End the step, and learn from it if it `completed`. `growth_bytes`: as in `note_growth`."""
         return StepKind.BY_RULE if completed else StepKind.FAILED
 
     def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
-        """Set other budgets from the next step on; None: as it is. Called between steps, before the pool has its new limit.
-        `must_fit`: steps that are known keep to them, and it raises `InfeasibleBudget`, with nothing changed, where one that
-        has a plan would have none; else they are forgotten."""
+        """Set other budgets from the next step on; None: unchanged. Called between steps, before the pool has its new limit.
+        `must_fit`: raise `InfeasibleBudget`, with nothing changed, if a step that has a plan would have none. Otherwise the
+        known steps are forgotten."""

@@ -1,10 +1,10 @@
-"""Runs autograd's two hooks: swaps out after the saving op is over, reclaims under pressure, prefetches, restores at a use.
+"""Run autograd's two hooks: swap out after the saving op is over, reclaim under pressure, prefetch, restore at a use.
 
     save(t):   advance(); keep it | claim its storage -> SwappedView      # its copy out is queued at a later hook
     use(h):    advance(); check the version; take, wait for or swap in the storage; prefetch the next ones
-    advance(): queue copies of saves whose op is over; hand over pieces; reclaim what is copied; keep within the budget
+    advance(): queue copies of saves whose op is over; hand over pieces; reclaim copied storages; keep within the budget
 
-Correctness never depends on an order, a rule or a budget: a use restores its storage from wherever it is.
+Correctness never depends on an order, a rule or a budget: a use restores its storage from any state.
 Note [No plan, no harm].
 """
 
@@ -62,7 +62,7 @@ from chameleon_mm.swap.step_loop import StepLoop
 from chameleon_mm.swap.swap_ins import Rescue, SwapIns
 from chameleon_mm.swap.swap_outs import SwapOuts
 
-# --- Parts of an executor, made and put together: what swaps out and in, what recomputes, and the budget over them
+# --- Parts of an executor: swap-outs, swap-ins, recomputation, and the budget over them
 
 
 class Parts(NamedTuple):
@@ -91,7 +91,7 @@ def assemble(
     *,
     verify: bool,
 ) -> Parts:
-    """Parts of `executor`, which none of them keeps alive, for `device`."""
+    """Make the parts of `executor` for `device`. None of them keeps the executor alive."""
     streams = ComputeStreams(device)
     streams.current()
     transfer = Transfer(device)
@@ -107,10 +107,10 @@ def assemble(
         order,
         metrics,
         storages=registry.all,
-        swap_outs=lambda: weak_outs(),  # noqa: PLW0108 - it is there only later
+        swap_outs=lambda: weak_outs(),  # noqa: PLW0108 - it is bound only later
     )
     if (hook := device.allocator_hook()) is not None:
-        # A recorder counts who holds a storage, and what operators allocate: what the allocator does would be theirs.
+        # Not in a recording: the recorder counts holders of storages and operators' allocations, and lending changes both.
         budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
     outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds)
@@ -121,11 +121,11 @@ def assemble(
     return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, budget, streams))
 
 
-# --- Retires what autograd has let go of: storages whose last handle is gone, and sources that it does not rely on any more
+# --- Retires storages whose last handle is gone, and sources that autograd no longer relies on
 
 
 class Retiring:
-    """Retires for one executor. Not thread-safe: the executor holds its lock."""
+    """Retires ended storages and sources for one executor. Not thread-safe: the executor holds its lock."""
 
     def __init__(self, parts: Parts, recording: Recording, protected: ProtectedStorages) -> None:
         self._registry, self._claims, self._rescue = parts.registry, parts.claims, parts.rescue
@@ -133,7 +133,7 @@ class Retiring:
         self._protected = protected
 
     def run(self, ended: deque[Ended]) -> list[BaseException]:
-        """Retire all of `ended`. Returns the errors that this met."""
+        """Retire all of `ended`. Returns the errors that this raised."""
         errors: list[BaseException] = []
         while ended:
             one = ended.popleft()
@@ -147,7 +147,7 @@ class Retiring:
         return errors
 
     def _retire(self, saved: SavedStorage) -> None:
-        # Its bytes never left: what outlives its saves is a buffer or an input, which moving frees nothing of.
+        # If its bytes never left and it outlives its saves, it is a buffer or an input: moving it frees nothing.
         storage = saved.slot.first if saved.part is None and not saved.slot.came_back else None
         try:
             self._registry.remove(saved)
@@ -165,11 +165,11 @@ class Retiring:
 # --- executor
 
 LONGEST_UNNAMED_STEP = 16_384
-"""Storages that may be saved outside of any step before a new one begins, as a graph may be kept for ever."""
+"""Maximum number of storages saved outside of steps before a new step begins: a graph may be kept for ever."""
 
 
 class Executor:
-    """Swaps the saved tensors of one device. Thread-safe: autograd may use on one thread what another saved."""
+    """Swaps the saved tensors of one device. Thread-safe: autograd may save a tensor on one thread and use it on another."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Executor:
         verify: bool = False,
     ) -> None:
         self.rule = rule
-        self._least_bytes = max(1, rule.min_bytes)  # of what moves: not asked of the rule at every hook
+        self._least_bytes = max(1, rule.min_bytes)  # least size that moves; stored, because every hook needs it
         self.protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
         self.recording = recording = Recording()
@@ -206,7 +206,7 @@ class Executor:
         self._saved_any = self._used_any = False
 
     def save(self, t: Tensor) -> Handle:
-        """on_save: returns the handle that autograd holds instead of `t`. A tensor that is not understood stays as it is."""
+        """Save hook: return the handle that autograd holds instead of `t`. A tensor of an unknown kind is kept as it is."""
         if self.recording.is_over:
             return self._save(t, is_hook=True)
         with self.recording.paused():
@@ -215,7 +215,7 @@ class Executor:
         return handle
 
     def use(self, handle: Handle) -> Tensor:
-        """on_use: returns the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
+        """Use hook: return the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
         if self.recording.is_over:
             return self._use(handle, is_hook=True)
         with self.recording.paused():
@@ -224,11 +224,12 @@ class Executor:
         return t
 
     def _save(self, t: Tensor, *, is_hook: bool) -> Handle:
-        """`is_hook`: called by autograd itself; False: for a part of what one saves, to which finished saves are left."""
+        """Save `t`. `is_hook`: autograd itself called; False: for a part of a wrapper, whose hook handles the finished
+        saves."""
         if ThisProcess.pid != self._pid:
             return KeptTensor(t)
         capturing = self.device.capturing()
-        if capturing or (num_modes() and tracer_is_on()):  # the device is asked for nothing
+        if capturing or (num_modes() and tracer_is_on()):  # the device is not called
             with self.hook_lock.lock:
                 return self._keep(t, "capturing" if capturing else "tracing")
         facts = facts_of(t, self.device, self.protected)
@@ -236,7 +237,7 @@ class Executor:
         return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
 
     def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
-        self.loop.leave()  # the director knows nothing of the loop's hooks
+        self.loop.leave()  # the director has not seen the loop's hooks
         moves = not facts.kind and facts.nbytes >= self._least_bytes
         reason = None if moves else self.rule.reason_to_keep(facts)
         saved_bytes = SavedBytes(t) if handle is None and reason is None else None
@@ -282,7 +283,7 @@ class Executor:
             raise used_in_child(saved.nbytes, self._pid)
         if self.device.capturing():
             raise used_in_capture(saved.nbytes)
-        # Under a tracer what is real comes back real: the copies are no part of what it traces.
+        # A real tensor comes back real under a tracer: the copies must not be traced.
         with _disable_current_modes() if tracer_is_on() else nullcontext():
             if saved.relied is not None and saved.relied.dependents:
                 self.hook_lock.run(self.parts.rescue.hand_out, saved.relied, handle, saved)
@@ -292,7 +293,7 @@ class Executor:
             return t
 
     def settle(self, task: int | None = None) -> None:
-        """Compare what was recomputed in that backward, or in any (None). Waits for the device. Raises `RecomputeMismatch`."""
+        """Compare the recomputed results of backward `task`; None: of all. Waits for the device. Raises `RecomputeMismatch`."""
         if self._comparisons.pending and (errors := self.hook_lock.run(self._comparisons.settle, task)):
             raise errors.pop()  # a frame that held it would be in a cycle with its traceback
 
@@ -322,11 +323,11 @@ class Executor:
             self._enter_loop()
         bytes_of = handle.saved
         if storage is saved.slot.storage and saved.gathered is None:
-            return bytes_of.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
+            return bytes_of.alias.detach()  # in its own storage, whose use count shows who keeps it
         return bytes_of.over(storage)
 
     def _use_unmoved(self, handle: Handle) -> None:
-        """Do what else is due at the hook of a use whose tensor never moved."""
+        """Do the other work of a use hook whose tensor never moved."""
         if self.director.plans and ThisProcess.pid == self._pid and not self.device.capturing() and not tracer_is_on():
             self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
 
@@ -343,14 +344,14 @@ class Executor:
         return KeptTensor(t, by_reference=reason == "parameter")
 
     def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
-        """Reclaim what is on its way out, else a storage of about `nbytes` that is not `busy`, as an operator found no memory.
-        Returns whether anything went. Not to be called inside of a hook."""
+        """Reclaim the storages on their way out, else one of about `nbytes` that is not in `busy`, after an operator found no
+        memory. Returns True if anything was reclaimed. Must not be called inside of a hook."""
         return self.hook_lock.run(self.budget.reclaim_some, nbytes, busy)
 
     # --- steps
 
     def change_budget(self, hbm_bytes: int | None = None, host_bytes: int | None = None, *, must_fit: bool = False) -> None:
-        """Set other budgets from the next step on, as for the director; the pool's limit is set after it. Not in a step."""
+        """Set other budgets from the next step on, as for the director. Not in a step. The pool's limit is set after this."""
         with self.hook_lock.entered():
             hbm_bytes = self.budget.hbm_budget_bytes if hbm_bytes is None else hbm_bytes
             self.director.change_budget(hbm_bytes, host_bytes, must_fit=must_fit)
@@ -358,8 +359,8 @@ class Executor:
 
     @uncompiled
     def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
-        """Begin a step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.
-        `pack_hook`: what autograd is to call for what it saves in the step, where that is known."""
+        """Begin a step: number its saves from 0 again. Inside a capture or a forked child the device is not called.
+        `pack_hook`: the hook that autograd should call for saves in the step; None: unknown."""
         self.hook_counts.begin_step(pack_hook)
         self._in_step = True
         if self.hook_lock.may_ask_device():
@@ -383,7 +384,7 @@ class Executor:
 
     @uncompiled
     def end_step(self, *, completed: bool) -> StepKind | None:
-        """End a step: reclaim what is on its way out, and learn from it if it `completed`. Returns its kind; None: unknown."""
+        """End a step: reclaim storages on their way out, and learn if it `completed`. Returns its kind; None: unknown."""
         recorder = self.recording.end()
         self.hook_counts.end_step(completed=completed)
         self.metrics.totals.oom_retries += 0 if recorder is None else recorder.oom_retries
@@ -393,7 +394,7 @@ class Executor:
         return self.hook_lock.run(self._end_step, recorder, completed)
 
     def _enter_loop(self) -> None:
-        """Have the loop run the next hooks, where they are those of a program."""
+        """Have the loop run the next hooks, if the step follows a program and the loop may run it."""
         director = self.director
         if director.way is not None and not self.loop.follows and director.may_loop() and self.recording.is_over:
             self.loop.follow(director.way, director)
@@ -414,23 +415,23 @@ class Executor:
         return kind
 
     def leave_recorders(self) -> None:
-        """Leave the recorder of a step that has not ended, and those that autograd has put back after they were left."""
+        """Leave the recorder of a step that has not ended, and recorders that autograd has put back after they were left."""
         self.recording.leave_all()
 
     def raise_late_error(self) -> None:
-        """Raise an error that came up in a finaliser, where nobody could be told, and was not raised since."""
+        """Raise the oldest error of a finaliser that was not raised yet, if there is one."""
         self.hook_lock.raise_oldest()
 
-    # --- what autograd lets go of
+    # --- storages that autograd has released
 
     def on_claim_end(self, saved: SavedStorage) -> None:
-        """Retire a storage whose last handle died, now or soon. A claim keeps the executor alive by this."""
+        """Retire a storage whose last handle is gone, now or soon. By this method a claim keeps the executor alive."""
         self.hook_lock.has_ended(saved)
 
     def _retire(self, ended: deque[Ended]) -> list[BaseException]:
-        """Retire all storages of `ended`. Returns the errors that this met."""
+        """Retire all of `ended`. Returns the errors that this raised."""
         any_ended = bool(ended)
-        with self.recording.paused():  # autograd lets go of a handle outside of hooks, too: after the operator that used it
+        with self.recording.paused():  # autograd also releases handles outside of hooks: after the operator that used them
             errors = self._retiring.run(ended)
             if any_ended and not self._registry.of_epoch:
                 self.budget.reclaim_pending()
@@ -439,26 +440,25 @@ class Executor:
         return errors
 
     def _end_unnamed_step(self) -> None:
-        """End a step that nobody named: outside of `begin_step` and `end_step`, one is over when nothing that was saved in it
-        is claimed."""
+        """End a step outside of `begin_step` and `end_step`. It is over when none of its storages is claimed any more."""
         self.hook_counts.end_unnamed_step()
         self._registry.begin_epoch()
         self._learn(completed=self._used_any)
 
     def _learn(self, *, completed: bool) -> int:
-        """Learn from the step if it `completed`. Returns the bytes that the model allocated since memory was last checked."""
+        """Learn from the step if it `completed`. Returns the bytes that the model allocated since the last check of memory."""
         self._saved_any = self._used_any = False
         self._order.end_step(completed=completed)
         return self.budget.end_step(completed=completed)
 
-    # --- what happens at every hook
+    # --- work at every hook
 
     def _advance(
         self, finished: Sequence[SavedStorage], *, check_memory: bool, at_hook: bool = False
     ) -> Sequence[SavedStorage]:
-        """Do what is due at every hook. Returns what is to be swapped in after the hook's own storage.
+        """Do the work of every hook. Returns the storages to swap in after the hook's own storage.
 
-        `finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own.
+        `finished`: storages whose saving operators are over now. `at_hook`: True in a hook that autograd itself called.
         """
         director, outs, lending = self.director, self._outs, self.budget.lending
         way, rows = director.way, director.due()
@@ -478,11 +478,11 @@ class Executor:
         return [way.storages[i] for row in rows for i in row.ins if i in way.storages] if way is not None else ()
 
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
-        """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
+        """Find or make the claim on the storage of `t`, or on the part of it that `t` covers. Note [Identity]."""
         compute = self._streams.current()
-        if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # as a rule
+        if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # the usual case
             return self._new_claim(t, saved_bytes, compute)
-        # A recorded step has one tensor for each storage: what is saved of it later is no part of its own.
+        # A recorded step has one tensor per storage: bytes that are saved later do not become a part of their own.
         found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
         claim = found.claim
         if claim is None:
@@ -492,7 +492,7 @@ class Executor:
         return claim
 
     def _include(self, found: Found, saved_bytes: SavedBytes, compute: Stream) -> None:
-        """Have the copy of a claim that was found include these bytes."""
+        """Include these bytes in the copy of the claim that was found."""
         assert found.claim is not None
         saved = found.claim.saved
         if found.begins_again:
@@ -501,7 +501,7 @@ class Executor:
             self._outs.add(saved)
 
     def _claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
-        """The claim on all of the storage of `t`, which recipes need, and whether it was made for that."""
+        """Return the claim on the whole storage of `t`, which recipes need, and True if it was made for that."""
         saved_bytes, compute = SavedBytes(t), self._streams.current()
         found = self._claims.find_whole(t, saved_bytes, compute)
         if found.claim is None:
@@ -519,7 +519,7 @@ class Executor:
         return claim
 
     def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
-        """A claim on the storage of `t`, or on that part of it. The caller knows when the operator that saves it is over."""
+        """Make a claim on the storage of `t`, or on `part` of it. The caller knows when the operator that saves it is over."""
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
         epoch, index = self._registry.epoch, self._registry.next_index
@@ -532,7 +532,7 @@ class Executor:
         return claim
 
     def before_write(self, value: Value) -> None:
-        """Recompute what is made from `value`, as an operator is about to overwrite it. Not to be called inside of a hook."""
+        """Recompute storages made from `value` before an operator overwrites it. Must not be called inside of a hook."""
         with self.recording.paused():
             self.hook_lock.run(self.parts.rescue.run, value.relied_on())
 
@@ -543,22 +543,22 @@ class Executor:
             self._order.used(saved.index)
         handle.swap_in_number = saved.uses.count(handle.swap_in_number)
         if saved.state is State.RESTORED and saved.uses.left <= 0 and not self.budget.forecast.follows_plan:
-            saved.drop_used()  # a moment before autograd would; a plan counts on that moment, as the trace has it
+            saved.drop_used()  # a moment before autograd would; a plan relies on autograd's moment, as in its trace
 
 
-# --- Autograd's two hooks: the loop, a short way for what stays where nobody plans, the executor's for all else
+# --- Autograd's two hooks: the loop runs them, or a short path for tensors that stay, or else the executor
 #
-# The short way is for a session without plans, as `save_on_cpu` is: most saved tensors of most models stay there, and nothing
-# is noted of them. The reasons are those of `facts_of`, but that a small one is small whatever device and layout it has.
-# Whatever is not as simple goes the executor's way: a recorded or watched step, a tracer, a forked child; a finished operator,
-# a queued copy or an ended claim that has something due.
+# The short path is for a session without plans, such as `save_on_cpu`: most saved tensors of most models stay on the device,
+# and nothing is noted about them. The reasons are those of `facts_of`, except that a small tensor is "small" on any device and
+# in any layout. The executor handles all other cases: a recorded or watched step, a tracer, a forked child, and a finished
+# operator, a queued copy or an ended claim with work due.
 
 _Save = Callable[[Tensor], Handle]
 _Use = Callable[[Handle], Tensor]
 
 
 def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
-    """The two hooks of an executor, whose director is set. Dynamo compiles neither, nor what they call."""
+    """Both hooks of an executor, whose director is set. Dynamo compiles neither the hooks nor the functions that they call."""
     return uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
 
 

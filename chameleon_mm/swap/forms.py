@@ -1,12 +1,12 @@
 """Forms in which a saved storage's bytes are kept off the device: whole, in part, or as a recipe.
 
-    form.device_bytes                       # the first bytes that stay on the device; copies are of the rest
-    form.keep(storage, alloc_stream)        # right before the storage goes: they are copied to a buffer
-    form.put_back(whole, compute)           # the copy back is queued: they are copied back
-    form.drop()                             # nobody needs the bytes any more, or the storage stays
+    form.device_bytes                       # number of first bytes that stay on the device; the others are copied
+    form.keep(storage, alloc_stream)        # right before the storage is dropped: copy them to a buffer
+    form.put_back(whole, compute)           # the copy back is queued: copy them back
+    form.drop()                             # the bytes are not needed any more, or the storage stays
 
-A new form is a new subclass in a file of its own: `PartialForm`, `PackedForm`, `RecomputedForm`. They say nothing about when
-anything moves. A `GatheredPart` is none of them: it is less on the device to begin with, and takes any of these forms.
+A new form is a new subclass, such as `PartialForm` and `RecomputedForm` here, and `PackedForm` in `packed_group`. A form does
+not decide when bytes move. A `GatheredPart` is no form: it holds fewer bytes on the device, and takes any of these forms.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 
 
 class Form:
-    """All bytes of a storage, as they are."""
+    """Form of a storage that moves whole and unchanged; base class of the others."""
 
     __slots__ = ()
 
     has_copy = True
-    """Whether the storage has a copy of its own on the host while it is off the device."""
+    """True if the storage has a copy of its own on the host while it is off the device."""
     group: PackedGroup | None = None
-    """The group that has the bytes then; None: none has."""
+    """Packed group that has the bytes while the storage is off the device; None: no group has them."""
     recipe: Recipe | None = None
-    """How to recompute the bytes; None: they are kept."""
+    """Recipe that recomputes the bytes; None: they are kept."""
     original: Original | None = None
-    """What is known of the bytes that a recipe stands for; None: they are kept."""
+    """Facts about the bytes that the recipe stands for; None: they are kept."""
     device_bytes = 0
-    """Bytes of the storage, its first ones, that stay on the device, in memory of their own; the others cross the link."""
+    """Number of first bytes that stay on the device, in a buffer of their own; the others cross the link."""
 
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
-        """Keep on the device what stays of the storage, which is dropped next. May raise `torch.OutOfMemoryError`."""
+        """Copy the staying bytes out of the storage, which is dropped next. May raise `torch.OutOfMemoryError`."""
 
     def kept(self, slot: Slot) -> bool:
-        """Keep as `keep` does, of the storage in `slot`. Returns whether there was memory for it."""
+        """Call `keep` for the storage in `slot`. Returns False if there was no memory."""
         try:
             assert slot.storage is not None
             self.keep(slot.storage, slot.alloc_stream)
@@ -57,22 +57,22 @@ class Form:
         return True
 
     def put_back(self, whole: Tensor, compute: Stream) -> None:
-        """Put what stayed on the device where it was, on `compute`."""
+        """Copy the bytes that stayed on the device back to their place, on `compute`."""
 
     def drop(self) -> None:
-        """Drop all device memory of its own: nobody needs the bytes any more, or the storage stays."""
+        """Free all device memory of the form: the bytes are not needed any more, or the storage stays."""
 
 
 WHOLE = Form()
 
 
-# --- The form of a storage that moves in part: its first bytes stay on the device, in a buffer of their own
+# --- `PartialForm`: the first bytes of a storage stay on the device, in a buffer of their own
 #
-# Moving in part fills a budget exactly: the rest of the last storage that has to move stays where it is.
+# Partial moves fill a budget exactly: of the last storage that has to move, only the excess over the budget leaves.
 
 
 class PartialForm(Form):
-    """All bytes but the first `device_bytes` on the host."""
+    """Form with all bytes on the host, except the first `device_bytes`."""
 
     __slots__ = ("_alloc_stream", "_buffer", "_streams", "device_bytes")
 
@@ -83,13 +83,13 @@ class PartialForm(Form):
         self._alloc_stream: Stream | None = None
 
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
-        """Copy the first bytes out of `storage`, on `alloc_stream`, whose work on it is queued."""
+        """Copy the first bytes out of `storage`, on `alloc_stream`, after its queued work."""
         if self._buffer is None:
             self._buffer, self._alloc_stream = alloc_stream.alloc(self.device_bytes), alloc_stream
             alloc_stream.copy(self._buffer, flat_bytes(storage)[: self.device_bytes])
 
     def put_back(self, whole: Tensor, compute: Stream) -> None:
-        """Copy the first bytes back to where they were, on `compute`, and free their buffer."""
+        """Copy the first bytes back to their place, on `compute`, and free their buffer."""
         if self._buffer is None or self._alloc_stream is None:
             return
         if self._alloc_stream is not compute:
@@ -106,23 +106,23 @@ class PartialForm(Form):
         self._buffer = self._alloc_stream = None
 
 
-# --- `RecomputedForm`: a recipe stands for the bytes of a dropped storage, which are nowhere
+# --- `RecomputedForm`: the bytes of a dropped storage are kept nowhere, and a recipe recomputes them
 
 
 class Original(NamedTuple):
-    """What is known of a storage that was dropped, or whose recipe is to be proved: its checksum, and what an error names."""
+    """Facts about a storage that was dropped, or whose recipe is to be proved: its checksum, and details for the error."""
 
     checksum: ChecksumSlot
     nbytes: int
     dtype: str
     module: str
-    """Path of the module that saved it; "": not known."""
+    """Path of the module that saved it; "": unknown."""
     operators: list[str]
-    """Names of the operators that run again for it, in order."""
+    """Names of the operators that recompute it, in order."""
     note_proven: Callable[[], None]
-    """Has later steps drop it."""
+    """Function that makes later steps drop it."""
     ban: Callable[[], None]
-    """Has later steps keep it."""
+    """Function that makes later steps keep it."""
 
     def __str__(self) -> str:
         where = f" in module {self.module!r}" if self.module else ""
@@ -130,7 +130,7 @@ class Original(NamedTuple):
 
 
 class RecomputedForm(Form):
-    """The form of a storage whose bytes are not kept: its recipe has the calls that make them."""
+    """Form of a storage whose bytes are not kept: its recipe has the calls that make them."""
 
     __slots__ = ("original", "recipe")
 
@@ -141,5 +141,5 @@ class RecomputedForm(Form):
         self.original: Original | None = original
 
     def drop(self) -> None:
-        """Let go of what the recipe needs."""
+        """Release the recipe, and the sources that it holds."""
         self.recipe = self.original = None

@@ -1,10 +1,10 @@
-"""The handles that autograd holds instead of saved tensors.
+"""Handles that autograd holds instead of saved tensors.
 
     handle = KeptTensor(t) | SwappedView(claim, saved) | WrapperHandle(t, its parts' handles)    # on_save: Note [Life]
     handle.check_version()                          # on_use: eager's "modified by an inplace operation"
     handle.saved.alias.detach()                     # the saved tensor, once its storage has its memory
 
-Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it itself. A detached alias
+Note [Version]: installing hooks switches eager's in-place check off, so every handle makes the check itself. A detached alias
 shares the version counter of `t` and of all its views.
 """
 
@@ -26,38 +26,38 @@ if TYPE_CHECKING:
     from chameleon_mm.record.calls import Relied
     from chameleon_mm.swap.claims import Claim
 
-# --- The version counter of a saved tensor: eager's check for writes, its error, and which saves a copy of the same bytes has
+# --- Version counter of a saved tensor: eager's check for writes, its error, and the saves that a copy of the bytes includes
 #
 #     saved = SavedBytes(t)                       # at save: the bytes that `t` covers, and an alias with its counter
 #     saved.check()                               # at use: eager's "modified by an inplace operation"
 #     earlier.copy_includes(saved)                # at a later save of the same storage: a copy of the earlier bytes has these
 #
-# Version numbers of different counters say nothing about each other: outputs of `unsafe_chunk` and `unsafe_split`, `.data`,
-# `set_` and memory that a kernel fills behind autograd's back share a storage and no counter. So a copy that began before a
-# tensor was saved has that tensor's bytes only where the same bytes were saved before it began, under the same counter, at the
-# same version. Note [Identity].
+# Versions of different counters cannot be compared. These share a storage and no counter: outputs of `unsafe_chunk` and
+# `unsafe_split`, `.data`, `set_`, and memory that a kernel fills without autograd. So take a copy that began before a tensor
+# was saved. It has the tensor's bytes only if they were saved before it began, under the same counter, at the same version.
+# Note [Identity].
 #
-# Eager's error names the operator by what the tensor is when it is used, unless the operator saved its own result; the words
-# of its hint and the spelling of an operator's name differ between torch versions, so they are read from an error that torch
-# is made to raise. Of a tensor that nobody holds any more, the operator is named that it came from when it was saved.
+# Eager's error names the node that the tensor has at its use, or at its save if an operator uses its own result. If the tensor
+# is gone, our error names the node at its save. The hint and the spelling of operator names differ between torch versions. Both
+# are read from an error that torch is made to raise.
 #
-# Note [Uncovered]: the bytes of a saved tensor are complete when the operator that saves it is over. So a copy of them may
-# wait in a queue and come after that operator alone. Other bytes of the storage are not: their owner may write them while the
-# copy waits, and no version counter of a saved tensor says so.
+# Note [Uncovered]: the bytes of a saved tensor are complete when the operator that saves it is over. So a copy of them may wait
+# in a queue, ordered after that operator alone. Other bytes of the storage may be incomplete. Their owner may write them while
+# the copy waits, and no version counter of a saved tensor shows it.
 #
-# Example: torch's GRU off cuDNN. Its gates are `unsafe_chunk` parts of one product, each with a counter of its own. It writes
+# Example: torch's GRU without cuDNN. Its gates are `unsafe_chunk` parts of one product, each with its own counter. It writes
 # them in place one after the other, and saves each when it is complete.
 #
-# So a copy that reads bytes that no save covers does not wait in the queue. It is handed over at once, behind what waits
-# there, and comes after every write until then. A copy that waits comes, piece by piece, after all that was launched until it
-# is handed over, if a version counter of its saves has moved: what was written is covered by no save any more.
+# So a copy that reads bytes that no save covers does not wait in the queue. It is handed over at once, after the moves queued
+# there, and is ordered after every write until then. A copy of covered bytes waits. If a version counter of its saves has
+# moved, each piece is ordered after all work launched until its hand-over: no save covers the written bytes any more.
 #
-# Bytes that are written after the hand-over may arrive half written, and no use reads them: when they are saved later,
-# `Claims.find` sees that this copy began too early for them.
+# Bytes written after the hand-over may arrive half written, and no use reads them. If they are saved later, `Claims.find` finds
+# that this copy began too early for them.
 
 
 class Origin:
-    """Which output of which op a saved tensor is. Holds neither the tensor nor the node: that would close a cycle."""
+    """Operator and output index that a saved tensor came from. Holds neither tensor nor node: that would close a cycle."""
 
     __slots__ = ("_name", "_node_number", "_output_nr", "_ref")
 
@@ -70,7 +70,7 @@ class Origin:
 
     def words(self, *, short_names: bool) -> str:
         name, output_nr = self._name, self._output_nr
-        # None outside of a backward, whatever its stub says.
+        # Outside of a backward it is None, although its stub excludes that.
         number_of_user = getattr(torch._C._current_autograd_node(), "_sequence_nr", None)
         own_result = number_of_user is not None and number_of_user() == self._node_number
         t = self._ref()
@@ -85,7 +85,7 @@ class Origin:
 
 
 def inplace_message(what: tuple[str, torch.Size], origin: Origin, version: int, expected: int) -> str:
-    """The whole message for a tensor of this (type, shape), found at `version` where `expected` was saved."""
+    """Eager's full message for a tensor of this (type, shape), saved at version `expected` and now at `version`."""
     eager = _eagers_own()
     hint = eager[eager.index(" Hint:") :] if " Hint:" in eager else ""
     return (
@@ -96,8 +96,7 @@ def inplace_message(what: tuple[str, torch.Size], origin: Origin, version: int, 
 
 
 def _eagers_own() -> str:
-    """torch's own message for a write over exp's saved result. Raised on a thread of its own: hooks and modes are per
-    thread."""
+    """torch's own message for a write to the saved result of exp. Raised on a new thread: hooks and modes are per thread."""
     said: list[str] = []
 
     def provoke() -> None:
@@ -116,7 +115,7 @@ def _eagers_own() -> str:
 
 
 class SavedBytes:
-    """A saved tensor: the bytes of its storage that it covers, under the version counter that it had, and an alias of it."""
+    """A saved tensor: the bytes of its storage that it covers, its version counter and version, and an alias of it."""
 
     __slots__ = ("_counter", "_geometry", "_origin", "alias", "begin", "end", "expected", "is_dense")
 
@@ -124,16 +123,15 @@ class SavedBytes:
         self.expected = t._version
         """Version of the tensor when it was saved."""
         self.alias = t.detach()
-        """A tensor over the same storage that shares the counter, and no node. Uses are given aliases of it, so that it alone
-        is ours."""
+        """Tensor over the same storage that shares the counter and has no node. Uses get aliases of it: it is ours alone."""
         self._origin = Origin(t)
-        # A view has its base's counter. Autograd's node keeps neither alive, so a reference that is gone vouches for nothing.
+        # A view has its base's counter. Autograd's node keeps neither alive, so a dead reference proves nothing.
         self._counter = weakref.ref(t if (base := t._base) is None else base)
         element_bytes = t.element_size()
         shape, stride, offset = t.shape, t.stride(), t.storage_offset()
         self._geometry = (element_bytes, shape, stride, offset)
         self.is_dense = t.is_contiguous()
-        """Whether it covers all bytes from its first to its last."""
+        """True if it covers all bytes from its first to its last."""
         last = t.numel() - 1
         if not self.is_dense:
             dims = sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1)
@@ -144,28 +142,28 @@ class SavedBytes:
 
     @property
     def moved(self) -> bool:
-        """Whether it was written to since it was saved."""
+        """True if it was written to since it was saved."""
         return self.alias._version != self.expected
 
     def check(self) -> None:
-        """Raise what eager raises when a saved tensor was written to since it was saved."""
+        """Raise eager's error if the tensor was written to since it was saved."""
         if self.alias._version != self.expected:
             what = self.alias.type(), self._geometry[1]
             raise RuntimeError(inplace_message(what, self._origin, self.alias._version, self.expected))
 
-    # --- where its alias lies
+    # --- the storage of its alias
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor as it was saved, but over `storage`: same strides, offset, dtype, conj and neg bits, version counter.
 
-        A node may save it again (double backward) or write to it: either must be noticed wherever the tensor is used next.
+        A node may save it again (double backward) or write to it. The next use must notice both, so the counter is shared.
         """
         shared = self.alias.detach()
         shared.data = self._in(storage)
         return shared
 
     def move_to(self, storage: torch.UntypedStorage | None) -> None:
-        """Have the alias lie in `storage` from now on, as `over` says, or nowhere. It keeps its version counter."""
+        """Move the alias to `storage`, as in `over`; None: to no storage. It keeps its version counter."""
         self.alias.data = self._in(storage)
 
     def _in(self, storage: torch.UntypedStorage | None) -> Tensor:
@@ -177,12 +175,12 @@ class SavedBytes:
             view = view.conj()
         return view._neg_view() if alias.is_neg() else view
 
-    # --- what a copy of its bytes has
+    # --- the saves that a copy of its bytes includes
 
     def copy_includes(self, later: SavedBytes, *, same_bytes: bool = False) -> bool:
-        """Whether a copy of these bytes, begun after they were saved, has those of `later`, saved since then.
+        """True if a copy of these bytes, begun after they were saved, includes those of `later`, a later save.
 
-        `same_bytes`: both are known to cover the same ones.
+        `same_bytes`: both are known to cover the same bytes.
         """
         if self.moved or self.expected != later.expected:
             return False
@@ -192,7 +190,7 @@ class SavedBytes:
     def columns(self) -> tuple[int, int, int, int] | None:
         """Columns of a matrix that it covers: bytes of a row, number of rows, first byte in the row and the one after the last.
 
-        A range without holes is one row. None: it covers other bytes.
+        A range without holes is one row. None: its bytes are not such columns.
         """
         if self.is_dense:
             return self.end, 1, self.begin, self.end
@@ -214,7 +212,7 @@ class SavedBytes:
         return width * element_bytes, num_rows, begin, begin + run * element_bytes
 
     def covers(self, other: SavedBytes) -> bool:
-        """Whether all bytes of `other` are among these."""
+        """True if all bytes of `other` are known to be among these."""
         if self.is_dense and self.begin <= other.begin and other.end <= self.end:
             return True
         return self._geometry == other._geometry
@@ -223,14 +221,15 @@ class SavedBytes:
 def cover_all(saves: Sequence[SavedBytes], nbytes: int) -> bool:
     """True if `saves` are known to cover every byte of their storage, of `nbytes`, together.
 
-    As ranges of bytes, or as columns of one matrix, such as the parts of a fused projection. Those written since do not count.
+    They may do so as ranges of bytes, or as columns of one matrix, such as the parts of a fused projection. Saves that were
+    written to since then do not count.
     """
     by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for saved in saves:
         columns = None if saved.moved else saved.columns()
         if columns is not None:
             width, num_rows, begin, end = columns
-            # A range without holes is a row of a matrix that has this one alone.
+            # A range without holes lies in a matrix of one row: the whole storage.
             rows = (nbytes, 1) if num_rows == 1 else (width, num_rows)
             by_rows.setdefault(rows, []).append((begin, end))
     for (width, num_rows), ranges in by_rows.items():
@@ -245,7 +244,7 @@ def cover_all(saves: Sequence[SavedBytes], nbytes: int) -> bool:
 
 
 def _without_holes(dims: list[tuple[int, int]]) -> bool:
-    """Whether (stride, size) sorted by stride leave no byte out."""
+    """True if (stride, size) sorted by stride leave no byte out."""
     reach = 1
     for stride, size in dims:
         if stride > reach:
@@ -257,38 +256,38 @@ def _without_holes(dims: list[tuple[int, int]]) -> bool:
 # --- handles
 
 NO_HOOK = -1
-"""Hook number of a handle that is a part of another one, or that was saved outside of steps."""
+"""Hook number of a part of another handle, and of a save that the director does not number, such as one outside of steps."""
 
 _NOWHERE = (-1, NO_HOOK)
 
 
 class KeptTensor:
-    """A saved tensor that stays on the device. It is held by reference, as eager holds it, unless it may be a result of the
-    node that saves it, or a view of one. That one is detached: a node must not keep itself."""
+    """A saved tensor that stays on the device. Held by reference, as in eager, unless it may be a result of the node that saves
+    it, or a view of one. Such a tensor is detached: a node must not keep itself alive."""
 
     __slots__ = ("__weakref__", "_origin", "expected", "relied", "saved_at", "tensor")
 
     def __init__(self, t: Tensor, saved_at: tuple[int, int] = _NOWHERE, *, by_reference: bool = False) -> None:
         self.saved_at = saved_at
-        """The step, and the number of the hook in it."""
+        """Step and hook number of the save."""
         self.relied: Relied | None = None
-        """What rests on its bytes, in a step that recomputes."""
+        """Handles and dropped storages that rely on its bytes, in a step that recomputes."""
         self.expected = t._version
-        """The tensor's version when it was saved."""
+        """Version of the tensor when it was saved."""
         self.tensor = t
-        self._origin: Origin | None = None  # the tensor tells of itself
+        self._origin: Origin | None = None  # None: read from the tensor when needed
         if by_reference:
             return
         node, may_be_result = t.grad_fn, t._base is not None
         if node is not None and not may_be_result:
-            # A node written in C++ takes its number right before it saves. One of a function in Python may take it long before.
+            # A C++ node takes its number right before it saves. The node of a Python function may take it long before.
             may_be_result = node._sequence_nr() == sequence_nr() - 1 or bool(type(node).__flags__ & HEAP_TYPE)
         if may_be_result:
             self.tensor, self._origin = t.detach(), Origin(t)
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether nobody wrote to it since it was saved."""
+        """True if it was not written to since it was saved."""
         return self.tensor._version == self.expected
 
     def check_version(self) -> None:
@@ -298,7 +297,7 @@ class KeptTensor:
 
 
 class SwappedView:
-    """One saved tensor whose storage moves: the storage's record, and the alias of the tensor."""
+    """A saved tensor whose storage moves: the claim on the storage, and the tensor's bytes and alias."""
 
     __slots__ = ("__weakref__", "claim", "saved", "saved_at", "swap_in_number")
 
@@ -307,7 +306,7 @@ class SwappedView:
         self.claim = claim
         self.saved = saved
         self.swap_in_number = -1
-        """The storage's swap-in number at which this view was last used; the storage counts down the uses that are left."""
+        """Swap-in number of the storage at this view's last use. From it the storage counts the uses that are left."""
 
     def check_version(self) -> None:
         self.saved.check()
@@ -316,9 +315,9 @@ class SwappedView:
 class WrapperHandle:
     """A saved wrapper subclass (DTensor, NF4, Float8, jagged ...): handles of the tensors it wraps, and how to wrap them again.
 
-    PyTorch's own protocol for such classes: `__tensor_flatten__` and `__tensor_unflatten__`. Writes reach the inner tensors,
-    whose handles check their versions; the wrapper's own counter is checked too while anybody holds the wrapper. Where a single
-    one of them moves, as of a DTensor, steps and plans take the wrapper's hooks for hooks of that one.
+    It uses PyTorch's protocol for such classes: `__tensor_flatten__` and `__tensor_unflatten__`. Writes reach the inner
+    tensors, whose handles check their versions. The wrapper's own counter is checked too while the wrapper is alive. If only
+    one inner tensor moves, as in a DTensor, steps and plans treat the wrapper's hooks as hooks of that tensor.
     """
 
     __slots__ = (
@@ -332,7 +331,7 @@ class WrapperHandle:
         self.moving: SwappedView | WrapperHandle | None = (
             None if isinstance(only, WrapperHandle) and only.moving is None else only
         )
-        """Handle of the only part that moves, which may be of another wrapper; None: several do."""
+        """Handle of the only part that moves, which may be a wrapper's; None: no part or several parts move."""
         self.saved_at = _NOWHERE
         self._rest = rest
         self._context = context
@@ -350,12 +349,12 @@ class WrapperHandle:
 
     @property
     def claim(self) -> Claim | None:
-        """Claim on the only storage in it that moves; None: several do."""
+        """Claim on the only storage in it that moves; None: none or several move."""
         return None if self.moving is None else self.moving.claim
 
     @property
     def saved_at(self) -> tuple[int, int]:
-        """The step, and the number of the hook in it; of the only part that moves, too."""
+        """Step and hook number of the save. The only part that moves has the same."""
         return self._saved_at
 
     @saved_at.setter
@@ -365,18 +364,18 @@ class WrapperHandle:
             self.moving.saved_at = at
 
     def rebuild(self, use: Callable[[Handle, bool], Tensor]) -> Tensor:
-        """The wrapper as it was saved. `use(handle, at_hook)`: tensor of a part, for which the wrapper's hook is or is not."""
+        """Rebuild the wrapper. `use(handle, at_hook)`: tensor of a part; `at_hook`: the wrapper's hook counts as the part's."""
         whole = {**{name: use(part, part is self.moving) for name, part in self.parts.items()}, **self._rest}
         wrapped: Tensor = self._type.__tensor_unflatten__(whole, self._context, self._shape, self._stride)
         return wrapped
 
 
 Handle = KeptTensor | SwappedView | WrapperHandle
-"""Everything that autograd may hold for one saved tensor."""
+"""Handle types, one of which autograd holds for each saved tensor."""
 
 
 def used_in_child(nbytes: int, pid: int) -> RuntimeError:
-    """The error for a use in a forked child of the process `pid`, which saved the tensor of so many bytes."""
+    """Error for a use in a forked child of the process `pid`, which saved the tensor of so many bytes."""
     return RuntimeError(
         f"a saved tensor of {nbytes} bytes: expected a use in the process that saved it ({pid}), got one in a forked child "
         f"({os.getpid()}), where its device cannot be used; run backward in the parent"
@@ -384,7 +383,7 @@ def used_in_child(nbytes: int, pid: int) -> RuntimeError:
 
 
 def used_in_capture(nbytes: int) -> RuntimeError:
-    """The error for a use in the capture of a graph that the save is no part of."""
+    """Error for a use in the capture of a graph that does not include the save."""
     return RuntimeError(
         f"a CUDA graph that captures a backward: expected its forward in the capture too, got a tensor of {nbytes} bytes that "
         f"was saved before and may be moved between replays; capture both together"
@@ -392,5 +391,5 @@ def used_in_capture(nbytes: int) -> RuntimeError:
 
 
 def flat_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """A flat uint8 tensor over all of a storage."""
+    """Flat uint8 tensor over all of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,4 +1,4 @@
-"""Counts of hooks, inside of steps and between them: they tell whether a session is used as it is meant.
+"""Counts of hooks, inside of steps and between them. Misuse of a session shows in them.
 
 counts.saves += 1; counts.uses += 1              # at every hook of autograd's
 counts.begin_step(session's own hook); counts.end_step(completed=...)
@@ -16,21 +16,21 @@ from chameleon_mm.record.dispatch_state import saved_tensor_hooks_on_top
 _log = logging.getLogger(__name__)
 
 UNNAMED_STEPS = 16
-"""Backward passes before the first step, after which it is said that none began: gradients may be accumulated over some."""
+"""Backward passes before the first step until a warning says that no step began: gradients may be accumulated over some."""
 
 
 class HookCounts:
     """Hooks and steps since the executor began.
 
-    Hooks may run on any thread at once, and an increment may then be lost: of hooks only "none" and "some" is to be read here.
+    Several threads may run hooks at once, and increments may be lost. So read only "none" or "some" from counts of hooks.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        """Completed steps; the counts below are of these."""
+        """Completed steps. The counts named `steps_` below are of these."""
         self.steps_without_saves = 0
         self.steps_without_uses = 0
-        """Steps in which it saved something, and used none of it until they ended."""
+        """Steps that saved something, and used none of it until they ended."""
         self.steps_without_gradients = 0
         """Steps without saves that began with gradients off."""
         self.steps_under_others = 0
@@ -39,17 +39,17 @@ class HookCounts:
         """Saves outside of steps."""
         self.uses_between = 0
         self.saves = self.uses = 0
-        """Hooks since the last step began or ended; hooks count them here."""
+        """Hooks since the last step began or ended. The hooks count them here."""
         self.expects_steps = False
-        """Whether somebody is to begin steps, and is told where nobody does."""
+        """True if the user should begin steps, and gets a warning if none begins."""
         self.was_told = False
         self._any_begun = False
         self._unnamed_steps = 0
         self._in_step: tuple[bool, bool] | None = None
-        """Whether gradients are on, and the session's hooks on top, in the step that runs; None outside of steps."""
+        """For the running step, at its begin: gradients were on, and the session's hooks were on top. None: no step runs."""
 
     def begin_step(self, pack_hook: object) -> None:
-        """A step begins, on this thread. `pack_hook`: what autograd is to call for what it saves; None: not known."""
+        """Begin a step, on this thread. `pack_hook`: the hook that autograd should call for saves; None: unknown."""
         self.count_between_steps()
         self._any_begun = True
         top = saved_tensor_hooks_on_top()
@@ -70,14 +70,14 @@ class HookCounts:
         self._in_step = None
 
     def end_unnamed_step(self) -> None:
-        """Count a step that nobody began, as its last saved tensor was let go of; say so once, where all steps are such."""
+        """Count a step without `begin_step`, when its last saved tensor is released. Warn once if all steps are such steps."""
         self._unnamed_steps += 1
         if self._unnamed_steps == UNNAMED_STEPS and self.expects_steps and not self._any_begun:
             self.was_told = True
             _log.warning("chameleon_mm: %s", NEVER_CALLED)
 
     def count_between_steps(self) -> None:
-        """Add hooks since the last step to the counts between steps; in a step there is nothing to add."""
+        """Add hooks since the last step to the counts between steps. Inside a step there is nothing to add."""
         if self._in_step is None:
             self.saves_between += self.saves
             self.uses_between += self.uses
@@ -93,9 +93,9 @@ NEVER_CALLED = (
 
 
 def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str) -> str | None:
-    """Sentence that says what is wrong with how the session is used, and what to do; None where nothing is.
+    """Message that says how the session is misused, and what to do; None if it is not misused.
 
-    `closed`: its `with` block is over. `thread`: the name of the one that entered it.
+    `closed`: the session's `with` block is over. `thread`: name of the thread that entered it.
     """
     counts.count_between_steps()
     if not steps_begun:
@@ -123,7 +123,7 @@ def _without_steps(counts: HookCounts, *, closed: bool, thread: str) -> str | No
 
 
 def _without_saves(counts: HookCounts, *, thread: str) -> str:
-    """Reason why none of the steps saved anything, as far as it is known."""
+    """Reason why no step saved anything, as far as it is known."""
     said = f"no hook of this session ran in any of its {counts.steps} steps, so nothing could be swapped: "
     if counts.saves_between:
         return f"{said}the forward ran between the steps; put forward and backward of each optimizer step inside {_STEP}"

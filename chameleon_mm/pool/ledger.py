@@ -1,4 +1,4 @@
-"""Books of one pool, behind one lock: its memory, its live blocks and the released ones.
+"""Books of one pool, under one lock: its memory, its live blocks and the released ones.
 
 with ledger.lock:                       # held for microseconds: no slow device call is made under it
     ledger.drain()                      # released blocks go back to the free list, with their events

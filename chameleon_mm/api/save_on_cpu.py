@@ -43,10 +43,10 @@ class _Entered(threading.local):
 class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a class used as a function
     """Within this context, tensors saved for backward are swapped to pinned host memory and back, bit for bit.
 
-    pin_memory, device_type: torch's arguments, accepted without effect: memory is always pinned, and `device` decides. device:
-    a `Device`, "cuda", "cuda:1", "sim", or None (CUDA if available, else the simulator). min_bytes: minimum size of a storage
-    to move (None: 1 MiB). pool: a `PinnedPool` to share; None makes one. thresholds: the way by which each size travels (None:
-    packed together below 128 KiB, each alone from there on).
+    `pin_memory`, `device_type`: torch's arguments, accepted without effect: memory is always pinned, and `device` decides.
+    `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA if available, else the simulator). `min_bytes`: minimum size of
+    a storage to move (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one. `thresholds`: the way by which each size
+    travels (None: packed together below 128 KiB, each alone from there on).
 
     Device memory is kept within nine tenths of the device, a session's default budget. If that is used up, and in a first pass
     without a forecast, compute waits for copies, on the device. Torch's own hooks copy at each save and back at each use.

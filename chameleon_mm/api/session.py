@@ -279,9 +279,9 @@ class SwapSession:
         Then `fn` runs again, recorded and within a tighter budget, at most three times. The session keeps that budget, and the
         report shows it. After a `RecomputeMismatch` it runs again within the same budget, without recomputing that tensor.
 
-        It does not run again if an optimizer of the model had begun to step, if a parameter had changed, or if there are other
-        ranks, which would not follow: the error goes on and says so. With `snapshot`, `snapshot()` is called first, and a step
-        in which the session's `optimizer` had begun to step is repaired from it, at the cost of that copy in each step.
+        It does not run again if an optimizer of the model had begun to step or a parameter had changed. Nor does it with other
+        ranks, which would not follow. The error goes on and says so. With `snapshot`, `snapshot()` is called first. If the
+        session's `optimizer` had begun to step, the step is then repaired from it, at the cost of that copy in each step.
 
         The caller handles all other changes by `fn`: it should take its batch from outside, make no scheduler step before the
         optimizer's, and write no parameter through `.data`, which cannot be detected. A `GradScaler` may be used in it; after

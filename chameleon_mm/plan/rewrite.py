@@ -67,9 +67,9 @@ class Recomputations:
     """Hook from which each dropped storage is away: only its handle holds it, and only the session holds its held inputs."""
 
     def bytes_beside(self, trace: Trace) -> int:
-        """Bytes that recomputations take besides storages of the step: pages of checksums, and copies of small inputs from
-        before the step, such as biases, that backward does not read (autograd saves inputs that it reads, and keeps the
-        original)."""
+        """Bytes that recomputations take besides storages of the step: pages of checksums, and copies of small inputs such as
+        biases. Copied inputs are from before the step and not read in backward: autograd saves inputs that it reads, and keeps
+        the original."""
         again = np.unique([op for recomputation in self.by_hook for op in recomputation.ops])
         reader = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
         read = np.unique(trace.read_tensors[np.isin(reader, again)])

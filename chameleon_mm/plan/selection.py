@@ -222,7 +222,7 @@ def _change_bounds(problem: Problem, budget: int, point: SearchPoint, random: Ra
 
 
 def _shift_bytes(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """Let one candidate free fewer bytes and another as many more: half of the possible amount, or less, or all.
+    """Let one candidate free fewer bytes and another as many more: all, half or less of the possible amount.
 
     If the link's directions differ much, the optimum often moves two storages in part, and no other change would find it.
     """
@@ -294,7 +294,7 @@ def _missing(problem: Problem, budget: int, i: int, random: Random) -> int:
 NUM_PRICES = 48
 
 LEAST_PRICE = 1e-15
-"""Smallest price above 0, below any that a device could have: smaller times cannot be halved."""
+"""Smallest price above 0, below any of a real device: still smaller times may be too small to halve."""
 
 
 class Choice(NamedTuple):

@@ -155,8 +155,8 @@ class Simulator:
 
     def _checked(self, actions: Sequence[Action], rewritten: RewrittenTrace | None = None) -> tuple[ActionColumns, Candidates]:
         """Return the moves of `actions` and their candidates; raise `ValueError` if they cannot be carried out in this trace.
-        `StepProgram` also checks that the plan is of this trace, but not this. `rewritten`: this trace as a rewrite of the step
-        that the actions are for."""
+        `StepProgram` checks only that the plan is of this trace. `rewritten`: this trace as a rewrite of the step that the
+        actions are for."""
         again = "make a plan for this trace"
         for action in actions:
             who = f"plan, tensor {action.tensor}"

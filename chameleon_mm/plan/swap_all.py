@@ -1,4 +1,4 @@
-"""Plans that swap all candidates, whole, without a search: what published offloading does, and a bound for every plan.
+"""Plans that swap all candidates, whole, without a search, as published offloading does. No plan may be worse than these.
 
 out       as soon as each may be sent
 reclaimed when `depth` later ones may be copied
@@ -123,8 +123,8 @@ def _one_after_the_other(ready_us: Float64s, took_us: Float64s) -> Float64s:
 def swap_all(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
     """Return the plan that moves every candidate of `trace`. Its budget is its own peak.
 
-    depth: a storage is reclaimed when that many later ones may be copied, and comes back with the use of the storage that is
-    used that many before it; 0: at once, and on demand.
+    depth: a storage is reclaimed when `depth` later ones may be copied. It comes back with the use of the storage that is used
+    `depth` before it. 0: reclaimed at once, back on demand.
     """
     candidates = Candidates.of(trace)
     return plan_of(trace, cost_model, candidates.take(np.argsort(candidates.use, kind="stable")), depth, None)

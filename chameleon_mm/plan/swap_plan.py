@@ -320,9 +320,9 @@ class PlannedMemory:
     def growth_until_next_check(self, moves: ActionColumns, allocated: Int64s, drop_at: Sequence[int] = ()) -> Int64s:
         """(hooks,) maximum growth of device memory from the end of each hook's reclaims until the next check of memory.
 
-        Memory is checked at each hook that reclaims or drops, at each hook of a storage that may move, and at the first hook,
-        which stands for any time before a check. Growth plus allocated memory never exceeds the plan's peak then. Each drop has
-        its own check because a step that proves a recipe keeps the storages that the plan drops.
+        Memory is checked at each hook that reclaims or drops, and at each hook of a storage that may move. It is also checked
+        at the first hook, which stands for any time before a check. Growth plus allocated memory then never exceeds the plan's
+        peak. Each drop has its own check because a step that proves a recipe keeps the storages that the plan drops.
 
         `allocated`: the result of `self.allocated(moves)`. `drop_at`: hooks that drop.
         """

@@ -195,11 +195,11 @@ def sum_over_time(ticks: int, amounts: Int64s, since: Ticks, until: Ticks) -> In
     return change[:ticks].cumsum()
 
 
-# --- Estimates the cost and savings of full recomputation (activation checkpointing) of a step, from its trace, for comparison
+# --- Estimates the cost and savings of full recomputation (activation checkpointing) of a step from its trace, for comparison:
 #
 # forward    is cut into segments where the fewest bytes cross. A segment's storages that later segments read are kept; all
 #            others that it saves are dropped
-# backward   at the first use of a dropped storage its whole segment runs again, and all that it saves is there at once
+# backward   at the first use of a dropped storage its whole segment runs again, and all that it saves is there at once.
 #
 # Every operator of forward runs twice for any cuts, so the cuts are those of the least peak. It is an estimate: a trace does
 # not show a model's layers, so cuts are found by the bytes that cross them.

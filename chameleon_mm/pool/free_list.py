@@ -294,12 +294,12 @@ class OffsetPlan:
 def plan_offsets(requests: Sequence[tuple[int, int, int]], *, alignment: int = DEFAULT_ALIGNMENT) -> OffsetPlan:
     """Return offsets for `requests`, each `(nbytes, first_use, last_use)`, in one arena as small as a greedy search finds.
 
-    Uses are integers that grow with time. A request lives from its first through its last use, so it may take the bytes of
+    Uses are integers that grow with time. A request lives from its first through its last use. So it may take the bytes of
     another whose last use is smaller than its first. Zero bytes take nothing. Time grows with the square of the number of
     requests: half a second for 5,000, twice that if the first order misses the bound.
 
     Raises `TypeError` for values that are no integers. Raises `ValueError` for a negative size, a last use before the first, a
-    request that is no triple, an alignment below 1, and a total beyond 64-bit addresses.
+    request that is no triple, an alignment below 1, and a total beyond 64 bits.
     """
     step = index(alignment)
     if step < 1:

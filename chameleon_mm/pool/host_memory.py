@@ -182,7 +182,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _unescape(path: str) -> str:
-    """Replace \040 by a space, and likewise what else the kernel escapes because it would end a field."""
+    r"""Replace `\040` by a space, and the kernel's other escapes of characters that would end a field."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 

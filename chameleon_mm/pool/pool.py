@@ -55,15 +55,15 @@ def close_at_exit(close: Callable[[], None], error: BaseException | None, what: 
 class PinnedPool:
     """A thread-safe allocator of pinned host memory, over chunks that it gets from `device` as needed.
 
-    max_bytes: limit of reserved memory, including chunks being pinned; int bytes or "8GiB". "auto", or None: half of the memory
-    that the machine and the process's control groups leave, divided among the machine's ranks (`auto_limit_bytes`); it grows
-    with the machine. chunk_bytes: size of a chunk; None: grows from 16 MiB to 1 GiB with the reserved bytes, see `chunks`. A
-    chunk is smaller if the limit leaves less, and larger for a larger request. device: a Device, or its name; None: CUDA if
-    available, else the simulator. Reserves nothing before the first block.
+    `max_bytes`: limit of reserved memory, including chunks being pinned; int bytes or "8GiB". "auto", or None: half of the
+    memory that the machine and the process's control groups leave, divided among the machine's ranks (`auto_limit_bytes`); it
+    grows with the machine. `chunk_bytes`: size of a chunk; None: grows from 16 MiB to 1 GiB with the reserved bytes, see
+    `chunks`. A chunk is smaller if the limit leaves less, and larger for a larger request. `device`: a Device, or its name;
+    None: CUDA if available, else the simulator. Reserves nothing before the first block.
 
     Every block holds its pool. `close`, or leaving `with pool:`, frees the memory. A pool that is dropped without it does so
-    once its blocks are gone, except in a forked child and while the interpreter ends, where no device may be called. A forked
-    child cannot use the pool: it does not inherit pinned memory, so blocks there have addresses without memory. Raises
+    once its blocks are gone. It does not in a forked child or while the interpreter ends, where no device may be called. A
+    forked child cannot use the pool: it does not inherit pinned memory, so blocks there have addresses without memory. Raises
     `ValueError` and `TypeError` for invalid sizes and devices.
     """
 

@@ -94,8 +94,8 @@ class Hosted(ABC):
         storage = self._storage_on_device()
         if self._block is None:
             self._block = self._context.pool.allocate(self.nbytes)
-        # Note [Swap-out]: compute wrote it. Note [Host block]: our copy back, the block's last reader, precedes compute's wait
-        # for it.
+        # Note [Swap-out]: compute wrote it. Note [Host block]: compute has waited for our own copy back, the block's last
+        # reader.
         self._context.streams.join_all(self._alloc_stream)
         after = [self._alloc_stream.record(), *self._block.pending_events]
         with annotation("chameleon::swap_out_state"):

@@ -247,7 +247,7 @@ class ParameterSwap:
         with torch._C.DisableTorchFunction(), self._home.entered() as compute:
             for entry in self.window.entries:
                 if entry.where is Where.COMING and entry.is_gradient:
-                    entry.arrive(compute)  # no later use may come: only its user holds it
+                    entry.arrive(compute)  # it may have no later use; after its arrival only its user holds it
 
     def bring(self, params: Iterable[Tensor]) -> None:
         """Bring `params` and their gradients to the device, for an optimizer's step."""

@@ -140,13 +140,13 @@ class Snapshot:
         goes on. Returns a handle to wait for it; a session's writes follow one another. An earlier checkpoint at `path` is
         replaced in one step, once everything is on the disk: Note [Checkpoint folder] says what a killed process leaves.
 
-        Nothing of this package is needed to continue from it: `dcp.load` and `dcp_to_torch_save` read it. "model" is for
+        Training can continue from it without this package: `dcp.load` and `dcp_to_torch_save` read it. "model" is for
         `model.load_state_dict`, "optimizer" for `optimizer.load_state_dict`, by the parameters' names (None if the session has
         none). "gradients" is by the parameters' names, "not_in_state_dict" has the buffers that are not persistent. "random"
         has "host" for `torch.set_rng_state` and "device" for `torch.cuda.set_rng_state`.
 
-        Raises `TypeError` if `path` is no path, `ValueError` if it is neither a checkpoint nor free or if the snapshot was
-        released, and `OSError` if nothing can be written there. The handle's `wait` raises later errors.
+        Raises `TypeError` if `path` is no path, and `ValueError` if it is neither a checkpoint nor free, or if the snapshot was
+        released. Raises `OSError` if nothing can be written there. The handle's `wait` raises later errors.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"snapshot.write(): expected the path of a folder, got {describe(path)}; pass a str or a Path")

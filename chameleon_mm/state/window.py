@@ -1,12 +1,12 @@
-"""Keeps parameters and gradients within their share of device memory: used ones are there, those used last leave first.
+"""Keeps parameters and gradients within their share of device memory: used ones are there, those used next leave last.
 
     window = Window(home, limit_bytes=..., first_guess=keys)
     entry = window.add(p, key, is_gradient=False)      # on the device, and counted
     window.use([entry, ...])                           # on the device now, ready for compute; the next ones are prefetched
     window.send_out([entry, ...])                      # copies out are queued; the memory is freed when it is needed
 
-The order of uses in the previous step decides which leaves: the one whose next use is furthest (Belady's rule). Those that can
-leave without a wait go first.
+Storages that can leave without a wait go first. Among them the order of uses in the previous step decides: the one whose next
+use is furthest leaves (Belady's rule).
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Window:
         return sum(entry.charged_bytes for entry in self._entries.values()) <= self.limit_bytes
 
     def make_room(self, nbytes: int, *, keep: Collection[HostedStorage]) -> None:
-        """Free the storages used last until `nbytes` more fit, or only `keep` is left."""
+        """Free storages, first those with the furthest next use, until `nbytes` more fit or only `keep` is left."""
         self.settle()
         kept = {id(entry) for entry in (*keep, *self._of_node)}
         near = set(islice(self.sequence.upcoming(), NEXT_USES))
@@ -334,7 +334,7 @@ class Window:
         return True
 
 
-# --- Device memory as an executor sees it next to a window: the window counts as all the memory that is set aside for it
+# --- Device memory as an executor sees it next to a window: the window counts as all the memory set aside for it.
 #
 # So storages that come and go in the window are no growth of the model for readers of memory, and take nothing from the plan's
 # share.

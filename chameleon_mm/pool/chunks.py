@@ -5,7 +5,7 @@
     chunks.pin(wanted); chunks.admit()          # adds another chunk
     chunk = chunks.of(offset)
 
-Size of a chunk: whole requests up to 1/16 of the bytes already reserved, between 16 MiB and the chunk size.
+Size of a chunk: as many whole requests as reach 1/16 of the reserved bytes, between 16 MiB and the chunk size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Swaps what a model keeps for backward, in one line before the training loop, whatever engine runs that.
+"""Swaps a model's saved tensors with one line before the training loop, for any training engine.
 
 handle = attach(model, hbm_budget="20GiB")
 ...                                        # train: steps are found by hooks of the model and of its optimizers
@@ -31,10 +31,10 @@ from chameleon_mm.report.report import SwapReport
 
 
 class _ForwardHook:
-    """A model's forward pre-hook that begins steps. Its type tells that a model is attached.
+    """A model's forward pre-hook that begins steps. An attached model is recognised by the type of this hook.
 
-    A copy of the model, or a file of it, is not attached: what stands in for the hook there does nothing, and is Python's own,
-    so that the file can be read where this library is not installed.
+    A copy of the model, or a file of it, is not attached. Its replacement of the hook does nothing, and is a plain Python
+    function, so that the file can be read without this library.
     """
 
     def __init__(self, bounds: StepBounds) -> None:
@@ -45,18 +45,18 @@ class _ForwardHook:
         self._bounds.forward_begins()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, ({}, "get")  # called as {}.get(module, args), it returns the arguments as they are
+        return getattr, ({}, "get")  # called as {}.get(module, args), it returns the arguments unchanged
 
 
 class Attachment:
-    """A session that is attached to a model, until `detach`. A context manager, too, which detaches at its end."""
+    """A session that is attached to a model, until `detach`. Also a context manager, which detaches at its end."""
 
     def __init__(self, session: SwapSession, model: nn.Module) -> None:
         self.session = session
         self._model = model
         self._bounds = StepBounds(session, model.parameters)
         self._of_model: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that are known to have parameters of the model's."""
+        """Optimizers that are known to have parameters of the model."""
         self._hooks: list[RemovableHandle] = []
 
     def _enter(self) -> None:
@@ -67,21 +67,21 @@ class Attachment:
         ]
 
     def report(self) -> SwapReport:
-        """Report of what the session has done so far; see `SwapSession.report`."""
+        """Return the report of the session until now; see `SwapSession.report`."""
         return self.session.report()
 
     def begin_step(self) -> None:
-        """Begin a step where the engine knows that one begins; does nothing where one runs. Forwards and optimizers bound no
-        step until `end_step`."""
+        """Begin a step, if the engine knows where steps begin; does nothing inside a step. Forwards and optimizers then bound
+        no step until `end_step`."""
         self._bounds.begin()
 
     def end_step(self) -> None:
-        """End the step that runs, as one that was completed."""
+        """End the current step, as completed."""
         self._bounds.end(completed=True)
 
     def detach(self) -> None:
-        """End the session, on the thread that attached it: no hook is left, and no memory but what graphs that are still alive
-        need. Does nothing the second time."""
+        """End the session, on the thread that attached it: no hook is left, and no memory except for graphs that are still
+        alive. Does nothing the second time."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -92,14 +92,14 @@ class Attachment:
             return
         if error is None:
             self._bounds.end()
-        self.session.__exit__(kind, error, trace)  # raises on another thread, with everything as it was
+        self.session.__exit__(kind, error, trace)  # raises on another thread, with nothing changed
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     @uncompiled
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._of_model:  # yet: it may be given more parameters
+        if optimizer not in self._of_model:  # checked at every step: it may be given more parameters
             ours = {id(p) for p in self._model.parameters()}
             if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
                 return
@@ -108,17 +108,17 @@ class Attachment:
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **session_args: Any) -> Attachment:
-    """Swap what training of `model` keeps for backward, from the next forward on, without touching the training loop.
+    """Swap the tensors that training of `model` saves for backward, from its next forward on; the loop stays as it is.
 
-    Steps are found by themselves: each begins with the model's first forward with gradients on and ends as an optimizer of its
-    parameters has stepped, whoever calls it, with as many micro-batches as there are; evaluation and generation lie between.
-    Call it on the thread that trains, with the model on its device and as the engine calls it: wrapped in DDP or compiled,
-    where it is. `optimizer` and `session_args` are those of `SwapSession`: an optimizer that is given has its state in host
-    memory between its steps; steps of others are found as well. `device` is the model's unless given.
+    Steps are found automatically. Each begins with the model's first forward with gradients on, and ends after a step of an
+    optimizer of its parameters, called by any code. It may have several micro-batches; evaluation and generation lie between
+    steps. Call it on the training thread, with the model on its device and as the engine calls it, for example wrapped in DDP
+    or compiled. `optimizer` and `session_args` are those of `SwapSession`; `device` defaults to the model's. A given optimizer
+    has its state in host memory between its steps; steps of other optimizers are found as well.
 
-    Raises `TypeError` for no module, `ValueError` for a model that is attached already, in whole or in part, and what
-    `SwapSession` raises, with nothing attached: `InfeasibleBudget` where the budget is below what lies on the device. Where the
-    model comes to its device only later, its first forward raises that.
+    Raises `TypeError` if `model` is no module, and `ValueError` if it is already attached, in whole or in part. Raises the
+    errors of `SwapSession`, with nothing attached: `InfeasibleBudget` if the budget is below the bytes already on the device.
+    If the model moves to its device only later, its first forward raises that.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", "pass the model that the training loop calls")
     for name, module in model.named_modules():
@@ -137,28 +137,28 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
 
 
 def _device_of(model: nn.Module) -> str | None:
-    """Name of the GPU that the model lies on; None where it lies on none."""
+    """Name of the GPU that the model is on; None if it is on none."""
     return next((name for name in map(gpu_name, model.parameters()) if name is not None), None)
 
 
-# --- Finds where optimizer steps begin and end in a training loop that knows nothing of sessions
+# --- Finds where optimizer steps begin and end in a training loop that does not use sessions:
 #
 # bounds = StepBounds(session)
-# bounds.forward_begins()            # at a model's forward: a step begins, unless one runs
-# bounds.optimizer_stepped()         # after a step of an optimizer of the model's: the step ends
-# bounds.end()                       # nothing runs any more
-# bounds.begin(); bounds.end()       # an engine that knows its steps: nothing else begins or ends one between the two
+# bounds.forward_begins()            # at a model's forward: a step begins, unless one is running
+# bounds.optimizer_stepped()         # after a step of one of the model's optimizers: the step ends
+# bounds.end()                       # no step is running any more
+# bounds.begin(); bounds.end()       # for an engine that knows its steps: nothing else begins or ends one between the two
 #
-# Note [Step bounds]: a step begins at the first forward with gradients on, and ends with the optimizer's step, so that all
-# micro-batches are in it, and neither evaluation nor generation. Where several optimizers share a model's parameters, a step
-# ends with the last of as many optimizer steps as came before the last forward. Where no optimizer steps, as when a gradient
-# scaler finds an infinity, or within backward, it ends at the next forward that finds all gradients gone. Where none has ever
-# stepped, as in a loop that writes to parameters by itself, it ends at the next forward that finds them written.
+# Note [Step bounds]: a step begins at the first forward with gradients on, and ends with the optimizer's step. So it has all
+# micro-batches, and neither evaluation nor generation. If several optimizers share a model's parameters, a step ends with the
+# last of as many optimizer steps as came before the last forward. If no optimizer steps, for example after a gradient scaler
+# finds an infinity, or within backward, it ends at the next forward that finds all gradients gone. If none has ever stepped, as
+# in a loop that writes parameters directly, it ends at the next forward that finds them written.
 
 
 class StepBounds:
-    """Begins and ends the steps of a session at the calls of models and optimizers. Everything happens on one thread; calls on
-    others are ignored, as are hooks there."""
+    """Begins and ends the steps of a session at the calls of models and optimizers. It acts on one thread, and ignores calls on
+    others, as hooks there do."""
 
     def __init__(self, session: SwapSession, parameters: Callable[[], Iterable[Tensor]]) -> None:
         """`parameters`: those whose gradients a step accumulates."""
@@ -170,20 +170,20 @@ class StepBounds:
         """Optimizer steps since the last forward that began a step."""
         self._ever_stepped = False
         self._writes = 0
-        """Writes to parameters before the step that runs, while no optimizer has stepped."""
+        """Writes to parameters before the current step, while no optimizer has stepped."""
         self._expected = 1
-        """Optimizer steps that a step has."""
+        """Expected number of optimizer steps in a step."""
         self._is_checked = False
-        """Whether the budget was checked against what is on the device as the first step begins."""
+        """True if the first step has checked the budget against the bytes on the device."""
         self._held = False
-        """Whether the step that runs ends by `end` alone."""
+        """True if only `end` ends the current step."""
 
     @property
     def in_step(self) -> bool:
         return self._step is not None
 
     def forward_begins(self) -> None:
-        """Begin a step, where a forward of training begins and none runs."""
+        """Begin a step, if this is a forward of training outside a step."""
         if not torch.is_grad_enabled() or self._is_elsewhere():
             return
         if self._held:
@@ -193,12 +193,12 @@ class StepBounds:
                 return
             self._end_step()
         elif not self._is_checked and any(map(is_lazy, self._parameters())):
-            return  # its first forward makes what there will be to train
+            return  # its first forward makes the parameters to train
         self._expected = max(1, self._optimizer_steps)
         self._begin_step()
 
     def optimizer_stepped(self) -> None:
-        """Note that an optimizer has stepped, and end the step where it was the last."""
+        """Record an optimizer step, and end the step after the last one."""
         if self._is_elsewhere():
             return
         self._optimizer_steps += 1
@@ -207,13 +207,13 @@ class StepBounds:
             self._end_step()
 
     def begin(self) -> None:
-        """Begin a step, which `end` alone ends; where one runs, it is that from now on."""
+        """Begin a step that only `end` ends; a step that is running becomes such a step."""
         if self._step is None:
             self._begin_step()
         self._held = True
 
     def end(self, *, completed: bool | None = None) -> None:
-        """End the step that runs, as what follows is no training. `completed`: whether the step counts; None: if an optimizer
+        """End the current step, because no training follows. `completed`: True if the step counts; None: if an optimizer
         stepped in it. Does nothing on another thread."""
         if threading.current_thread() is not self._thread:
             return
@@ -221,12 +221,12 @@ class StepBounds:
         self._end_step(completed=self._is_over() if completed is None else completed)
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is another thread, or inside of a backward: checkpoints run forwards there, and some loops an optimizer
-        for each parameter as its gradient is made."""
+        """True on another thread, or inside a backward: checkpoints run forwards there, and some loops an optimizer for each
+        parameter as its gradient is made."""
         return threading.current_thread() is not self._thread or in_backward()
 
     def _is_over(self) -> bool:
-        """Whether the step that runs is over, as the next forward begins: an optimizer stepped, or its gradients are gone."""
+        """True if the current step is over when the next forward begins: an optimizer stepped, or its gradients are gone."""
         if self._optimizer_steps:
             return True
         if not self.session.backward_has_run:
@@ -239,9 +239,7 @@ class StepBounds:
         return 0 if self._ever_stepped else sum(p._version for p in self._parameters())
 
     def _begin_step(self) -> None:
-        if (
-            not self._is_checked
-        ):  # the model, or the state of its optimizer, may have come to the device since the session began
+        if not self._is_checked:  # the model, or its optimizer's state, may have moved to the device since the session began
             self.session.hbm_budget = self.session.hbm_budget
             self._is_checked = True
         self._optimizer_steps = 0
@@ -257,4 +255,4 @@ class StepBounds:
         if completed:
             step.__exit__(None, None, None)
         else:
-            step.__exit__(RuntimeError, RuntimeError("no optimizer stepped"), None)  # it goes no further than the session
+            step.__exit__(RuntimeError, RuntimeError("no optimizer stepped"), None)  # only the session sees it

@@ -1,4 +1,4 @@
-"""Swaps what a session was asked to beside activations: an optimizer's state, a model's parameters and their gradients.
+"""Swaps a session's memory besides activations, as requested: an optimizer's state, a model's parameters and their gradients.
 
 swap = ModelSwap(model, optimizer, parameters="swap")      # checks them
 executor = Executor(swap.device_for(device), ...)
@@ -32,15 +32,15 @@ BUCKET_SHARE = 1 / 16
 
 
 def tensors_of(model: nn.Module | None) -> list[Tensor]:
-    """Parameters and buffers of a model, but for those that its first forward makes; none of None."""
+    """Parameters and buffers of a model, without lazy ones, which its first forward makes; empty for None."""
     return [] if model is None else [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
 
 
 class ModelSwap:
-    """Swaps an optimizer's state and a model's parameters, as far as it was asked to: nothing else is touched."""
+    """Swaps an optimizer's state and a model's parameters, each only if requested."""
 
     def __init__(self, model: nn.Module | None, optimizer: object, parameters: object) -> None:
-        """Raises `TypeError` and `ValueError` for what cannot be swapped."""
+        """Raises `TypeError` and `ValueError` for objects that cannot be swapped."""
         self._optimizer = None if optimizer is None else check_optimizer(optimizer, model)
         self._model = model if check_parameters(parameters, model) else None
         self._beside: DeviceBesideWindow | None = None
@@ -51,18 +51,18 @@ class ModelSwap:
 
     @property
     def swaps_parameters(self) -> bool:
-        """Whether parameters may be away."""
+        """True if parameters may be away."""
         return self._model is not None
 
     def device_for(self, device: Device) -> Device:
-        """The device as an executor is to see it."""
+        """Return the device for the executor: it may count a window for parameters."""
         if self._model is None:
             return device
         seen, self._beside = beside_window(device)
         return seen
 
     def bind(self, executor: Executor, hbm_budget_bytes: int) -> None:
-        """Swap over what `executor` uses. Raises `InfeasibleBudget`."""
+        """Swap with the executor's link, pool and budget. Raises `InfeasibleBudget`."""
         if self._optimizer is not None:
             self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=bucket_bytes_within(hbm_budget_bytes))
         if self._model is not None and self._beside is not None:
@@ -78,9 +78,9 @@ class ModelSwap:
 
     @contextmanager
     def changing_budget(self, hbm_budget_bytes: int) -> Iterator[int]:
-        """Context in which an executor's budget is changed: gives the one for it. Where that raises, nothing is changed here.
+        """Context for a change of an executor's budget, which it yields. If the block raises, nothing is changed here.
 
-        Raises `InfeasibleBudget` for one below what parameters need.
+        Raises `InfeasibleBudget` for a budget below the needs of parameters.
         """
         if self._parameters is None:
             yield hbm_budget_bytes
@@ -94,13 +94,13 @@ class ModelSwap:
     def hooks(
         self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Autograd's two hooks, after which nothing that is used is away."""
+        """Return autograd's two hooks, extended to bring used parameters back."""
         if self._parameters is None:
             return save, use
         return self._parameters.save_hook(save), self._parameters.use_hook(use)
 
     def is_hidden(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the memory of `storage` is no part of what an executor plans."""
+        """True if the memory of `storage` is not part of an executor's plans."""
         if self._parameters is not None and self._parameters.window.find(storage) is not None:
             return True
         return self._state is not None and self._state.is_state(storage)
@@ -112,11 +112,11 @@ class ModelSwap:
         return state + (0 if self._parameters is None else self._parameters.resident_bytes)
 
     def window_bytes(self, hbm_budget_bytes: int) -> int:
-        """Bytes to set aside for parameters and gradients within a budget. Raises `InfeasibleBudget`."""
+        """Return the bytes to set aside for parameters and gradients within a budget. Raises `InfeasibleBudget`."""
         return 0 if self._parameters is None else self._parameters.window_bytes(hbm_budget_bytes)
 
     def check_budget(self, device: Device, hbm_budget_bytes: int, checksums: Checksums | None) -> None:
-        """Raise `InfeasibleBudget` for a budget that what never moves takes already, `checksums` among it."""
+        """Raise `InfeasibleBudget` if memory that never moves, with `checksums`, already exceeds the budget."""
         check_budget(
             device,
             hbm_budget_bytes,
@@ -127,7 +127,7 @@ class ModelSwap:
         )
 
     def attach(self, stack: ExitStack) -> None:
-        """Swap until `stack` is left: everything is back on the device then."""
+        """Swap until `stack` is left; then everything is back on the device."""
         stack.callback(self._drop_snapshots)
         if self._parameters is not None:
             self._parameters.attach(stack)
@@ -145,11 +145,11 @@ class ModelSwap:
         return self._snapshots
 
     def _drop_snapshots(self) -> None:
-        self._snapshots = None  # what somebody else holds lives on
+        self._snapshots = None  # snapshots held by other code live on
 
     def repair(self, executor: Executor) -> Repair:
-        """Take a snapshot for the step that begins. Returns how it is restored. Raises as `snapshots` and `take` do, and
-        `ValueError` without an optimizer."""
+        """Take a snapshot for the step that begins, and return the way to restore it. Raises the errors of `snapshots` and
+        `take`, and `ValueError` without an optimizer."""
         snapshots = self.snapshots("run_step", executor)
         if self._optimizer is None:
             raise ValueError(

@@ -1,10 +1,10 @@
 """Drop-in for `torch.autograd.graph.save_on_cpu`: same call, exact, overlapped, reclaimed in stream order.
 
-    with save_on_cpu(pin_memory=True):        # hooks for this block; what it saved is swapped until its last use
+    with save_on_cpu(pin_memory=True):        # hooks for this block; its saved tensors are swapped until their last use
         loss = model(x)
-    loss.backward()                           # the first time last saved first, afterwards in the order seen before
+    loss.backward()                           # in the first pass last saved first, later in the order of the previous pass
 
-There is no step here, and the budget is that of a session that was given none. Two constants bound what copies hold each way.
+There is no step here, and the budget is a session's default. Two constants bound the memory of copies in each direction.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from chameleon_mm.swap.executor import Executor, autograd_hooks
 from chameleon_mm.units import MIB, parse_size
 
 LEAVING_BYTES = 256 * MIB
-"""HBM held by copies on their way out before compute waits for the oldest: 5 ms of copying at 55 GB/s."""
+"""HBM that copies out may hold before compute waits for the oldest: 5 ms of copying at 55 GB/s."""
 
 AHEAD_BYTES = 256 * MIB
 """HBM that prefetches may hold before their first use."""
 
 
 class _Entered(threading.local):
-    """Number of entries that the calling thread is inside of: hooks are each thread's own."""
+    """Number of contexts that the calling thread is inside of: hooks are per thread."""
 
     times = 0
 
@@ -43,25 +43,25 @@ class _Entered(threading.local):
 class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a class used as a function
     """Within this context, tensors saved for backward are swapped to pinned host memory and back, bit for bit.
 
-    `pin_memory` and `device_type` are torch's arguments, accepted and without effect: memory is always pinned, and the device
-    decides. `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA where there is one, else the simulator). `min_bytes`:
-    smaller storages stay on the device (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one.
-    `thresholds`: by which way a size travels (None: packed together below 128 KiB and each alone from there on).
+    `pin_memory`, `device_type`: torch's arguments, accepted without effect: memory is always pinned, and `device` decides.
+    `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA if available, else the simulator). `min_bytes`: minimum size of
+    a storage to move (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one. `thresholds`: the way by which each size
+    travels (None: packed together below 128 KiB, each alone from there on).
 
-    Device memory is kept within nine tenths of the device, as by a session that was given no budget: where that is used up, and
-    in a first pass, of which nothing is known, compute waits for copies, on the device. Besides what torch's own hooks take,
-    which copy at each save and back at each use, it takes
+    Device memory is kept within nine tenths of the device, a session's default budget. If that is used up, and in a first pass
+    without a forecast, compute waits for copies, on the device. Torch's own hooks copy at each save and back at each use.
+    Besides their memory this takes
 
-    1. the storages of the tensors that one operator saves, until the next hook: an operator may write what it saved;
-    2. for the tensors that one node of backward uses, the rest of their storages where views of them were saved, and once more
-       the bytes of a view that left its storage behind;
+    1. the storages of the tensors that one operator saves, until the next hook, because an operator may write what it saved;
+    2. for the tensors that one node of backward uses, the rest of their storages if views of them were saved, and once more the
+       bytes of a view that left without its storage;
     3. storages smaller than `min_bytes`;
-    4. once a pass has shown how far allocation climbs between two hooks, `LEAVING_BYTES` for copies on their way out and
-       `AHEAD_BYTES` for those that come back before their use, within the nine tenths.
+    4. once a pass has shown how far allocation climbs between two hooks, `LEAVING_BYTES` for copies out and `AHEAD_BYTES` for
+       prefetches, within the nine tenths.
 
-    May be entered again, nested (the innermost acts) and on several threads, and keeps its pool and what it learned between
-    entries. Hooks act on the thread that entered, which is the one to leave (`RuntimeError` on another). What dynamo compiles
-    is swapped where it saves something; it never traces the hooks. Raises `TypeError` for an argument of another type, and
+    May be entered again, nested (the innermost acts) and on several threads; keeps its pool and forecasts between entries.
+    Hooks act on the thread that entered, which must leave it (`RuntimeError` on another). Graphs compiled by dynamo are swapped
+    where they save a tensor; dynamo never traces the hooks. Raises `TypeError` for an argument of another type, and
     `ValueError` for a malformed size, an unknown device or a pool of another device.
     """
 
@@ -115,20 +115,20 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             self._executor.raise_late_error()
 
 
-# --- Puts ours in the place of `torch.autograd.graph.save_on_cpu`, for libraries that offer it as an option of theirs
+# --- Replaces `torch.autograd.graph.save_on_cpu`, for libraries that offer it as their own option
 #
-# Modules that imported the name before see the replacement, too. What was replaced is kept by the class that replaces it.
+# Modules that imported the name before see the replacement, too. The replacing class keeps the original.
 
 
 class InstalledSaveOnCpu(saved_tensors_hooks):
-    """Stands for torch's `save_on_cpu`: the same arguments and base class, one pool for all that are made."""
+    """Replacement of torch's `save_on_cpu`: the same arguments and base class, one pool for all instances."""
 
     installed: ClassVar[type[InstalledSaveOnCpu]]
-    """The class that `install` made, of which others may be made."""
+    """The subclass that `install` made, whose instances are in use."""
     replaced: ClassVar[type]
-    """Torch's own."""
+    """Torch's own class."""
     arguments: ClassVar[dict[str, Any]]
-    """Arguments that `install` was given."""
+    """Arguments of `install`."""
     _manager: ClassVar[save_on_cpu | None] = None
 
     @uncompiled
@@ -144,7 +144,7 @@ class InstalledSaveOnCpu(saved_tensors_hooks):
 
     @classmethod
     def _the_manager(cls) -> save_on_cpu:
-        """Made with the first of them: which device is the current one may be set after `install`."""
+        """Make the manager with the first instance, because the current device may be set after `install`."""
         installed = cls.installed
         if installed._manager is None:
             installed._manager = save_on_cpu(**installed.arguments)
@@ -152,11 +152,11 @@ class InstalledSaveOnCpu(saved_tensors_hooks):
 
 
 def install(**save_on_cpu_args: Any) -> None:
-    """Replace `torch.autograd.graph.save_on_cpu` by ours, wherever it has been imported, until `uninstall`.
+    """Replace `torch.autograd.graph.save_on_cpu` by ours, in all modules that imported it, until `uninstall`.
 
-    `save_on_cpu_args` are our keywords (`device`, `min_bytes`, `pool`, `thresholds`); `device` is that which is current at the
-    first use unless given. Does nothing where the same is installed already. Raises `RuntimeError` where it is with other
-    arguments, `TypeError` for an unknown argument, and `ValueError` for a malformed size.
+    `save_on_cpu_args` are our keywords (`device`, `min_bytes`, `pool`, `thresholds`); `device` defaults to the current one at
+    the first use. Does nothing if the same is installed already. Raises `RuntimeError` if it is installed with other arguments,
+    `TypeError` for an unknown argument, and `ValueError` for a malformed size.
     """
     check_keywords("install", save_on_cpu_args, save_on_cpu, but=("pin_memory", "device_type"))
     if (min_bytes := save_on_cpu_args.get("min_bytes")) is not None:
@@ -174,8 +174,8 @@ def install(**save_on_cpu_args: Any) -> None:
 
 
 def uninstall() -> None:
-    """Put torch's own `save_on_cpu` back everywhere. Does nothing where ours is not installed. Graphs that ours saved something
-    for go on as they are."""
+    """Restore torch's own `save_on_cpu` everywhere. Does nothing if ours is not installed. Graphs with tensors saved by ours
+    stay valid."""
     there: Any = torch.autograd.graph.save_on_cpu
     if issubclass(there, InstalledSaveOnCpu):
         _replace(there, there.replaced)

@@ -1,13 +1,13 @@
-"""The session around a training loop: installs hooks for as long as it is open, and marks the bounds of every optimizer step.
+"""The session around a training loop: installs hooks while it is open, and marks the bounds of every optimizer step.
 
     session = SwapSession(hbm_budget="20GiB")
     with session:                                  # NEW -> OPEN: budget checked, hooks installed on this thread
         with session.step():                       # one optimizer step, micro-batches inside
             loss = model(batch); loss.backward(); opt.step(); opt.zero_grad()
-        session.run_step(fn)                       # the same, run again where memory runs out all the same
+        session.run_step(fn)                       # the same, and run again if it runs out of memory
     print(session.report())                        # OPEN -> CLOSED at the end of the block
 
-This module only keeps order: what moves and when is decided in `plan`, `follow` and `swap`.
+This module only keeps order; `plan`, `follow` and `swap` decide the moves and their times.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from chameleon_mm.swap.executor import Executor, autograd_hooks
 from chameleon_mm.swap.hook_counts import misuse
 from chameleon_mm.units import MIB, parse_size
 
-# --- Phases of a session, and which may follow which
+# --- Phases of a session, and their order
 #
 # NEW --enter--> OPEN --step--> IN_STEP --end--> OPEN ... --leave--> CLOSED
 
@@ -75,7 +75,7 @@ NEXT = {
 
 
 class Lifecycle:
-    """The phase of one session. What is not allowed in it raises `SessionClosedError`."""
+    """The phase of one session. Calls that it does not allow raise `SessionClosedError`."""
 
     def __init__(self) -> None:
         self.phase = Phase.NEW
@@ -87,7 +87,7 @@ class Lifecycle:
         self.phase = phase
 
     def begin_step(self) -> None:
-        """From OPEN to IN_STEP."""
+        """Go from OPEN to IN_STEP."""
         self.expect_open("step")
         self.to(Phase.IN_STEP)
 
@@ -97,7 +97,7 @@ class Lifecycle:
             raise SessionClosedError(f"expected a new session, got one that is {self.phase}; make another SwapSession")
 
     def expect_open(self, what: str) -> None:
-        """Allow the session's method `what` between steps alone."""
+        """Allow the session's method `what` only between steps."""
         if self.phase is not Phase.OPEN:
             raise SessionClosedError(
                 f"session.{what}(): expected an open session, got one that is {self.phase}; use it inside "
@@ -123,26 +123,26 @@ _R = TypeVar("_R")
 class SwapSession:
     """Keeps a training loop's activations within an HBM budget by swapping them to pinned host memory. Bit-identical.
 
-    `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity, and
-    half of the host memory available, divided among the local ranks. `device` is a `Device`, "cuda", "cuda:1", "sim",
-    "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more may move
-    (None: 1 MiB), by the way that `thresholds` says for their size (None: packed together below 128 KiB and each alone from
-    there on). `pool` is one to share with others; None makes one of `host_budget`. `model`, where given, names the parameters
-    and buffers that never move, and whose bytes the budget is checked against first. `optimizer`, one of the model's: its state
-    is in host memory between its steps, and comes back for them part by part; whoever reads it gets it on the device.
-    `parameters`: "keep", or "swap", by which the model's parameters and gradients share a part of the budget, and each comes
-    back before it is used (on one device; plans do not recompute then). The first step, and one like none before it, is
-    recorded; steps like it then follow a plan. `plans` off
-    leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper to recompute
-    than to move, each storage only after it was recomputed bit for bit beside the original; off, they only swap. `verify`
-    checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes
-    a thousandth of the budget, from 16 KiB to 16 MiB, for as long as the session is there. `progress` on, each step is a line
-    on stderr; or it is a function, called with each step's `StepFigures`, whose errors are logged.
+    `hbm_budget`: bytes, or text such as "20GiB"; None: nine tenths of the device's capacity. `host_budget`: the same for pinned
+    memory; None: half of the available host memory, divided among the local ranks. `device`: a `Device`, "cuda", "cuda:1",
+    "sim", "sim:a100"; None: CUDA if available, else the simulator. `min_bytes`: minimum size of a saved storage to move; None:
+    1 MiB. `thresholds`: the way by which each size moves; None: packed together below 128 KiB, each alone from there on.
+    `pool`: one to share with others; None: a new one of `host_budget`.
+    `model`: its parameters (unless swapped) and buffers never move, and the budget is checked against their bytes first.
+    `optimizer`: one of the model's. Its state is in host memory between its steps, and comes back for them part by part, and
+    for other reads. `parameters`: "keep", or "swap": the model's parameters and gradients share a part of the budget, and each
+    comes back before it is used (on one device; plans do not recompute then).
+    `plans`: the first step, and one unlike earlier steps, is recorded; steps like it then follow a plan. False: the default
+    rule moves everything in every step. `recompute`: plans may drop storages that are cheaper to recompute than to move, each
+    only after a recomputation next to the original was bit-identical. False: plans only swap.
+    `verify`: checksum copies, and raise `SwapMismatch` with tensor, operator and step if a copy back differs. Slow; takes a
+    thousandth of the budget, from 16 KiB to 16 MiB, while the session exists. `progress`: True prints a line to stderr for each
+    step. A function is called with each step's `StepFigures`; its errors are logged.
 
-    Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
-    something; it never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed sizes or
-    an unknown device, and `InfeasibleBudget` (a `ValueError`) on entering when the budget is below what already lies on the
-    device.
+    Hooks act on the thread that entered the session, and that thread must leave it. Graphs compiled by dynamo are swapped where
+    they save a tensor; dynamo never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for
+    malformed sizes or an unknown device. Entering raises `InfeasibleBudget` (a `ValueError`) if the budget is below the bytes
+    already on the device.
     """
 
     @uncompiled
@@ -204,7 +204,7 @@ class SwapSession:
 
     def _plan_steps(self, *, recompute: bool) -> Adaptation:
         recomputes = recompute and not self._model_swap.swaps_parameters
-        swap = weakref.ref(self._model_swap)  # weak: it holds the executor, which holds whoever asks
+        swap = weakref.ref(self._model_swap)  # weak: it holds the executor, which holds this function
         return plan_steps(
             self._executor,
             self.pool,
@@ -238,11 +238,11 @@ class SwapSession:
                 f"each thread's own; leave it there"
             )
         try:
-            # Before the device's own dispatch mode is left: torch takes away whichever is the innermost.
-            if not sys.is_finalizing():  # torch's modules may be taken apart by then, and no operator runs any more
+            # Before the device's own dispatch mode is left: torch removes the innermost mode.
+            if not sys.is_finalizing():  # torch's modules may be gone by then, and no operator runs any more
                 self._executor.leave_recorders()
-                self._history.end_peak()  # what comes back as the session ends is no part of what it promised
-                # Then at once: hooks must not outlive the block, however it is left. A thread that ended took its own.
+                self._history.end_peak()  # memory that comes back as the session ends does not count for its peak
+                # Then at once: hooks must not outlive the block. Hooks of a thread that ended are gone with it.
                 if self._thread is here:
                     self._stack.__exit__(kind, error, trace)
         finally:
@@ -265,32 +265,31 @@ class SwapSession:
         try:
             self._begin_step()
             yield self
-            self._executor.settle()  # of a backward that raised, and was forgiven
+            self._executor.settle()  # of a backward whose error the caller caught
             completed = True
         finally:
             self._end_step(completed=completed)
 
     def run_step(self, fn: Callable[[], _R], *, snapshot: bool = False) -> _R:
-        """Run one optimizer step, `fn()`, and run it again where it finds no memory, or ends in a `RecomputeMismatch`. Returns
-        what `fn` does.
+        """Run one optimizer step, `fn()`, and run it again if it runs out of memory or raises `RecomputeMismatch`. Return its
+        result.
 
-        After a `torch.OutOfMemoryError` that swapping could not prevent, what the step had made is dropped; torch's random
-        states (the host's default generator and the device's), the model's gradients and its buffers are put back, bit for
-        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. The tighter budget is the session's
-        from then on, and the report tells it. After a `RecomputeMismatch` it runs again within the same budget, without
-        recomputing that tensor.
+        After a `torch.OutOfMemoryError` that swapping could not prevent, all that the step had made is freed. Torch's random
+        states (the host's default generator and the device's) and the model's gradients and buffers are restored, bit for bit.
+        Then `fn` runs again, recorded and within a tighter budget, at most three times. The session keeps that budget, and the
+        report shows it. After a `RecomputeMismatch` it runs again within the same budget, without recomputing that tensor.
 
-        It does not run again where an optimizer of the model had begun to step, where a parameter had changed, or beside other
-        ranks, which would not follow: the error goes on and says so. With `snapshot`, `snapshot()` is called first, and a step
-        in which the session's `optimizer` had begun is repaired from it, at the price of that copy in each step.
+        It does not run again if an optimizer of the model had begun to step or a parameter had changed. Nor does it with other
+        ranks, which would not follow. The error goes on and says so. With `snapshot`, `snapshot()` is called first. If the
+        session's `optimizer` had begun to step, the step is then repaired from it, at the cost of that copy in each step.
 
-        All else that `fn` changes is the caller's: let it take its batch from outside, make no scheduler step before the
-        optimizer's, and write no parameter through `.data`, which leaves no trace. A `GradScaler` may be used in it; after
+        The caller handles all other changes by `fn`: it should take its batch from outside, make no scheduler step before the
+        optimizer's, and write no parameter through `.data`, which cannot be detected. A `GradScaler` may be used in it; after
         `unscale_`, which it allows once per step, a second run raises its `RuntimeError`.
 
-        Gradients that exist when the step begins are copied to the host first: drop them at the end of the step before
+        Gradients that exist when the step begins are copied to the host first. Drop them at the end of the previous step
         (`zero_grad()`), and there is nothing to copy. Raises `ValueError` for a session without `model`, `SessionClosedError`
-        as `step` does, `HostMemoryExhausted` where the gradients find no room, and what `fn` raises.
+        as `step` does, `HostMemoryExhausted` if the gradients find no room, and the errors of `fn`.
         """
         if self._model is None:
             raise ValueError(
@@ -303,30 +302,30 @@ class SwapSession:
         return self._runner.run(self.step, fn, self._model_swap.repair(self._executor) if snapshot else None)
 
     def snapshot(self) -> Snapshot:
-        """Copy to pinned host memory what the next step begins with: parameters, buffers, gradients that exist, the state and
-        settings of `optimizer`, torch's random states. Schedulers, scalers and data loaders are the caller's to save.
+        """Copy the next step's initial state to pinned host memory: parameters, buffers, gradients that exist, the state and
+        settings of `optimizer`, and torch's random states. The caller saves schedulers, scalers and data loaders.
 
-        The session holds the latest snapshot until it has taken another, or ends; hold one to keep it. `Snapshot.write` writes
-        it to a checkpoint. Its memory is the pool's, and beyond `host_budget` ordinary. Raises `SessionClosedError` as `step`
-        does, `ValueError` without `model` and for one not of plain tensors, and `HostMemoryExhausted` with nothing changed.
+        The session holds the latest snapshot until the next one, or its end; hold one to keep it. `Snapshot.write` writes a
+        checkpoint of it. Its memory is the pool's, and pageable beyond `host_budget`. Raises `SessionClosedError` as `step`
+        does, `ValueError` without `model` or for tensors that are not plain, and `HostMemoryExhausted` with nothing changed.
         """
         self._life.expect_open("snapshot")
         return self._model_swap.snapshots("snapshot", self._executor).take()
 
     def restore(self, snapshot: Snapshot | None = None) -> None:
-        """Put back, bit for bit and in place, what `snapshot` holds (None: the latest); it may be restored again.
+        """Restore `snapshot` (None: the latest), bit for bit and in place; it may be restored again.
 
-        Raises `ValueError` with nothing changed where there is none, it was released, or it is of another model, optimizer or
-        device; `torch.OutOfMemoryError` where state or a gradient that is gone meanwhile finds no room: restore again then.
+        Raises `ValueError` with nothing changed if there is none, if it was released, or if it is of another model, optimizer
+        or device. Raises `torch.OutOfMemoryError` if missing state or a missing gradient finds no room: restore again then.
         """
         self._life.expect_open("restore")
         self._model_swap.snapshots("restore", self._executor).restore(snapshot)
 
     def report(self) -> SwapReport:
-        """Report of what the session has done so far. After `with session:` it waits for the device, so that every copy is
+        """Return the report of the session until now. After `with session:` it waits for the device, so that every copy is
         counted.
 
-        Raises an error that came up where nobody could be told, in a finaliser, since the last hook or step.
+        Raises an error that occurred in a finalizer, where it could not be raised, since the last hook or step.
         """
         self._executor.raise_late_error()
         if self._life.phase is Phase.CLOSED:
@@ -348,21 +347,21 @@ class SwapSession:
             rank=self._ranks.rank,
         )
 
-    # --- what it keeps in order
+    # --- state that it keeps in order
 
     @property
     def backward_has_run(self) -> bool:
-        """Whether a saved tensor was used since the last step began or ended."""
+        """True if a saved tensor was used since the last step began or ended."""
         return self._executor.hook_counts.uses > 0
 
     @property
     def hbm_budget(self) -> int:
-        """Bytes of device memory that a step may take. Set it, to bytes or text such as "16GiB", between two steps, up or down:
-        it holds from the next step on, which follows a plan made from what is known of it, and is not recorded again.
+        """Bytes of device memory that a step may take. Set it, to bytes or text such as "16GiB", between two steps, up or down.
+        It holds from the next step on, which follows a new plan from earlier recordings, without being recorded again.
 
-        Setting it raises `TypeError` and `ValueError` for what is no size, `SessionClosedError` inside of a step and after the
-        session, and `InfeasibleBudget`, which names the smallest one that is, for less than a step needs that has a plan now.
-        The budget is as before then.
+        Setting it raises `TypeError` and `ValueError` for an invalid size, and `SessionClosedError` inside a step and after the
+        session. It raises `InfeasibleBudget`, with the smallest possible budget, if a step with a plan needs more. The budget
+        then stays.
         """
         return self.hbm_budget_bytes
 
@@ -383,15 +382,15 @@ class SwapSession:
 
     @property
     def host_budget(self) -> int:
-        """Bytes of pinned host memory that the session reserves at most. Set it between two steps, up or down, as `hbm_budget`:
-        steps that are known follow plans made for it, without being recorded again. Pinned memory beyond it goes back to the
-        driver at once, but for what saved tensors that are still alive lie in: that goes with them, and until then nothing
-        else is pinned.
+        """Maximum bytes of pinned host memory that the session reserves. Set it between two steps, up or down, as `hbm_budget`:
+        known steps follow plans made for it, without being recorded again. Pinned memory beyond it goes back to the driver at
+        once, except chunks with saved tensors that are still alive. Those go with their tensors, and until then nothing else is
+        pinned.
 
-        Setting it raises `TypeError` and `ValueError` for what is no size, `SessionClosedError` inside of a step and after the
-        session, and `InfeasibleBudget`, whose `smallest_host_bytes` is enough, for less than a step needs that has a plan now.
-        The budget is as before then. It raises `ValueError` for a session that was given its `pool`: others may use that too,
-        so the limit is set where it belongs, as `pool.limit_bytes`, and holds for the plans that are made after that.
+        Setting it raises `TypeError` and `ValueError` for an invalid size, and `SessionClosedError` inside a step and after the
+        session. It raises `InfeasibleBudget`, whose `smallest_host_bytes` is enough, if a step with a plan needs more. The
+        budget then stays. It raises `ValueError` for a session with a given `pool`, which others may use too: set
+        `pool.limit_bytes` instead, which holds for later plans.
         """
         return self.pool.limit_bytes
 
@@ -410,7 +409,7 @@ class SwapSession:
         self._executor.begin_step(timed=timed, pack_hook=self._save)
 
     def _end_step(self, *, completed: bool) -> None:
-        """End the running step, once: at its own end, or at the session's where that comes first."""
+        """End the running step, once: at its own end, or at the session's if that comes first."""
         if self._life.phase is Phase.IN_STEP:
             self._history.completed += completed
             self._life.to(Phase.OPEN)

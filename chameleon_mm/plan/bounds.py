@@ -1,12 +1,12 @@
-"""Bounds that no plan can beat: the least time that a step takes within a budget, and the least budget that costs no time.
+"""Bounds that no plan can beat: the least time of a step within a budget, and the least budget that costs no time.
 
-at any moment t before the last use, x = what is too much then:       x has crossed by t, and crosses back after t
+at any moment t before the last use, x = bytes over the budget:    x has crossed by t, and crosses back after t
     step >= max(compute before t, x / d2h) + max(compute after t until the last use, x / h2d) + compute after it
-with recomputation, at the moment of the peak:                        the cheapest mix of x crossing and y recomputed
-    step >= min over x + y of the same, the time to recompute y added to compute after t     (bounds.py)
+with recomputation, at the moment of the peak:                     the cheapest mix of x crossing and y recomputed
+    step >= min over x + y of the same, the time to recompute y added to compute after t
 
-Relaxed: storages are divisible, copies have no fixed cost, and nothing is said about which one is idle when. So what a plan
-reaches of it is a lower bound of how good the plan is.
+Relaxed: storages are divisible, copies have no fixed cost, and any storage may be idle at any time. So the share of the bound
+that a plan reaches is a lower bound of how good the plan is.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ from chameleon_mm.plan.trace import Float64s, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import Candidates, below_least, least_memory, memory_curve, smallest_budget
 from chameleon_mm.units import allocated_size, whole_bytes
 
-# --- The bound of a step's time where what is saved may be swapped or recomputed: a linear program's, from below, with no
-# solver
+# --- Lower bound of a step's time if saved storages may be swapped or recomputed: a linear program's, without a solver
 #
-# R(G) is the least time of operators that run again so that G bytes are gone at t, what is held for that taken off. Relaxed:
-# shares of storages, of operators and of holds; an operator runs once however many are made by it; what is saved is there. For
-# a price p
-#
-# because what several need, an operator or what it reads, costs at least the sum of their shares, whatever these are: that is
-# the dual of the linear program. The shares are moved to those that are recomputed, a few times, and of each price the best
-# counts.
+# R(G) is the least time of operators that run again so that G bytes, net of holds, are gone at t. An operator runs once however
+# many storages it makes; saved storages are there. Relaxed: shares of storages, of operators and of holds. For a price p
+#     R(G) >= p * G + sum over the storages idle at t of min(0, make(j) - p * size(j))
+#     make(j) = share of its operators' time + sum of its share of get(x) over the unsaved storages x that they read
+#     get(x)  = 0 if x is there at t, else the smaller of p * size(x) and make(x)
+# This is the dual of the linear program: an operator or an input that several need costs at least the sum of their shares, for
+# any shares. A few rounds move the shares to the storages that are recomputed; each price keeps its best sum.
 
 _FINER = 24
-"""Prices around the one that decides."""
+"""Number of prices added around the one that decides."""
 _ANY_PRICE = 1e-3
-"""Price, in us for a byte, where what can be recomputed takes no time."""
+"""Price, in us for a byte, if recomputation takes no time."""
 _ROUNDS = 6
-"""Rounds of sharing out. With so many, and the prices above, the bound of a 7B model is within 0.5 % of a solver's."""
+"""Rounds that adjust the shares. With these rounds and prices the bound of a 7B model is within 0.5 % of a solver's."""
 
 
 class RecomputeTime:
-    """The least time in which bytes can be recomputed that are gone at one tick, from below."""
+    """Lower bound of the time to recompute bytes that are gone at one tick."""
 
     def __init__(self, recipes: Recipes, tick: int) -> None:
         trace, c = recipes.trace, recipes.candidates
@@ -90,7 +89,7 @@ class RecomputeTime:
         return np.array([0.0, *(g for g in inside if 0 < g < most), most])
 
     def _needed_order(self) -> list[int]:
-        """Storages that may be recomputed, with what they are made of, inputs first."""
+        """Storages that may be recomputed and the storages that they are made of, inputs first."""
         needed = list(self._can_drop)
         for j in reversed(self._recipes.order):
             if needed[j]:
@@ -102,8 +101,7 @@ class RecomputeTime:
         return order
 
     def _shares_us(self) -> list[float]:
-        """(m,) time of the operators that make each, shared out by size where one makes several, and of comparing what was
-        dropped."""
+        """(m,) time of the operators that make each, shared by size if one makes several, and of comparing dropped storages."""
         recipes, size, op_us = self._recipes, self._size, self._recipes.trace.op_us.tolist()
         us = [0.0] * len(size)
         for j in self._order:
@@ -120,7 +118,7 @@ class RecomputeTime:
         self.lines = [(0.0, 0.0)]
         prices = np.geomspace(min(ratio) * 0.5, max(ratio) * 8, NUM_PRICES)
         prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # for more bytes than can be recomputed
-        own = np.unique(ratio)  # where nothing is held these are the prices at which anything changes
+        own = np.unique(ratio)  # if nothing is held, only these prices change anything
         prices = np.unique(np.append(prices, own if len(own) <= NUM_PRICES else own[:: len(own) // NUM_PRICES]))
         self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
 
@@ -153,7 +151,7 @@ class RecomputeTime:
         return best
 
     def _priced(self, prices: Float64s, share: dict[tuple[int, int], Float64s]) -> tuple[Float64s, dict[int, Float64s]]:
-        """The sum for these shares, and of each storage whether it is recomputed."""
+        """Return the sum for these shares, and whether each storage is recomputed."""
         sums = np.zeros(len(prices))
         get = {x: prices * self._size[x] for x in self._only_held}
         again: dict[int, Float64s] = {}
@@ -183,7 +181,7 @@ class RecomputeTime:
 
 
 def _crossing(a: tuple[float, float], b: tuple[float, float]) -> float:
-    """Where two lines meet, the second one steeper."""
+    """Intersection of two lines, the second one steeper."""
     return (a[1] - b[1]) / (b[0] - a[0])
 
 
@@ -198,20 +196,19 @@ class Ideal:
     swapped_bytes: float
     """Bytes swapped one way, at the moment that decides."""
     recomputed_us: float
-    """Share of `step_us` in which operators run again."""
+    """Part of `step_us` in which operators run again."""
 
     def reached_by(self, step_us: float) -> float:
-        """Share of the bound that a step of `step_us` reaches: 1 is all there is."""
+        """Share of the bound that a step of `step_us` reaches: 1 is the best possible."""
         return self.step_us / step_us if step_us else 1.0
 
 
 def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Collection[str] = ()) -> Ideal:
-    """Bound of the step's time: no plan for `trace` within `hbm_budget` bytes takes less. `recompute`: base names of operators
-    that may run again, so that what is saved may be recomputed instead of swapped (bounds.py); of no account for a budget
-    that asks for swapping between two uses.
+    """Bound of the step's time: no plan for `trace` within `hbm_budget` bytes takes less.
 
-    Raises `InfeasibleBudget` (a `ValueError`) where not even swapping all that may move is enough, `TypeError` for a budget
-    that is no whole number.
+    recompute: base names of operators that may run again, so that saved storages may be recomputed instead of swapped. Ignored
+    if the budget needs swapping between two uses. Raises `InfeasibleBudget` (a `ValueError`) if swapping every candidate is not
+    enough, and `TypeError` for a budget that is not a whole number.
     """
     hbm_budget = whole_bytes("hbm_budget", hbm_budget)
     least = smallest_budget(trace)
@@ -233,9 +230,9 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Col
 
 
 def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
-    """The step on a link of the same mean rates that is never idle.
+    """Estimate of the step's time on a link of the same mean rates that is never idle.
 
-    Unlike `ideal` it prices a copy's pieces and counts padding: no bound, but nearer to what a plan can reach.
+    Unlike `ideal` it prices a copy's pieces and counts padding. It is no bound, but nearer to the time that a plan can reach.
     """
     nbytes = problem.candidates.nbytes
     fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
@@ -248,13 +245,13 @@ def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
 
 
 def relaxed_us(before_us: Float64s | float, after_us: Float64s | float, out_us: Float64s, back_us: Float64s) -> Float64s:
-    """The formula above, moment by moment: the step's time until the last use if what is too much then crosses in `out_us` and
+    """(moments,) time until the last use by the formula above: the bytes over the budget at each moment cross in `out_us` and
     `back_us`, with `before_us` and `after_us` of compute on either side."""
     return np.maximum(before_us, out_us) + np.maximum(after_us, back_us)
 
 
 def hidden_budget_bound(trace: Trace, cost_model: LinkCost) -> int:
-    """Bytes of device memory below which no plan for `trace` hides all of its copies behind compute."""
+    """Device memory, in bytes, that a plan for `trace` needs at least to hide all copies."""
     step = _Step(trace, between_uses=True)
     before_bytes = step.before_us * (cost_model.d2h_gbps * 1e3)
     after_bytes = step.after_us * (cost_model.h2d_gbps * 1e3)
@@ -270,11 +267,11 @@ def smallest_hidden_budget(
     tolerance: float = 1e-3,
     precision_bytes: int | None = None,
 ) -> int:
-    """The smallest budget, in bytes, for which `plan_for(budget)` makes a plan that costs no time, found by halving.
+    """Return the smallest budget, in bytes, for which `plan_for(budget)` makes a plan that costs no time, found by bisection.
 
-    tolerance: what counts as no time, as a share of the step.
-    precision_bytes: how near to the smallest; None: 1/256 of what there is between the bound and the unswapped peak.
-    `plan_for` may raise `InfeasibleBudget`. Where plans of larger budgets are slower, any of the turning points is returned.
+    tolerance: share of the step that counts as no time. precision_bytes: how near the result is to the smallest budget; None:
+    1/256 of the distance from the bound to the unswapped peak. `plan_for` may raise `InfeasibleBudget`. If plans of larger
+    budgets are slower, the result is any of the turning points.
     """
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance: expected a share of the step from 0 to below 1, got {tolerance}")
@@ -293,7 +290,7 @@ def smallest_hidden_budget(
 
 
 def hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budget: int, tolerance: float) -> bool:
-    """Whether `plan_for(budget)` makes a plan within `budget` whose step takes at most that share longer than unswapped."""
+    """True if `plan_for(budget)` is within `budget` and its step takes at most a share `tolerance` longer than unswapped."""
     try:
         timeline = simulator.run(plan_for(budget))
     except InfeasibleBudget:
@@ -302,8 +299,9 @@ def hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budg
 
 
 class _Step:
-    """The part of a step before the last use for which something is back: after it nothing is away. `between_uses`: something
-    may be away between two uses as well."""
+    """The part of a step before the last use of a candidate; after that use nothing is off the device.
+
+    between_uses: storages may be off the device between two uses as well."""
 
     def __init__(self, trace: Trace, *, between_uses: bool) -> None:
         candidates = Candidates.of(trace, between_uses=between_uses)
@@ -313,20 +311,20 @@ class _Step:
         self.tail_us = float(clock[-1] - clock[last])
         self.before_us: Float64s = clock[:last]
         self.after_us: Float64s = clock[last] - clock[:last]
-        # What rounding gives: a storage of 1 byte takes 512, and 1 byte less to move gives all of them back.
+        # Rounding: a storage of 1 byte takes 512, and moving 1 byte less gives all of them back.
         padding = int((candidates.size - candidates.nbytes).sum())
         self.least_moved: Int64s = memory_curve(trace)[:last] - padding
 
 
 def _cheapest_mix(recipes: Recipes, step: _Step, t: int, over: float, cost_model: LinkCost) -> Ideal:
-    """Bound with recomputation at tick `t`, where `over` bytes are too much: some cross the link, others are recomputed."""
+    """Bound with recomputation at tick `t`, `over` bytes above the budget: some cross the link, others are recomputed."""
     out_rate, back_rate = cost_model.d2h_gbps * 1e3, cost_model.h2d_gbps * 1e3
     recompute_time = RecomputeTime(recipes, t)
     before_us, after_us = float(step.before_us[t]), float(step.after_us[t])
 
     def cheapest() -> tuple[float, float, float]:
-        """The bound until the last use, its bytes that are recomputed, and the time of that."""
-        # Convex and linear between these points: the kinks, and where one side of a max meets the other.
+        """Return the bound until the last use, the bytes that are recomputed, and the time of recomputation."""
+        # Convex and linear between these points: the kinks, and the bytes at which the two sides of a max are equal.
         points = np.unique(np.append(recompute_time.kinks(over), np.clip(over - before_us * out_rate, 0.0, over)))
         slack_us = after_us + recompute_time.at(points) - (over - points) / back_rate
         rises = int(np.searchsorted(slack_us, 0.0))

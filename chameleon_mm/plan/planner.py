@@ -1,12 +1,12 @@
 """Makes the plan from a trace, budgets and the cost of the link.
 
-problem = Problem.of(trace)                 ticks become hooks, storages candidates
-fits already                                an empty plan
-not even with every candidate away          the same once more, with what is idle between two uses away there, too
-nor so                                      InfeasibleBudget, with the smallest budget that is feasible
-taken = select_candidates(problem, ...)     what moves, and how much of it: no more bytes than needed
-tentative = place(problem, ...)      when it goes, when its memory is reclaimed, when it comes back
-tentative.late_us(problem, cost)            what it costs, as `simulate` has it; the best of several selections is the plan
+problem = Problem.of(trace)                 ticks become hooks, storages become candidates
+the step fits already                       an empty plan
+not even with every candidate away          try again, with storages that are idle between two uses away there, too
+nor then                                    InfeasibleBudget, with the smallest budget that is feasible
+selected = select(problem, ...)             which candidates move, and how many bytes of each: no more bytes than needed
+scheduled = schedule(problem, ...)          hooks of each copy out, reclaim and copy back
+walk(moves, ...)                            the delay, as `simulate` has it; the best of several selections is the plan
 
 docs/policy.md explains why, and says how far from the least time the result is.
 """
@@ -34,23 +34,22 @@ from chameleon_mm.plan.unswapped_memory import peak_memory, sum_over_time
 from chameleon_mm.replayable import DEFAULT
 from chameleon_mm.units import MIB, format_size, whole_bytes
 
-# --- Plans that keep, swap, recompute or hold, each storage for itself: what is dropped is chosen, the rest is planned as
-# ever
+# --- Plans that keep, swap, recompute or hold each storage: the dropped storages are chosen first, then the swaps are planned
 #
-# 1. a path of choices, one for each price of memory (choice.py)
-# 2. of each: its level and time by arithmetic, and the step as the relaxed bound of swapping has it
-# 3. the best few, and mixes of neighbours: the trace is rewritten, what is left to move is planned as any other step
+# 1. a path of choices, one for each price of memory (selection.py)
+# 2. for each choice: its level and time by arithmetic, and the step's time by the relaxed bound of swapping
+# 3. for the best few, and mixes of neighbours: the trace is rewritten, and its swaps are planned as in any other step
 
 _PLANNED = 2
-"""Number of choices for which the rest is planned because they look best."""
+"""Number of choices that are planned because their estimates are best."""
 _BESIDE = 4
-"""Number of choices at most for which it is because they are beside the best one so far."""
+"""Maximum number of choices that are planned because they are next to the best plan so far."""
 _WAITS = 1e-4
-"""Share of the step from which on compute is said to wait."""
+"""Share of the step from which stalls count as waiting."""
 _REPAIRS = 8
-"""Number of times that what cannot be rebuilt for want of room is no longer dropped."""
+"""Maximum number of repairs of a choice: storages that memory has no room to recompute are no longer dropped."""
 _FINER = 8
-"""Number of mixes between two prices. Without mixes plans of the built-in models take 0.6 % longer, and up to 6.5 %."""
+"""Mixes between two prices. Without mixes plans of the built-in models take 0.6 % longer, and up to 6.5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ class PlanLimits:
 def hybrid_plans(
     trace: Trace, problem: Problem, limits: PlanLimits, names: Collection[str], refused: Collection[int]
 ) -> list[SwapPlan]:
-    """Plans of `trace` within `limits` that recompute, best first. `names`: base names of operators that may run again;
+    """Return plans of `trace` within `limits` that recompute, best first. `names`: base names of operators that may run again.
     `refused`: storages that may not be dropped."""
     recipes = Recipes.of(trace, names, refused, cost=limits.cost)
     if not recipes.can_drop.any():
@@ -78,7 +77,7 @@ def hybrid_plans(
 
 
 class HybridSearch:
-    """Searches among plans that recompute for one trace."""
+    """Search among plans that recompute, for one trace."""
 
     def __init__(self, problem: Problem, recipes: Recipes, limits: PlanLimits) -> None:
         self._problem = problem
@@ -92,7 +91,7 @@ class HybridSearch:
         self._best_part = 0
 
     def run(self) -> None:
-        """Plan the choices that look best, at prices and between them, and then those beside the best plan."""
+        """Plan the choices with the best estimates, at prices and between them, and then the neighbours of the best plan."""
         parts = {part: self._estimate_us(self._choice(part)) for part in range(0, self._last + 1, _FINER)}
         best = min(parts, key=lambda part: (parts[part], part))
         for part in range(max(0, best - _FINER), min(self._last, best + _FINER) + 1):
@@ -106,7 +105,7 @@ class HybridSearch:
         if not self.plans:
             self._try(self._last, tried)
         for _ in range(_BESIDE):
-            # Where copies make compute wait more has to be recomputed, else less may do.
+            # If copies make compute wait, recompute more; else try to recompute less.
             step = 1 if not self.plans or self.plans[0].stall_us > _WAITS * self.plans[0].step_us else -1
             part = self._best_part + step
             while 0 <= part <= self._last and not self._try(part, tried):
@@ -131,7 +130,7 @@ class HybridSearch:
         return True
 
     def _estimate_us(self, choice: Choice) -> float:
-        """The step on a link that is never idle, if recomputing took no memory; infinite where that exceeds the budgets."""
+        """Estimate the step on a link that is never idle, if recomputation took no memory; infinite if above the budgets."""
         problem, limits = self._problem, self._limits
         recipes, c = self._recipes, self._recipes.candidates
         rows = recipes.row[choice.dropped]
@@ -158,7 +157,7 @@ class HybridSearch:
         return max(floor, float(relaxed.max(initial=0.0)) + problem.total_us - float(clock[last]))
 
     def _plan(self, choice: Choice) -> None:
-        """Plan what is left to move under `choice`, and keep the plan if it is within the budgets."""
+        """Plan the swaps that remain under `choice`, and keep the plan if it is within the budgets."""
         limits = self._limits
         dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
         for repair in range(_REPAIRS):
@@ -205,9 +204,9 @@ class HybridSearch:
         )
 
     def _too_large(self, rewritten: RewrittenTrace, problem: Problem, budget: int, *, gently: bool) -> set[int]:
-        """Dropped storages without whose recomputations there is more room, where `budget` has too little, whatever is swapped:
-        all that is there again by then, and all that is made next. `gently`: what is used there, if that makes others as well,
-        else what is made there, if anything is."""
+        """Return dropped storages to keep, because even with all else swapped `budget` has no room for their recomputation. If
+        `gently` and some are made at a full hook: those used there, if others are made too, else all made there. Otherwise: all
+        that are there again by then, and all that are made next."""
         c, recipes = problem.candidates, self._recipes
         level = problem.level - sum_over_time(len(problem.level), c.size, c.first, c.use)
         use = recipes.candidates.use[recipes.row].tolist()
@@ -228,9 +227,9 @@ class HybridSearch:
 # --- planner
 
 _WORTH_TRYING = 0.25
-"""Share by which the step of a plan that only swaps may be longer, as simulated, and is still worth measuring."""
+"""Maximum share by which the simulated step of a plan that only swaps may be longer and still be worth measuring."""
 _FASTER_US = 1e-3
-"""Time that a plan which recomputes has to gain over one that only swaps: less is rounding."""
+"""Time that a plan which recomputes must gain over one that only swaps: less is rounding."""
 
 
 def generate_plan(
@@ -245,26 +244,26 @@ def generate_plan(
     recompute: Collection[str] = (),
     refused: Collection[int] = (),
 ) -> SwapPlan:
-    """Plan of what of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the
-    least time.
+    """Return the plan of `trace` that keeps device memory within `hbm_budget` bytes and takes the least time; empty if the step
+    fits.
 
-    host_budget: bytes of pinned memory; None: no limit. drafts: tentative plans that a local search may evaluate where there
-    are 16 candidates or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
+    host_budget: bytes of pinned memory; None: no limit. drafts: number of tentative plans that a local search may evaluate if
+    there are at most 16 candidates; the default takes most of a second; 0: none.
 
-    lead_us: how much earlier than in time copies back are to be done, for all or by tensor; where memory has no room for that,
-    as early as it has. lag_us: how much later than foreseen copies out are there, for all or by tensor. The plan is the one
-    that is least late even so; a storage whose copy lags gives its memory back after others, where these will do. What the plan
-    says of itself, time and stalls, is as `simulate` has it, without lags.
+    lead_us: how long before its use a copy back should end, for all tensors or by tensor; if memory has no room for that, as
+    early as it has. lag_us: how much later than predicted a copy out ends, for all tensors or by tensor. The plan is the one
+    with the least delay under these lags; a storage whose copy lags gives its memory back after others, if those are enough.
+    The times in the plan are those of `simulate`, without lags.
 
-    recompute: base names of operators that may run again (`trace.replayable`); empty: nothing is recomputed. `refused`: numbers
-    of storages that must not be recomputed. Each storage is then kept, swapped or dropped and recomputed, and what others are
-    made of may be held: whatever takes the least time, and never more than what only swaps. A plan by which something is away
-    between two of its uses recomputes nothing; there is one only for budgets that are too small for any other.
+    recompute: base names of operators that may run again (`replayable.py`); empty: nothing is recomputed. refused: numbers of
+    storages that must not be recomputed. Each storage is kept, swapped, or dropped and recomputed; inputs of recomputations may
+    be held. The result is the fastest, never slower than the best plan that only swaps. A plan that swaps a storage between two
+    of its uses recomputes nothing; it is made only for budgets that are too small for any other.
 
-    Deterministic. About n log n in what autograd saved, and linear in operators.
+    Deterministic. About n log n in saved tensors, and linear in operators.
 
-    Raises `InfeasibleBudget` where no plan is within the budgets, with the smallest that are; `ValueError` for a budget, a
-    lead or a lag that is none at all, `TypeError` for a budget that is no whole number of bytes.
+    Raises `InfeasibleBudget`, with the smallest budgets that are feasible, if no plan is within the budgets; `ValueError` for a
+    budget, lead or lag out of range; `TypeError` for a budget that is not a whole number of bytes.
     """
     return candidate_plans(
         trace,
@@ -296,8 +295,8 @@ def candidate_plans(
 ) -> list[SwapPlan]:
     """Return the plan of `generate_plan`, then others whose simulated step takes at most `within` (a share) longer, best first.
 
-    A model of the link and of the operators is not exact: whoever can measure may try them all. After a plan that recomputes
-    the best one that only swaps comes second, if its step takes at most a quarter longer. Raises as `generate_plan` does.
+    The model of the link and of the operators is not exact, so a caller that can measure may try them all. After a plan that
+    recomputes comes the best one that only swaps, if its step takes at most a quarter longer. Raises as `generate_plan` does.
     """
     hbm_budget = whole_bytes("hbm_budget", hbm_budget)
     host_budget = None if host_budget is None else whole_bytes("host_budget", host_budget)
@@ -305,7 +304,7 @@ def candidate_plans(
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:
         return [_plan(trace, problem, hbm_budget, _nothing(problem))]
-    if problem.least_bytes > hbm_budget:  # what is used several times may be away between its uses, too: it comes back twice
+    if problem.least_bytes > hbm_budget:  # storages may be away between uses, too: they come back twice
         problem, recompute = Problem.of(trace, between_uses=True), ()
         if problem.least_bytes > hbm_budget:
             raise _infeasible(trace, problem, hbm_budget)
@@ -336,7 +335,7 @@ def candidate_plans(
 def _swap_only(
     trace: Trace, problem: Problem, limits: PlanLimits, search: Search, at_most: int, within: float
 ) -> list[SwapPlan]:
-    """The best plans that `search` found, at most so many and so much slower."""
+    """Return the best plans that `search` found: at most `at_most`, each at most a share `within` slower than the best."""
     plans: list[SwapPlan] = []
     for found in sorted(search.found, key=lambda found: found.order):
         if len(plans) == at_most:
@@ -350,7 +349,8 @@ def _swap_only(
 
 
 def _mixed(hybrids: list[SwapPlan], swaps: list[SwapPlan], at_most: int, within: float) -> list[SwapPlan]:
-    """The best plan that recomputes, the best that does not if that is no quarter slower, and then more of the first kind."""
+    """Return the best plan that recomputes, the best that only swaps if at most a quarter slower, then more of the first
+    kind."""
     best = hybrids[0]
     plans = [best, *(plan for plan in swaps[:1] if plan.step_us <= best.step_us * (1 + _WORTH_TRYING))]
     for plan in hybrids[1:]:
@@ -409,8 +409,8 @@ def _host_too_small(
     recompute: Collection[str],
     refused: Collection[int],
 ) -> InfeasibleBudget:
-    """Find by halving the smallest device budget for which there is a plan within `host_budget`; more coarsely, what
-    recomputation makes of it."""
+    """Bisect for the smallest device budget with a plan within `host_budget`, then, more coarsely, for the smallest with
+    recomputation."""
     budget, host_budget = limits.budget, limits.host_budget or 0
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):

@@ -1,12 +1,12 @@
-"""A trace as the planner sees it, ticks as the intervals between hooks, and the hooks at which copies begin.
+"""A trace as the planner sees it: ticks become intervals between hooks, and copies begin at hooks.
 
-memory:   level[k] = most allocated from hook k until hook k + 1, nothing swapped; what is above the budget has to be away
+memory:   level[k] = most allocated from hook k until hook k + 1, nothing swapped; the excess over the budget has to be away
 time:     time_us[k] = when compute is at hook k, nothing swapped
-who:      candidate i may be away from hook first[i] until hook use[i], and its copy out begin at hook sendable[i]; a storage
-          that may be away between its uses as well is several candidates
+who:      candidate i may be away from hook first[i] until hook use[i], and its copy out may begin at hook sendable[i]; a
+          storage that may be away between its uses as well is several candidates
 
-The executor acts at hooks alone, so nothing that happens between two of them can be told apart: arithmetic over hooks and
-candidates is exact, and a step of a million operators is a few arrays of a hundred thousand.
+"Away" means off the device. The executor acts only at hooks, so the order of events between two hooks does not matter.
+Arithmetic over hooks and candidates is therefore exact, and a step of a million operators is a few arrays of 100 000.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from chameleon_mm.units import ALLOCATION_UNIT_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """K hooks and n candidates, in the order in which they may be copied out. Lists where Python walks through them."""
+    """K hooks and n candidates, in the order in which their copies out may begin. Columns that Python loops over are lists."""
 
     before_bytes: int
-    """Most bytes allocated before the first hook: nothing can be done about that."""
+    """Most bytes allocated before the first hook, which no plan can change."""
     level: Int64s
     """(K,) most bytes allocated from each hook until the next."""
     at_hook: Int64s
@@ -50,17 +50,17 @@ class Problem:
     padding: list[int] = field(init=False)
     """Bytes by which `size` is more than `nbytes`."""
     may_exceed_more: Bools = field(init=False)
-    """(K,) whether more may be missing from hook k on than before it: the level rises, or a candidate is used."""
+    """(K,) True if more may be missing from hook k on than before it: the level rises, or a candidate is used."""
     may_exceed_more_backwards: Bools = field(init=False)
-    """(K,) whether more may be missing, walking back: the level is above hook k + 1's, or one may be away from k + 1 on."""
+    """(K,) the same, walking back: the level is above hook k + 1's, or a candidate may be away from k + 1 on."""
     peak_bytes: int = field(init=False)
     """Peak of the step, nothing swapped."""
     least_bytes: int = field(init=False)
     """Peak with every candidate away for as long as it may be: no plan's peak is below it."""
     goes_between_uses: bool = False
-    """Whether there are candidates that are idle between two uses."""
+    """True if candidates may be away between two uses as well."""
     goes_twice: bool = field(init=False)
-    """Whether there are two candidates or more that are one storage at different times."""
+    """True if two or more candidates are one storage at different times."""
 
     def __post_init__(self) -> None:
         c = self.candidates
@@ -81,8 +81,8 @@ class Problem:
 
     @classmethod
     def of(cls, trace: Trace, *, between_uses: bool = False) -> Problem:
-        """Problem of `trace`. `between_uses`: what is idle between two uses may be away there, too. O(operators + storages +
-        hooks), without a loop."""
+        """Return the problem of `trace`. `between_uses`: storages that are idle between two uses may be away there, too.
+        O(operators + storages + hooks), without a loop."""
         curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace, between_uses=between_uses)
         *time_us, total_us = trace.hook_us().tolist()
         return cls(
@@ -100,50 +100,50 @@ class Problem:
         return max(self.before_bytes, int(level.max(initial=0)))
 
     def over(self, budget: int, where: Bools) -> tuple[list[int], list[int]]:
-        """Hooks of `where` from which more than `budget` is allocated until the next, and how much more."""
+        """Return the hooks of `where` from which more than `budget` is allocated until the next, and the excess at each."""
         hooks = ((self.level > budget) & where).nonzero()[0]
         return hooks.tolist(), (self.level[hooks] - budget).tolist()
 
     def moves(
         self, who: Sequence[int], freed: Sequence[int], out_at: Sequence[int], reclaim_at: Sequence[int], in_at: Sequence[int]
     ) -> ActionColumns:
-        """The moves of candidates `who`, in the order of their uses. Each frees a multiple of 512 bytes: all that it takes, or
-        less."""
+        """Return the moves of candidates `who`, in the order of their uses. Each frees a multiple of 512 bytes, up to its whole
+        size."""
         c = self.candidates
         which, freed_bytes, *hooks = (np.asarray(column, np.int64) for column in (who, freed, out_at, reclaim_at, in_at))
         again = c.take(which).away_before() if self.goes_twice else np.zeros(len(which), np.bool_)
         return ActionColumns.reclaiming(freed_bytes, c.size[which], c.nbytes[which], (*hooks, c.use[which]), again)
 
     def whole_where_twice(self, selected: Mapping[int, int]) -> Mapping[int, int]:
-        """`selected`, candidate -> bytes that it gives up: all that it takes for each storage that goes more than once, so that
-        it comes back from one host copy every time."""
+        """Return `selected` (candidate -> bytes that it frees), with all bytes of each storage that goes more than once: it
+        then comes back from one host copy every time."""
         if not self.goes_twice:
             return selected
         times = Counter(self.tensor[i] for i in selected)
         return {i: nbytes if times[self.tensor[i]] == 1 else self.size[i] for i, nbytes in selected.items()}
 
     def peak_with(self, moves: ActionColumns) -> int:
-        """Device memory at most under `moves`."""
+        """Peak of device memory under `moves`."""
         away = moves.away(len(self.level))
         return max([self.peak_of(self.level - away), *partial_move_peaks(moves, self.at_hook - away).values()])
 
 
-# --- Assigns hooks to what moves, so that memory is within the budget at every hook and copies have the most time
+# --- Assigns hooks to the moves, so that memory is within the budget at every hook and copies have the most time:
 #
-# copies out    as soon as each may be sent: the engine takes them one after the other copies back   last hook to first: memory
-# that is needed at hook k is taken from what is used latest; that comes back after k reclaims      first hook to last: memory
-# that is needed at hook k is reclaimed at k, from what was copied out first in part       a part that stays needs memory of
-# its own for a moment: at a hook with room for it, or all of it moves
+# copies out    as soon as each may be sent; the engine runs them one after the other
+# copies back   last hook to first: memory needed at hook k is taken from the candidates used latest; they come back after k
+# reclaims      first hook to last: memory needed at hook k is reclaimed at k, from the candidates copied out first
+# in part       a part that stays briefly needs a buffer: at a hook with room for it, or the whole storage moves
 #
-# Both sweeps only decide who is away, never that fewer are than the selection found enough, so neither can end without room.
-# What the sweeps never send away is no longer part of the plan.
+# Each sweep keeps at least as many bytes away as the selection found to be enough, so neither runs out of room. The plan leaves
+# out candidates that the sweeps never send away.
 
 PerTensor = float | Mapping[int, float]
-"""Microseconds: for all, or by tensor of the trace (0 for the others)."""
+"""Microseconds: one value for all, or by tensor of the trace (0 for the others)."""
 
 
 class Scheduled(NamedTuple):
-    """The candidates that move, in the order of their uses, which is that of the plan."""
+    """The candidates that move, in the order of their uses, which is the plan's order."""
 
     who: list[int]
     """Numbers of the candidates in the problem."""
@@ -160,12 +160,12 @@ def schedule(
     copied_out_us: Callable[[Mapping[int, int]], Mapping[int, float]] | None = None,
     reclaim_early: Sequence[bool] = (),
 ) -> Scheduled:
-    """Assign hooks to `taken`, candidate -> bytes, a selection for `problem`. Time: O(K + n log n).
+    """Assign hooks to `selected` (candidate -> bytes), a selection for `problem`. Time: O(K + n log n).
 
-    ready: (n,) hooks from which copies out begin, not before they are sendable, which is the default. latest: of a selection,
-    by candidate, the hook until which its copy back need not begin (`latest_back`); by default it begins as soon as there is
-    room. copied: the same, when its copy out is there (`copied_by`); by default in the order in which copies out begin.
-    reclaim_early: (n,) whether its memory is reclaimed as soon as it may, needed or not; empty: none of them.
+    send_from: (n,) hooks from which copies out begin; default: as soon as sendable. latest_return: for a selection, returns by
+    candidate the hook until which its copy back need not begin (`latest_back`); default: it begins as soon as there is room.
+    copied_out_us: for a selection, returns by candidate when its copy out ends (`copied_by`); default: the order in which they
+    begin. reclaim_early: (n,) True if its memory is reclaimed as soon as possible, needed or not; empty: none is.
     """
     selected = dict(selected)
     send_from = problem.sendable if send_from is None else send_from
@@ -195,9 +195,9 @@ def schedule(
 
 
 def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, lead_us: PerTensor) -> dict[int, int]:
-    """Last hook, by candidate, at which its copy back begins in time, if they cross in the order of their uses.
+    """Return, by candidate, the last hook at which its copy back begins in time, if copies cross in the order of uses.
 
-    In time: done `lead_us` before the use, even were the other direction busy all the while, and compute never late.
+    In time: it ends `lead_us` before the use, even if the other direction is always busy and compute never late.
     """
     who = sorted(selected, key=lambda i: (problem.use[i], i))
     if not who:
@@ -210,7 +210,7 @@ def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, l
     rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last
     start = np.minimum.accumulate((due + rest_us - copy_us)[::-1])[::-1] - rest_us
     hooks = np.searchsorted(clock, start, side="right") - 1
-    # Later hooks may share the time of a use, operators of no time between them: it begins with the use at the latest.
+    # Later hooks may share the time of a use, if only operators of no time are in between: clip to the use's hook.
     return dict(zip(who, np.clip(hooks, 0, use).tolist(), strict=True))
 
 
@@ -224,9 +224,9 @@ def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> Float64
 def copied_by(
     problem: Problem, selected: Mapping[int, int], send_from: Sequence[int], cost: LinkCost, lag_us: Sequence[float]
 ) -> dict[int, float]:
-    """Time, by candidate, at which its copy out is there, if nothing stalls and nothing goes the other way.
+    """Return, by candidate, the time at which its copy out ends, if nothing stalls and nothing goes the other way.
 
-    send_from: (n,) hooks from which copies out begin. lag_us: (n,) by how much each is there later than that.
+    send_from: (n,) hooks from which copies out begin. lag_us: (n,) how much later than that each ends.
     """
     done, now = {}, 0.0
     for i in sorted(selected, key=lambda i: (send_from[i], problem.use[i], i)):
@@ -237,14 +237,14 @@ def copied_by(
 
 
 def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
-    """First hook, by candidate, at which there is room for it to be back, room until its use; last used, last back.
+    """Return, by candidate, the first hook from which there is room for it until its use; the last used come back last.
 
-    held: hooks before which it is not back even so.
+    held: by candidate, a hook before which it does not come back even if there is room.
     """
     first, use = problem.first, problem.use
     waiting = sorted(selected, key=lambda i: (use[i], -first[i], i))  # the last one is the next to be away
     holding = sorted(held, key=held.__getitem__)
-    here = [0] * (len(problem.level) + 1)  # by hook: bytes of what was not away before it
+    here = [0] * (len(problem.level) + 1)  # by hook: bytes that were not away before it
     in_at: dict[int, int] = {}
     away, seen = 0, len(problem.level)
     for k, excess in zip(*map(reversed, problem.over(budget, problem.may_exceed_more_backwards)), strict=True):
@@ -263,7 +263,7 @@ def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], hel
                 in_at[i] = k + 1
                 away += selected[i]
                 here[first[i]] += selected[i]
-    for i in holding:  # not needed by what comes after it; the reclaims may still prefer it
+    for i in holding:  # later memory does not need it; the reclaims may still prefer it
         in_at.setdefault(i, held[i])
     return in_at
 
@@ -277,7 +277,7 @@ def _reclaims(
     copied_out_us: Mapping[int, float],
     reclaim_early: Sequence[bool],
 ) -> dict[int, int]:
-    """Last hook, by candidate, at which its memory must go; first copied out, first gone."""
+    """Return, by candidate, the last hook at which its memory must be reclaimed; the first copied out go first."""
     first, use = problem.first, problem.use
     who = sorted(in_at, key=lambda i: (send_from[i], use[i], i))
     if copied_out_us:
@@ -286,7 +286,7 @@ def _reclaims(
     climbs = problem.may_exceed_more.copy()
     climbs[list(in_at.values())] = True
     waiting: list[int] = []
-    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is away, less those of what went early
+    back = [0] * (len(problem.level) + 1)  # by hook: bytes that are away, less those that went early
     reclaim_at: dict[int, int] = {}
     away, seen = 0, -1
     for i in who if reclaim_early else ():
@@ -309,10 +309,10 @@ def _reclaims(
 
 
 def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], moves: ActionColumns) -> dict[int, int]:
-    """Move the reclaims of what moves in part to earlier hooks, and its returns to later ones, where what stays can be copied.
+    """Move reclaims of partial moves earlier, and their returns later, to hooks with room to copy the part that stays.
 
-    Returns candidate -> bytes that it has to give up at least, for each that finds no such hook. Sooner gone and later back can
-    only lower memory, so what had room still has it.
+    Return candidate -> the least bytes that it must free, for each that finds no such hook. Earlier reclaims and later returns
+    can only lower memory, so other moves keep their room.
     """
     parts = moves.head.nonzero()[0].tolist()
     if not parts:
@@ -335,7 +335,7 @@ def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], move
 
 
 def _levels_within_hooks(problem: Problem, moves: ActionColumns) -> tuple[Int64s, Int64s]:
-    """(K,) bytes allocated within each hook: once whole storages are reclaimed and nothing is back; once all is done."""
+    """(K,) bytes allocated within each hook: after reclaims of whole storages, before copies back; and after all actions."""
     after = moves.away(len(problem.level))
     before = np.concatenate((np.zeros(1, np.int64), after[:-1]))
     whole = moves.head == 0

@@ -1,13 +1,13 @@
-"""Recipes of a step: the storages that can be recomputed, by which operators, from what, as a trace tells it before any choice.
+"""Recipes of a step: the storages that can be recomputed, by which operators, from which inputs, as its trace shows them.
 
 recipes = Recipes.of(trace, names)      # names: base names of operators that may run again; None: any
 recipes.makers[j]                       operators of forward that wrote storage j, in order: all of them run again
-recipes.inputs[j]                       what they read beside it that was made in the step
-recipes.can_drop[j]                     whether it may be dropped at all: saved, idle, and recomputed from what can be had again
-recipes.can_hold[j]                     whether it may be held: unsaved, and there at a hook after it was written
+recipes.inputs[j]                       other storages made in the step that they read
+recipes.can_drop[j]                     True if it may be dropped: saved, idle, and its inputs are there or can be recomputed
+recipes.can_hold[j]                     True if it may be held: unsaved, and there at a hook after it was written
 
-What was there before the step is there at a recomputation too, unless others may write to it: it is no input here, and an
-operator that reads what somebody writes before the recomputation recomputes nothing. A view writes nothing.
+A storage from before the step is there at a recomputation too, unless a later operator may write to it, so it is not an input
+here. An operator cannot run again if one of its inputs is written before the recomputation. A view writes nothing.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ ALWAYS = np.iinfo(np.int64).max
 """Tick after all ticks."""
 
 COPIED_BYTES = 64 * KIB
-"""Size up to which a recipe has a copy of its own of a parameter or an input that autograd does not save, such as a bias:
-others may write to it after forward. What is larger may be read again only where backward reads it, as autograd relies on it
-then. Note [Relied on], `swap/recipe.py`."""
+"""Maximum size of a parameter or an input that a recipe copies if autograd does not save it, such as a bias: others may write
+to it after forward. A larger one may be read again only if backward reads it, as autograd then relies on it. Note [Relied on],
+`swap/recipe.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recipes:
-    """How each of the m storages of a trace is made. Storages and operators by number, moments by tick."""
+    """Recipe of each of the m storages of a trace. Storages and operators by number, moments by tick."""
 
     trace: Trace
     candidates: Candidates
     row: Int64s
-    """(m,) row of each in `candidates`; -1: it is none."""
+    """(m,) row of each in `candidates`; -1: not a candidate."""
     saved: Bools
-    """(m,) whether autograd saved it, so that it is there at a recomputation, if it is not dropped."""
+    """(m,) True if autograd saved it, so that it is there at a recomputation unless it is dropped."""
     makers: list[tuple[int, ...]]
     """(m,) operators that wrote it, in order; empty: it was there before the step, or cannot be recomputed."""
     inputs: list[tuple[int, ...]]
-    """(m,) storages made in the step that its makers read, beside itself."""
+    """(m,) other storages made in the step that its makers read."""
     fresh: list[tuple[int, ...]]
     """(n,) storages that each operator of forward makes."""
     reads: list[tuple[int, ...]]
     """(n,) storages made in the step that each operator of forward reads or writes to."""
     order: list[int]
-    """Storages that forward makes, in the order in which they are whole: inputs before what is made of them."""
+    """Storages that forward makes, in the order of their last writes: inputs before the storages made from them."""
     can_drop: Bools
     can_recompute: Bools
-    """(m,) whether its makers may run again as a part of any recomputation that needs it."""
+    """(m,) True if its makers may run again as a part of any recomputation that needs it."""
     needed_until: Int64s
-    """(m,) latest tick at which a recomputation may read it; -1: none does."""
+    """(m,) latest tick at which a recomputation may read it; -1: never."""
     last_write: Int64s
-    """(m,) tick of the operator that wrote each last; NEVER: none did."""
+    """(m,) tick of the last operator that wrote each; NEVER: none did."""
     can_hold: Bools
     hold_hook: Int64s
-    """(m,) first hook at which it is whole; the number of hooks: there is none."""
+    """(m,) first hook after its last write; the number of hooks: there is none."""
     is_kept: Bools
-    """(m,) whether backward reads it though no hook saved it: autograd keeps it where it is, as it does with what is small."""
+    """(m,) True if backward reads it though no hook saved it: autograd keeps it in place, as it does small tensors."""
     alone_hook: Int64s
-    """(m,) first hook at which what is made from it may be dropped: the model lets go of it, or autograd keeps it."""
+    """(m,) first hook at which a storage made from it may be dropped: the model has released it, or autograd keeps it."""
     compare_us: Float64s
-    """(m,) time in which it is compared with the original, if it is dropped: each of two checksums reads every byte."""
+    """(m,) time to compare it with the original, if it is dropped: each of two checksums reads every byte."""
 
     @classmethod
     def of(
@@ -78,13 +78,13 @@ class Recipes:
         *,
         cost: LinkCost | None = None,
     ) -> Recipes:
-        """Recipes of `trace`. `refused`: storages that may not be recomputed. `cost`: prices comparisons; None: they take no
-        time. O(ticks + storages)."""
+        """Return the recipes of `trace`. `refused`: storages that may not be recomputed. `cost`: prices comparisons; None: they
+        take no time. O(ticks + storages)."""
         return _Finder(trace, names).recipes(refused, cost)
 
 
 class _Finder:
-    """Reads a trace for its recipes."""
+    """Finds the recipes of a trace."""
 
     def __init__(self, trace: Trace, names: Collection[str] | None) -> None:
         self._trace = trace
@@ -123,12 +123,12 @@ class _Finder:
         self._valid_until = self._inputs_stay_until()
 
     def _inputs_stay_until(self) -> Int64s:
-        """(n,) tick of the next write to what each operator reads; of what was made in the step any later write counts as one
-        at once. What it reads and writes itself is not in it, unless it was there before the step."""
+        """(n,) tick of the next write to an input of each operator; -1 if an input made in the step is written again. Inputs
+        that the operator itself writes do not count, unless they were there before the step."""
         trace, m = self._trace, len(self._trace.tensor_bytes)
         keys = np.sort(self._written * (trace.num_ticks + 1) + self._write_tick)
         tick = trace.op_tick[self._read_op].astype(np.int64)
-        # From its own tick on for what was there before: a write by the operator itself is one, too.
+        # Include the own tick for inputs from before the step: a write by the operator itself counts.
         wanted = self._read * (trace.num_ticks + 1) + tick + self._in_step[self._read]
         at = np.searchsorted(keys, wanted)
         found = np.append(keys, ALWAYS)[at]
@@ -199,11 +199,11 @@ class _Finder:
     def _by_storage(
         self,
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], Int64s]:
-        """Makers and inputs of each storage, what each operator reads and makes, and (m,) ticks until which nothing that the
-        makers of a storage read is written; -1: it cannot be recomputed."""
+        """Return makers, inputs, reads, fresh and stays. stays: (m,) tick of the next write to an input of a storage's makers;
+        -1: the storage cannot be recomputed."""
         m, n = len(self._trace.tensor_bytes), len(self._trace.op_us)
         over = np.bincount(self._write_op[~self._is_fresh], minlength=n)
-        # An operator that writes to what was there before it recomputes nothing but that.
+        # An operator that writes to an existing storage can only recompute that one storage.
         good = self._may_run[self._write_op] & np.where(self._is_fresh, over[self._write_op] == 0, over[self._write_op] == 1)
         stays = np.full(m, ALWAYS, np.int64)
         np.minimum.at(stays, self._written, np.where(good, self._valid_until[self._write_op], -1))
@@ -234,8 +234,8 @@ class _Finder:
 
 
 def _streaming_gbps(trace: Trace, cost: LinkCost) -> float:
-    """Rate at which kernels that do little arithmetic go through device memory, in 1e9 bytes a second: that of forward's
-    elementwise operators, by what they read and write. Where there are none, that of copies within device memory."""
+    """Rate at which kernels with little arithmetic pass through device memory, in 1e9 bytes a second: that of forward's
+    elementwise operators, by the bytes that they read and write. If there are none: that of copies within device memory."""
     elementwise = np.array([base_name(name) in ELEMENTWISE for name in trace.op_names], np.bool_)
     which = elementwise[trace.op_name] & (trace.op_phase == StepPhase.FORWARD)
     touched = 0

@@ -1,18 +1,18 @@
-"""A trace rewritten for what is dropped and what is held: what the swap planner and `simulate` know is enough for the rest.
+"""A trace rewritten for dropped and held storages, so that the swap planner and `simulate` need no notion of recomputation.
 
 rewritten = RewrittenTrace.of(recipes, dropped, held)
-rewritten.trace              a dropped storage dies at the hook from which it is away, and is recomputed after one of backward
-rewritten.hook_of[k]         number there of hook k of the step
-rewritten.origin[q]          the hook of the step at which hook q of the rewritten trace is: it rises with q
-rewritten.to_step(moves)     moves for the rewritten trace -> moves for the step; `from_step` is the way back
+rewritten.trace              a dropped storage dies at the hook of its drop, and is made again after a hook of backward
+rewritten.hook_of[k]         number in the rewritten trace of hook k of the step
+rewritten.origin[q]          hook of the step at which hook q of the rewritten trace is; it rises with q
+rewritten.to_step(moves)     moves for the rewritten trace -> moves for the step; `from_step` is the inverse
 
 hook k of the step           rewritten
 use of j (dropped)           hook k     reclaims, copies out, copies back with no use of their own at k
-                             uses       of what the recomputation reads and was not used before: a hook for each
+                             uses       one hook for each storage that the recomputation reads and that was not used before
                              operators  of the recomputation, as operators of backward
 next tick                    next tick
 
-So all that happens at hook k happens before the recomputation's operators run, which belong to tick k as well.
+So all actions of hook k happen before the recomputation's operators run, which also belong to tick k.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from chameleon_mm.plan.trace import NEVER, Int32s, Int64s, StepPhase, TensorKind
 from chameleon_mm.plan.unswapped_memory import Candidates
 from chameleon_mm.units import CHECKSUM_BYTES, allocated_size
 
-# --- The recomputations of a step for a choice of what is dropped and what is held: when, by which operators, from what
+# --- The recomputations of a step for a choice of dropped and held storages: when, by which operators, from which inputs
 #
-# A recomputation at a dropped storage's first use goes back to what is there: what was there before the step, what autograd
-# saved, what is held. What autograd saved and was dropped as well is recomputed on the way, and stays until its own use. All
-# else is made as a part of the recomputation, and goes within it.
+# A recomputation at a dropped storage's first use reads storages that are there: from before the step, saved by autograd, or
+# held. Saved storages on the way that were dropped as well are recomputed too, and stay until their own use. All others are
+# made as a part of the recomputation, and freed within it.
 
 CHECKSUMS_IN_PAGE = 512
-"""Checksums whose memory is allocated together: one of each dropped storage, and one of what is made in its place."""
+"""Number of checksums whose memory is allocated together: two for each dropped storage, of the original and of the copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What is recomputed within one hook."""
+    """Recomputation within one hook."""
 
     hook: int
     ops: tuple[int, ...]
@@ -49,7 +49,7 @@ class Recomputation:
     made: tuple[int, ...]
     """Dropped storages that are there from then on."""
     passing: tuple[int, ...]
-    """Storages that are made on the way, and go once nothing of this recomputation reads them any more."""
+    """Storages that are made on the way, and freed after their last reader in this recomputation."""
     sources: tuple[int, ...]
     """Storages made in the step that it reads and that are there: saved, held, or recomputed before."""
 
@@ -60,15 +60,16 @@ class Recomputations:
 
     by_hook: tuple[Recomputation, ...]
     dropped: tuple[int, ...]
-    """The dropped storages, by number: those that are not needed again before they could be dropped."""
+    """Dropped storages by number, without those that a recomputation needs before they could be dropped."""
     held: tuple[int, ...]
-    """The held ones, by number: those that a recomputation reads."""
+    """Held storages by number: those that a recomputation reads."""
     first: Mapping[int, int]
-    """Hook from which each dropped storage is away: nobody but its handle holds it, nor but the session what is held for it."""
+    """Hook from which each dropped storage is away: only its handle holds it, and only the session holds its held inputs."""
 
     def bytes_beside(self, trace: Trace) -> int:
-        """Bytes that they take beside storages of the step: copies of the small things that they read, were there before it and
-        are not read in backward (autograd saves those, and keeps the original), such as biases; and pages of checksums."""
+        """Bytes that recomputations take besides storages of the step: pages of checksums, and copies of small inputs such as
+        biases. Copied inputs are from before the step and not read in backward: autograd saves inputs that it reads, and keeps
+        the original."""
         again = np.unique([op for recomputation in self.by_hook for op in recomputation.ops])
         reader = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
         read = np.unique(trace.read_tensors[np.isin(reader, again)])
@@ -80,9 +81,9 @@ class Recomputations:
 
 
 def find_recomputations(recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> Recomputations:
-    """Recomputations where `dropped` and `held` are the choice. What cannot be dropped is not.
+    """Return the recomputations for a choice of `dropped` and `held`. Storages that cannot be dropped are left out.
 
-    Raises `ValueError` where a recomputation would need what is neither there nor can be recomputed.
+    Raises `ValueError` if a recomputation would need a storage that is neither there nor can be recomputed.
     """
     candidates, alone = recipes.candidates, recipes.alone_hook.tolist()
     idle = dict(zip(candidates.tensor.tolist(), candidates.first.tolist(), strict=True))
@@ -114,7 +115,7 @@ class _Walk:
         self._recomputed: set[int] = set()
 
     def recomputations(self, order: list[int], use: dict[int, int]) -> list[Recomputation]:
-        """One recomputation for each of `order`, dropped storages by their uses, that none before it makes."""
+        """Return one recomputation per storage of `order` (dropped, by use), without those that an earlier one makes."""
         return [self._recomputation(j, use[j]) for j in order if j not in self._recomputed]
 
     def _recomputation(self, target: int, hook: int) -> Recomputation:
@@ -154,20 +155,20 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewrittenTrace:
-    """A step with recomputations in it. Its storages have the step's numbers; those that are recomputed come after."""
+    """A step with its recomputations. Storages keep the step's numbers; recomputed ones come after."""
 
     trace: Trace
     recomputations: Recomputations
     tick_of: Int64s
-    """(ticks of the step,) number of each in the rewritten trace; what was inserted into one follows it."""
+    """(ticks of the step,) number of each in the rewritten trace; ticks inserted into it follow."""
     hook_of: Int64s
     """(hooks of the step,) number of each in the rewritten trace."""
     origin: Int64s
     """(hooks,) number in the step of the hook that each belongs to."""
     made_at: dict[int, int]
-    """By dropped storage: the hook of the step at which it is recomputed."""
+    """For each dropped storage, the hook of the step at which it is recomputed."""
     recompute_us: float
-    """Time of the operators that run again, and of comparing what they make."""
+    """Time of the operators that run again, and of comparing their results."""
 
     @classmethod
     def of(cls, recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> RewrittenTrace:
@@ -176,7 +177,7 @@ class RewrittenTrace:
         return _Writer(recipes, recomputations).rewritten()
 
     def to_step(self, moves: ActionColumns) -> ActionColumns:
-        """The moves in the step's hooks."""
+        """Return the moves in the step's hooks."""
         return replace(
             moves,
             out_at=self.origin[moves.out_at],
@@ -186,8 +187,8 @@ class RewrittenTrace:
         )
 
     def from_step(self, moves: ActionColumns, use_at: Int64s) -> ActionColumns:
-        """Moves of the step in this trace's hooks, `use_at` being where here each is used: at a hook of the step a copy back
-        for a later use is queued after what the recomputation there needs."""
+        """Return moves of the step in this trace's hooks, `use_at` being the hooks here at which each is used. At a hook of the
+        step a copy back for a later use is queued after those that the recomputation there needs."""
         last = np.append(self.hook_of[1:], len(self.origin)) - 1
         on_demand = moves.in_at == moves.use_at
         return replace(
@@ -199,7 +200,7 @@ class RewrittenTrace:
         )
 
     def moves_of(self, swaps: Sequence[Action]) -> ActionColumns:
-        """Actions of the step as moves here. Raises `ValueError` for one of a storage that is no candidate here."""
+        """Return actions of the step as moves here. Raises `ValueError` for a storage that is no candidate here."""
         candidates = Candidates.of(self.trace)
         use = np.full(len(self.trace.tensor_bytes), -1, np.int64)
         use[candidates.tensor] = candidates.use
@@ -210,12 +211,12 @@ class RewrittenTrace:
         return self.from_step(ActionColumns.of(swaps, self.trace), use[tensors])
 
     def by_tick(self, values: Int64s) -> Int64s:
-        """(ticks of the step,) the largest of `values`, one for each tick here, that belong to each tick of the step."""
+        """(ticks of the step,) maximum of `values`, one per tick here, over the ticks that belong to each tick of the step."""
         return np.maximum.reduceat(values, self.tick_of) if len(self.tick_of) else values
 
 
 class _Writer:
-    """Writes one rewritten trace: what is inserted after each tick first, and then the columns."""
+    """Writes one rewritten trace: first the rows inserted after each tick, then the columns."""
 
     def __init__(self, recipes: Recipes, recomputations: Recomputations) -> None:
         self._recipes = recipes
@@ -237,8 +238,8 @@ class _Writer:
         self._tick_of: Int64s = np.append(0, self._end[:-1] + 1)[: self._old.num_ticks]
 
     def _inserted_hooks(self) -> list[list[int]]:
-        """Storages used by hooks of their own in each recomputation: those that it brings before their own first use or keeps
-        beyond their last, and those that are held."""
+        """Return the storages that each recomputation uses by hooks of its own: those that it brings back before their own
+        first use or keeps beyond their last, and held ones."""
         first_read: dict[int, int] = {}
         last_read: dict[int, int] = {}
         for i, recomputation in enumerate(self._recomputations.by_hook):
@@ -297,7 +298,7 @@ class _Writer:
             hook_tick=hook_tick[hook_order].astype(np.int32),
             hook_use=np.concatenate((old.hook_use, np.ones(len(hooks), np.bool_)))[hook_order],
             hook_tensor=np.concatenate((old.hook_tensor, hooks[:, 0].astype(np.int32)))[hook_order],
-            # Between two uses nothing is away in a step of which something is recomputed: recomputations read it there.
+            # No storage is swapped between two uses in a step that recomputes: recomputations read it there.
             hook_released=np.full(len(hook_order), NEVER, np.int32),
             hook_feature=np.concatenate((old.hook_feature, none))[hook_order],
             fingerprint=old.fingerprint,
@@ -313,7 +314,7 @@ class _Writer:
         )
 
     def _old_tensors(self) -> dict[str, Any]:
-        """Columns of the step's storages, moments in the rewritten trace's ticks, but hooks still in the step's."""
+        """Columns of the step's storages. Moments are in the rewritten trace's ticks, hooks still in the step's numbers."""
         old = self._old
         born, released = old.tensor_born.astype(np.int64), old.tensor_released.astype(np.int64)
         tick_of = np.append(self._tick_of, self._end[-1])
@@ -329,8 +330,8 @@ class _Writer:
     def _insert(
         self, tensors: dict[str, Any]
     ) -> tuple[dict[str, list[int]], list[tuple[int, int, float]], list[tuple[int, int, int]], dict[int, int]]:
-        """Storages that are recomputed, as columns; inserted operators, (operator, tick, time beside its own); inserted hooks,
-        (storage, tick, hook of the step); and at which hook of the step each dropped storage is recomputed."""
+        """Return recomputed storages as columns; inserted operators (operator, tick, extra time); inserted hooks (storage,
+        tick, hook of the step); and for each dropped storage the hook of the step at which it is recomputed."""
         old, recipes = self._old, self._recipes
         nbytes, dies = old.tensor_bytes.tolist(), tensors["dies"]
         again: dict[str, list[int]] = {name: [] for name in tensors}
@@ -349,7 +350,7 @@ class _Writer:
                 op_rows.append((o, at, 0.0))
                 last_read.update(dict.fromkeys(recipes.reads[o], at))
             end = tick + len(recomputation.ops)
-            # Both checksums, though one is taken in forward.
+            # Both checksums, though one is computed in forward.
             compared_us = float(recipes.compare_us[list(recomputation.made)].sum())
             op_rows[-1] = (*op_rows[-1][:2], compared_us)
             made, passing = set(recomputation.made), set(recomputation.passing)
@@ -374,7 +375,7 @@ class _Writer:
         return again, op_rows, hook_rows, made_at
 
     def _finish_tensors(self, tensors: dict[str, Any], hook_of: Int64s) -> None:
-        """Hooks in the rewritten trace's numbers, and what the choice makes of dropped storages and held ones."""
+        """Renumber hooks as in the rewritten trace, and set the lifetimes of dropped and held storages."""
         old, recipes = self._old, self._recipes
         sendable = tensors["sendable"]
         known = sendable >= 0
@@ -387,7 +388,7 @@ class _Writer:
         held = np.array(self._recomputations.held, np.int64)
         natural = old.tensor_dies[held].astype(np.int64)
         tensors["released"][held] = np.where(natural < old.num_ticks, self._end[natural], NEVER)
-        # Only once the model does not hold it, its copy has for certain what recipes read: Note [Relied on].
+        # Only when the model has released it does its copy surely have the contents that recipes read: Note [Relied on].
         since = np.where(recipes.is_kept[held], recipes.hold_hook[held], recipes.alone_hook[held])
         sendable[held] = hook_of[np.minimum(since, len(hook_of) - 1)]
         tensors["kind"][held] = TensorKind.ACTIVATION
@@ -401,13 +402,13 @@ def _ragged(name: str, offsets: Int64s, values: Int32s, rows: Int64s) -> dict[st
     return {f"{name}_offsets": new, f"{name}_tensors": values[index]}
 
 
-# --- The rewritten trace of a plan that recomputes, and the actions that say which choice it was
+# --- The rewritten trace of a plan that recomputes, and the actions that record its choice
 
 
 def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
-    """The trace of `recipes` rewritten for what `plan` drops and holds.
+    """Rewrite the trace of `recipes` for the storages that `plan` drops and holds.
 
-    Raises `ValueError` unless all of it can be dropped, held and recomputed, at the hooks that the plan says.
+    Raises `ValueError` unless all of them can be dropped, held and recomputed at the plan's hooks.
     """
     again = "make a plan for this trace"
     for action in plan.recomputed:
@@ -434,8 +435,7 @@ def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
 
 
 def choice_actions(recipes: Recipes, rewritten: RewrittenTrace) -> tuple[Action, ...]:
-    """What `rewritten` drops, by the hook at which it is recomputed, and then what it holds, by the hook of the first
-    recomputation that reads it."""
+    """Return actions of dropped storages, by hook of recomputation, then of held ones, by hook of their first reader."""
     nbytes = recipes.trace.tensor_bytes
     first_read: dict[int, int] = {}
     for recomputation in rewritten.recomputations.by_hook:

@@ -1,7 +1,7 @@
-"""The default rule, by which saved tensors move where no plan says so, what the previous step forecasts for it, and its limits.
+"""The default rule, which moves saved tensors where no plan does; forecasts for it from the previous step; its limits.
 
-rule.reason_to_keep(facts)            -> None to swap, or why a saved tensor stays where it is
-rule.gathers(facts, ...)              -> whether a small view goes without the rest of its storage
+rule.reason_to_keep(facts)            -> None to swap, or the reason why a saved tensor stays
+rule.gathers(facts, ...)              -> True if a small view moves without the rest of its storage
 forecast.need(ahead)                  -> bytes to leave free until the next check of memory
 order.upcoming(index)                 -> saved storages in the order in which the previous step used them
 """
@@ -23,26 +23,26 @@ class SaveFacts:
     nbytes: int
     """Bytes of its whole storage."""
     covered_bytes: int | None = None
-    """Bytes of the storage that the saved view covers; None: all of them, or not known."""
+    """Bytes of the storage that the saved view covers; None: all of them, or unknown."""
     kind: str = ""
-    """Reason why nobody may move it ("parameter", "leaf", "subclass", ...); empty for a plain activation."""
+    """Reason why it must not move ("parameter", "leaf", "subclass", ...); empty for a plain activation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultRule:
-    """Every saved storage of `min_bytes` or more moves; parameters and what the executor cannot rebuild never do."""
+    """Every saved storage of `min_bytes` or more moves, except parameters and tensors that the executor cannot rebuild."""
 
     min_bytes: int = MIB
-    """Size below which a storage stays: in dense LLMs tensors below 1 MiB are 0.1 % of the bytes and 20 % of the copies."""
+    """Minimum size to move: in dense LLMs tensors below 1 MiB are 0.1 % of the bytes and 20 % of the copies."""
 
     gather_share: float = 0.25
-    """Views that together cover at most this share of their storage go without the rest of it; 0: never.
+    """Maximum share of their storage that views may cover together and move without the rest of it; 0: never.
 
-    A storage may be saved whole later in the step, so this bounds what is moved twice then.
+    The storage may be saved whole later in the step, so this bounds the bytes that then move twice.
     """
 
     max_gathered: int = 8
-    """Views of one storage that are gathered one by one, a kernel each; from then on the whole storage moves, in one copy."""
+    """Maximum views of one storage that are gathered, one kernel each; after that the whole storage moves, in one copy."""
 
     def __post_init__(self) -> None:
         if self.min_bytes < 0:
@@ -60,14 +60,14 @@ class DefaultRule:
         return "small" if facts.nbytes < self.min_bytes else None
 
     def gathers(self, facts: SaveFacts, *, views: int, view_bytes: int) -> bool:
-        """Whether this view goes alone, where `views` of the same storage, of `view_bytes` together, went alone already."""
+        """True if this view moves alone, after `views` of the same storage, `view_bytes` together, already have."""
         if facts.covered_bytes is None or views >= self.max_gathered:
             return False
         return view_bytes + facts.covered_bytes <= facts.nbytes * self.gather_share
 
 
 DEFAULT_BUDGET_SHARE = 0.9
-"""Share of the device's capacity that is the budget when none is given: the rest is for fragmentation and what lies outside the
+"""Share of the device's capacity that is the budget if none is given. The rest is for fragmentation and memory outside the
 allocator."""
 
 
@@ -76,11 +76,11 @@ class Limits:
     """Limits on the device memory that swapping may use."""
 
     hbm_budget_bytes: int | None = None
-    """Allocated bytes to stay within; None: no budget, only the two limits below."""
+    """Maximum allocated bytes; None: no budget, only the two limits below."""
     leaving_bytes: int | None = None
-    """HBM held by copies on their way out before compute waits for the oldest; None: the budget alone decides."""
+    """HBM that copies out may hold before compute waits for the oldest; None: only the budget decides."""
     ahead_bytes: int | None = None
-    """HBM that prefetches may hold before their first use; None: the budget alone decides."""
+    """HBM that prefetches may hold before their first use; None: only the budget decides."""
 
     def __post_init__(self) -> None:
         for knob in fields(self):
@@ -92,27 +92,27 @@ class Limits:
 class Headroom:
     """Forecast of how far allocation grows between two checks of memory, learned from the previous step.
 
-    Position k is the k-th check of a step. The growth of the cumulative allocation from check k to check k+1 bounds the peak in
-    between: nothing that was allocated and freed again is missed. In the first step, after one that did not end, and beyond the
-    last check of the previous one there is no forecast (None): the caller then keeps as much free as it can.
+    Position k is the k-th check of a step. The growth of the cumulative allocation from check k to check k + 1 bounds the peak
+    in between, because frees do not lower it. There is no forecast (None), and the caller keeps as much free as it can: in the
+    first step, after a step that did not end, and beyond the last check of the previous step.
 
-    Growth beyond the forecast says that this step is larger, a longer batch say: all later forecasts of the step grow in the
-    same proportion. Where the forecast was nothing at all there is no proportion, and no forecast for the rest of the step.
+    Growth beyond the forecast means that this step is larger, for example a longer batch: all its later forecasts grow in the
+    same proportion. If the exceeded forecast was 0 there is no proportion, and no forecast for the rest of the step.
     """
 
     WINDOW = 2
-    """Neighbours on each side that count too, so that a sequence shifted by a check or two is still covered."""
+    """Number of neighbours on each side that count too, so that a sequence shifted by one or two checks is still covered."""
 
     def __init__(self) -> None:
         self._known: list[int] = []
         self._growing: list[int] = []
         self._scale: float | None = 1.0
-        """Factor by which this step is larger than the previous one, as far as it went."""
+        """Factor by which this step is larger than the previous one, so far."""
 
     def record(self, growth_bytes: int) -> None:
-        """Record the growth since the previous check of this step; at its end, since the last one."""
+        """Record the growth since the previous check of this step; at the end of the step, since the last check."""
         at, scale = len(self._growing), self._scale
-        # A forecast is no less than what was known of this very check: as a rule there is none to be computed.
+        # A forecast is at least the known growth of this very check, so usually no forecast needs to be computed.
         if scale is not None and at < len(self._known) and growth_bytes > scale * self._known[at]:
             predicted = self.need()
             if predicted is not None and growth_bytes > predicted:
@@ -125,34 +125,34 @@ class Headroom:
         return len(self._growing)
 
     def need(self, ahead: int = 0) -> int | None:
-        """Bytes to leave free until the next check, or the most until any of the next `ahead` checks; None: not known."""
+        """Bytes to leave free until the next check, or the maximum until any of the next `ahead` checks; None: unknown."""
         position = self.position
         if self._scale is None or position >= len(self._known):
             return None
         return ceil(self._scale * max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead]))
 
     def most(self) -> int | None:
-        """The most bytes until any check of the previous step, in proportion to how much larger this step is. None: not
-        known."""
+        """Maximum growth in bytes until any check of the previous step, scaled by how much larger this step is. None:
+        unknown."""
         if self._scale is None or not self._known:
             return None
         return ceil(self._scale * max(self._known))
 
     def end_step(self, *, completed: bool = True) -> None:
-        """End the step: the next one is expected to be like it; like none, where it did not end as it began (an exception)."""
+        """End the step and expect the next one to be like it; without a forecast if it did not end normally (an exception)."""
         self._known, self._growing, self._scale = (self._growing if completed else []), [], 1.0
 
 
 @dataclass(slots=True)
 class UseOrder:
-    """Order in which backward asks for what forward saved: as in the previous step; the first time, last saved first."""
+    """Order in which backward uses saved storages: as in the previous step; in the first step, last saved first."""
 
     _learned: list[int] = field(default_factory=list)
     _position: dict[int, int] = field(default_factory=dict)
     _current: dict[int, None] = field(default_factory=dict)
 
     def used(self, index: int) -> None:
-        """Note that storage number `index` of this step is used now."""
+        """Record that storage number `index` of this step is used now."""
         self._current.setdefault(index)
 
     def upcoming(self, index: int, at_most: int) -> Iterator[int]:
@@ -163,12 +163,12 @@ class UseOrder:
         return islice(self._learned, position + 1, position + 1 + at_most)
 
     def rank(self, index: int) -> int:
-        """Rank of `index` in the expected order: higher is later. Not seen before: sooner than what was."""
+        """Rank of `index` in the expected order: higher is later. Unknown ones are sooner than known ones."""
         return self._position.get(index, -index)
 
     def end_step(self, *, completed: bool = True) -> None:
-        """End the step: the next one is expected to use what it saves in the same order, unless this one did not end as it
-        began."""
+        """End the step and expect the next one to use its saved storages in the same order, unless this one did not end
+        normally."""
         current, self._current = self._current, {}
         if completed and (current or self._learned):
             self._learned = list(current)

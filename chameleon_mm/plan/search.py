@@ -1,12 +1,12 @@
-"""Searches for the plan within both budgets that takes the least time: by several ranks, and locally for few candidates.
+"""Searches for the fastest plan within both budgets: by several ranks, and by a local search if candidates are few.
 
 search = Search(problem, budget, host_budget, cost, lead_us, lag_us)
-search.try_ranks()          selections by a few ranks; enough where nothing stalls
-search.try_swap_all()       what swapping all that may move comes to, at several depths: never worse than that
-search.improve(drafts)       random small changes to the best ones, kept when they are hardly worse (selection.py)
-search.found                tentative plans, best first
+search.try_ranks()          selections by a few ranks; enough if nothing stalls
+search.try_swap_all()       swapping all candidates, at several depths: the result is never worse than that
+search.improve(drafts)      random small changes to the best ones, kept if they are hardly worse (selection.py)
+search.found                tentative plans, in the order in which they were found; `search.best` is the best
 
-How many it tries falls with their size: a step of a million operators gets one or two, a dozen candidates thousands.
+The number of tries falls with the problem's size: one or two for a million operators, thousands for a dozen candidates.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from chameleon_mm.plan.swap_plan import in_order, pinned_peak
 from chameleon_mm.plan.timing import LinkCost, walk
 
 _CANDIDATES_BY_RANK = 2_000
-"""Number of candidates times ranks that is tried, the first rank apart."""
+"""Maximum candidates times ranks to try, not counting the first rank."""
 _CLIMBS = 3
 """Number of selections from which the local search starts."""
 _STRICTNESS = 30.0
-"""One over the share by which, on average, a change of the local search may be worse."""
+"""Inverse of the mean share by which an accepted change of the local search may be worse."""
 _MOST_VARIED = 16
-"""Candidates up to which there is a local search: of more a single one hardly matters, and ranks find as much. Without it three
+"""Maximum number of candidates for a local search: of more, a single one hardly matters, and ranks do as well. Without it three
 of 40 small steps take 1 % longer or more, one 13.8 %."""
 _NO_WORSE_US = 1e-6
-"""Difference of times below which they are the same: what is left is rounding."""
+"""Difference below which times are equal: the rest is rounding."""
 _CLOSE_TO_ESTIMATE = 1.02
-"""Factor of an ideal link's step time within which a step is good, where candidates are too many for all ranks."""
+"""Maximum factor of an ideal link's step time for a step to be good, if there are too many candidates for all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +59,21 @@ class Found:
     host_bytes: int = 0
     moved_bytes: int = 0
     delay_us: float = 0.0
-    """Time by which it makes the step later, copies out being there as much later as the search was told."""
+    """Time by which it delays the step if copies out lag as the search assumes."""
     stall_us: float = 0.0
-    """Time that compute waits, copies out being there when their engine has them."""
+    """Time that compute waits if copies out do not lag."""
     head_copy_us: float = 0.0
-    """Time of the copies, within device memory, of what stays of storages that move in part."""
+    """Time of copies, within device memory, of the parts that stay of storages that move in part."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Key by which plans are ordered, lower is better: less time, then fewer bytes."""
+        """Sort key of plans, lower is better: less time, then fewer bytes."""
         return round(self.delay_us / _NO_WORSE_US), self.moved_bytes
 
 
 class Search:
-    """Searches among the tentative plans for one problem. `host_budget`: None for no limit. `lead_us`, `lag_us`: as
-    `generate_plan` takes them."""
+    """Search among the tentative plans for one problem. `host_budget`: None for no limit. `lead_us`, `lag_us`: as in
+    `generate_plan`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Search:
         self.found: list[Found] = []
         self.best: Found | None = None
         self.least_host_bytes: int | None = None
-        """The least pinned memory of the tentative plans so far, within `host_budget` or not."""
+        """Minimum pinned memory of the tentative plans so far, within `host_budget` or not."""
         self._problem = problem
         self._budget = budget
         self._host_budget = host_budget
@@ -101,7 +101,7 @@ class Search:
 
     @property
     def hides_all(self) -> bool:
-        """Whether some plan costs no time, so that none can be better."""
+        """True if some plan costs no time, so that none can be better."""
         return self.best is not None and self.best.delay_us < _NO_WORSE_US
 
     def _to_beat_us(self) -> float:
@@ -109,17 +109,17 @@ class Search:
 
     @property
     def _close_to_estimate(self) -> bool:
-        """Whether the best is close to what a link of the same mean rates, that is never idle, would make of the step."""
+        """True if the best plan's step is close to the estimate for a link of the same mean rates that is never idle."""
         if self.best is None:
             return False
         step_us = self._problem.total_us + self.best.delay_us
         return step_us <= _CLOSE_TO_ESTIMATE * estimate_us(self._problem, self._budget, self._cost)
 
     def try_ranks(self) -> None:
-        """Try selections by each rank, copies back as late as they are in time, then as early as there is room."""
+        """Try selections by each rank: copies back as late as they are in time, then as early as there is room."""
         self._try_rank(used_latest, eager=False)
         if self.best is not None and self.best.delay_us - self.best.head_copy_us < _NO_WORSE_US:
-            # All that it costs are copies of what stays of storages that move in part: they may move whole.
+            # Its only cost is copying the parts that stay of storages that move in part: let them move whole.
             self._schedule({i: self._problem.size[i] for i in self.best.scheduled.who}, eager=False)
         ranks = [*RANKS, *(deprioritising(rank, self._lagging) for rank in RANKS if self._lagging)]
         left = _CANDIDATES_BY_RANK // max(len(self._problem.size), 1)
@@ -138,7 +138,7 @@ class Search:
                     left -= 1
 
     def try_others(self, at_least: int) -> None:
-        """Try more plans, even where one hides all: by each rank, until there are `at_least` different ones."""
+        """Try more plans by each rank, even if one costs no time, until `at_least` are different."""
         for eager in (True, False):
             for rank in RANKS:
                 if len({found.order for found in self.found}) >= at_least:
@@ -146,7 +146,7 @@ class Search:
                 self._try_rank(rank, eager=eager)
 
     def try_swap_all(self) -> None:
-        """Try to move all that may move, whole: at every depth worth it that the budget has room for, and as the budget
+        """Try to move all candidates, whole: at every promising depth that the budget has room for, and as the budget
         demands."""
         if self.hides_all:
             return
@@ -156,7 +156,7 @@ class Search:
             self._schedule(dict(enumerate(self._problem.size)), eager=True)
 
     def improve(self, drafts: int) -> None:
-        """Run a local search from the best selections over that many tries. The same one every time."""
+        """Run a local search of `drafts` tries from the best selections. Deterministic."""
         if len(self._problem.size) > _MOST_VARIED or not self.found or self.hides_all:
             return
         random = Random(0)
@@ -168,13 +168,13 @@ class Search:
         delay_us = self._delay_of(point)
         while self._drafts < until_draft and not self.hides_all:
             changed = neighbour(self._problem, self._budget, point, random)
-            at_most = delay_us * (1 + random.expovariate(_STRICTNESS))  # a little worse may lead to something better
+            at_most = delay_us * (1 + random.expovariate(_STRICTNESS))  # slightly worse may lead to better
             changed_us = self._delay_of(changed, at_most=at_most)
             if changed_us <= at_most:
                 point, delay_us = changed, changed_us
 
     def _delay_of(self, point: SearchPoint, *, at_most: float = inf) -> float:
-        """Time by which a variation makes the step later; infinite where it is not within the budgets, or beyond `at_most`."""
+        """Time by which a variation delays the step; infinite if it is outside the budgets or beyond `at_most`."""
         selected = point.select(self._problem, self._budget)
         if selected is None:
             self._drafts += 1
@@ -229,8 +229,8 @@ class Search:
         return self._evaluate(scheduled, at_most=at_most)
 
     def _evaluate(self, scheduled: Scheduled, *, at_most: float = inf) -> float:
-        """Keep a plan if it is within both budgets. Returns by how much it makes the step later; infinite beyond `at_most`,
-        too."""
+        """Keep a plan if it is within both budgets. Return its delay of the step; infinite if outside the budgets or beyond
+        `at_most`."""
         self._drafts += 1
         peak_bytes = self._problem.peak_with(scheduled.moves)
         return inf if peak_bytes > self._budget else self._evaluate_time(scheduled, peak_bytes, at_most=at_most)

@@ -1,11 +1,11 @@
-"""Selects what moves so that what stays is within the budget, and chooses what is dropped or held.
+"""Selects the bytes to move so that the rest is within the budget, and chooses the storages to drop or to hold.
 
 for every hook k with level[k] - away > budget, first to last:
     of the candidates that may be away at k take those of the lowest rank, the last one in part: just as much as is needed
 
-With the rank "used latest" these are the fewest bytes that any plan can move (Belady, 1966, for pages of one size; where a
-candidate may be taken in part it holds for any sizes: a cover of intervals by intervals, taken from the left, each time by the
-one that reaches farthest). Other ranks move more, or the same by other candidates, and may stall less.
+With the rank "used latest" no plan can move fewer bytes (Belady, 1966, for pages of one size). It holds for any sizes because a
+candidate may be taken in part: intervals cover intervals, from the left, each time by the one that reaches farthest. Other
+ranks move more bytes, or as many of other candidates, and may stall less.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Rank = Callable[[Problem], Sequence[float]]
 
 
 GOLDEN = (sqrt(5) - 1) / 2
-"""Fraction whose multiples spread evenly from 0 to 1, however many there are."""
+"""Fraction whose multiples spread evenly from 0 to 1, for any number of them."""
 
 
 def used_latest(problem: Problem) -> Sequence[float]:
@@ -38,17 +38,16 @@ def used_latest(problem: Problem) -> Sequence[float]:
 
 
 def spread_evenly(problem: Problem) -> Sequence[float]:
-    """Rank by the golden ratio's multiples: however many are selected, they are spread evenly over the order of their copies
-    out.
+    """Rank by multiples of the golden ratio: any number of selected candidates is spread evenly over the order of copies out.
 
-    So both engines are busy from the first to the last of them, whatever the order of uses (Kronecker's sequence; of all its
-    kind this one leaves the smallest gaps).
+    So both engines are busy from the first copy to the last, for any order of uses (Kronecker's sequence; among such sequences
+    this one leaves the smallest gaps).
     """
     return [place * GOLDEN % 1 for place in range(1, len(problem.size) + 1)]
 
 
 def spread_evenly_by_bytes(problem: Problem) -> Sequence[float]:
-    """Rank as `spread_evenly` over the bytes that are copied out, which where sizes differ is another order."""
+    """Rank as `spread_evenly`, but over the bytes that are copied out; another order if sizes differ."""
     mean = sum(problem.size) / max(1, len(problem.size))
     before = accumulate(problem.size, initial=0)
     return [(there + size / 2) / mean * GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]
@@ -59,7 +58,7 @@ def saved_first(problem: Problem) -> Sequence[float]:
 
 
 def idle_longest(problem: Problem) -> Sequence[float]:
-    """Rank by the time in which both copies of a candidate may run."""
+    """Rank by the time in which both copies of a candidate may run, longest first."""
     time_us = problem.time_us
     return [time_us[sendable] - time_us[use] for sendable, use in zip(problem.sendable, problem.use, strict=True)]
 
@@ -84,7 +83,7 @@ def deprioritising(rank: Rank, spared: Collection[int]) -> Rank:
 
 
 RANKS: Sequence[Rank] = (used_latest, spread_evenly, spread_evenly_by_bytes, idle_longest, saved_first, largest, smallest)
-"""Ranks that are tried. The one that moves the fewest bytes is the first, the one that keeps both engines busy the second."""
+"""Ranks to try. The first moves the fewest bytes, the second keeps both engines busy."""
 
 
 def select(
@@ -95,10 +94,9 @@ def select(
     least: Sequence[int] | None = None,
     most: Sequence[int] | None = None,
 ) -> dict[int, int] | None:
-    """Select candidates and the bytes of device memory that each gives up, or None where even all are too few.
+    """Select candidates and the bytes of device memory that each frees; None if all of them are too few.
 
-    least, most: (n,) bytes that each frees in any case, and at the most; by default nothing, and all that it takes.
-    Time: O(K + n log n).
+    least, most: (n,) minimum and maximum bytes that each frees; default: 0 and its whole size. Time: O(K + n log n).
     """
     first, use = problem.first, problem.use
     most = problem.size if most is None else most
@@ -106,7 +104,7 @@ def select(
     arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
     selected: dict[int, int] = {}
     waiting: list[int] = []
-    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is selected
+    back = [0] * (len(problem.level) + 1)  # by hook: selected bytes that return there
     away = seen = 0
     for k, excess in zip(*problem.over(budget, problem.may_exceed_more), strict=True):
         while arrivals and first[who[arrivals[-1]]] <= k:
@@ -138,18 +136,18 @@ def select(
     return selected
 
 
-# --- A way to select candidates that small changes can be made to, for a local search
+# --- A selection of candidates that a local search can change in small steps:
 #
-# order          of the candidates: who is asked first, and who is copied out first bounds         of each: the least and the
-# most that it gives up: (0, size), (0, 0), (size, size) or just so much early          copies back as early as there is room,
-# not as late as they are in time not_before     of each: a hook before which it is not back even so, which leaves room to
-# others reclaim_early  of each: whether its memory goes as soon as it may, not as late, which leaves room to what stays of
-# others
+# order            order in which candidates are selected, and in which they are copied out
+# bounds           minimum and maximum that each frees: (0, size), (0, 0), (size, size) or an exact number twice
+# eager            copies back begin as early as there is room, not as late as they are in time
+# not_back_before  for each, a hook before which it does not come back, which leaves room to others
+# reclaim_early    for each, True to reclaim as early as possible, not as late: it leaves room to parts that stay of others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPoint:
-    """Choices that a plan follows from, and nothing else."""
+    """Choices that determine a plan completely."""
 
     order: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
@@ -158,7 +156,7 @@ class SearchPoint:
     reclaim_early: tuple[bool, ...]
 
     def select(self, problem: Problem, budget: int) -> dict[int, int] | None:
-        """Select candidates and the bytes that each gives up; None where the bounds leave too little."""
+        """Select candidates and the bytes that each frees; None if the bounds allow too few."""
         rank = [0] * len(self.order)
         for place, i in enumerate(self.order):
             rank[i] = place
@@ -224,9 +222,9 @@ def _change_bounds(problem: Problem, budget: int, point: SearchPoint, random: Ra
 
 
 def _shift_bytes(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """Let one candidate give up less by what another gives up more: half of what it can, or less, or all.
+    """Let one candidate free fewer bytes and another as many more: all, half or less of the possible amount.
 
-    Where the link's directions differ much, the least time is often at two parts that no other change would hit upon.
+    If the link's directions differ much, the optimum often moves two storages in part, and no other change would find it.
     """
     selected = point.select(problem, budget)
     if not selected or len(problem.size) < 2:
@@ -250,7 +248,7 @@ def _change_hold(problem: Problem, point: SearchPoint, random: Random) -> Search
 
 
 def _make_room_for_another(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """Keep one candidate away until a hook at which another one leaves in part: its memory is for what stays of that one."""
+    """Keep one candidate away until a hook at which another leaves in part: its memory makes room for the part that stays."""
     way, part = random.randrange(len(problem.size)), random.randrange(len(problem.size))
     since = max(problem.first[way] + 1, problem.first[part])
     until = min(problem.use[way], problem.use[part])
@@ -275,7 +273,7 @@ def _toggle_early(point: SearchPoint, i: int, *, reclaim_early: bool | None = No
 
 
 def _missing(problem: Problem, budget: int, i: int, random: Random) -> int:
-    """Bytes missing at some hook at which candidate `i` may be away, with another's help or without; at most its size."""
+    """Bytes missing at some hook at which candidate `i` may be away, alone or with another's help; at most its size."""
     size = problem.size[i]
     excess = problem.level[problem.first[i] : problem.use[i]] - budget
     excess = excess[excess > 0]
@@ -288,15 +286,15 @@ def _missing(problem: Problem, budget: int, i: int, random: Random) -> int:
     return missing if 0 < missing < size else size
 
 
-# --- Choices of what to drop and what to hold, by a price of device memory: a path from nothing to all, one for each price
+# --- Choices of storages to drop and to hold, by a price of device memory: a path from none to all, one for each price
 #
-# What an operator makes for several is shared out by their sizes. A mix takes the dearer price for some storages, spread
-# evenly over the order of making, and the cheaper one for the others.
+# An operator that makes several storages is shared among them by size. A mix takes the dearer price for some storages, spread
+# evenly over the order of making, and the cheaper price for the others.
 
 NUM_PRICES = 48
 
 LEAST_PRICE = 1e-15
-"""Price above 0, below all that a device could have: there are times that cannot be halved."""
+"""Smallest price above 0, below any of a real device: still smaller times may be too small to halve."""
 
 
 class Choice(NamedTuple):
@@ -313,9 +311,9 @@ class ChoicePath:
     """Choices for rising prices."""
 
     drop: Bools
-    """(m, prices) whether each is dropped."""
+    """(m, prices) True if each is dropped."""
     held: Bools
-    """(m, prices) whether each is held."""
+    """(m, prices) True if each is held."""
     make_us: Float64s
     """(m, prices) time in which each dropped one is recomputed."""
     place: Float64s
@@ -354,8 +352,8 @@ class _Pricing:
         self._free = self._alive_at_peaks(level)
 
     def _alive_at_peaks(self, level: Int64s) -> Bools:
-        """(m,) whether autograd keeps each, so that it is there by itself when the most is allocated of the time until a
-        recomputation reads it."""
+        """(m,) True if autograd keeps each, so that it is there anyway at the peak of the time until a recomputation reads
+        it."""
         trace, recipes = self._recipes.trace, self._recipes
         alive = recipes.can_hold & recipes.is_kept & (recipes.needed_until >= 0)
         which = np.flatnonzero(alive)
@@ -367,8 +365,8 @@ class _Pricing:
         return np.asarray(alive)
 
     def _shares_us(self) -> list[float]:
-        """(m,) time of the operators that make each, and of comparing it with the original; of an operator that makes several
-        dropped ones, the share by size."""
+        """(m,) time of the operators that make each, and of comparing it with the original. An operator that makes several
+        dropped ones is shared by size."""
         recipes, size, can_drop = self._recipes, self._size.tolist(), self._can_drop.tolist()
         op_us = recipes.trace.op_us.tolist()
         us = [0.0] * len(size)
@@ -436,8 +434,8 @@ class _Pricing:
         return ChoicePath(drop=drop, held=held[:, new], make_us=make[:, new], place=self._places(drop, unsaved))
 
     def _places(self, drop: Bools, unsaved: list[list[int]]) -> Float64s:
-        """Places in a mix: storages that are dropped from the same price on are spread evenly over the order of making; what
-        they are made of has the least of its readers' places."""
+        """Places in a mix: storages that are dropped from the same price on are spread evenly over the order of making. Their
+        inputs have the smallest of their readers' places."""
         since: list[int] = drop.argmax(axis=1).tolist()
         ever: list[bool] = np.asarray(drop.any(axis=1)).tolist()
         saved, place = self._recipes.saved.tolist(), [1.0] * len(drop)

@@ -1,7 +1,7 @@
 """Simulates a step under a plan: device memory at every tick, stalls, both copy engines, the step's time.
 
-plan.py sets down what happens first at a hook, timing.py how long it takes. Memory is exact; time is a model. A plan that
-recomputes is simulated on the trace that `rewrite` makes of the step for it, and told in the step's own ticks.
+swap_plan.py defines the order of events at a hook, timing.py their times. Memory is exact; time is a model. A plan that
+recomputes is simulated on the trace that `rewrite` makes for it; the results are in the step's own ticks.
 """
 
 from __future__ import annotations
@@ -39,50 +39,50 @@ class Stall(NamedTuple):
     tensor: int
     us: float
     at_use: bool
-    """Whether it waits for a copy back at a use; else for a copy out, at a reclaim."""
+    """True for a wait at a use, for a copy back; False for a wait at a reclaim, for a copy out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """One step under a plan, simulated. `step_us` is the time of the step's operators, `stall_us`, `head_copy_us` and
-    `recompute_us` together."""
+    """Simulation of one step under a plan. `step_us` is the sum of the operators' time, `stall_us`, `head_copy_us` and
+    `recompute_us`."""
 
     peak_bytes: int
     """Peak of device memory."""
     allocated_bytes: Int64s
-    """(ticks,) most bytes allocated during each; where a storage moves in part, with what that takes for a moment."""
+    """(ticks,) most bytes allocated during each, including the buffers of storages that move in part."""
     host_bytes: int
     """Peak of pinned memory."""
     step_us: float
     stall_us: float
     """Time that compute waits for copies."""
     head_copy_us: float
-    """Time that compute copies what stays of storages that move in part, out of them and back into them."""
+    """Time that compute copies the parts that stay of storages that move in part, out of them and back into them."""
     out_stalls_us: Mapping[int, float]
-    """Time that compute waits at `reclaim_at` for each copy out, by tensor; those that never make it wait are left out."""
+    """Time that compute waits at `reclaim_at` for each copy out, by tensor, without copies that cause no wait."""
     in_stalls_us: Mapping[int, float]
     """Time that compute waits at `use_at` for each copy back, by tensor."""
     out_spans: tuple[EngineSpan, ...]
     """Spans from device to host, in the order in which the engine runs them."""
     in_spans: tuple[EngineSpan, ...]
     tick_us: Float64s
-    """(ticks,) times at which compute reaches each tick, before what it does there."""
+    """(ticks,) times at which compute reaches each tick, before its actions."""
     stalls: tuple[Stall, ...]
     """All of these waits, in order."""
     recompute_us: float = 0.0
-    """Time in which operators of forward run again: at the uses of what was dropped."""
+    """Time in which operators of forward run again, at the uses of dropped storages."""
 
 
 def simulate(trace: Trace, plan: SwapPlan, cost_model: LinkCost) -> Timeline:
-    """Timeline of the step of `trace` under `plan` on a link of `cost_model`. O(ticks + storages + copies).
+    """Return the timeline of the step of `trace` under `plan` on a link of `cost_model`. O(ticks + storages + copies).
 
-    Raises `ValueError` for a plan of another trace, and for actions that nobody could carry out in this one.
+    Raises `ValueError` for a plan of another trace, and for actions that cannot be carried out in this one.
     """
     return Simulator(trace, cost_model).run(plan)
 
 
 class Simulator:
-    """Simulates plans for one trace on one link. What does not depend on the plan is worked out once."""
+    """Simulates plans for one trace on one link. Computes once all that does not depend on the plan."""
 
     def __init__(self, trace: Trace, cost_model: LinkCost) -> None:
         self.trace = trace
@@ -98,11 +98,11 @@ class Simulator:
         self._row[self._candidates.tensor[::-1]] = np.arange(len(self._candidates))[::-1]
         rows = enumerate(zip(later.tensor.tolist(), later.use.tolist(), strict=True), len(first))
         self._later_row = {tensor_and_use: row for row, tensor_and_use in rows}
-        """Rows of what may be away between two uses, by tensor and the later use."""
+        """Rows of candidates that may be away between two uses, by tensor and the later use."""
         self._recipes: Recipes | None = None
 
     def run(self, plan: SwapPlan) -> Timeline:
-        """Timeline of the step under `plan`. Raises as `simulate` does."""
+        """Return the timeline of the step under `plan`. Raises as `simulate` does."""
         plan.check_made_for(self.trace)
         if not plan.recomputed and not plan.held:
             return self.run_moves(*self._checked(plan.actions))
@@ -111,7 +111,7 @@ class Simulator:
         return self.run_rewritten(rewritten_for(self._recipes, plan), plan.swaps)
 
     def run_rewritten(self, rewritten: RewrittenTrace, swaps: Sequence[Action]) -> Timeline:
-        """Timeline of the step as `rewritten`, with `swaps`, in the step's own ticks."""
+        """Return the timeline of the step as `rewritten`, with `swaps`, in the step's own ticks."""
         inner = Simulator(rewritten.trace, self._cost)
         timeline = inner.run_moves(*inner._checked(swaps, rewritten))
         return replace(
@@ -123,7 +123,7 @@ class Simulator:
         )
 
     def run_moves(self, moves: ActionColumns, who: Candidates) -> Timeline:
-        """The step under moves of the candidates `who`, whoever made sure that they can be carried out."""
+        """Return the timeline under `moves` of the candidates `who`; the caller has checked that they can be carried out."""
         events = in_order(moves)
         ticks, tensors = self.trace.hook_tick[events.hooks], who.tensor.tolist()
         walked = walk(moves, events, self._hook_us, self._cost)
@@ -154,8 +154,8 @@ class Simulator:
         )
 
     def _checked(self, actions: Sequence[Action], rewritten: RewrittenTrace | None = None) -> tuple[ActionColumns, Candidates]:
-        """The moves of `actions`, and of which candidates they are. That the plan is of this trace is what `StepProgram` asks
-        for, too; here somebody must be able to carry it out as well. `rewritten`: what this trace is of the step that the
+        """Return the moves of `actions` and their candidates; raise `ValueError` if they cannot be carried out in this trace.
+        `StepProgram` checks only that the plan is of this trace. `rewritten`: this trace as a rewrite of the step that the
         actions are for."""
         again = "make a plan for this trace"
         for action in actions:
@@ -186,7 +186,7 @@ class Simulator:
 
 
 def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) -> tuple[Float64s, list[tuple[int, int, bool]]]:
-    """Time by which each event delays compute; and the waits among them: hook, row, and whether it is one at a use."""
+    """Return the time by which each event delays compute, and the waits among them: hook, row, True if at a use."""
     kinds, which = events.kinds, events.which
     reclaims, uses = kinds <= RECLAIM_IN_PART, kinds == USE
     copies_head = reclaims | (kinds == BACK) | (uses & (moves.in_at == moves.use_at)[which])
@@ -199,7 +199,7 @@ def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) 
 
 
 def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
-    """Time of `stalls` by tensor, of which each may be waited for several times."""
+    """Sum the time of `stalls` by tensor; a tensor may stall several times."""
     by_tensor: dict[int, float] = {}
     for stall in stalls:
         by_tensor[stall.tensor] = by_tensor.get(stall.tensor, 0.0) + stall.us
@@ -207,7 +207,7 @@ def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
 
 
 def _check_repeats(actions: Sequence[Action], of: Candidates) -> None:
-    """Raise `ValueError` where two of `actions`, of the rows `of`, are one storage and are not the same bytes at two times."""
+    """Raise `ValueError` if two of `actions` (of the rows `of`) move one storage, except all of it at two times."""
     if len({(action.tensor, use) for action, use in zip(actions, of.use.tolist(), strict=True)}) < len(actions):
         raise ValueError("plan: expected one action for a tensor, got two for one use; give each candidate one")
     last: dict[int, Action] = {}

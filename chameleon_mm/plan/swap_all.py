@@ -1,11 +1,11 @@
-"""Plans that swap all that may move, whole, and search for nothing: what published offloading does, and no plan is to be worse.
+"""Plans that swap all candidates, whole, without a search, as published offloading does. No plan may be worse than these.
 
 out       as soon as each may be sent
 reclaimed when `depth` later ones may be copied
-back      with the use of the one that is used `depth` before it
+back      with the use of the storage that is used `depth` before it
 depth 0   reclaimed at once, back on demand
 
-Depth is how the activation offloading of published libraries is bounded: a number of storages in flight, whatever a copy takes.
+Published libraries bound activation offloading by depth: a number of storages in flight, however long a copy takes.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from chameleon_mm.plan.trace import Bools, Float64s, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import Candidates
 
 _EACH_DEPTH = 8
-"""Depth up to which every depth is tried; above it powers of two are."""
+"""Maximum depth up to which every depth is tried; above it only powers of two."""
 _ROUNDS = 3
 
 
 def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None, again: Bools | None = None) -> ActionColumns:
-    """The moves of `candidates`, which are in the order of their uses, at that depth.
+    """Return the moves of `candidates`, which are in the order of their uses, at depth `depth`.
 
-    Copies out cross in the order in which they may begin, those of one hook in that of their uses: `by_out`, if known. `again`:
-    (n,) whether an earlier one is of the same storage, if known.
+    by_out: order in which copies out cross, if known: by when they may begin, within one hook by use. again: (n,) True if an
+    earlier candidate is of the same storage, if known.
     """
     if depth < 0:
         raise ValueError(f"depth: expected 0 storages on their way or more, got {depth}")
     c, n = candidates, len(candidates)
     by_out = np.argsort(c.sendable, kind="stable") if by_out is None else by_out
     depth = min(depth, n)
-    later, earlier = np.full(n, -1), np.full(n, -1)  # the last ones wait for nobody, the first ones come on demand
+    later, earlier = np.full(n, -1), np.full(n, -1)  # the last ones wait for no later one, the first ones come back on demand
     later[by_out[: n - depth]] = c.sendable[by_out[depth:]]
     earlier[depth:] = c.use[: n - depth]
     reclaim = np.minimum(np.maximum(c.first, later), c.use)
@@ -59,8 +59,7 @@ class SwapAll:
         self._clock = np.asarray(problem.time_us)
 
     def drafts(self, budget: int, cost: LinkCost, most_us: Callable[[], float]) -> Iterator[tuple[Scheduled, int]]:
-        """Yield the plans within `budget`, the most promising first, until none can make the step later by less than
-        `most_us()`."""
+        """Yield the plans within `budget`, the most promising first, while one may delay the step by less than `most_us()`."""
         depths = list(range(_EACH_DEPTH + 1))
         while 2 * depths[-1] < len(self._who):
             depths.append(2 * depths[-1])
@@ -77,15 +76,15 @@ class SwapAll:
             yield self.at_depth(depth), peak_bytes
 
     def at_depth(self, depth: int) -> Scheduled:
-        """The tentative plan of `plan_swapping_all`."""
+        """Return the tentative plan of `swap_all` at `depth`."""
         return Scheduled(self._who.tolist(), self._moves(depth))
 
     def delay_bound_us(self, depth: int, cost: LinkCost, *, enough_us: float = inf) -> float:
-        """The least time by which it makes the step later, in arithmetic over all candidates at once.
+        """Lower bound of the step's delay, by arithmetic over all candidates at once.
 
-        Waits that nothing can shorten come first: for copies that begin when they are waited for. How late compute is says when
-        copies begin, and when copies end says how late it is: each round tightens the bound, from below. It is not tightened
-        where it is `enough_us` as it is.
+        First come waits that nothing can shorten: for copies that begin when they are waited for. Compute's delay then says
+        when copies begin, and their ends say how late compute is. Each round tightens the bound from below, unless it already
+        reaches `enough_us`.
         """
         clock, sendable, use, nbytes = self._clock, self._candidates.sendable, self._candidates.use, self._candidates.nbytes
         moves = self._moves(depth)
@@ -122,17 +121,17 @@ def _one_after_the_other(ready_us: Float64s, took_us: Float64s) -> Float64s:
 
 
 def swap_all(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
-    """Plan that moves every candidate of `trace`. Its budget is the peak that comes of it.
+    """Return the plan that moves every candidate of `trace`. Its budget is its own peak.
 
-    depth: a storage is reclaimed when that many later ones may be copied, and comes back with the use of the one that is used
-    that many before it; 0: at once, and on demand.
+    depth: a storage is reclaimed when `depth` later ones may be copied. It comes back with the use of the storage that is used
+    `depth` before it. 0: reclaimed at once, back on demand.
     """
     candidates = Candidates.of(trace)
     return plan_of(trace, cost_model, candidates.take(np.argsort(candidates.use, kind="stable")), depth, None)
 
 
 def plan_of(trace: Trace, cost_model: LinkCost, who: Candidates, depth: int, hbm_budget: int | None) -> SwapPlan:
-    """The plan that moves `who`, ordered by their uses; without a budget its own peak is the budget."""
+    """Return the plan that moves `who`, ordered by their uses; without a budget its own peak is the budget."""
     moves = early_moves(who, depth)
     timeline = Simulator(trace, cost_model).run_moves(moves, who)
     return SwapPlan(

@@ -1,12 +1,12 @@
 """The actions of one step and their hooks: `SwapPlan`, data that the executor carries out and `simulate` predicts.
 
 At one hook, in this order:
-    1. compute waits for the copies out whose `reclaim_at` it is, in the plan's order, and their HBM is dropped; so is, without
-       a copy, what is to be recomputed or what the host has since an earlier action, and whose `reclaim_at` it is
-    2. copies out whose `out_at` it is are queued, in the plan's order
+    1. reclaims, by `reclaim_at`, in the plan's order: compute waits for the copy out, and its HBM is dropped. Without a copy
+       HBM is dropped of storages to recompute, and of those that the host has since an earlier action
+    2. copies out, by `out_at`: queued in the plan's order
     3. a use whose tensor is on the host: memory is taken, the copy back queued ahead of others; compute waits for it. A use
-       whose tensor was dropped: the same for all that the recomputation reads and that is on the host
-    4. other copies back whose `in_at` it is: memory is taken and they are queued, in the plan's order
+       whose tensor was dropped: the same for all inputs of the recomputation that are on the host
+    4. other copies back, by `in_at`: memory is taken and they are queued, in the plan's order
     5. a use whose tensor was dropped: the operators that recompute it run
 """
 
@@ -30,36 +30,36 @@ class ActionKind(enum.Enum):
     SWAP = "swap"
     """The candidate crosses the link as it is."""
     RECOMPUTE = "recompute"
-    """The candidate is dropped at `reclaim_at`, and recomputed at `in_at`, which is `use_at`: its own first use, or an earlier
-    one of another dropped storage that is made from it."""
+    """The candidate is dropped at `reclaim_at` and recomputed at `in_at` = `use_at`: its own first use, or an earlier one of
+    another dropped storage that is made from it."""
     HOLD = "hold"
-    """The storage, which autograd did not save, is kept from `out_at` on, the first hook at which it is whole, for the
-    recomputations that read it, from `use_at` on. It may be swapped meanwhile: then it has an action for that as well."""
+    """The unsaved storage is kept from `out_at`, the first hook after its last write, for recomputations that read it from
+    `use_at` on. It may also be swapped meanwhile, by an action of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Way of one candidate out and back. Hooks are numbered as in the trace. Raises `ValueError` unless they are in order.
+    """Round trip of one candidate. Hooks are numbered as in the trace. Raises `ValueError` unless they are in order.
 
-    A storage may have several, one before the other, where it is swapped: all of it moves then.
+    A swapped storage may have several, one after the other: all of it moves then.
     """
 
     tensor: int
     """Number of the candidate in the trace."""
     nbytes: int
-    """Number of its bytes that move: its last ones. The rest, if any, stays on the device, in memory of its own."""
+    """Number of bytes that move: its last ones. The rest, if any, stays on the device, in memory of its own."""
     out_at: int
     """Hook at which its copy out is queued."""
     reclaim_at: int
-    """Hook at which compute is made to wait for that copy, and its HBM goes back."""
+    """Hook at which compute waits for that copy, and its HBM is freed."""
     in_at: int
-    """Hook at which its HBM is taken again and the copy back queued: `use_at` at the latest."""
+    """Hook at which its HBM is allocated again and the copy back queued; at most `use_at`."""
     use_at: int
     """Hook of the use for which it is back: its first one, or a later one."""
     kind: ActionKind = ActionKind.SWAP
     again: bool = False
-    """Whether an earlier action of the plan moves it too. The host has its bytes since then: nothing is copied out, and at
-    `reclaim_at` its HBM is dropped without a wait."""
+    """True if an earlier action of the plan moves it too. The host already has its bytes: nothing is copied out, and its HBM is
+    dropped at `reclaim_at` without a wait."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.out_at <= self.reclaim_at <= self.in_at <= self.use_at:
@@ -73,51 +73,51 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapPlan:
-    """The actions for one step, and what they are expected to come to. No actions: nothing moves."""
+    """The actions for one step, and their predicted results. No actions: nothing moves."""
 
     fingerprint: int
     """Fingerprint of the trace it was made for."""
     num_hooks: int
     """Number of hooks of that trace."""
     actions: tuple[Action, ...]
-    """Actions in the order in which they are queued, each direction's own: by `out_at`, and by `in_at`. First what is swapped,
-    then what is recomputed, then what is held."""
+    """Actions in the order in which they are queued, by `out_at` for one direction and by `in_at` for the other. Swaps come
+    first, then recomputations, then holds."""
     hbm_budget_bytes: int
     peak_bytes: int
-    """Peak of device memory, as `simulate` has it."""
+    """Peak of device memory, as `simulate` computes it."""
     host_bytes: int
-    """The most pinned memory."""
+    """Peak of pinned memory."""
     step_us: float
-    """Time of the step, as `simulate` has it."""
+    """Time of the step, as `simulate` computes it."""
     stall_us: float
-    """Time of `step_us` in which compute waits for copies."""
+    """Part of `step_us` in which compute waits for copies."""
     recompute_us: float = 0.0
-    """Time of `step_us` in which operators of forward run again."""
+    """Part of `step_us` in which operators of forward run again."""
 
     @property
     def swaps(self) -> tuple[Action, ...]:
-        """Actions of what crosses the link."""
+        """Actions of storages that cross the link."""
         if not self.actions or self.actions[-1].kind not in _NO_COPIES:  # those come last
             return self.actions
         return tuple(action for action in self.actions if action.kind not in _NO_COPIES)
 
     @property
     def recomputed(self) -> tuple[Action, ...]:
-        """Actions of what is dropped and recomputed."""
+        """Actions of storages that are dropped and recomputed."""
         return self._of_kind(ActionKind.RECOMPUTE)
 
     @property
     def held(self) -> tuple[Action, ...]:
-        """Actions of what is held for others to be recomputed from it."""
+        """Actions of storages that are held as inputs of recomputations."""
         return self._of_kind(ActionKind.HOLD)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that cross the link to the host. As many come back, and once more what is away more than once."""
+        """Bytes that cross the link to the host. As many come back, and more for storages that are away more than once."""
         return sum(action.nbytes for action in self.swaps if not action.again)
 
     def check_made_for(self, trace: Trace) -> None:
-        """Raise `ValueError` unless it was made for `trace`, as far as its fingerprint and its hooks tell."""
+        """Raise `ValueError` unless the plan's fingerprint and number of hooks are those of `trace`."""
         if self.fingerprint != trace.fingerprint or self.num_hooks != len(trace.hook_tick):
             raise ValueError(
                 f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "
@@ -125,7 +125,7 @@ class SwapPlan:
             )
 
     def head_copy_us(self, unswapped_us: float) -> float:
-        """Time in which compute copies what stays of storages that move in part; the step takes `unswapped_us` unplanned."""
+        """Time in which compute copies the parts that stay of partial moves. `unswapped_us`: the step's time unplanned."""
         return self.step_us - self.stall_us - self.recompute_us - unswapped_us
 
     def _of_kind(self, kind: ActionKind) -> tuple[Action, ...]:
@@ -139,43 +139,43 @@ _NO_COPIES = (ActionKind.RECOMPUTE, ActionKind.HOLD)
 
 # --- The actions of a plan as arrays, one row per action; the order of their events; and the memory that they leave allocated
 #
-# At one hook, whole storages are reclaimed first, then storages that move in part, then copies out are queued; a use comes
-# next, and copies back that are due last. Copies back are allocated in that order too: the use's own storage, then the others.
+# At one hook whole storages are reclaimed first, then storages that move in part. Next, copies out are queued, then comes the
+# use, then other copies back. Copies back are allocated in that order too: the use's own storage, then the others.
 #
-# A storage that moves in part leaves its head, the bytes that stay, in a buffer of its own. So while it is reclaimed, and
-# while it is copied back, both the whole storage and that buffer are allocated for a moment.
+# A storage that moves in part leaves its head, the bytes that stay, in a buffer of its own. So while it is reclaimed, and while
+# it is copied back, both the whole storage and that buffer are allocated for a moment.
 
 RECLAIM, RECLAIM_IN_PART, OUT, USE, BACK = range(5)
 """Kinds of events, in the order in which they happen at one hook."""
 
 HOST_BLOCK_BYTES = 4096
-"""Bytes of which blocks of pinned memory are multiples."""
+"""Blocks of pinned memory are multiples of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ActionColumns:
-    """Columns of (n,), one row per action, in the plan's order. The caller knows which storage each row is."""
+    """Columns of (n,), one row per action, in the plan's order. The caller knows the storage of each row."""
 
     nbytes: Int64s
     """Bytes that cross the link."""
     stays: Int64s
     """Bytes of each storage that do not move."""
     head: Int64s
-    """Device memory of what does not move. 0: all of the storage moves."""
+    """Device memory of the bytes that do not move; 0: all of the storage moves."""
     reclaimed: Int64s
-    """Allocated device memory that the reclaim gives back."""
+    """Allocated device memory that the reclaim frees."""
     out_at: Int64s
     reclaim_at: Int64s
     in_at: Int64s
     use_at: Int64s
     again: Bools
-    """Whether the host has the storage since an earlier row, so that nothing is copied out."""
+    """True if the host has the storage since an earlier row, so that nothing is copied out."""
 
     @classmethod
     def reclaiming(
         cls, reclaimed: Int64s, allocated: Int64s, storage_bytes: Int64s, hooks: Sequence[Int64s], again: Bools
     ) -> ActionColumns:
-        """Rows that reclaim `reclaimed` of the `allocated` bytes that each storage of `storage_bytes` takes.
+        """Return rows that reclaim `reclaimed` of the `allocated` bytes that each storage of `storage_bytes` takes.
 
         The first two are multiples of 512, as the allocator rounds. `hooks`: (out_at, reclaim_at, in_at, use_at).
         """
@@ -195,7 +195,7 @@ class ActionColumns:
 
     @classmethod
     def of(cls, actions: Sequence[Action], trace: Trace) -> ActionColumns:
-        """Columns of `actions`. Raises `IndexError` for a tensor that `trace` does not have."""
+        """Return columns of `actions`. Raises `IndexError` for a tensor that `trace` does not have."""
         rows = [(a.tensor, a.nbytes, a.out_at, a.reclaim_at, a.in_at, a.use_at) for a in actions]
         tensor, nbytes, out_at, reclaim_at, in_at, use_at = np.array(rows, np.int64).reshape(-1, 6).T
         whole = trace.tensor_bytes[tensor]
@@ -216,11 +216,11 @@ class ActionColumns:
         return len(self.nbytes)
 
     def take(self, which: Int64s) -> ActionColumns:
-        """The rows `which`, in that order."""
+        """Return the rows `which`, in that order."""
         return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def actions(self, tensors: Sequence[int]) -> tuple[Action, ...]:
-        """The rows as actions. `tensors`: (n,) numbers in the trace."""
+        """Return the rows as actions. `tensors`: (n,) numbers in the trace."""
         columns = (self.nbytes, self.out_at, self.reclaim_at, self.in_at, self.use_at, self.again)
         return tuple(
             Action(tensor=tensor, nbytes=nbytes, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use_at, again=again)
@@ -245,9 +245,9 @@ class Events(NamedTuple):
 
 
 def in_order(moves: ActionColumns) -> Events:
-    """The events of `moves`: by hook, then by kind, then in the plan's order."""
+    """Return the events of `moves`: by hook, then by kind, then in the plan's order."""
     every = np.arange(len(moves))
-    # The others begin with the reclaim that waits for them, or the host has them already.
+    # Other copies out begin with the reclaim that waits for them, or the host already has the storage.
     outs = ((moves.out_at < moves.reclaim_at) & ~moves.again).nonzero()[0]
     backs = (moves.in_at < moves.use_at).nonzero()[0]  # the others begin with the use that waits for them
     keys = np.concatenate(
@@ -264,8 +264,8 @@ def in_order(moves: ActionColumns) -> Events:
 
 
 def partial_move_peaks(moves: ActionColumns, left: Int64s) -> dict[int, int]:
-    """Peak of allocated bytes within each hook at which a storage that moves in part is reclaimed or copied back, by hook: its
-    head and the whole storage are both allocated then. `left`: (hooks,) bytes allocated once each hook is done."""
+    """Return, by hook, the peak of allocated bytes within each hook that reclaims or copies back a storage that moves in part:
+    its head and the whole storage are both allocated then. `left`: (hooks,) bytes allocated after each hook."""
     parts = moves.head.nonzero()[0].tolist()
     if not parts:
         return {}
@@ -280,7 +280,7 @@ def partial_move_peaks(moves: ActionColumns, left: Int64s) -> dict[int, int]:
             back[hook].insert(0 if hook == use_at[j] else len(back[hook]), j)
     most = {}
     for hook, leaving in leave.items():
-        # From the hook's end backwards: copies back raised the level, and before them reclaims lowered it.
+        # Walk from the hook's end backwards: copies back raised the level, and before them reclaims lowered it.
         now = highest = int(left[hook])
         for j in reversed(back[hook]):
             highest = max(highest, now + head[j])
@@ -293,14 +293,14 @@ def partial_move_peaks(moves: ActionColumns, left: Int64s) -> dict[int, int]:
 
 
 def pinned_peak(num_hooks: int, moves: ActionColumns, last_use: Int64s) -> int:
-    """The most pinned memory: a block is held from its copy out's hook to the last use, both included."""
+    """Peak of pinned memory: a block is held from its copy out's hook to the last use, both included."""
     blocks = np.where(moves.again, 0, -(-moves.nbytes // HOST_BLOCK_BYTES) * HOST_BLOCK_BYTES)
     return int(sum_over_time(num_hooks, blocks, moves.out_at, last_use + 1).max(initial=0))
 
 
 class PlannedMemory:
-    """Computes the memory that plans for one trace leave allocated. `curve`: the trace's memory, nothing swapped. `hooks`:
-    those of the trace that are calls of their own; None: all are."""
+    """Computes the memory that plans for one trace leave allocated. `curve`: the trace's unswapped memory. `hooks`: numbers of
+    the trace's hooks that are separate calls; None: all."""
 
     def __init__(self, trace: Trace, curve: Int64s, hooks: Int64s | None = None) -> None:
         self._tick = trace.hook_tick
@@ -320,9 +320,9 @@ class PlannedMemory:
     def growth_until_next_check(self, moves: ActionColumns, allocated: Int64s, drop_at: Sequence[int] = ()) -> Int64s:
         """(hooks,) maximum growth of device memory from the end of each hook's reclaims until the next check of memory.
 
-        Memory is checked at each hook that reclaims or drops, at each hook of a storage that may move, and at the first hook,
-        which stands for what comes before any check. Growth and what is allocated then never exceed the plan's peak. A step
-        that proves a recipe keeps what the plan drops: so each drop has its check.
+        Memory is checked at each hook that reclaims or drops, and at each hook of a storage that may move. It is also checked
+        at the first hook, which stands for any time before a check. Growth plus allocated memory then never exceeds the plan's
+        peak. Each drop has its own check because a step that proves a recipe keeps the storages that the plan drops.
 
         `allocated`: the result of `self.allocated(moves)`. `drop_at`: hooks that drop.
         """
@@ -339,6 +339,6 @@ class PlannedMemory:
         return np.asarray(highest[since] - level_after_reclaims)
 
     def _left(self, moves: ActionColumns) -> Int64s:
-        """(ticks,) bytes allocated at the end of each tick; a tick that is a hook ends once its actions are done."""
+        """(ticks,) bytes allocated at the end of each tick; a tick that is a hook ends after its actions."""
         since, until = self._tick[moves.reclaim_at], self._tick[moves.in_at]
         return self._curve - sum_over_time(len(self._curve), moves.reclaimed, since, until)

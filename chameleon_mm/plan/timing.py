@@ -1,19 +1,19 @@
-"""Times of a plan: stalls, both copy engines, the step's time, by a model of the link and of compute that waits for it.
+"""Times of a plan (stalls, both copy engines, the step's time), by a model of the link and of compute that waits for it.
 
-at every hook that an action names, in the order that plan.py sets down:
-    reclaims      whole ones, then those in part, whose head is copied first; compute waits for the copy out, but for what
-                  the host has since an earlier action
+at every hook that an action names, in the order that swap_plan.py defines:
+    reclaims      whole ones, then those in part, whose head is copied first; compute waits for the copy out, unless the
+                  host has it since an earlier action
     copies out    ready now
     the use       its copy back, if not under way yet, is ready now; compute waits for it
     copies back   ready now; of those in part the head is copied back meanwhile
-between hooks compute takes what the trace says
+between hooks compute takes the trace's times
 
-each engine is one FIFO per direction, and both share what the link carries at once:
+each engine is one FIFO per direction, and both share the link's duplex rate:
     start         max(when it is ready, when the engine is free)
     per piece     copy_us, then its bytes at this direction's rate, or at the duplex rest while the other direction is busy
 
-Time is a model: the host is always far enough ahead, a copy is queued on its engine, whole, when compute is at its hook, and
-one back runs after its own copy out. As in the simulated device, a copy's time is fixed when it is queued. The earlier of two
+The host is assumed to be always far enough ahead. A copy is queued on its engine, whole, when compute is at its hook, and a
+copy back runs after its own copy out. As in the simulated device, a copy's time is fixed when it is queued. The earlier of two
 that run both ways keeps its rate.
 """
 
@@ -31,31 +31,31 @@ from chameleon_mm.plan.swap_plan import OUT, RECLAIM_IN_PART, USE, ActionColumns
 from chameleon_mm.plan.trace import Float64s, Int64s
 from chameleon_mm.units import MIB
 
-# --- Cost model of the link: measured rates, a fixed cost per piece, and what is left while both directions are busy
+# --- Cost model of the link: measured rates, a fixed cost per piece, and the rest of the duplex rate while both are busy
 #
-# start = max(when it may start, when its direction is free) end   = start + copy_us per piece + bytes at this direction's
-# rate, or at the duplex rest beside a copy the other way
+# start = max(when it may start, when its direction is free)
+# end   = start + copy_us per piece + bytes at this direction's rate, or at the duplex rest during a copy the other way
 
 SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
-"""Bounds far beyond any link. Within them no time of a copy is infinite, or nothing, for want of digits."""
+"""Bounds far beyond any link. Within them no copy's time overflows to infinity or rounds to 0."""
 
 _DEAREST_US = 1e9
-"""Bound of the fixed cost of a piece: a quarter of an hour."""
+"""Maximum fixed cost of a piece: a quarter of an hour."""
 
 _ROUNDING = 1e-9
-"""Share by which a duplex rate may exceed the sum that it stands for: both may have been scaled by a factor."""
+"""Share by which a duplex rate may exceed the sum of both rates: a factor may have scaled all three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
     """The link between a device and pinned host memory. One FIFO engine per direction. Rates in 1e9 bytes a second.
 
-    Raises `ValueError` for rates that no link has, for a duplex rate that is below the faster direction's or above the sum of
-    both, for a fixed cost that is no time, and for pieces that are no whole number of bytes.
+    Raises `ValueError` for a rate that no link has; a duplex rate below the faster direction's or above the sum of both; a
+    fixed cost out of range; a piece size that is not a whole number of bytes.
     """
 
     d2h_gbps: float
-    """Rate from device to host, nothing the other way."""
+    """Rate from device to host while the other direction is idle."""
     h2d_gbps: float
     duplex_gbps: float
     """Rate of both directions added up, while both are busy."""
@@ -64,7 +64,7 @@ class LinkCost:
     piece_bytes: int = 32 * MIB
     """Size of the pieces that copies are cut into."""
     hbm_gbps: float = 2_000.0
-    """Rate of a copy within device memory: what stays behind of a tensor that moves in part is copied once each way."""
+    """Rate of a copy within device memory: the part that stays of a tensor that moves in part is copied once each way."""
 
     def __post_init__(self) -> None:
         for knob in ("d2h_gbps", "h2d_gbps", "duplex_gbps", "hbm_gbps"):
@@ -94,7 +94,7 @@ class LinkCost:
     @overload
     def alone_us(self, nbytes: Int64s, rate_gbps: float) -> Float64s: ...
     def alone_us(self, nbytes: int | Int64s, rate_gbps: float) -> float | Float64s:
-        """Time of a copy of `nbytes` at one rate, its pieces' fixed cost included; of an array of sizes, one by one."""
+        """Time of a copy of `nbytes` at one rate, with its pieces' fixed cost; for an array of sizes, one by one."""
         return -(-nbytes // self.piece_bytes) * np.float64(self.copy_us) + nbytes / np.float64(rate_gbps * 1e3)
 
 
@@ -123,14 +123,14 @@ class CopyEngine:
         self._shared_rate = (cost.duplex_gbps - other_gbps) * 1e3
         self._other: CopyEngine = self
         self._beside = 0
-        """Index of the first of the other engine's spans that a copy queued from now on can run beside."""
+        """Index of the first of the other engine's spans that may overlap a copy queued from now on."""
         self.free_at_us = 0.0
         self._rows: list[tuple[int, float, float, int]] = []
-        """Spans as plain tuples: a named one takes as long as the rest of a copy's arithmetic, and a search wants none."""
+        """Spans as plain tuples: a named tuple takes as long as the rest of a copy's arithmetic, and a search needs none."""
 
     @classmethod
     def pair(cls, cost: LinkCost) -> tuple[CopyEngine, CopyEngine]:
-        """Engines from device to host and from host to device; both idle."""
+        """Return engines from device to host and from host to device, both idle."""
         out, back = cls(cost, cost.d2h_gbps, cost.h2d_gbps), cls(cost, cost.h2d_gbps, cost.d2h_gbps)
         out._other, back._other = back, out
         return out, back
@@ -141,12 +141,12 @@ class CopyEngine:
         return tuple(map(EngineSpan._make, self._rows))
 
     def spans_of(self, tensors: Sequence[int]) -> tuple[EngineSpan, ...]:
-        """`spans` of what was queued by its place in `tensors`."""
+        """`spans` with places in `tensors` replaced by the numbers there."""
         rows = ((tensors[place], start_us, end_us, nbytes) for place, start_us, end_us, nbytes in self._rows)
         return tuple(map(EngineSpan._make, rows))
 
     def queue(self, tensor: int, nbytes: int, ready_us: float) -> float:
-        """Queue a copy that may start at `ready_us`, behind what was queued before. Returns when it ends."""
+        """Queue a copy that may start at `ready_us`, after all earlier ones. Return when it ends."""
         start = max(ready_us, self.free_at_us)
         others = self._other._rows
         while self._beside < len(others) and others[self._beside][2] <= start:
@@ -162,7 +162,7 @@ class CopyEngine:
         return end
 
     def _piece(self, nbytes: int, clock_us: float) -> float:
-        """Time at which `nbytes` whose first byte crosses at `clock_us` are through."""
+        """Return when `nbytes` whose first byte crosses at `clock_us` have crossed."""
         left, others = float(nbytes), self._other._rows
         for i in range(self._beside, len(others)):
             _, beside_start, beside_end, _ = others[i]
@@ -182,7 +182,7 @@ class CopyEngine:
 
 
 class Walk(NamedTuple):
-    """Delays of a step, and the copies behind them."""
+    """Delays of a step, and the copies that cause them."""
 
     stall_us: float
     head_copy_us: float
@@ -204,10 +204,10 @@ def walk(
     at_most_us: float = inf,
     lag_us: Sequence[float] = (),
 ) -> Walk:
-    """Goes through `events`, those of `moves`. `hook_us`: (hooks,) when compute is at each, nothing swapped.
+    """Walk through `events`, those of `moves`. `hook_us`: (hooks,) when compute is at each, nothing swapped.
 
-    at_most_us: it stops where the step is later by more than that. lag_us: (n,) by how much copies out are done later than
-    their engine has them; empty: not at all.
+    at_most_us: stop once the step is later by more than that. lag_us: (n,) how much later than on their engine copies out end;
+    empty: not at all.
     """
     nbytes, out_at, in_at = moves.nbytes.tolist(), moves.out_at.tolist(), moves.in_at.tolist()
     head_us = (moves.stays / (cost.hbm_gbps * 1e3)).tolist()

@@ -1,9 +1,9 @@
-"""One step's operators, storages and hook calls, in columns: a million operators are a few arrays, not a million objects.
+"""Columns of one step's operators, storages and hook calls: a million operators are a few arrays, not a million objects.
 
     trace.op_us, trace.tensor_bytes, trace.hook_tick ...  by the numbers of operators, storages, hooks
 
 tick   0        1        2        3        4 ...          every operator and every hook of the step is one tick
-       op       save     op       save     op             numbered from 0: two things on one clock
+       op       save     op       save     op             numbered from 0: operators and hooks on one clock
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLUMNS: dict[str, type[np.generic]] = {
     "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_released": np.int32,
     "hook_feature": np.uint64,
 }  # fmt: skip
-"""Columns of a `Trace`, and what each holds."""
+"""Columns of a `Trace`, and the type of each."""
 
 
 class StepPhase(enum.IntEnum):
@@ -71,30 +71,30 @@ class TensorKind(enum.IntEnum):
 
 
 class BirthPlace(NamedTuple):
-    """Where in a step a storage was written."""
+    """Position in a step at which a storage was written."""
 
     hooks: int
     """Number of hooks before the operator that wrote it."""
     operator: str
     """Name of that operator, with its overload."""
     same_name: int
-    """Number of operators of that name since the last hook, it included."""
+    """Number of operators of that name since the last hook, including this one."""
     position: int
     """Position of the storage among those that the operator wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """One step. n operators, m storages, k hook calls, n + k ticks. Columns are read-only.
+    """A step: n operators, m storages, k hook calls, n + k ticks. Columns are read-only.
 
     Raises `ValueError` for columns that contradict each other, timings that are not finite, and a trace that was cut short.
     """
 
     device: str
-    """Name of the device that it was recorded on, as `Device.name` has it."""
+    """Name of the device that it was recorded on, as in `Device.name`."""
     simulated: bool
     start_bytes: int
-    """Allocated on the device when the step began, storages that the step never touches included."""
+    """Allocated on the device when the step began, including storages that the step never touches."""
 
     op_names: tuple[str, ...]
     """Distinct names; `op_name` points here."""
@@ -103,7 +103,7 @@ class Trace:
     """64-bit hash of its name, its tensors' shapes, strides and dtypes, and its plain arguments: the same in every process."""
     op_phase: UInt8s
     op_us: Float64s
-    """Time on the device until the next operator could begin; stalls on copies are not in it."""
+    """Time on the device until the next operator could begin, without stalls on copies."""
     op_tick: Int32s
     read_offsets: Int64s
     """(n + 1,) offsets: operator i reads `read_tensors[read_offsets[i] : read_offsets[i + 1]]`."""
@@ -113,31 +113,31 @@ class Trace:
     write_tensors: Int32s
     """Numbers of the storages that it returned or changed."""
     op_inner_bytes: Int64s
-    """Device memory, as the allocator counts it, that each holds for itself while it runs, beside its inputs and results."""
+    """Device memory, as the allocator counts it, that each holds while it runs, besides its inputs and results."""
 
     tensor_bytes: Int64s
     tensor_kind: UInt8s
     tensor_born: Int32s
     """Tick at which it is made; -1: before the step."""
     tensor_released: Int32s
-    """Last tick before its first use during which somebody beside a handle of ours held it, so that dropping it after that tick
-    frees its memory. NEVER: nobody saved it, or somebody held it until it was used."""
+    """Last tick before its first use at which others than our handles held it: dropping it after that tick frees its memory.
+    NEVER: it was not saved, or others held it until it was used."""
     tensor_sendable: Int32s
-    """First hook at which the operator that saved it is over, so that it may be copied; NEVER: not saved."""
+    """First hook after the end of the operator that saved it, so that it may be copied; NEVER: not saved."""
     tensor_dies: Int32s
     """Last tick of its life; the number of ticks: it outlives the step."""
 
     hook_tick: Int32s
     hook_use: Bools
     hook_tensor: Int32s
-    """Number of the storage; -1: one that nobody may move (a parameter, a small one)."""
+    """Number of the storage; -1: one that must not move (a parameter, a small one)."""
     hook_released: Int32s
-    """The same after a use, before the next use of the storage. NEVER: a save, or somebody held it until that."""
+    """`tensor_released` after a use, before the storage's next use. NEVER: a save, or others held it until that use."""
     hook_feature: UInt64s
-    """64-bit hash of what the light profiler knows of this call. Comparable within a process alone."""
+    """64-bit hash of what the light profiler knows of this call. Comparable only within one process."""
 
     fingerprint: int = 0
-    """Hash of the sequence of hook features, as the light profiler has it. Comparable within one process alone."""
+    """Hash of the sequence of hook features, by the light profiler. Comparable only within one process."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -160,7 +160,7 @@ class Trace:
         return np.cumsum(duration)
 
     def hook_us(self) -> Float64s:
-        """(k + 1,): when compute is at each hook, nothing swapped, and at the step's end: `clock_us` there, for less work."""
+        """(k + 1,): when compute is at each hook, nothing swapped, and at the step's end. Cheaper than `clock_us`."""
         operators_before: Int64s = np.append(self.hook_tick - np.arange(len(self.hook_tick)), len(self.op_us))
         clock = np.zeros(len(self.op_us) + 1)
         np.cumsum(self.op_us, out=clock[1:])
@@ -212,7 +212,7 @@ class Trace:
 
 
 def _are_the_ticks(count: int, *columns: Int32s) -> bool:
-    """Whether every tick below `count` is in one of `columns`, once and in order."""
+    """True if every tick below `count` is in one of `columns`, once and in order."""
     seen = np.zeros(count, np.bool_)
     for column in columns:
         if not _within(column, 0, count) or not _rises(column):
@@ -222,23 +222,23 @@ def _are_the_ticks(count: int, *columns: Int32s) -> bool:
 
 
 def _rises(values: Int32s | Int64s) -> bool:
-    """Whether no value is below the one before."""
+    """True if no value is below the previous one."""
     return not bool((values[1:] < values[:-1]).any())
 
 
 def _within(values: Int32s | UInt8s, low: int, high: int) -> bool:
-    """Whether all are from `low` to below `high`."""
+    """True if all are from `low` to below `high`."""
     return len(values) == 0 or bool(values.min() >= low and values.max() < high)
 
 
-# --- Builds a trace tick by tick, as a recorder meets operators and hooks, or a test makes them up
+# --- Builds a trace tick by tick, for a recorder that sees operators and hooks, or for a test that invents them
 
 _CODES = {np.float64: "d", np.uint64: "Q", np.bool_: "B", np.uint8: "B"}
-"""Codes of the columns' arrays while they grow; of all others: of 64-bit whole numbers."""
+"""Type codes of the columns' arrays while they grow; all others are 64-bit integers."""
 
 
 class TraceBuilder:
-    """A trace that is not finished. Not thread-safe."""
+    """Trace under construction. Not thread-safe."""
 
     def __init__(self, *, device: str, simulated: bool, start_bytes: int) -> None:
         self._device = device
@@ -263,7 +263,7 @@ class TraceBuilder:
         return len(self._columns["hook_tick"])
 
     def tensor(self, nbytes: int, kind: TensorKind = TensorKind.TEMPORARY, *, born: int | None = None) -> int:
-        """Add a storage that begins with the next tick, or at tick `born`; -1: before the step. Returns its number."""
+        """Add a storage that begins with the next tick, or at tick `born`; -1: before the step. Return its number."""
         self._columns["tensor_bytes"].append(nbytes)
         self._columns["tensor_kind"].append(kind)
         self._columns["tensor_born"].append(self.num_ticks if born is None else born)
@@ -282,7 +282,7 @@ class TraceBuilder:
         writes: Sequence[int] = (),
         inner_bytes: int = 0,
     ) -> int:
-        """Add an operator that runs, and holds `inner_bytes` for itself meanwhile. Returns its number."""
+        """Add an operator that runs, and holds `inner_bytes` meanwhile. Return its number."""
         self._columns["op_tick"].append(self.num_ticks)
         self._columns["op_name"].append(self._names.setdefault(name, len(self._names)))
         self._columns["op_content"].append(content)
@@ -296,39 +296,38 @@ class TraceBuilder:
         return self.num_ops - 1
 
     def set_duration(self, op: int, duration_us: float) -> None:
-        """Set the time that operator number `op` took, known later than that it ran."""
+        """Set the time that operator number `op` took, which is known only after it ran."""
         self._columns["op_us"][op] = duration_us
 
     def save(self, tensor: int, feature: int) -> int:
-        """Add a save of a storage; -1: one that nobody may move. Returns the hook's number."""
+        """Add a save of a storage; -1: one that must not move. Return the hook's number."""
         return self._hook(tensor, feature, use=False)
 
     def use(self, tensor: int, feature: int) -> int:
-        """Add a use of what autograd saved. Returns the hook's number."""
+        """Add a use of a saved storage. Return the hook's number."""
         return self._hook(tensor, feature, use=True)
 
     def kind(self, tensor: int, kind: TensorKind) -> None:
         self._columns["tensor_kind"][tensor] = kind
 
     def released(self, tensor: int, tick: int | None = None) -> None:
-        """Note that nobody but a handle of ours holds it since the tick that is the latest now, or since `tick`."""
+        """Record that only our handles hold it since the latest tick, or since `tick`."""
         self._columns["tensor_released"][tensor] = self.num_ticks - 1 if tick is None else tick
 
     def released_after(self, hook: int, tick: int | None = None) -> None:
-        """Note that nobody but a handle of ours holds what was used at hook number `hook` since the tick that is the latest
-        now, or since `tick`."""
+        """Record that only our handles hold the storage used at hook number `hook` since the latest tick, or since `tick`."""
         self._columns["hook_released"][hook] = self.num_ticks - 1 if tick is None else tick
 
     def sendable(self, tensor: int, hook: int) -> None:
-        """Note that at hook number `hook` the operator that saved it is over."""
+        """Record that the operator that saved it is over at hook number `hook`."""
         self._columns["tensor_sendable"][tensor] = hook
 
     def dies(self, tensor: int) -> None:
-        """Note that its memory goes after the tick that is the latest now."""
+        """Record that its memory is freed after the latest tick."""
         self._columns["tensor_dies"][tensor] = max(self.num_ticks - 1, self._columns["tensor_born"][tensor])
 
     def finish(self, fingerprint: int = 0) -> Trace:
-        """The trace: what has not died outlives the step. Raises what `Trace` raises."""
+        """Return the trace; storages that have not died outlive the step. Raises the errors of `Trace`."""
         columns: dict[str, Any] = {name: np.array(self._columns[name], dtype) for name, dtype in COLUMNS.items()}
         dies = columns["tensor_dies"]
         dies[dies == NEVER] = self.num_ticks
@@ -350,7 +349,7 @@ class TraceBuilder:
         return self.num_hooks - 1
 
 
-# --- Turns the trace of a first step into that of the later ones: what it made and kept is there when the next one begins
+# --- Turns the trace of a first step into that of later ones: storages that it made and kept are there when the next one begins
 
 
 def outliving_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
@@ -359,9 +358,9 @@ def outliving_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
 
 
 def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
-    """`trace` with the storages of `kinds` that were made in it and outlive it there from the beginning.
+    """Return `trace` with the storages of `kinds` that it made and that outlive it there from the beginning.
 
-    Operators that made such storages and wrote nothing else take no time and no memory: they will not run again.
+    Operators that wrote only such storages take no time and no memory: they will not run again.
     """
     outliving = _outliving(trace, kinds)
     if not outliving.any():
@@ -374,8 +373,8 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
 
 
 def without_making(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
-    """`trace` as that of a later step: `there_before`, without the operators that made such storages and wrote nothing else.
-    Ticks are numbered anew."""
+    """Return `trace` as that of a later step: `there_before`, without the operators that wrote only such storages. Ticks are
+    renumbered."""
     over = _only_make(trace, _outliving(trace, kinds))
     trace = there_before(trace, kinds)
     if not over.any():
@@ -395,13 +394,13 @@ def without_making(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
 
 
 def with_extra(trace: Trace, nbytes: int) -> Trace:
-    """`trace` with `nbytes` more allocated, all the time."""
+    """Return `trace` with `nbytes` more allocated, all the time."""
     return dataclasses.replace(trace, start_bytes=trace.start_bytes + nbytes)
 
 
 def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
-    """`trace` with that many bytes more allocated during each of these ticks, and freed again. Raises `ValueError` for a tick
-    that it does not have."""
+    """Return `trace` with as many more bytes allocated during each tick of `spikes`, and freed again. Raises `ValueError` for a
+    tick that it does not have."""
     new = len(spikes)
     ticks = np.fromiter(spikes.keys(), np.int32, new)
     return dataclasses.replace(
@@ -416,13 +415,13 @@ def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
 
 
 def with_times(trace: Trace, factor: float) -> Trace:
-    """`trace` with each operator's time multiplied by `factor`."""
+    """Return `trace` with each operator's time multiplied by `factor`."""
     return dataclasses.replace(trace, op_us=trace.op_us * factor)
 
 
 def renumbered(trace: Trace) -> Trace:
-    """`trace` with its storages numbered in the order in which operators use them, by the first use, then by the next ones: a
-    number then says the same in every step of these operators. Those that none uses come last."""
+    """Return `trace` with its storages numbered by the operators that use them, by the first use, then by the next ones. A
+    number then has the same meaning in every step of these operators. Storages that no operator uses come last."""
     ops = np.arange(len(trace.op_us))
     used_by: list[list[int]] = [[] for _ in trace.tensor_bytes]
     reads = zip(np.repeat(2 * ops, np.diff(trace.read_offsets)).tolist(), trace.read_tensors.tolist(), strict=True)
@@ -438,7 +437,7 @@ def renumbered(trace: Trace) -> Trace:
 
 
 def _only_make(trace: Trace, outliving: Bools) -> Bools:
-    """(operators,): whether an operator makes some of the storages `outliving`, and writes nothing else."""
+    """(operators,): True if an operator makes some of the storages `outliving`, and writes nothing else."""
     op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
     writes = trace.write_tensors
     makes = outliving[writes] & (trace.tensor_born[writes] == trace.op_tick[op])

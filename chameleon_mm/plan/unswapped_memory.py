@@ -1,10 +1,10 @@
-"""Computes a step's device memory, nothing swapped: allocated bytes at each tick, their peak, and what swapping can reach.
+"""Computes a step's unswapped device memory: allocated bytes at each tick, their peak, and the least that plans can reach.
 
-curve[t] = start_bytes + what was born in the step and is there at t - what was there before the step and is gone by t
-           + what the operator of t holds inside itself
-floor[t] = curve[t] - what is idle at t        no plan's memory is below it, and the plan that moves all candidates is at it
+curve[t] = start_bytes + storages made in the step and there at t - storages from before the step that are gone by t
+           + memory that the operator of t holds inside itself
+floor[t] = curve[t] - storages idle at t      no plan's memory is below it, and the plan that moves all candidates is at it
 
-Sizes count rounded up to 512 bytes, as the caching allocator takes them.
+Sizes are rounded up to 512 bytes, as the caching allocator does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Candidates:
     sendable: Int64s
     """First hook at which its copy out may begin."""
     first: Int64s
-    """First hook at which its memory can be reclaimed: nobody else holds it any more."""
+    """First hook at which its memory can be reclaimed, because only our handles hold it."""
     use: Int64s
     """Hook of the use at which it must be back: its first one, or a later one where it may be away between two uses."""
     last_use: Int64s
@@ -41,8 +41,8 @@ class Candidates:
 
     @classmethod
     def of(cls, trace: Trace, *, between_uses: bool = False) -> Candidates:
-        """Candidates of `trace`: what autograd saved, and nobody but a handle of ours held at one hook or more before its first
-        use. `between_uses`: then come those of `Candidates.between_uses`."""
+        """Return candidates of `trace`: storages that autograd saved, and that only our handles held at one hook or more before
+        the first use. `between_uses`: those of `Candidates.between_uses` follow."""
         if between_uses:
             return cls.of(trace).followed_by(cls.between_uses(trace))
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
@@ -56,8 +56,8 @@ class Candidates:
 
     @classmethod
     def between_uses(cls, trace: Trace) -> Candidates:
-        """Candidates that are idle between two uses that follow each other, as two backwards over one graph make them: nobody
-        but a handle of ours holds them at one hook or more in between. One row for each such pair."""
+        """Return candidates that are idle between two consecutive uses, for example of two backwards over one graph: only our
+        handles hold them at one hook or more in between. One row for each such pair."""
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         uses = uses[np.argsort(trace.hook_tensor[uses], kind="stable")]
         of_same = trace.hook_tensor[uses[:-1]] == trace.hook_tensor[uses[1:]]
@@ -90,18 +90,18 @@ class Candidates:
         return len(self.tensor)
 
     def followed_by(self, more: Candidates) -> Candidates:
-        """These rows, then those of `more`."""
+        """Return these rows, then those of `more`."""
         names = [column.name for column in fields(self)]
         return replace(self, **{name: np.concatenate((getattr(self, name), getattr(more, name))) for name in names})
 
     def away_before(self) -> Bools:
-        """(n,) whether an earlier row is of the same storage."""
+        """(n,) True if an earlier row is of the same storage."""
         again = np.ones(len(self), np.bool_)
         again[np.unique(self.tensor, return_index=True)[1]] = False
         return again
 
     def take(self, which: Int64s) -> Candidates:
-        """Those of the rows `which`, in that order."""
+        """Return the rows `which`, in that order."""
         return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def idle_curve(self, trace: Trace) -> Int64s:
@@ -114,14 +114,14 @@ class Peak:
     """The most that is allocated at once, the first time that it is."""
 
     tick: int
-    """Tick of the peak; -1: nothing happens in the step."""
+    """Tick of the peak; -1: the step has no ticks."""
     nbytes: int
     by_kind: Mapping[TensorKind, int]
-    """Bytes of `nbytes` by kind of storage; kinds that have none are left out."""
+    """Bytes of `nbytes` by kind of storage, without kinds of 0 bytes."""
     inner_bytes: int
-    """Bytes of `nbytes` that the operator that runs then holds inside itself."""
+    """Bytes of `nbytes` inside the operator that runs then."""
     untouched_bytes: int
-    """Bytes of `nbytes` that were there before the step, and the step never touches."""
+    """Bytes of `nbytes` from before the step that the step never touches."""
     idle_bytes: int
     """Bytes of `nbytes` that swapping could take away at this moment, between two uses of a storage as well."""
 
@@ -135,26 +135,26 @@ def memory_curve(trace: Trace) -> Int64s:
 
 
 def peak_memory(trace: Trace) -> Peak:
-    """Peak of `trace`, nothing swapped: when it is, and what it consists of."""
+    """Return the peak of `trace`, nothing swapped: its tick, and the memory in it."""
     return _peak(trace, memory_curve(trace), Candidates.of(trace, between_uses=True), away=False)
 
 
 def least_memory(trace: Trace, *, between_uses: bool = True) -> Peak:
-    """The most that is allocated at once where every candidate is away whenever it may be: no plan's peak is below it.
+    """Return the peak if every candidate is away whenever it may be: no plan's peak is below it.
 
-    Its `idle_bytes` are 0: what could be away is. `between_uses`: candidates may be away between two uses as well.
+    Its `idle_bytes` are 0, because idle storages are away. `between_uses`: candidates may be away between two uses as well.
     """
     candidates = Candidates.of(trace, between_uses=between_uses)
     return _peak(trace, memory_curve(trace) - candidates.idle_curve(trace), candidates, away=True)
 
 
 def smallest_budget(trace: Trace) -> int:
-    """The least bytes of device memory that there is a plan of `trace` for, whatever it costs in time."""
+    """Return the least device memory, in bytes, for which a plan of `trace` exists, at any cost in time."""
     return least_memory(trace).nbytes
 
 
 def below_least(least: int, budget: int) -> InfeasibleBudget:
-    """The error for a `budget` below `least`, the smallest that there is a plan for."""
+    """Return the error for a `budget` below `least`, the smallest for which a plan exists."""
     return InfeasibleBudget(
         f"expected a budget of {least} bytes ({format_size(least)}) or more, which is what never moves, got {budget} "
         f"({format_size(budget)})"
@@ -182,8 +182,8 @@ def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) ->
 
 
 def _untouched_bytes(trace: Trace, size: Int64s) -> int:
-    """Bytes that were there before and are never touched. Never below 0: what other libraries allocated may be known to the
-    step and not to the allocator that was asked."""
+    """Bytes from before the step that it never touches. At least 0: the step may know memory that other libraries allocated,
+    and the allocator that was asked may not."""
     return max(0, trace.start_bytes - int(size[trace.tensor_born < 0].sum()))
 
 
@@ -195,15 +195,14 @@ def sum_over_time(ticks: int, amounts: Int64s, since: Ticks, until: Ticks) -> In
     return change[:ticks].cumsum()
 
 
-# --- Estimates what full recomputation (activation checkpointing) of a step would cost and save, from its trace, for
-# comparison
+# --- Estimates the cost and savings of full recomputation (activation checkpointing) of a step from its trace, for comparison:
 #
-# forward    is cut into segments where the least crosses: what a later segment reads is kept, all else that a segment saves
-# goes backward   at the first use of something that went, its whole segment is run again, and all that it saves is there at
-# once
+# forward    is cut into segments where the fewest bytes cross. A segment's storages that later segments read are kept; all
+#            others that it saves are dropped
+# backward   at the first use of a dropped storage its whole segment runs again, and all that it saves is there at once.
 #
-# Every operator of forward runs twice, wherever the cuts lie, so they lie where the peak is least. It is an estimate: a trace
-# does not tell a model's layers, so cuts are found by what crosses them.
+# Every operator of forward runs twice for any cuts, so the cuts are those of the least peak. It is an estimate: a trace does
+# not show a model's layers, so cuts are found by the bytes that cross them.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +214,7 @@ class FullRecomputation:
     """Peak of device memory, without the temporaries of the operators that run again."""
     step_us: float
     recomputed_us: float
-    """Time of `step_us` in which forward runs once more."""
+    """Part of `step_us` in which forward runs once more."""
 
 
 def full_recomputation(trace: Trace) -> FullRecomputation:
@@ -262,7 +261,7 @@ class _Segmenting:
         self._saved = so_far[np.searchsorted(self._born[c.tensor][by_birth], self.cut_ticks)]
 
     def cut(self, parts: int) -> Int64s:
-        """Ticks at which forward is cut so that a segment saves about 1/`parts` of all, each where the least crosses nearby."""
+        """Return ticks that cut forward so that a segment saves about 1/`parts` of all, where few bytes cross."""
         saved = self._saved
         goals = np.arange(1, parts) * (float(saved[-1]) / parts)
         edges = np.searchsorted(saved, np.concatenate((goals - goals[0] / 2, goals[-1:] + goals[0] / 2)))
@@ -273,7 +272,7 @@ class _Segmenting:
         return self.cut_ticks[np.unique(np.array(cuts, np.int64))]
 
     def peak(self, cuts: Int64s) -> int:
-        """Peak of device memory where forward is cut before the ticks `cuts`."""
+        """Return the peak of device memory if forward is cut before the ticks `cuts`."""
         trace, c = self._trace, self._candidates
         segment = np.searchsorted(cuts, self._born, side="right")
         needed_by = np.searchsorted(cuts, self._last_read, side="right")
@@ -284,7 +283,7 @@ class _Segmenting:
         np.minimum.at(first_use, segment[c.tensor[goes]], trace.hook_tick[c.use[goes]])
         until = np.maximum(since, first_use[segment[c.tensor[goes]]])
         level = self._curve - sum_over_time(trace.num_ticks, c.size[goes], since, until)
-        # What crosses a cut and would have died is kept until the segment that reads it has run again.
+        # A storage that crosses a cut and would have died is kept until the segment that reads it has run again.
         dead = trace.tensor_dies.astype(np.int64) + 1
         kept_until = first_use[needed_by]
         kept = np.flatnonzero(crosses & (dead < kept_until) & (kept_until < trace.num_ticks))

@@ -1,19 +1,19 @@
-"""Blocks of host memory, from allocation to release: pinned, or pageable where nothing more can be pinned.
+"""Blocks of host memory, from allocation to release: pinned, or pageable if nothing more can be pinned.
 
-    block = pool.allocate(nbytes, stream=d2h)       # d2h waits for whoever used these bytes before
+    block = pool.allocate(nbytes, stream=d2h)       # d2h waits for the earlier users of these bytes
     d2h.copy(block.buffer, hbm)
     h2d.wait(d2h.record()); h2d.copy(hbm2, block.buffer)
-    block.release(after=h2d.record())               # whoever gets the bytes next waits for that
-                                                    # ... or is dropped: then for all that the device was given by then
+    block.release(after=h2d.record())               # the next owner of the bytes waits for that event
+                                                    # ... or drop it: the next owner waits for all device work until then
     t = block.tensor(shape, dtype)                  # holds the block: while t or a view of it lives, release() refuses
 
-Note [Host block]: the device may still read a block when the host is done with it, so a block hands its last event on, and
-whoever uses the bytes next waits for it: a stream on the device, the host only where the host itself touches the memory.
-A block knows two kinds of events of earlier owners: `pending_events`, which nobody has waited for, and `_met`, which a stream
-has waited for. Released without an event of its own, it hands the second kind on too: the wait ordered that stream, no other.
+Note [Host block]: the device may still read a block when the host is done with it. So a block hands its last event on, and the
+next user of the bytes waits for it: a stream waits on the device, the host waits only if it touches the memory itself. A block
+knows two kinds of events of earlier owners: `pending_events`, with no wait yet, and `_met`, for which a stream has waited. If
+it is released without its own event, it hands `_met` on too: that wait ordered one stream, no other.
 
-Note [Dropped]: a block that is dropped names no event, and torch does not note which streams used memory that it did not
-allocate. So the block hands on a `LateEvent` for all work of all streams. It is recorded when its bytes are handed out again.
+Note [Dropped]: a dropped block names no event, and torch does not record which streams used memory that it did not allocate. So
+the block hands on a `LateEvent` for all work of all streams. It is recorded when its bytes are handed out again.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from chameleon_mm.pool.chunks import LateEvent, recorded
 from chameleon_mm.pool.host_memory import AvailableMemory
 from chameleon_mm.units import format_size
 
-# --- Views of a block that keep it alive, and tensors that are all there is of one
+# --- Views of a block that keep it alive, and tensors over a whole block:
 #
 # NumPy keeps the object that an array's memory came from, and torch the array that a tensor's storage came from. So the object
-# at the bottom lives exactly as long as something can reach the bytes, whatever was derived from it: slices, `detach()`,
-# DLPack capsules. The block knows it by weak reference alone.
+# at the bottom lives exactly as long as something can reach the bytes, through any derived object: slices, `detach()`, DLPack
+# capsules. The block holds it only by weak reference.
 
 
 class BlockView:
-    """A view of a block, which every other view comes down to: `nbytes` at `address`, and the block that they belong to."""
+    """The view under every other view of a block: `nbytes` at `address`, and the block that they belong to."""
 
     __slots__ = ("__array_interface__", "__weakref__", "block")
 
@@ -60,21 +60,21 @@ class BlockView:
 
 
 def as_tensor(view: BlockView, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """`view` as a contiguous tensor, which holds it."""
+    """Return `view` as a contiguous tensor, which holds it."""
     flat = np.asarray(view)
     with torch.inference_mode(mode=False):  # or the view could not be written or saved for backward outside of that mode
         return torch.from_numpy(flat).view(dtype).view(shape)
 
 
 def as_array(view: BlockView, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """`view` as a contiguous array, which holds it."""
+    """Return `view` as a contiguous array, which holds it."""
     return np.ndarray(shape, dtype, buffer=np.asarray(view))
 
 
 def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Sizes of `shape`, where a number alone is one of one dimension. `what` names the function in the error.
+    """Return the sizes of `shape`; a number is a shape of one dimension. `what` names the function in the error.
 
-    Raises `TypeError` for what is no shape, `ValueError` for sizes below 0.
+    Raises `TypeError` if it is no shape, `ValueError` for sizes below 0.
     """
     given: Any = shape  # arrays are shapes, too
     try:
@@ -89,7 +89,7 @@ def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def tensor_nbytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, limit: int | None = None) -> int:
-    """Bytes of a tensor. Raises `ValueError` for a shape that takes more than `limit`, `TypeError` for no dtype."""
+    """Return the bytes of a tensor. Raises `ValueError` for a shape that takes more than `limit`, `TypeError` for no dtype."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"{what}: expected a torch.dtype such as torch.float32, got {dtype!r} ({type(dtype).__name__}); an array with a "
@@ -99,7 +99,7 @@ def tensor_nbytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, limit: 
 
 
 def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """NumPy's dtype. Raises `TypeError` for what is none, `ValueError` for one of Python objects."""
+    """Return NumPy's dtype. Raises `TypeError` if it is none, `ValueError` for one of Python objects."""
     try:
         kind = np.dtype(dtype)
     except TypeError:
@@ -113,7 +113,7 @@ def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def nbytes_of(what: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any], limit: int | None) -> int:
-    """Bytes of a tensor or an array. Raises `ValueError` for a shape that takes more than `limit`."""
+    """Return the bytes of a tensor or an array. Raises `ValueError` for a shape that takes more than `limit`."""
     nbytes = math.prod(shape) * dtype.itemsize
     if limit is not None and nbytes > limit:
         raise ValueError(
@@ -126,36 +126,36 @@ def nbytes_of(what: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype[A
 # --- block
 
 _DLPACK_CPU = (1, 0)
-"""kDLCPU, its only device. Page-locked memory has a type of its own, kDLCUDAHost, which fewer consumers take: to a reader of
-host memory it is ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""
+"""kDLCPU, the only device of a block. Fewer consumers accept page-locked memory's own type, kDLCUDAHost. For host readers it is
+ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""
 
 
 Ticket = tuple[int, int | None]
-"""Right to release a block, once: its serial number, and its offset, None for a block that has no address. Not a NamedTuple,
-which takes 0.4 us to make, a tenth of what a block may take in all."""
+"""Right to release a block, once: its serial number, and its offset, or None for a block without an address. Not a NamedTuple,
+which takes 0.4 us to make, a tenth of the time that a block may take in total."""
 
 
 class Owner(Protocol):
-    """Owner of blocks, which makes them and is told of their release."""
+    """Owner of blocks: makes them and receives their releases."""
 
     @property
     def device(self) -> Device:
         """Device whose streams use the blocks."""
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """Note that a block was released; its bytes may be in use until `events`. Called in finalizers: no lock, no device."""
+        """Record a release; the block's bytes may be in use until `events`. Called in finalizers: no lock, no device call."""
 
 
 class PinnedBlock:
-    """`nbytes` of pinned host memory, made by an allocator alone.
+    """`nbytes` of pinned host memory. Only an allocator makes it.
 
-    What `tensor`, `numpy` and the protocols of NumPy and DLPack give are views: each holds the block. `buffer` is none: hold
-    the block as long as that is in use. One thread at a time uses a block; `release`, and dropping it, may happen on any thread
-    at any point, the garbage collector's included.
+    The results of `tensor`, `numpy` and the protocols of NumPy and DLPack are views, which hold the block. `buffer` is not:
+    hold the block while it is in use. One thread at a time uses a block; `release`, and dropping it, may happen on any thread
+    at any point, also in the garbage collector.
 
-    Dropping a block and its views is safe while the device uses it, on any stream: whoever gets the bytes next waits for all
-    work that the process's devices were given by then. That is an event where the driver has one for a whole device (CUDA 12.5
-    and newer), else a wait of the host. `release(after=event)` is the cheap way: it waits for that event alone.
+    It is safe to drop a block and its views while the device uses it, on any stream. The next owner of the bytes waits for all
+    earlier work of the process's devices: by an event if the driver has one for a whole device (CUDA 12.5 and newer), else the
+    host waits. `release(after=event)` is cheaper: it waits only for that event.
     """
 
     __slots__ = ("__weakref__", "_memory", "_met", "_owner", "_start", "_take_turn", "_views", "nbytes", "pending_events")
@@ -163,15 +163,15 @@ class PinnedBlock:
     def __init__(
         self, owner: Owner, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
     ) -> None:
-        # A list, because `pop` is one atomic step: of two releases at once, one gets the ticket.
+        # A list, because `pop` is one atomic step: only one of two concurrent releases gets the ticket.
         self._take_turn = [ticket]
         self._owner = owner
         self._memory = memory
         self._start = start
         self.nbytes: Final = nbytes
-        """Bytes as asked for."""
+        """Requested bytes."""
         self.pending_events = events
-        """Events of earlier owners that nobody waited for; device work on the block comes after them. Others only read it."""
+        """Events of earlier owners with no wait yet; device work on the block must come after them. Read-only for others."""
         self._met: tuple[Event, ...] = ()
         self._views: list[weakref.ref[BlockView]] | None = None
 
@@ -181,15 +181,15 @@ class PinnedBlock:
 
     @property
     def pageable(self) -> bool:
-        """Whether this is ordinary memory, given where no more could be pinned."""
+        """True if this is pageable memory, because no more could be pinned."""
         return False
 
     @property
     def buffer(self) -> Tensor:
         """The memory as a flat uint8 tensor of exactly `nbytes`, for device copies.
 
-        Raw: this does NOT wait for `pending_events`, and does not hold the block. A stream that uses it is one that `allocate`
-        or `wait_on` was given; for the host there are `tensor` and `numpy`. Raises `BlockReleasedError` after the release.
+        Raw: it does NOT wait for `pending_events`, and does not hold the block. Use it on a stream passed to `allocate` or
+        `wait_on`; the host uses `tensor` and `numpy`. Raises `BlockReleasedError` after the release.
         """
         if not self._take_turn:
             self._check_live("buffer")
@@ -198,31 +198,31 @@ class PinnedBlock:
     # --- views
 
     def tensor(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The memory as a contiguous CPU tensor, for the host to read and write. No copy; the content is what was there.
+        """Return the memory as a contiguous CPU tensor, for the host to read and write. No copy; the earlier content stays.
 
-        The tensor, and all that shares its storage, holds the block. The host waits for what earlier owners left pending.
-        Device work of the caller's own is the caller's to name in `release`; where the block is dropped with its last view, the
-        next owner waits for all. Raises `ValueError` for a shape that needs more than `nbytes`, `TypeError` for what is no
-        shape or no dtype, `BlockReleasedError` after the release.
+        The tensor, and all over its storage, hold the block. The host waits for pending events of earlier owners. The caller
+        names its own device work in `release`; if the block is dropped with its last view, the next owner waits for all work.
+        Raises `ValueError` for a shape that needs more than `nbytes`, `TypeError` for an invalid shape or dtype,
+        `BlockReleasedError` after the release.
         """
         sizes = plain_shape("tensor", shape)
         return as_tensor(self._view(tensor_nbytes("tensor", sizes, dtype, self.nbytes), "tensor"), sizes, dtype)
 
     def numpy(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """The memory as a NumPy array, under the conditions of `tensor`. Raises `ValueError` for a dtype of Python objects
-        too."""
+        """Return the memory as a NumPy array, under the conditions of `tensor`. Also raises `ValueError` for a dtype of Python
+        objects."""
         sizes, kind = plain_shape("numpy", shape), plain_dtype(dtype)
         return as_array(self._view(nbytes_of("numpy", sizes, kind, self.nbytes), "numpy"), sizes, kind)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """`np.asarray(block)`: all `nbytes` as uint8."""
-        # `data` is an object, which NumPy then holds, and not an address, with which it would hold the block but no view of it.
+        # `data` is an object, which NumPy then holds. With an address it would hold the block, but no view of it.
         data = memoryview(self._bytes("np.asarray"))
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": data}
 
     def __dlpack__(self, **arguments: Any) -> Any:
-        """`torch.from_dlpack(block)`, `np.from_dlpack(block)`: all `nbytes` as uint8, on the CPU. Arguments as NumPy's own."""
+        """`torch.from_dlpack(block)`, `np.from_dlpack(block)`: all `nbytes` as uint8, on the CPU. Arguments as NumPy's."""
         return self._bytes("__dlpack__").__dlpack__(**arguments)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -233,7 +233,7 @@ class PinnedBlock:
     def wait_on(self, stream: Stream) -> None:
         """Order `stream`'s later work after every earlier owner's, on the device. The host does not wait.
 
-        Once for each stream that may be the first to touch the block. Raises `TypeError` for what is no stream,
+        Call it once for each stream that may be the first to touch the block. Raises `TypeError` if it is no stream,
         `BlockReleasedError` after the release.
         """
         check_method("wait_on", stream, "wait", "a stream of the pool's device", "pass device.current_stream()")
@@ -247,13 +247,13 @@ class PinnedBlock:
         self.pending_events = ()
 
     def synchronize(self) -> None:
-        """The host waits for every earlier owner's work. The views do this; `buffer` does not."""
+        """Make the host wait for every earlier owner's work. The views do this; `buffer` does not."""
         for event in (*self.pending_events, *self._met):
             event.synchronize()  # the earlier owner's last access -> the host's first
         self.pending_events = self._met = ()
 
     def forget_complete(self) -> None:
-        """Drop the pending events that are complete; of a late one the events that it stands for stay. The host does not
+        """Drop pending events that are complete; a late event is replaced by its incomplete real events. The host does not
         wait."""
         pending: list[Event] = []
         for event in self.pending_events:
@@ -268,10 +268,10 @@ class PinnedBlock:
     def release(self, after: Event | None = None) -> None:
         """Give the memory back. A second call does nothing.
 
-        `after` is an event behind the last device work on the block, and so behind the waits of `allocate` and `wait_on` that
-        came before that work; None says that there was none, or that all of it is complete. Never waits, never takes a lock,
-        calls nothing of the device: safe in finalizers and on any thread. Raises `TypeError` for what is no event, and
-        `BlockInUseError` while views of the block live, with nothing changed.
+        `after` is an event after the last device work on the block, and so after the waits of `allocate` and `wait_on` that
+        preceded that work. None: there was no device work, or all of it is complete. It never waits, takes no lock and makes no
+        device call: safe in finalizers and on any thread. Raises `TypeError` if `after` is no event, and `BlockInUseError`
+        while views of the block live, with nothing changed.
         """
         if after is not None:
             check_method("release", after, "query", "an event, or None", "pass after=stream.record()")
@@ -279,8 +279,8 @@ class PinnedBlock:
             ticket = self._take_turn.pop()
         except IndexError:
             return
-        # After the pop: a view that is being made on another thread has noted itself before it looks for the ticket, so that of
-        # the two at least one sees the other.
+        # Check after the pop: a view being made on another thread records itself before it looks for the ticket, so at least
+        # one of the two sees the other.
         if self._views:
             self._take_turn.append(ticket)
             raise BlockInUseError(
@@ -290,9 +290,9 @@ class PinnedBlock:
         self._return(ticket, self.pending_events + self._met if after is None else (*self.pending_events, after))
 
     def __del__(self) -> None:
-        # Not weakref.finalize: that costs more than the allocation itself, and all this does is append to a deque, which is
-        # safe in the middle of any line, in a forked child and while the interpreter shuts down. Nobody is asked for views:
-        # they hold the block, so there are none, or the collector takes them apart together.
+        # Not weakref.finalize, which costs more than the allocation itself. This only appends to a deque, which is safe in the
+        # middle of any line, in a forked child and during interpreter shutdown. It does not check views: they hold the block,
+        # so there are none, or the collector frees both together.
         if self._take_turn:
             with suppress(IndexError):  # another thread's release was faster
                 ticket = self._take_turn.pop()
@@ -308,12 +308,12 @@ class PinnedBlock:
         self._owner.note_released(ticket, events)
 
     def _bytes(self, what: str) -> Any:
-        """All of the memory as an array, for the protocols. Any: its type declares them only for some versions of Python and
-        NumPy."""
+        """Return all of the memory as an array, for the protocols. Any: its type declares them only for some versions of Python
+        and NumPy."""
         return np.asarray(self._view(self.nbytes, what))
 
     def _view(self, nbytes: int, what: str) -> BlockView:
-        """Array of the first `nbytes`, which a view holds. The host waits, as it is about to look."""
+        """Return a recorded view of the first `nbytes`. The host waits, because it may access them next."""
         self._check_live(what)
         self.synchronize()
         views = self._views
@@ -321,7 +321,7 @@ class PinnedBlock:
             views = self._views = []
         view = BlockView(self, self._memory.data_ptr() + self._start, nbytes)
         views.append(weakref.ref(view, views.remove))
-        self._check_live(what)  # again, now that the view is noted: see release
+        self._check_live(what)  # again, after recording the view: see release
         return view
 
     def _check_live(self, what: str) -> None:
@@ -332,10 +332,10 @@ class PinnedBlock:
             )
 
 
-# --- Blocks of ordinary memory, for where nothing more can be pinned: slower to copy, never wrong
+# --- Blocks of pageable memory, if nothing more can be pinned: slower to copy, never wrong
 #
-# The device may read and write pageable memory after the host went on, as it does pinned memory: a block's last reference may
-# go before its last event is complete, so somebody else has to hold the memory until then.
+# The device may read and write pageable memory after the host went on, as it does pinned memory. A block's last reference may
+# go before its last event is complete, so the ledger holds the memory until then.
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -351,7 +351,7 @@ class PageableBlock(PinnedBlock):
 
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         super()._return(ticket, events)
-        self._memory = _NOTHING  # the ledger's alone now: a released block that somebody still holds must not keep it
+        self._memory = _NOTHING  # now only the ledger holds it: references to a released block must not keep the memory
 
 
 class PageableLedger:
@@ -361,7 +361,7 @@ class PageableLedger:
         self._live: dict[int, Tensor] = {}  # serial -> memory
         self._ending: list[tuple[Tensor, tuple[Event, ...]]] = []
         self.nbytes = 0
-        """Bytes held now: live blocks, and those whose last event was not complete when the ledger looked last."""
+        """Bytes held now: live blocks, and released ones whose last event was incomplete at the last check."""
         self.peak_bytes = 0
 
     def __contains__(self, serial: int) -> bool:
@@ -387,7 +387,7 @@ class PageableLedger:
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def note_released(self, serial: int, events: tuple[Event, ...]) -> None:
-        """Note that the block was released: its memory stays until `events` are complete."""
+        """Record that the block was released: its memory stays until `events` are complete."""
         memory = self._live.pop(serial)
         if events:
             self._ending.append((memory, events))
@@ -401,7 +401,7 @@ class PageableLedger:
         self._ending = kept
 
     def ending(self) -> list[Event]:
-        """Events that the memory of released blocks is held for. Once they are complete, `drop_complete` frees all of it."""
+        """Events until which memory of released blocks is held. Once they are complete, `drop_complete` frees all of it."""
         return [event for _, events in self._ending for event in events]
 
     def free_all(self) -> None:
@@ -412,16 +412,16 @@ class PageableLedger:
 
 
 class PageableSource:
-    """Ordinary memory from `device`, no more than the machine and its control groups leave. Thread-safe."""
+    """Pageable memory from `device`, within the available memory of the machine and its control groups. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._memory = AvailableMemory()
 
     def allocate(self, nbytes: int) -> Tensor:
-        """A flat uint8 tensor of `nbytes`. Raises `HostMemoryExhausted`.
+        """Return a flat uint8 tensor of `nbytes`. Raises `HostMemoryExhausted`.
 
-        Where nothing says how much is left, the device alone decides.
+        If the system reports no available memory, only the device decides.
         """
         available = self._memory.read(taking=nbytes)
         if 0 < available < nbytes:
@@ -429,6 +429,6 @@ class PageableSource:
                 f"pageable memory: asked for {nbytes} bytes, but {format_size(available)} of host memory are available; "
                 f"release blocks, ask for less, or give the process more memory"
             )
-        # It outlives the mode it is born in, and a tensor born under inference_mode cannot be written outside of it.
+        # It outlives the current mode, and a tensor made under inference_mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
             return self._device.alloc_pageable(nbytes)

@@ -1,18 +1,18 @@
-"""Finds who writes beside a block, uses it after its release, releases it twice or never. For tests and for hunting: it costs.
+"""Finds writes outside a block, uses after its release, second releases and missing ones. For tests and debugging: it is slow.
 
     | red zone, a page | the block, poisoned | red zone, a page |
 
     checked = CheckingAllocator(PinnedPool("1GiB"))
     block = checked.allocate(nbytes)
     block.tensor(...)[...]            # NaN, or -1, until it is written
-    block.release(after=event)        # noted; the device may still write
-    checked.allocate(...)             # looks at what was released and is complete: BlockCorruptedError if a zone was written
-    checked.check()                   # waits for the device, and looks at all of it
-    block.release()                   # BlockReleasedError: where it was allocated, and where it was released
-    checked.close()                   # PoolStateError: the blocks that are still out, and the stack that took each
+    block.release(after=event)        # recorded; the device may still write
+    checked.allocate(...)             # checks released blocks that are complete: BlockCorruptedError if a zone was written
+    checked.check()                   # waits for the device, and checks all released blocks
+    block.release()                   # BlockReleasedError, with the places of its allocation and of its release
+    checked.close()                   # PoolStateError: the blocks that are still live, and the stack of each allocation
 
-A finalizer may not look: device work may be under way on the block, and asking an event is a call of the device. So a released
-block stays the allocator's until an ordinary call finds its last event complete.
+A finalizer cannot check a block: the device may still use it, and querying an event is a device call. So the allocator keeps a
+released block until an ordinary call finds its last event complete.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from chameleon_mm.pool.pool import PinnedPool, close_at_exit
 from chameleon_mm.units import format_size, parse_size
 
 ZONE_BYTES = DEFAULT_ALIGNMENT
-"""Size of the zone on each side: a page, so that blocks lie on pages as the pool's do."""
+"""Size of the zone on each side: a page, so that blocks are page-aligned as the pool's are."""
 
 _ZONE_BYTE = 0xA5
 POISON_BYTE = 0xFF
-"""Byte that fills unwritten memory, every float type's NaN, every integer type's -1: what shows most when it is read."""
+"""Byte that fills unwritten memory: NaN of every float type, -1 of every integer type, so that reads of it are conspicuous."""
 
 _FRAMES = 8
-"""Frames of a stack that are kept: enough to leave a framework's own, few enough to read."""
+"""Number of stack frames to keep: enough to reach beyond a framework's own, few enough to read."""
 
 
 @dataclass(slots=True, eq=False)
 class _Guarded:
-    """A block of the pool, and where the zones and the user's bytes lie in it."""
+    """A block of the pool that contains the zones and the user's bytes."""
 
     inner: PinnedBlock
     nbytes: int
@@ -71,7 +71,7 @@ class _Guarded:
         held[ZONE_BYTES + self.nbytes :] = _ZONE_BYTE
 
     def damage(self) -> str:
-        """Text that tells which bytes of the zones were written; "" for none."""
+        """Text that names the written bytes of the zones; "" for none."""
         held = self._bytes()
         held = np.concatenate((held[:ZONE_BYTES], held[ZONE_BYTES + self.nbytes :]))
         written = np.flatnonzero(held != _ZONE_BYTE)
@@ -91,7 +91,7 @@ class _Guarded:
 
 
 class _CheckedBlock(PinnedBlock):
-    """A block between the zones of a pool's, which raises when it is released twice."""
+    """A block between zones within a pool's block; raises when it is released twice."""
 
     __slots__ = ("_allocated_at", "_released_at")
 
@@ -113,17 +113,17 @@ class _CheckedBlock(PinnedBlock):
 
 
 class CheckingAllocator:
-    """An allocator of `pool`'s blocks with red zones around each and poison in it, whose releases are checked. Thread-safe.
+    """An allocator of `pool`'s blocks that adds red zones and poison to each, and checks releases. Thread-safe.
 
     Each block takes `2 * ZONE_BYTES` more. `allocate` makes the host wait for the bytes' earlier users, because it writes them;
-    `stream` has nothing to wait for then. What was found is raised by the next call of the allocator, on whatever thread.
-    `close`, or leaving `with`, ends the checks alone: the pool is closed by whoever made it.
+    `stream` has nothing to wait for then. The next call of the allocator, on any thread, raises errors that were found.
+    `close`, or leaving `with`, ends only the checks: the pool's maker closes the pool.
     """
 
     def __init__(self, pool: PinnedPool) -> None:
         self.pool: Final = pool
         self._lock = threading.Lock()
-        self._serials = count(1)  # `next` of it is one atomic step, and so is `pop` of a dictionary
+        self._serials = count(1)  # `next` is one atomic step, and so is `pop` of a dictionary
         self._live: dict[int, _Guarded] = {}
         self._returned: deque[_Guarded] = deque()
         self._waiting: list[_Guarded] = []
@@ -133,8 +133,7 @@ class CheckingAllocator:
         return self.pool.device
 
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
-        """Allocate as `PinnedPool.allocate` does. Raises `BlockCorruptedError`, once, for what was found since the last
-        call."""
+        """Allocate as `PinnedPool.allocate` does. Raises `BlockCorruptedError`, once, for errors found since the last call."""
         nbytes = parse_size(nbytes, what="allocate")
         self._settle(wait=False)
         padded = nbytes + 2 * ZONE_BYTES
@@ -143,7 +142,7 @@ class CheckingAllocator:
         except HostMemoryExhausted:
             if not self._waiting:
                 raise
-            inner = None  # retried outside of the except block, whose traceback would hold what it mentions
+            inner = None  # retried outside of the except block, whose traceback would hold its frames' objects
         if inner is None:
             self._settle(wait=True)
             inner = self.pool.allocate(padded, stream)
@@ -155,8 +154,8 @@ class CheckingAllocator:
         return _CheckedBlock(self, serial, guarded)
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """Note the release of a block; called by blocks alone. Raises `BlockReleasedError` for a ticket that is not a live
-        block's of this allocator."""
+        """Record the release of a block; only blocks call it. Raises `BlockReleasedError` unless the ticket is of a live block
+        of this allocator."""
         guarded = self._live.pop(ticket[0], None)
         if guarded is None:
             raise BlockReleasedError(
@@ -167,7 +166,7 @@ class CheckingAllocator:
         self._returned.append(guarded)
 
     def check(self) -> None:
-        """Look at every block that was released. The host waits for the device. Raises `BlockCorruptedError`."""
+        """Check every released block. The host waits for the device. Raises `BlockCorruptedError`."""
         self._settle(wait=True)
 
     def stats(self) -> PoolStats:
@@ -178,7 +177,7 @@ class CheckingAllocator:
     def close(self) -> None:
         """Check all blocks as `check` does: afterwards the pool has back every block that was released.
 
-        Raises `PoolStateError`, which lists them with the stack that took each, while blocks are live.
+        Raises `PoolStateError` while blocks are live, with a list of them and the stack of each allocation.
         """
         self.check()
         live = list(self._live.values())
@@ -214,7 +213,7 @@ class CheckingAllocator:
                     self._waiting.append(guarded)
                     continue
                 for event in guarded.events:
-                    event.synchronize()  # the last device access to the block -> the host looks at it
+                    event.synchronize()  # the last device access to the block -> the host checks it
                 if damage := guarded.damage():
                     found.append(damage)
                 guarded.poison()
@@ -224,7 +223,7 @@ class CheckingAllocator:
 
 
 def _where() -> str:
-    """Text of the frames outside of this module, innermost first: a frame kept would keep what it holds."""
+    """Text of the frames outside of this module, innermost first. Text, because a kept frame would keep its objects."""
     frame: FrameType | None = sys._getframe(1)
     places: list[str] = []
     while frame is not None and len(places) < _FRAMES:

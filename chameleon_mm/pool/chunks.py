@@ -1,11 +1,11 @@
-"""The chunks of one pool: regions of one free list, each with the memory behind it.
+"""The chunks of one pool: regions of one free list, each with its memory.
 
-    wanted = chunks.make_room(size, limit)      # how large the next chunk is; unused ones are detached for it
-    chunks.free()                               # what was detached goes back to the device, which may have to be waited for
-    chunks.pin(wanted); chunks.admit()          # another one comes
+    wanted = chunks.make_room(size, limit)      # size of the next chunk; detaches unused chunks for it
+    chunks.free()                               # gives detached chunks back to the device; may have to wait for it
+    chunks.pin(wanted); chunks.admit()          # adds another chunk
     chunk = chunks.of(offset)
 
-How large: as many whole requests as reach 1/16 of what is reserved already, between 16 MiB and the chunk size.
+Size of a chunk: as many whole requests as reach 1/16 of the reserved bytes, between 16 MiB and the chunk size.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pool.free_list import FreeList
 from chameleon_mm.units import GIB, MIB, format_size, round_up
 
-# --- Free ranges that the device may still be using, and the events until which it may
+# --- Free ranges that the device may still use, and the events until which it may:
 #
-# Kept by byte range and not by free block, so that joining and splitting free blocks loses nothing: a range that is taken in
-# part leaves its rest behind, and two blocks over one range both get its event. The idea that a free block carries its last
-# event to whoever gets it next is from the stream-ordered free lists of RMM, the RAPIDS memory manager.
+# They are kept by byte range, not by free block, so that joining and splitting free blocks loses nothing. A range that is taken
+# in part leaves its rest, and two blocks over one range both get its event. A free block carries its last event to its next
+# owner, an idea from the stream-ordered free lists of RMM, the RAPIDS memory manager.
 #
-# What is recorded late covers more, never less. So a finalizer, which runs in the middle of any line, in a forked child and
-# while the interpreter ends, can promise an event without touching the device.
+# An event recorded late covers more work, never less. So a finalizer can promise an event without touching the device. It runs
+# in the middle of any line, in a forked child and while the interpreter ends.
 
 _SWEEP_AT = 64
-"""Ranges beyond which complete ones are dropped, then twice what is left: so the search costs each range a constant."""
+"""Number of ranges at which complete ones are dropped; then twice the rest. So the search costs each range a constant."""
 
 
 class LateEvent:
-    """An event that stands for others: complete when everything is that `record` gives an event for, called once somebody asks.
+    """An event that stands for others. It calls `record` at its first use, and is complete when all events from it are.
     Thread-safe."""
 
     __slots__ = ("_events", "_record")
@@ -52,7 +52,7 @@ class LateEvent:
     def events(self) -> tuple[Event, ...]:
         """The real events, for a stream to wait on."""
         if self._events is None:
-            self._events = self._record()  # by two threads at once: either's will do
+            self._events = self._record()  # if two threads do this at once, either result is correct
         return self._events
 
     def query(self) -> bool:
@@ -67,7 +67,7 @@ class LateEvent:
 
 
 def recorded(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """Replace the late events in `events` by those that they stand for: what a stream of the device can wait on."""
+    """Replace the late events in `events` by their real events, which a stream of the device can wait on."""
     for event in events:  # not `any`, whose generator takes longer than all of the rest
         if type(event) is LateEvent:
             break
@@ -82,13 +82,13 @@ def recorded(events: tuple[Event, ...]) -> tuple[Event, ...]:
 class PendingRanges:
     """Disjoint byte ranges of free memory, each with the events that its next use comes after. Not thread-safe.
 
-    `starts`, sorted and not to be changed, is empty where nothing is pending: what a hot path can see without a call.
+    `starts` is sorted, and callers must not change it. It is empty if nothing is pending, so a hot path needs no call.
     """
 
     __slots__ = ("_ends", "_events", "_sweep_at", "starts")
 
     def __init__(self) -> None:
-        # Three lists side by side, by address: most ranges are cut at one end, which is then one assignment.
+        # Three parallel lists, by address: most ranges are cut at one end, which is then one assignment.
         self.starts: list[int] = []
         self._ends: list[int] = []
         self._events: list[tuple[Event, ...]] = []
@@ -110,7 +110,7 @@ class PendingRanges:
             self._sweep_at = max(_SWEEP_AT, 2 * len(starts))
 
     def take(self, start: int, end: int) -> tuple[Event, ...]:
-        """The events that [start, end) waits for, each once; those bytes are pending no longer."""
+        """Return the events that [start, end) waits for, each once, and remove those bytes from the pending ranges."""
         starts, ends = self.starts, self._ends
         first = bisect_right(starts, start)
         if first and ends[first - 1] > start:
@@ -151,7 +151,7 @@ class PendingRanges:
         return tuple(by_id.values())
 
     def drop_complete(self) -> bool:
-        """Drop the ranges whose events are all complete. Returns whether none is left. The host does not wait."""
+        """Drop the ranges whose events are all complete. Return True if none is left. The host does not wait."""
         kept = [at for at, events in enumerate(self._events) if not all(event.query() for event in events)]
         self.starts[:] = [self.starts[at] for at in kept]
         self._ends[:] = [self._ends[at] for at in kept]
@@ -172,21 +172,21 @@ class PendingRanges:
 _log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_BYTES = GIB
-"""Size of a chunk: large, so blocks waste little at its end; small enough to pin in a fraction of a second and to free."""
+"""Size of a chunk: large, so that little is wasted at its end; small enough to pin within a second, and to free."""
 
 SMALLEST_CHUNK_BYTES = 16 * MIB
-"""Size at which growth starts without a chunk size: the driver's time per registration, and its 65,000, do not matter."""
+"""Initial size of chunks that grow: the driver's time per registration, and its limit of 65,000, do not matter."""
 
 GROWTH_SHARE = 16
-"""A chunk is at most about 1/16 of what is reserved before it, if no chunk size was asked for: the last one is what overshoots,
-so this bounds what growth wastes, and tens of GiB are still reached in some 80 chunks. Played over recorded activation traces
-(Llama, GPT-2 with lengths that vary, mixture of experts, ResNet-50; 10 to 28 GiB): reserved / peak live 1.03 to 1.04; chunks
-of 1 GiB throughout 1.03 to 1.05, and seven times as much as a pool of 130 MiB needs."""
+"""A chunk is at most about 1/16 of the bytes reserved before it, if no chunk size was requested. Only the last chunk
+overshoots, so this bounds the waste of growth, and tens of GiB are still reached in some 80 chunks. Replay of recorded
+activation traces (Llama, GPT-2 with varying lengths, mixture of experts, ResNet-50; 10 to 28 GiB): reserved / peak live is 1.03
+to 1.04. Chunks of 1 GiB throughout give 1.03 to 1.05, and seven times the memory that a pool of 130 MiB needs."""
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """One pinned region from the device."""
+    """Pinned region from the device."""
 
     base: int
     memory: Tensor
@@ -198,10 +198,10 @@ class Chunk:
 
 
 class Chunks:
-    """The pinned regions of one pool, got from and given back to `device`. Not thread-safe: the pool's lock guards it, but for
-    `pin` and `free`, which one thread at a time calls without that lock.
+    """The pinned regions of one pool, got from and given back to `device`. Not thread-safe: the pool's lock guards it, except
+    for `pin` and `free`, which one thread at a time calls without that lock.
 
-    `chunk_bytes` is the size of a chunk, None for one that grows with what is reserved up to 1 GiB.
+    `chunk_bytes` is the size of a chunk; None: it grows with the reserved bytes up to 1 GiB.
     """
 
     def __init__(self, device: Device, chunk_bytes: int | None) -> None:
@@ -210,7 +210,7 @@ class Chunks:
         self._chunk_bytes = None if chunk_bytes is None else self.free_list.round_up(chunk_bytes)
         self._chunks: list[Chunk] = []  # by base: bases only grow
         self._bases: list[int] = []
-        self._arrived: deque[Tensor] = deque()  # pinned, and not taken in yet
+        self._arrived: deque[Tensor] = deque()  # pinned, and not admitted yet
         self._leaving: deque[Chunk] = deque()  # detached, and not given back yet
         self.peak_reserved_bytes = 0
 
@@ -226,7 +226,7 @@ class Chunks:
         return bool(self._chunks or self._arrived or self._leaving)
 
     def of(self, offset: int) -> Chunk:
-        """Chunk that the block at `offset` lies in."""
+        """Return the chunk that the block at `offset` lies in."""
         return self._chunks[bisect_right(self._bases, offset) - 1]
 
     def room(self, limit: int) -> int:
@@ -235,14 +235,14 @@ class Chunks:
         return max(0, left - left % self.free_list.alignment)
 
     def pin(self, nbytes: int) -> None:
-        """Get the memory of another chunk, for `admit` to take in. Slow. Raises what the device raises."""
-        # A chunk outlives the mode it is born in, and a tensor born under inference_mode cannot be written outside of it.
+        """Pin the memory of another chunk, for `admit`. Slow. Raises the device's errors."""
+        # A chunk outlives the current mode, and a tensor made under inference_mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
-            # One call, and not an assignment: an interrupt between pinning and noting would lose what was pinned.
+            # A single call, not an assignment: an interrupt between pinning and recording would lose the pinned memory.
             self._arrived.extend(map(self.device.alloc_pinned, (nbytes,)))
 
     def admit(self) -> None:
-        """Add a chunk that was pinned."""
+        """Add the chunks that were pinned."""
         while self._arrived:
             self._add(self._arrived.popleft())
 
@@ -258,7 +258,7 @@ class Chunks:
         )
 
     def make_room(self, nbytes: int, limit: int) -> int:
-        """Size of the next chunk, which is to hold a request of `nbytes` that no free block does."""
+        """Return the size of the next chunk, for a request of `nbytes` that no free block holds."""
         size = self.free_list.round_up(nbytes)
         if size >= REGISTRATION_LIMIT_BYTES:
             raise HostMemoryExhausted(
@@ -282,8 +282,8 @@ class Chunks:
         return [chunk for chunk in self._chunks if self.free_list.is_region_free(chunk.base)]
 
     def shrink(self, limit: int, *, wait: bool) -> bool:
-        """Detach unused chunks until no more than `limit` bytes are reserved. `wait`: also chunks that the device still uses.
-        Returns whether that was enough."""
+        """Detach unused chunks until at most `limit` bytes are reserved. `wait`: also chunks that the device still uses. Return
+        True if that was enough."""
         for chunk, idle in self._in_order_of_leaving(self.unused()):
             if self.reserved_bytes <= limit or not (idle or wait):
                 break
@@ -291,8 +291,8 @@ class Chunks:
         return self.reserved_bytes <= limit
 
     def _in_order_of_leaving(self, unused: list[Chunk]) -> list[tuple[Chunk, bool]]:
-        """`unused` chunks, each with whether the device is done with it: those first, then the large ones, so that as few go as
-        will do."""
+        """Return `unused` chunks, each with True if the device is done with it: those first, then large ones, so that few
+        chunks go."""
         idle = [(chunk, chunk.pending.drop_complete()) for chunk in unused]
         return sorted(idle, key=lambda item: (not item[1], -item[0].nbytes))
 
@@ -307,7 +307,7 @@ class Chunks:
         """Free the detached chunks, once the device is done with them (the host waits)."""
         while self._leaving:
             self._leaving[0].pending.synchronize()  # the last device access to the chunk -> its memory goes
-            chunk = self._leaving.popleft()  # before: freed twice would be worse than not at all, if an interrupt comes between
+            chunk = self._leaving.popleft()  # first: if an interrupt comes between, a leak is better than a double free
             try:
                 self.device.free_pinned(chunk.memory)
             except Exception:
@@ -320,13 +320,13 @@ class Chunks:
             )
 
     def free_all(self) -> None:
-        """Free every chunk, whatever it holds. All device work on them must be complete."""
+        """Free every chunk, even with live blocks. All device work on them must be complete."""
         self.admit()
         while self._chunks or self._leaving:
             self.device.free_pinned((self._chunks or self._leaving).pop().memory)
 
     def _next_bytes(self, size: int) -> int:
-        """The size of a chunk for requests of `size`, if nothing stands in its way."""
+        """Size of a chunk for requests of `size`, without regard to limits."""
         if self._chunk_bytes is not None:
             return max(self._chunk_bytes, size)
         target = min(max(self.reserved_bytes // GROWTH_SHARE, SMALLEST_CHUNK_BYTES), DEFAULT_CHUNK_BYTES)

@@ -7,10 +7,10 @@
     units.remove_region(base)           # only while no block of it is live
 
 Best fit with immediate coalescing by boundary tags (Knuth, The Art of Computer Programming, vol. 1, section 2.5). A block, live
-or free, is a `_Span` that knows its neighbours, so joining two is a matter of pointers. Free spans of one size are a doubly
-linked list, found by size, and the distinct sizes are kept sorted. D distinct sizes need at least 1 + 2 + ... + D units of
-free memory, so D is below sqrt(2 * units), whatever the number of blocks: 724 for 1 GiB in units of 4 KiB. Searching and
-updating the sorted sizes is therefore cheap where a list sorted by block would move 100,000 entries.
+or free, is a `_Span` that knows its neighbours, so joining two only changes pointers. Free spans of one size are a doubly
+linked list, found by size, and the distinct sizes are kept sorted. D distinct sizes need at least 1 + 2 + ... + D units of free
+memory, so D is below sqrt(2 * units), for any number of blocks: 724 for 1 GiB in units of 4 KiB. So searching and updating the
+sorted sizes is cheap, while a list sorted by block would move 100,000 entries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_ALIGNMENT = 4096
 
 
 class _Span:
-    """One block, live or free. No `__init__`: every field is set where a span is made, at a third of the cost."""
+    """A block, live or free. No `__init__`: setting every field where a span is made takes a third of the time."""
 
     __slots__ = ("above", "below", "free", "newer", "older", "start", "units")
 
@@ -41,12 +41,12 @@ class _Span:
     """The block that ends where this one starts, in the same region."""
     above: _Span | None
     newer: _Span | None
-    """The next free span of its size that was freed after it; of a live one nothing."""
+    """The next free span of its size that was freed after it; unused while live."""
     older: _Span | None
 
 
 Units = tuple[int, int, int]
-"""Units of a free list, all and the free ones, and the power of two bytes that each is."""
+"""All units of a free list, its free units, and log2 of the bytes per unit."""
 
 
 def units_bytes(units: Units) -> int:
@@ -58,8 +58,8 @@ def units_bytes(units: Units) -> int:
 class FreeList:
     """A free list over `capacity` bytes of addresses, starting at 0. Every block is a multiple of `alignment` bytes.
 
-    Among free blocks of one size the last one freed is taken. Not thread-safe. Raises `ValueError` for an alignment that is no
-    power of two and for a capacity that is negative or no multiple of the alignment.
+    Among free blocks of one size the last one freed is taken. Not thread-safe. Raises `ValueError` if the alignment is no power
+    of two, or if the capacity is negative or no multiple of the alignment.
     """
 
     def __init__(self, capacity: int, alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -73,7 +73,7 @@ class FreeList:
         self._newest: dict[int, _Span] = {}  # size in units -> the free span of that size that was freed last
         self._capacity_units = 0
         self._free_units = 0
-        # The most that were live when something was freed, which is where what is live falls: ever, and since `recent_peak`.
+        # Maximum of live units at a free, because they only fall there: of all time, and since `recent_peak`.
         self._peak_units = self._recent_units = 0
         self._next_base = 0
         if capacity != 0:
@@ -90,7 +90,7 @@ class FreeList:
         return (self._capacity_units - self._free_units) << self._shift
 
     def units_reader(self) -> Callable[[], Units]:
-        """Function that tells what is live now, as `units_bytes` reads it: no Python runs in it, for whoever asks often."""
+        """Return a function that reads the live units, for `units_bytes`. It runs no Python code, for frequent calls."""
         return partial(attrgetter("_capacity_units", "_free_units", "_shift"), self)
 
     @property
@@ -98,10 +98,10 @@ class FreeList:
         return max(self._peak_units << self._shift, self.live_bytes)
 
     def recent_peak(self) -> int:
-        """The most that `live_bytes` has been since the last call."""
+        """Maximum of `live_bytes` since the last call."""
         live = self._capacity_units - self._free_units
         recent, self._recent_units = max(self._recent_units, live), live
-        self._peak_units = max(self._peak_units, recent)  # `free` asks for the recent one alone
+        self._peak_units = max(self._peak_units, recent)  # `free` updates it only with the recent peak
         return recent << self._shift
 
     @property
@@ -118,9 +118,9 @@ class FreeList:
         return -(-nbytes // self.alignment) * self.alignment
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a block of at least `nbytes`, or None where no free block holds that much.
+        """Return the offset of a block of at least `nbytes`, or None if no free block is large enough.
 
-        Raises `ValueError` for less than one byte: nothing has no address.
+        Raises `ValueError` for less than one byte: an empty block has no address.
         """
         units = (nbytes + self.alignment - 1) >> self._shift  # a float is a TypeError here
         if units <= 0:
@@ -164,7 +164,7 @@ class FreeList:
         return start
 
     def free(self, offset: int) -> int:
-        """Free the live block at `offset`; returns its size in bytes."""
+        """Free the live block at `offset` and return its size in bytes."""
         span = self._live.pop(index(offset), None)
         if span is None:
             raise ValueError(f"free: expected the offset of a live block, got {offset}; free what allocate gave, once")
@@ -194,12 +194,12 @@ class FreeList:
         return freed << self._shift
 
     def add_region(self, nbytes: int) -> int:
-        """Add `nbytes` addresses; returns the offset of the first. Offsets of regions only grow and never recur."""
+        """Add `nbytes` addresses and return the offset of the first. Offsets of regions only grow and never recur."""
         size = index(nbytes)
         if size <= 0 or size % self.alignment:
             raise ValueError(f"a region: expected a positive multiple of the alignment, {self.alignment} bytes, got {nbytes}")
         base = self._next_base
-        # One unit that belongs to nobody keeps the end of this region apart from the start of the next.
+        # An unused unit separates the end of this region from the start of the next.
         self._next_base = base + size + self.alignment
         units = size >> self._shift
         span = _Span()
@@ -212,12 +212,12 @@ class FreeList:
         return base
 
     def is_region_free(self, base: int) -> bool:
-        """Whether no block of the region at `base` is live. Raises `ValueError` for an offset that starts no region."""
+        """True if no block of the region at `base` is live. Raises `ValueError` for an offset that starts no region."""
         lowest, units = self._region(base)
         return lowest.free and lowest.units == units
 
     def remove_region(self, base: int) -> int:
-        """Remove the region at `base`; returns its bytes."""
+        """Remove the region at `base` and return its bytes."""
         lowest, units = self._region(base)
         if not (lowest.free and lowest.units == units):
             raise ValueError(f"remove_region: expected a region without live blocks, got the one at {base}; free them first")
@@ -258,17 +258,17 @@ class FreeList:
             del self._sizes[bisect_left(self._sizes, units)]
 
 
-# --- Fixed offsets for the blocks of one step whose sizes and lifetimes are known: arithmetic alone, no memory
+# --- Fixed offsets for the blocks of one step whose sizes and lifetimes are known: only arithmetic, no memory
 #
 # Largest first is the greedy-by-size offset calculation of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
-# Inference" (arXiv 2001.03288, section 5). It leaves holes where lifetimes nest with the small ones outside. Longest-lived
-# first cannot: with nested lifetimes whatever lives beside a request when it is placed encloses it, and lies below without a
-# hole.
+# Inference" (arXiv 2001.03288, section 5). It leaves holes if lifetimes nest with the small ones outside. Longest-lived first
+# does not: with nested lifetimes, every placed request that lives at the same time encloses the new one, and lies below it
+# without a hole.
 
 _Integers = npt.NDArray[np.int64]
 
 _MAX_TOTAL_BYTES = 1 << 62
-"""Bound of all sizes together: sums are computed in 64 bits; no arena comes near."""
+"""Maximum of all sizes together: sums are computed in 64 bits; no arena is near that size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,30 +276,30 @@ class OffsetPlan:
     """Offsets of the blocks of a step in one arena. Requests that live at the same time never overlap."""
 
     sizes: tuple[int, ...]
-    """Bytes of each request, as asked for, in the order of the requests."""
+    """Requested bytes, in the order of the requests."""
     offsets: tuple[int, ...]
     """Byte offset of each request in the arena, a multiple of `alignment`."""
     arena_bytes: int
     """Size of an arena that holds all of them: a multiple of `alignment`."""
     lower_bound_bytes: int
-    """The most that lives at one time, each request rounded up to `alignment`: no arena can be smaller."""
+    """Maximum bytes live at one time, each request rounded up to `alignment`: no arena can be smaller."""
     alignment: int
 
     def extent(self, position: int) -> tuple[int, int]:
-        """The bytes [start, end) of the arena that the request at `position` takes, rounded up to the alignment."""
+        """Return the bytes [start, end) of the arena that the request at `position` takes, rounded up to the alignment."""
         start = self.offsets[position]
         return start, start + -(-self.sizes[position] // self.alignment) * self.alignment
 
 
 def plan_offsets(requests: Sequence[tuple[int, int, int]], *, alignment: int = DEFAULT_ALIGNMENT) -> OffsetPlan:
-    """Offsets for `requests`, each `(nbytes, first_use, last_use)`, in one arena as small as a greedy search finds.
+    """Return offsets for `requests`, each `(nbytes, first_use, last_use)`, in one arena as small as a greedy search finds.
 
-    Uses are any integers that grow with time; a request lives from its first through its last, both included, so one may take
-    the bytes of another whose last use is smaller than its own first. Zero bytes take nothing. Takes time that grows with the
-    square of the number of requests: half a second for 5,000, twice that where the first order misses the bound.
+    Uses are integers that grow with time. A request lives from its first through its last use. So it may take the bytes of
+    another whose last use is smaller than its first. Zero bytes take nothing. Time grows with the square of the number of
+    requests: half a second for 5,000, twice that if the first order misses the bound.
 
-    Raises `TypeError` for values that are no integers, `ValueError` for a negative size, a last use before the first, a
-    request that is no triple, an alignment below 1, and for more bytes in all than 64 bits address.
+    Raises `TypeError` for values that are no integers. Raises `ValueError` for a negative size, a last use before the first, a
+    request that is no triple, an alignment below 1, and a total beyond 64 bits.
     """
     step = index(alignment)
     if step < 1:
@@ -311,7 +311,7 @@ def plan_offsets(requests: Sequence[tuple[int, int, int]], *, alignment: int = D
     first, last = _ranks(checked)
     size = np.array(rounded, dtype=np.int64)
     bound = _lower_bound(size, first, last)
-    # Ties go to the one that is allocated first, so that equal requests give equal plans everywhere.
+    # Ties go to the earlier request, so that equal requests give equal plans everywhere.
     offsets, arena = _place(size, first, last, np.argsort(-size, kind="stable"))
     if arena > bound:
         others, smaller = _place(size, first, last, np.lexsort((-size, first - last)))
@@ -338,7 +338,7 @@ def _checked(position: int, request: tuple[int, int, int]) -> tuple[int, int, in
 
 
 def _ranks(requests: Sequence[tuple[int, int, int]]) -> tuple[_Integers, _Integers]:
-    """Ranks of first and last uses among all uses: uses of any size, nanoseconds too, then fit 64 bits."""
+    """Ranks of first and last uses among all uses, so that uses of any size, also nanoseconds, fit 64 bits."""
     uses = sorted({use for _, first, last in requests for use in (first, last)})
     rank = {use: place for place, use in enumerate(uses)}
     first = np.array([rank[first] for _, first, _ in requests], dtype=np.int64)
@@ -356,11 +356,11 @@ def _lower_bound(size: _Integers, first: _Integers, last: _Integers) -> int:
 
 
 def _place(size: _Integers, first: _Integers, last: _Integers, order: npt.NDArray[np.intp]) -> tuple[_Integers, int]:
-    """Offsets by placing in `order`, and the arena that they need."""
+    """Return the offsets from placing in `order`, and the arena that they need."""
     offsets = np.zeros(len(size), dtype=np.int64)
     arena = 0
-    # What is placed, sorted by offset: start, end, first use, last use. The gaps between those that live at one time are then
-    # what lies between an end, the furthest so far, and the next start.
+    # Placed requests, sorted by offset: start, end, first use, last use. A gap between those that live at one time lies between
+    # the furthest end so far and the next start.
     placed = np.empty((4, len(size)), dtype=np.int64)
     count = 0
     for request in order:

@@ -1,16 +1,16 @@
 """Pins further chunks for a pool, and frees chunks: one thread at a time, never under its lock.
 
-    with resizing:                                  # another thread pins: wait for its chunk, it may do
+    with resizing:                                  # if another thread pins, wait for its chunk, which may be enough
         with ledger.lock: carve -> done             # ... or blocks came back meanwhile
-                          make_room                 # how large a chunk; unused ones leave for it
-        give back what leaves; pin; take it in      # slow, and the device may have to be waited for
-    again                                           # another thread may have been faster with what came
+                          make_room                 # size of the next chunk; detaches unused ones for it
+        free detached chunks; pin; admit            # slow, and the device may have to be waited for
+    again                                           # another thread may have taken the new memory
 
-Pinning runs at a few GB/s. Whoever finds a free block meanwhile goes on; `ledger.lock` is held for microseconds alone.
+Pinning runs at a few GB/s. A thread that finds a free block meanwhile goes on; `ledger.lock` is held only for microseconds.
 
-An interrupt (`KeyboardInterrupt`, a signal handler that raises) may come between any two lines here. Nothing says "somebody is
-pinning" but the lock itself, which goes with the thread that leaves; and a chunk is at every moment in one of the lists of
-`Chunks`, from which the next call takes it in or gives it back.
+An interrupt (`KeyboardInterrupt`, a signal handler that raises) may come between any two lines here. The only sign of a pinning
+thread is the lock itself, which that thread releases as it leaves. And a chunk is at every moment in one of the lists of
+`Chunks`, from which the next call admits it or gives it back.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from chameleon_mm.pool.ledger import Ledger
 
 
 class Growth:
-    """Grows and shrinks the pool whose books `ledger` are, within `limit`. Thread-safe."""
+    """Grows and shrinks the pool of `ledger`, within `limit`. Thread-safe."""
 
     def __init__(self, ledger: Ledger, limit: MemoryLimit) -> None:
         self._ledger = ledger
         self._chunks = ledger.chunks
         self._limit = limit
-        self._resizing = threading.Lock()  # taken before `ledger.lock` where both are
+        self._resizing = threading.Lock()  # taken before `ledger.lock` if both are needed
 
     def allocate_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
-        """Allocate a block, out of another chunk where need be. Raises `HostMemoryExhausted`, `PoolStateError` if the pool is
+        """Allocate a block, from another chunk if needed. Raises `HostMemoryExhausted`, or `PoolStateError` if the pool is
         closed."""
         ledger, chunks, limit = self._ledger, self._chunks, self._limit
         while True:
@@ -59,22 +59,22 @@ class Growth:
                 self._pin(wanted)
 
     def set_limit(self, nbytes: int) -> None:
-        """Set the limit, and free unused chunks until no more than that is reserved, if they are enough. The host waits for
-        the device where it still uses a chunk that has to go."""
+        """Set the limit, and free unused chunks until it holds, as far as they are enough. The host waits if the device still
+        uses a chunk that has to go."""
         with self._resizing:
             with self._ledger.lock:
                 self._ledger.check_open("limit_bytes")
-                self._ledger.shrinking = True  # first: after an interrupt the next allocation finds out what is left to do
+                self._ledger.shrinking = True  # first: after an interrupt the next allocation completes the rest
             self._limit.set(nbytes)
             self._shrink(wait=True)
 
     def shrink(self) -> None:
-        """Free unused chunks that the device is done with, as far as more is reserved than the limit."""
+        """Free unused chunks that the device is done with, until the limit holds."""
         with self._resizing:
             self._shrink(wait=False)
 
     def _shrink(self, *, wait: bool) -> bool:
-        """Free unused chunks beyond the limit, under `_resizing`. Returns whether no more than that is reserved now."""
+        """Free unused chunks beyond the limit, under `_resizing`. Return True if the limit holds now."""
         ledger, chunks = self._ledger, self._chunks
         with ledger.lock:
             ledger.drain()
@@ -85,7 +85,7 @@ class Growth:
         return enough
 
     def free_unused(self, *, wait: bool) -> int:
-        """Free the chunks without a block; returns their bytes. `wait`: also those that the device still uses."""
+        """Free the chunks without a block and return their bytes. `wait`: also those that the device still uses."""
         ledger, chunks = self._ledger, self._chunks
         with self._resizing:
             with ledger.lock:
@@ -98,7 +98,7 @@ class Growth:
         return sum(chunk.nbytes for chunk in leaving)
 
     def _pin(self, nbytes: int) -> None:
-        """Pin another chunk. Under `_resizing`, so that what leaves is gone before the limit is used up again."""
+        """Pin another chunk. Called under `_resizing`, so that detached chunks are freed before the limit is used up again."""
         chunks = self._chunks
         chunks.free()
         try:

@@ -1,13 +1,13 @@
-"""Host memory that may still be taken: the least of what the kernel and every control group around the process leave.
+"""Host memory that may still be taken: the minimum of what the kernel and each of the process's control groups leave.
 
     available = min(MemAvailable, *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
-    "auto"    = half of (what this process holds already + available), divided among the ranks on this machine
+    "auto"    = half of (memory this process already holds + available), divided among the ranks on this machine
 
     memory = AvailableMemory();  memory.read(taking=nbytes)     # reads again after 10 ms, or once 1/16 of it has been taken
-    limit = MemoryLimit("auto");  limit.grow(held)              # the most that `auto_limit_bytes` has said so far
+    limit = MemoryLimit("auto");  limit.grow(held)              # maximum of all results of `auto_limit_bytes` so far
 
-Libraries that only read /proc/meminfo report the host's memory inside a container, and pinning past the container's limit
-ends the process instead of raising an error. Swap is counted nowhere: what is pinned cannot go there.
+Libraries that only read /proc/meminfo report the host's memory inside a container, and pinning past the container's limit ends
+the process instead of raising an error. Swap space is never counted: pinned memory cannot go there.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ _RANKS = "LOCAL_WORLD_SIZE"
 _MAX_RANKS_DIGITS = 6
 
 FRESH_S = 0.01
-"""Seconds for which an answer of `AvailableMemory` is good. Reading then costs a twentieth of one processor at most, and other
-processes, writing memory at some 10 GB/s, have taken 100 MB that this does not know of: well below what a machine keeps as a
-reserve."""
+"""Seconds for which a result of `AvailableMemory` is valid. Reading then costs at most a twentieth of one processor. Meanwhile
+other processes, writing memory at some 10 GB/s, can take 100 MB unnoticed: well below the reserve that a machine keeps."""
 
 TRUSTED_SHARE = 16
-"""Share of an answer that may be taken before it is asked for again: what the asker itself takes is known at once only so."""
+"""Inverse of the share of a result that may be taken before the next reading: only a reading shows the asker's own use."""
 
 
 class _Version(NamedTuple):
@@ -40,17 +39,17 @@ class _Version(NamedTuple):
     limits: tuple[str, ...]
     usage: str
     cache: str
-    """The line of memory.stat that says how much of the usage, with all groups below, is page cache that nothing has touched
-    lately. The kernel gives that up before it refuses anything, so it counts as available, as it does in MemAvailable: else a
-    job that has read its data set would find nothing left."""
+    """Line of memory.stat with the part of the usage, in all groups below too, that is inactive page cache. The kernel frees
+    that before it refuses memory, so it counts as available, as in MemAvailable. Otherwise a job that has read its data set
+    would find no memory left."""
     inherited: str
-    """The line of memory.stat that tells the narrowest limit on the group, also of groups that cannot be seen from here."""
+    """Line of memory.stat with the narrowest limit on the group, also of groups that cannot be seen from here."""
     conventional: tuple[str, ...]
-    """Path at which the hierarchy is mounted, if /proc does not tell."""
+    """Usual mount path of the hierarchy, if /proc does not tell."""
 
 
-# memory.high refuses nothing: above it a process is held up until enough is reclaimed, and of pinned memory nothing ever is. So
-# a process that goes there is as good as stuck.
+# memory.high refuses nothing: above it a process is delayed until enough is reclaimed, and pinned memory never is. So such a
+# process is as good as stuck.
 _V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file", "", ("sys/fs/cgroup", "sys/fs/cgroup/unified"))
 _V1 = _Version(
     ("memory.limit_in_bytes",),
@@ -62,10 +61,10 @@ _V1 = _Version(
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process may still take; 0 where nothing says so. Never raises.
+    """Bytes of host memory that this process may still take; 0 if unknown. Never raises.
 
-    `root` is where `proc` and `sys` lie. Without /proc/meminfo (not Linux) psutil is asked instead. Read it again whenever more
-    is to be taken: other processes come and go, and a virtual machine may be given memory only as it uses what it has.
+    `root`: parent of `proc` and `sys`. Without /proc/meminfo (not Linux) psutil is asked instead. Read it again before taking
+    more: other processes come and go, and a virtual machine may be given memory only as it uses what it has.
     """
     limits = [*of_machine(root), *_of_cgroups(root)]
     return max(0, min(limits, default=0))
@@ -77,16 +76,15 @@ def auto_limit_bytes(
     available_bytes: int | None = None,
     held_bytes: int = 0,
 ) -> int:
-    """Half of this process's share of the host memory that may be pinned, in bytes: what a limit of "auto" stands for.
+    """Limit that "auto" stands for: half of this process's share of the host memory that may be pinned, in bytes; 0 if unknown.
 
-    The other half is for page cache, data loading and the model's own host side. `available_bytes` (None:
-    `available_host_bytes()`) is what is left for all processes together. It is divided among the LOCAL_WORLD_SIZE ones that
-    torchrun and its like start on a machine, 1 where it is not set. `held_bytes` is what this process has pinned already. Asked
-    again later, the answer is never more than a rank's part of the whole, whichever ranks pinned first; with what the others
-    pinned it falls. So an owner keeps the largest so far, and has grown with a machine whose memory did. 0 where nothing says
-    what is available.
+    The other half is for page cache, data loading and the model's own host side. `available_bytes` is the memory left for all
+    processes together (None: `available_host_bytes()`). It is divided by LOCAL_WORLD_SIZE, the number of processes that
+    torchrun and similar launchers start on a machine (1 if not set). `held_bytes`: bytes that this process has already pinned.
+    The result never exceeds a rank's part of the whole, in any order of pinning, and falls as other ranks pin. So an owner
+    keeps the maximum of the results, which also grows with the machine's memory.
 
-    Raises `ValueError` where LOCAL_WORLD_SIZE is no number of processes.
+    Raises `ValueError` if LOCAL_WORLD_SIZE is no number of processes.
     """
     left = available_host_bytes() if available_bytes is None else available_bytes
     return (held_bytes + left) // local_ranks(environ) // 2
@@ -95,8 +93,8 @@ def auto_limit_bytes(
 def local_ranks(
     environ: Mapping[str, str] = os.environ,  # noqa: TID251  # as above
 ) -> int:
-    """Number of processes that torchrun and its like started on this machine: LOCAL_WORLD_SIZE, 1 where it is not set. Raises
-    `ValueError` where that is no number of processes."""
+    """Number of processes that torchrun and similar launchers started on this machine: LOCAL_WORLD_SIZE, 1 if it is not set.
+    Raises `ValueError` if that is no number of processes."""
     text = environ.get(_RANKS, "1")
     ranks = int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_RANKS_DIGITS else 0
     if ranks < 1:
@@ -108,18 +106,18 @@ def local_ranks(
 
 
 def of_machine(root: Path) -> Iterator[int]:
-    """The bytes that the machine has available, whatever control groups leave of them; nothing where it does not say."""
+    """Yield the bytes that the machine has available, without regard to control groups; nothing if it does not say."""
     for line in kernel_text(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
         if name == "MemAvailable" and words and words[0].isdecimal():
             yield int(words[0]) * 1024  # the file says kB and means KiB
             return
-    import psutil  # here, for the systems that need it: not every import of the library pays for it
+    import psutil  # imported here, so that only systems that need it pay for it
 
     try:
         yield int(psutil.virtual_memory().available)
-    except (psutil.Error, OSError, RuntimeError):  # what it raises where the system does not tell
+    except (psutil.Error, OSError, RuntimeError):  # its errors if the system does not tell
         return
 
 
@@ -140,9 +138,9 @@ def _of_cgroups(root: Path) -> Iterator[int]:
 
 
 def _mounts(root: Path, version: _Version) -> list[tuple[Path, str]]:
-    """`(mount point, the group that is mounted there)` of each mount of the hierarchy that accounts for memory.
+    """Return `(mount point, the group that is mounted there)` of each mount of the hierarchy that accounts for memory.
 
-    In a container that is often the container's own group, not the root; beside version 1, version 2 is somewhere below.
+    In a container that is often the container's own group, not the root; next to version 1, version 2 is in a subfolder.
     """
     found = []
     for line in kernel_text(root / "proc/self/mountinfo").splitlines():
@@ -156,14 +154,14 @@ def _mounts(root: Path, version: _Version) -> list[tuple[Path, str]]:
 
 
 def _below(path: str, mounted: str) -> list[str]:
-    """Groups on the way from the one that is `mounted` down to the one at `path`; none where `path` is somewhere else."""
+    """Groups from the one that is `mounted` down to the one at `path`; empty if `path` is not below."""
     parts, top = _parts(path), _parts(mounted)
     way = parts[len(top) :] if parts[: len(top)] == top else []
     return [] if ".." in way else way  # a group outside of the namespace: it has no path here
 
 
 def _up_from(mount: Path, way: list[str], version: _Version) -> Iterator[int]:
-    """Bytes that each group leaves, from the end of the way up to the mount; groups that cannot be seen are skipped."""
+    """Yield the bytes that each group leaves, from the end of the way up to the mount, without groups that cannot be seen."""
     for depth in range(len(way), -1, -1):
         group = mount.joinpath(*way[:depth])
         stat = _stat(group)
@@ -184,7 +182,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _unescape(path: str) -> str:
-    """Replace \040 by a space, and likewise what else the kernel escapes because it would end a field."""
+    r"""Replace `\040` by a space, and the kernel's other escapes of characters that would end a field."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
@@ -194,7 +192,7 @@ def _number(path: Path) -> int | None:
 
 
 class AvailableMemory:
-    """`available_host_bytes`, read again when it may have changed. Threads may share it: the worst is one reading more."""
+    """`available_host_bytes`, read again when it may have changed. Threads may share it: at worst there is one reading more."""
 
     def __init__(self) -> None:
         self._available_bytes = 0
@@ -202,7 +200,7 @@ class AvailableMemory:
         self._good_until = 0.0
 
     def read(self, taking: int = 0) -> int:
-        """Bytes that this process may still take, 0 where nothing says so. The caller is about to take `taking` of them."""
+        """Return the bytes that this process may still take, or 0 if unknown. The caller is about to take `taking` of them."""
         now = time.monotonic()
         if taking > self._trusted_bytes or now >= self._good_until:
             self._available_bytes = available_host_bytes()
@@ -213,8 +211,8 @@ class AvailableMemory:
 
 
 class MemoryLimit:
-    """`max_bytes` as `PinnedPool` takes it. Raises `ValueError` and `TypeError` for what is no size, and where "auto" finds
-    nothing that says how much memory there is."""
+    """`max_bytes` as `PinnedPool` takes it. Raises `ValueError` and `TypeError` for an invalid size, and if "auto" cannot find
+    out how much memory there is."""
 
     def __init__(self, max_bytes: int | str | None) -> None:
         self._memory = AvailableMemory()
@@ -228,12 +226,12 @@ class MemoryLimit:
             )
 
     def set(self, nbytes: int) -> None:
-        """Make it `nbytes`, whatever the machine has from then on."""
+        """Make it `nbytes`, independent of the machine's memory from then on."""
         self._auto, self.nbytes = False, nbytes
 
     def grow(self, held_bytes: int) -> None:
-        """Look again, where the limit follows the machine: a virtual one's memory may grow as it is used, so what was available
-        at the start says too little. `held_bytes` is what the pool has reserved. Never shrinks: see `auto_limit_bytes`."""
+        """Read again if the limit follows the machine: a virtual machine's memory may grow as it is used, so the first reading
+        is too small. `held_bytes`: bytes that the pool has reserved. Never shrinks: see `auto_limit_bytes`."""
         if self._auto:
             found = auto_limit_bytes(available_bytes=self._memory.read(), held_bytes=held_bytes)
             self.nbytes = max(self.nbytes, found)

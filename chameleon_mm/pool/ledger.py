@@ -1,11 +1,11 @@
-"""The books of one pool, behind one lock: what it holds, hands out and gets back.
+"""Books of one pool, under one lock: its memory, its live blocks and the released ones.
 
-with ledger.lock:                       # held for microseconds: nothing slow of the device is called under it
-    ledger.drain()                      # released blocks back to the free list, their events beside them
+with ledger.lock:                       # held for microseconds: no slow device call is made under it
+    ledger.drain()                      # released blocks go back to the free list, with their events
     block = ledger.allocate(pool, nbytes)  # best fit over all chunks; None: growth has to get another chunk
-    ledger.stats(limit)                 # live / requested - 1 is what rounding costs, reserved / live - 1 what chunks cost
+    ledger.stats(limit)                 # live / requested - 1: cost of rounding; reserved / live - 1: cost of chunks
 
-pool.note_released -> ledger.returned.append(...)       # a release: no lock, for it runs in the middle of any line
+pool.note_released -> ledger.returned.append(...)       # a release: no lock, because it runs in the middle of any line
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from chameleon_mm.pool.chunks import Chunks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """Statistics of a pool, all sizes in bytes: `requested_bytes <= live_bytes <= reserved_bytes` always, `reserved_bytes <=
-    limit_bytes` but for blocks that were live when the limit was lowered."""
+    """Statistics of a pool, all sizes in bytes. `requested_bytes <= live_bytes <= reserved_bytes` always; `reserved_bytes <=
+    limit_bytes` except for blocks that were live when the limit was lowered."""
 
     limit_bytes: int
-    """Bytes that the pool may reserve at most."""
+    """Maximum bytes that the pool may reserve."""
     reserved_bytes: int
     """Bytes of the chunks got from the device now."""
     live_bytes: int
     """Bytes of live blocks, each rounded up to the alignment."""
     requested_bytes: int
-    """Bytes of live blocks, as asked for."""
+    """Bytes of live blocks, as requested."""
     peak_live_bytes: int
-    """The most `live_bytes` has been. A release counts from the pool's next call on: the pool is not told in between."""
+    """Maximum of `live_bytes`. A release counts only from the pool's next call on."""
     peak_reserved_bytes: int
-    """The most `reserved_bytes` has been."""
+    """Maximum of `reserved_bytes`."""
     largest_free_bytes: int
     """The largest block that fits without another chunk."""
     num_live: int
-    """Live blocks, those of zero bytes and the pageable ones included."""
+    """Number of live blocks, including those of zero bytes and pageable ones."""
     num_chunks: int
     pageable_bytes: int = 0
-    """Ordinary memory of pageable blocks, beside all of the above: live ones, and released ones that the device still uses."""
+    """Bytes of pageable blocks, not counted above: live ones, and released ones that the device still uses."""
     peak_pageable_bytes: int = 0
-    """The most `pageable_bytes` has been."""
+    """Maximum of `pageable_bytes`."""
 
 
 class Ledger:
     """The blocks of one pool over its chunks. All but appending to `returned` happens under `lock`.
 
-    It does not know its pool, so that what gives the memory back of a pool that was dropped can hold it.
+    It has no reference to its pool, so that the finalizer of a dropped pool can hold it.
     """
 
     def __init__(self, chunks: Chunks) -> None:
@@ -63,22 +63,22 @@ class Ledger:
         self.returned: deque[tuple[Ticket, tuple[Event, ...]]] = deque()
         self.closed = False
         self.shrinking = False
-        """Whether more may be reserved than the limit, as it was lowered. Then no block is allocated."""
+        """True if more may be reserved than a lowered limit. Then no block is allocated."""
         self._free_list = chunks.free_list
-        self._live: dict[int, int] = {}  # serial -> bytes as asked for; of pageable blocks their own ledger knows
+        self._live: dict[int, int] = {}  # serial -> requested bytes; pageable blocks are in their own ledger
         self._serial = 0
 
     @property
     def num_live(self) -> int:
-        """Live blocks, those included that were released since the last `drain`."""
+        """Number of live blocks, including those released since the last `drain`."""
         return len(self._live) + self.pageable.num_live
 
     def live_sizes(self) -> list[int]:
-        """Bytes of each live block, as asked for."""
+        """Requested bytes of each live block."""
         return [*self._live.values(), *self.pageable.live_sizes()]
 
     def next_serial(self) -> int:
-        """A number that no block of the pool has had."""
+        """Return a number that no block of the pool has had."""
         self._serial += 1
         return self._serial
 
@@ -87,7 +87,7 @@ class Ledger:
             raise PoolStateError(f"{what}: expected an open pool, got one that was closed; make another PinnedPool")
 
     def drain(self) -> None:
-        """Return released blocks to the free list, their events beside them."""
+        """Return released blocks to the free list, with their events."""
         returned = self.returned
         while returned:
             (serial, offset), events = returned.popleft()
@@ -103,8 +103,8 @@ class Ledger:
                 self.chunks.of(offset).pending.add(offset, offset + size, events)
 
     def allocate(self, owner: Owner, nbytes: int) -> PinnedBlock | None:
-        """Allocate a block of what is reserved and free, for `owner`; None where none is large enough, or while chunks have to
-        go."""
+        """Allocate a block from free reserved memory, for `owner`; None if no free block is large enough, or while chunks have
+        to go."""
         if nbytes:
             if self.shrinking:
                 return None
@@ -125,7 +125,7 @@ class Ledger:
         return PinnedBlock(owner, (serial, offset), memory, start, nbytes, events)
 
     def stats(self, limit_bytes: int) -> PoolStats:
-        """Statistics of the pool, every release up to here counted."""
+        """Statistics of the pool, including every release until now."""
         self.drain()
         self.pageable.drop_complete()
         return PoolStats(
@@ -143,10 +143,9 @@ class Ledger:
         )
 
     def free_all(self, device: Device) -> None:
-        """Give everything back, whatever lives: for a pool that nobody can reach any more. The host waits for the device."""
+        """Give everything back, even live blocks: for a pool that nothing refers to any more. The host waits for the device."""
         if self.chunks.hold_memory or self.pageable.holds_memory:
-            # Not just the events: a pool is abandoned where something went wrong, and a block may have been dropped without
-            # one.
+            # Not only the events: a pool is abandoned after an error, and a block may have been dropped without an event.
             device.synchronize()
             self.pageable.free_all()
             self.chunks.free_all()

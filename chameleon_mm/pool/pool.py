@@ -1,15 +1,15 @@
-"""Pinned host memory in blocks of any size, out of a few large chunks.
+"""Pinned host memory in blocks of any size, from a few large chunks.
 
-    allocate(n, stream): returned blocks back to the free list                          `ledger`
+    allocate(n, stream): released blocks back to the free list                          `ledger`
                          best fit over all chunks  |  else another chunk     `growth`
                          the block takes the events left on its bytes; stream waits for them, the host does not
-    limit_bytes = n:     unused chunks go; while live blocks hold more, new ones are refused   `growth`
-    release(after):      a ticket onto a deque; nothing else, for it runs in the middle of any line
+    limit_bytes = n:     unused chunks are freed; while live blocks hold more, new ones are refused   `growth`
+    release(after):      a ticket onto a deque, and nothing else, because it runs in the middle of any line
 
-Pinning is slow (a few GB/s) and holds locks of the driver, so it happens by the chunk. Rounding every request to a power of
-two, or one list per size, can waste as much as it serves on activations of many sizes; best fit with immediate coalescing does
-not (Knuth, see `free_list`). One free list spans all chunks: each is a region of its addresses, no block straddles two.
-Free bytes carry events as the free blocks of RMM do: see `pending`, and Note [Host block] in `block`.
+Pinning is slow (a few GB/s) and holds locks of the driver, so it is done by the chunk. On activations of many sizes, rounding
+to powers of two or one list per size can waste as much as it serves. Best fit with immediate coalescing does not (Knuth, see
+`free_list`). One free list spans all chunks: each is a region of its addresses, no block straddles two. Free bytes carry events
+as the free blocks of RMM do: see `chunks`, and Note [Host block] in `block`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 
 def close_at_exit(close: Callable[[], None], error: BaseException | None, what: str) -> None:
-    """Call `close` as a `with` block ends. Where `error` ends it, blocks that are still out are a warning that begins with
-    `what`: the error's traceback is likely what holds them, and the error is what the caller must see. They return later."""
+    """Call `close` at the end of a `with` block. After an `error` live blocks only cause a warning that begins with `what`: the
+    error's traceback likely holds them, and the caller must see the error. They return later."""
     try:
         close()
     except PoolStateError as still_live:
@@ -53,18 +53,18 @@ def close_at_exit(close: Callable[[], None], error: BaseException | None, what: 
 
 
 class PinnedPool:
-    """An allocator of pinned host memory, thread-safe, over chunks that it gets from `device` as it needs them.
+    """A thread-safe allocator of pinned host memory, over chunks that it gets from `device` as needed.
 
-    `max_bytes` (int bytes or "8GiB") is what it reserves at most, chunks being pinned included. "auto", or None, is half of
-    what the machine and the process's control groups leave, divided among the ranks on the machine (`auto_limit_bytes`), and
-    more as the machine grows. `chunk_bytes` is the size of a chunk; None grows from 16 MiB to 1 GiB with what is reserved, see
-    `chunks`. A chunk is smaller where the limit leaves less, larger for a request that is. `device` is a Device, or what names
-    one; None is CUDA where there is one, else the simulator. Reserves nothing before the first block.
+    `max_bytes`: limit of reserved memory, including chunks being pinned; int bytes or "8GiB". "auto", or None: half of the
+    memory that the machine and the process's control groups leave, divided among the machine's ranks (`auto_limit_bytes`); it
+    grows with the machine. `chunk_bytes`: size of a chunk; None: grows from 16 MiB to 1 GiB with the reserved bytes, see
+    `chunks`. A chunk is smaller if the limit leaves less, and larger for a larger request. `device`: a Device, or its name;
+    None: CUDA if available, else the simulator. Reserves nothing before the first block.
 
-    Every block holds its pool. `close`, or leaving `with pool:`, gives the memory back; a pool that is dropped without it does
-    so once its blocks are gone, except in a forked child and while the interpreter ends, where no device may be called. In a
-    forked child there is nothing to use: pinned memory is not passed on, so that blocks there have addresses without memory.
-    Raises `ValueError` and `TypeError` for sizes and devices that are none.
+    Every block holds its pool. `close`, or leaving `with pool:`, frees the memory. A pool that is dropped without it does so
+    once its blocks are gone. It does not in a forked child or while the interpreter ends, where no device may be called. A
+    forked child cannot use the pool: it does not inherit pinned memory, so blocks there have addresses without memory. Raises
+    `ValueError` and `TypeError` for invalid sizes and devices.
     """
 
     def __init__(
@@ -88,18 +88,18 @@ class PinnedPool:
         self._growth = Growth(self._ledger, limit)
         self._pageable_source = PageableSource(self.device)
         self._pid = os.getpid()
-        # The finalizer must not hold the pool, only what it needs of it. Never at exit: the driver may be gone by then.
+        # The finalizer must not hold the pool, only the parts that it needs. Never at exit: the driver may be gone by then.
         weakref.finalize(self, _free_all, self.device, self._ledger, self._pid).atexit = False
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes that the pool reserves at most. Set it, to bytes or text such as "4GiB", to have it shrink or grow; a limit of
-        "auto" is a fixed one from then on.
+        """Maximum bytes that the pool reserves. Set it, to bytes or text such as "4GiB", to shrink or grow the pool; a limit of
+        "auto" becomes fixed.
 
-        Chunks that hold no block are freed at once until no more is reserved; the host waits for the device where it still
-        uses one that has to go. Chunks with live blocks stay. While they hold more than the limit, `allocate` refuses, and
-        they are freed as their last blocks return: at the next `allocate` or `take_back`. Setting it raises `TypeError` and
-        `ValueError` for what is no size, `PoolStateError` for a closed pool.
+        Chunks that hold no block are freed at once until the limit holds; the host waits if the device still uses one of them.
+        Chunks with live blocks stay. While they exceed the limit, `allocate` refuses. They are freed as their last blocks
+        return, at the next `allocate` or `take_back`. Setting it raises `TypeError` and `ValueError` for an invalid size, and
+        `PoolStateError` for a closed pool.
         """
         return self._limit.nbytes
 
@@ -110,14 +110,13 @@ class PinnedPool:
     # --- blocks
 
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
-        """A block of `nbytes` (int bytes or "1MiB"). Zero bytes are a block too, which takes nothing.
+        """Return a block of `nbytes` (int bytes or "1MiB"). A block of zero bytes is valid and takes no memory.
 
-        `stream`, the one that will touch the block first, waits for the earlier users of its bytes; without one their events
-        are left in `block.pending_events`. The host waits for the device in one case only: instead of failing, where the limit
-        leaves room only after an unused chunk is given back and the device is not done with it.
-        Raises `TypeError` and `ValueError` for what is no size or no stream, and `HostMemoryExhausted` past the limit, or where
-        the device can pin no more: the pool stays usable, and the same request may succeed later. `allocate_pageable` has
-        ordinary memory.
+        `stream`, the first to touch the block, waits for the earlier users of its bytes; without one their events stay in
+        `block.pending_events`. The host waits for the device only instead of failing: if the limit leaves room only after an
+        unused chunk is given back, and the device still uses it. Raises `TypeError` and `ValueError` for an invalid size or
+        stream. Raises `HostMemoryExhausted` past the limit, or if the device can pin no more: the pool stays usable, and the
+        same request may succeed later. `allocate_pageable` gives pageable memory.
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = parse_size(nbytes, what="allocate")
@@ -132,7 +131,7 @@ class PinnedPool:
             block = ledger.allocate(self, nbytes)
         if block is None:
             block = self._growth.allocate_or_pin(self, nbytes)
-        # Outside of the lock, and with the block whole: should the device fail here, the block still returns itself.
+        # Outside of the lock, and with a complete block: if the device fails here, the block still returns itself.
         if block.pending_events:
             block.forget_complete()
             if stream is not None and block.pending_events:
@@ -140,10 +139,10 @@ class PinnedPool:
         return block
 
     def allocate_pageable(self, nbytes: int | str) -> PageableBlock:
-        """A block of `nbytes` of ordinary memory, for where no more can be pinned: outside of `max_bytes`, bounded by what the
-        machine and the process's control groups leave.
+        """Return a block of `nbytes` of pageable memory, if no more can be pinned. It does not count for `max_bytes`; its limit
+        is the memory that the machine and the process's control groups leave.
 
-        It has no earlier user to wait for. It is kept until the event that the block is released with is complete. Raises
+        It has no earlier user to wait for. Its memory is kept until the event of its release is complete. Raises
         `HostMemoryExhausted`.
         """
         nbytes = parse_size(nbytes, what="allocate")
@@ -157,23 +156,23 @@ class PinnedPool:
             return PageableBlock(self, (serial, None), memory, 0, nbytes, ())
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in a block of its own, which returns when the tensor and its views are gone.
+        """Return a tensor in a block of its own, which returns when the tensor and its views are gone.
 
-        It may be dropped while a copy to or from it runs, on any stream. Who gets the bytes next then waits for all work of all
-        streams; where the last use is known, `allocate` with `release(after=event)` waits for less.
-        Raises what `allocate` raises, `ValueError` for sizes below 0, `TypeError` for what is no shape or no dtype.
+        It may be dropped during a copy to or from it, on any stream. The next owner of its bytes then waits for all work of all
+        streams; if the last use is known, `allocate` with `release(after=event)` waits for less. Raises the errors of
+        `allocate`, `ValueError` for sizes below 0, and `TypeError` for an invalid shape or dtype.
         """
         sizes = plain_shape("empty", shape)
         return self.allocate(tensor_nbytes("empty", sizes, dtype)).tensor(sizes, dtype)
 
     def as_cupy_allocator(self) -> CupyAllocator:
-        """This pool for `cupy.cuda.set_pinned_memory_allocator`."""
+        """Return this pool as an allocator for `cupy.cuda.set_pinned_memory_allocator`."""
 
         return CupyAllocator(self)
 
     def take_back(self) -> None:
-        """Put blocks that were released back among the free ones, and free chunks beyond a lowered limit: work that the next
-        allocation would have, done when there is time."""
+        """Return released blocks to the free list, and free chunks beyond a lowered limit: work of the next allocation, done
+        when there is time."""
         ledger = self._ledger
         with ledger.lock:
             ledger.drain()
@@ -181,31 +180,30 @@ class PinnedPool:
             self._growth.shrink()
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """Note that a block was released; called by blocks alone. An append is atomic, and takes no lock that its own thread
-        may hold."""
+        """Record the release of a block; only blocks call it. An append is atomic, and takes no lock that its own thread may
+        hold."""
         self._returned.append((ticket, events))
 
     # --- memory
 
     def trim(self) -> int:
-        """Free the chunks that hold no block and that no device work is left on; returns their bytes."""
+        """Free the chunks that hold no block and that the device is done with; return their bytes."""
         with self._ledger.lock:
             self._ledger.drain()
             self._ledger.pageable.drop_complete()
         return self._growth.free_unused(wait=False)
 
     def units_reader(self) -> Callable[[], Units]:
-        """Function that tells what live blocks hold as of the latest call, as `units_bytes` reads it. It takes no lock."""
+        """Return a function that reads the live blocks' units as of the last call, for `units_bytes`. It takes no lock."""
         return self._chunks.free_list.units_reader()
 
     def stats(self) -> PoolStats:
-        """Statistics of what the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's
-        lock."""
+        """Statistics of the pool now, including every release until now. Not for finalizers: it takes the pool's lock."""
         with self._ledger.lock:
             return self._ledger.stats(self._limit.nbytes)
 
     def recent_peak_bytes(self) -> int:
-        """The most bytes that live blocks held since the last call, as `PoolStats.live_bytes` counts them."""
+        """Maximum bytes of live blocks since the last call, counted as `PoolStats.live_bytes`."""
         with self._ledger.lock:
             self._ledger.drain()
             return self._chunks.free_list.recent_peak()
@@ -216,7 +214,7 @@ class PinnedPool:
         In a forked child it does nothing: the memory is the parent's. Raises `PoolStateError`, and changes nothing, while
         blocks are live.
         """
-        if os.getpid() != self._pid:  # asked first: another thread may have held the lock when the process forked
+        if os.getpid() != self._pid:  # checked first: another thread may have held the lock when the process forked
             return
         ledger = self._ledger
         with ledger.lock:
@@ -251,15 +249,15 @@ class PinnedPool:
 
 
 def _free_all(device: Device, ledger: Ledger, pid: int) -> None:
-    """Free what a pool still held when the last reference to it, and to its blocks, went."""
+    """Free the memory of a pool after the last reference to it, and to its blocks, is gone."""
     if os.getpid() == pid:  # in a forked child the memory is the parent's, and its device must not be called
         ledger.free_all(device)
 
 
 def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes: int | None = None) -> PinnedPool:
-    """`pool`, or a new one of `max_bytes` on `device`, as `PinnedPool` takes both. With a pool, a device of None is the pool's.
+    """Return `pool`, or a new one of `max_bytes` on `device`, as in `PinnedPool`. With a pool, device None means the pool's.
 
-    Raises `TypeError` for what is no pool, `ValueError` for a pool of another device.
+    Raises `TypeError` if `pool` is no pool, `ValueError` if it is of another device.
     """
     if pool is None:
         return PinnedPool(max_bytes=max_bytes, device=device)
@@ -278,7 +276,7 @@ def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes:
 
 
 class _Memory:
-    """A block as CuPy's pointers take memory: `ptr`, 0 for no bytes, and `size` in bytes, as asked for."""
+    """A block in the form of CuPy's memory objects: `ptr`, 0 for no bytes, and `size` in bytes, as requested."""
 
     __slots__ = ("block", "ptr", "size")
 
@@ -289,9 +287,10 @@ class _Memory:
 
 
 class CupyAllocator:
-    """What `cupy.cuda.set_pinned_memory_allocator` takes: bytes -> `cupy.cuda.PinnedMemoryPointer`. Thread-safe; imports CuPy.
+    """Allocator for `cupy.cuda.set_pinned_memory_allocator`: bytes -> `cupy.cuda.PinnedMemoryPointer`. Thread-safe; imports
+    CuPy.
 
-    Every pointer holds its block, and so the pool. Raises `DeviceUnavailable` where CuPy is not installed.
+    Every pointer holds its block, and so the pool. Raises `DeviceUnavailable` if CuPy is not installed.
     """
 
     def __init__(self, pool: PinnedPool) -> None:
@@ -299,8 +298,8 @@ class CupyAllocator:
         self._cupy = CupyPinning()
 
     def __call__(self, nbytes: int) -> Any:
-        """A `PinnedMemoryPointer` to `nbytes`, which the host may write at once. Where memory is exhausted, raises the error
-        by which CuPy knows to copy without pinning."""
+        """Return a `PinnedMemoryPointer` to `nbytes`, which the host may write at once. If memory is exhausted, raises the
+        error after which CuPy copies without pinning."""
         try:
             block = self._pool.allocate(nbytes)
         except HostMemoryExhausted as exhausted:

@@ -1,9 +1,9 @@
 """Checkpoint of `torch.distributed.checkpoint`, of one process and without a process group.
 
 write_checkpoint(path, contents)         # contents() -> nested dicts of tensors on the host and plain values
-dcp.load(state, checkpoint_id=path); dcp_to_torch_save(path, file)      # by anybody, without this package
+dcp.load(state, checkpoint_id=path); dcp_to_torch_save(path, file)      # reads it without this package
 
-To import this module imports `torch.distributed.checkpoint`, which takes a second or two: whoever writes imports it then.
+Import this module only to write: it imports `torch.distributed.checkpoint`, which takes a second or two.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from chameleon_mm.state.tensor_copy import is_copyable
 
 
 def write_checkpoint(path: Path, contents: Callable[[], dict[str, Any]]) -> None:
-    """Write what `contents()` returns to the folder `path`, in place of an earlier checkpoint: Note [Checkpoint folder]. Raises
-    `OSError`, and what pickling a value raises, with the earlier checkpoint untouched."""
+    """Write the result of `contents()` to the folder `path`, in place of an earlier checkpoint: Note [Checkpoint folder].
+    Raises `OSError`, and the errors of pickling a value; the earlier checkpoint is then unchanged."""
     with new_folder(Path(os.path.realpath(path))) as part:
         failure = _save(part, contents())
         if isinstance(failure, OSError):
@@ -41,31 +41,31 @@ def write_checkpoint(path: Path, contents: Callable[[], dict[str, Any]]) -> None
 
 
 def _save(folder: Path, contents: dict[str, Any]) -> BaseException | None:
-    """Save `contents` in `folder`, each file on the disk. Returns what went wrong."""
-    # Ahead of what is written it would copy from a GPU, on this thread's current one, where that makes a context. All is here.
+    """Save `contents` in `folder`, with each file synced to disk. Return the error, or None."""
+    # Copying ahead would copy from the current GPU of this thread, and create a context there. All tensors are on the host.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
-        # `save(no_dist=True)`, but for its warning that there is no process group: warnings cannot be silenced on one thread
-        # alone. `torch_save_to_dcp` calls it so.
+        # Same as `save(no_dist=True)` without its warning about a missing process group: warnings cannot be silenced on one
+        # thread only. `torch_save_to_dcp` makes the same call.
         _save_state_dict(contents, storage_writer=writer, planner=_Planner(), no_dist=True)
     except CheckpointException as failures:
         error: BaseException | None = next(iter(failures.failures.values()))[0]
         below = error
         while below is not None and not isinstance(below, OSError):
-            below = below.__context__  # an archive that is closed after a write that failed raises its own error over it
+            below = below.__context__  # closing an archive after a failed write raises another error over it
         return below or error
     return None
 
 
 class _Pickled(NamedTuple):
-    """Tensor that is written as any other value is."""
+    """Tensor that is pickled, as other values are."""
 
     tensor: Tensor
 
 
 class _Planner(DefaultSavePlanner):
-    """Also writes what torch's planner leaves out or cannot write: mappings with nothing in them (`load_state_dict` of an
-    optimizer wants its "state", empty or not), and tensors that are more than elements in memory, such as sparse ones."""
+    """Also writes values that torch's planner drops or cannot write: empty mappings (`load_state_dict` of an optimizer needs
+    its "state", even if empty), and tensors that are more than elements in memory, such as sparse ones."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -84,7 +84,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _empty_mappings(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the mappings in `values` that have nothing in them."""
+    """Yield the paths of the empty mappings in `values`."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             at = (*path, str(key))

@@ -1,14 +1,14 @@
-"""Folder of a checkpoint, filled besides its name and then put in its place.
+"""Folder of a checkpoint, filled under another name and then put in place.
 
-with new_folder(target) as part:         # .NAME.part; raises `BlockingIOError` where another write is at it
-    ...                                  # files in it, each on the disk
+with new_folder(target) as part:         # .NAME.part; raises `BlockingIOError` during another write
+    ...                                  # write files in it, each synced to disk
 
 .NAME.lock held: .NAME.part <- files; fsync; exchanged with NAME in one step; fsync of the parent; the earlier one removed
 
 Note [Checkpoint folder]: a process that is killed at any moment leaves a whole checkpoint under NAME, the earlier or the new
-one. What it leaves of `.NAME.part` and `.NAME.lock`, the next write of NAME uses up. On a file system that cannot exchange two
-folders (`renameat2`; NFS cannot), NAME is renamed to `.NAME.earlier`, then `.NAME.part` to NAME. A process that is killed
-between the two leaves no NAME: the earlier checkpoint is whole under `.NAME.earlier`, and the next write renames it back first.
+one. The next write of NAME uses up its leftover `.NAME.part` and `.NAME.lock`. If a file system cannot exchange two folders
+(`renameat2`; NFS cannot), NAME is renamed to `.NAME.earlier`, then `.NAME.part` to NAME. A process that is killed between the
+two leaves no NAME: the earlier checkpoint is whole under `.NAME.earlier`, and the next write renames it back first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _METADATA, _DATA = ".metadata", ".distcp"
-"""The file that a checkpoint of `torch.distributed.checkpoint` has, and how the names of its others end."""
+"""The metadata file of a `torch.distributed.checkpoint` checkpoint, and the suffix of its other files."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
-"""What a call fails with that the file system has not."""
+"""Error numbers of calls that a file system does not support."""
 
 
 def check_target(target: Path, what: str) -> None:
-    """Raise `ValueError` for a path that is no checkpoint's, nor free for one, and `OSError` where nothing can be written."""
+    """Raise `ValueError` unless the path is a checkpoint's or free, and `OSError` if nothing can be written there."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{what}: expected the folder of a checkpoint, or a free name, got {target}, a file; choose another")
     if target.is_dir() and (others := _other_files(target)):
@@ -62,7 +62,7 @@ def _other_files(folder: Path) -> list[str]:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Context that gives an empty folder, and puts it in `target`'s place as it ends well. Note [Checkpoint folder]."""
+    """Give an empty folder, and put it in `target`'s place after the block succeeds. Note [Checkpoint folder]."""
     lock, part, earlier = (target.with_name(f".{target.name}.{what}") for what in ("lock", "part", "earlier"))
     held = _lock(lock, target)
     try:
@@ -80,7 +80,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             _put_back(earlier, target)
             shutil.rmtree(part, ignore_errors=True)
             raise
-        shutil.rmtree(part, ignore_errors=True)  # the earlier one by now; what cannot be removed, the next write tries
+        shutil.rmtree(part, ignore_errors=True)  # now the earlier one; the next write retries if this fails
         shutil.rmtree(earlier, ignore_errors=True)
     finally:
         lock.unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def _put_back(earlier: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange what two paths name, in one step. Returns False, with nothing done, where the system has no such call. Raises
+    """Exchange the names of two paths in one step. Return False, with nothing done, if the system has no such call. Raises
     `OSError`."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
@@ -115,8 +115,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _lock(lock: Path, target: Path) -> int:
-    """Lock `target` by the file `lock`; returns its descriptor. Closing it unlocks, and so does the end of the process, however
-    it ends."""
+    """Lock `target` by the file `lock` and return its descriptor. Closing it unlocks, and so does any end of the process."""
     while True:
         held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -138,7 +137,7 @@ def _lock(lock: Path, target: Path) -> int:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in `folder` on the disk."""
+    """Sync the names in `folder` to disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         with _where_supported():
@@ -149,7 +148,7 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _where_supported() -> Iterator[None]:
-    """Context that passes over what a file system has not."""
+    """Ignore errors of calls that the file system does not support."""
     try:
         yield
     except OSError as error:

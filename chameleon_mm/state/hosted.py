@@ -35,17 +35,17 @@ class Where(enum.Enum):
     """Place of the bytes of hosted memory: device, host, or on the way."""
 
     ON_DEVICE = "on_device"
-    """Begins when a copy back has arrived; ends when its copy out is queued, or its memory goes as the host has its bytes."""
+    """From a copy back's arrival until a copy out is queued, or its memory is freed because the host has its bytes."""
     LEAVING = "leaving"
     """On the device, with a copy out queued or running. Ends when compute is ordered after that copy and the memory is free."""
     ON_HOST = "on_host"
-    """Begins then; ends when its copy back is queued."""
+    """From then on until its copy back is queued."""
     COMING = "coming"
     """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
 
 
 class Hosted(ABC):
-    """Device memory with a place of its own on the host. Not thread-safe: the executor's lock is held."""
+    """Device memory with its own block of host memory. Not thread-safe: the executor's lock is held."""
 
     what = "memory"
     """Name of its contents, for messages."""
@@ -54,25 +54,25 @@ class Hosted(ABC):
         self.nbytes = nbytes
         self.where = Where.ON_DEVICE
         self.host_is_current = False
-        """Whether the host has the bytes that the device has, or will once a queued copy is done."""
+        """True if the host has the device's bytes, or will have them once a queued copy is done."""
         self._alloc_stream = alloc_stream
         self._context = context
         self._block: PinnedBlock | None = None
-        """The host copy: kept for as long as this lives, since the next copy out has its size."""
+        """The host copy, kept until this object dies: the next copy out has the same size."""
         self._out: Move | None = None
         self._in: Move | None = None
         self._last: Move | None = None
-        """The copy that was queued last, either way."""
+        """The last queued copy, in either direction."""
 
-    # --- what holds it
+    # --- device memory, as subclasses hold it
 
     @abstractmethod
     def _storage_on_device(self) -> torch.UntypedStorage:
-        """The storage, which has its memory."""
+        """Return the storage, whose memory is allocated."""
 
     @abstractmethod
     def _free(self) -> None:
-        """Free the device memory, behind all that was given to the stream that allocated it."""
+        """Free the device memory, after all work queued on the stream that allocated it."""
 
     @abstractmethod
     def _allocate(self, compute: Stream) -> torch.UntypedStorage:
@@ -80,13 +80,13 @@ class Hosted(ABC):
 
     @abstractmethod
     def _count(self, *, out: int = 0, back: int = 0) -> None:
-        """Count bytes that were queued to be copied out and back."""
+        """Count bytes queued to be copied out and back."""
 
     # --- out
 
     def swap_out(self) -> None:
-        """Queue the copy out; where the host has the bytes, free the device memory at once. Raises `HostMemoryExhausted` or
-        `TransferFailed` with nothing changed."""
+        """Queue the copy out; if the host already has the bytes, free the device memory at once. Raises `HostMemoryExhausted`
+        or `TransferFailed` with nothing changed."""
         assert self.where is Where.ON_DEVICE
         if self.host_is_current:
             self._drop()
@@ -94,8 +94,8 @@ class Hosted(ABC):
         storage = self._storage_on_device()
         if self._block is None:
             self._block = self._context.pool.allocate(self.nbytes)
-        # Note [Swap-out]: compute wrote it. Note [Host block]: the block's last reader, our own copy back, is behind compute's
-        # wait for it.
+        # Note [Swap-out]: compute wrote it. Note [Host block]: compute has waited for our own copy back, the block's last
+        # reader.
         self._context.streams.join_all(self._alloc_stream)
         after = [self._alloc_stream.record(), *self._block.pending_events]
         with annotation("chameleon::swap_out_state"):
@@ -107,7 +107,7 @@ class Hosted(ABC):
         self.host_is_current = True
         self.where = Where.LEAVING
 
-    # --- what a reclaim queue asks
+    # --- calls of a reclaim queue
 
     @property
     def reclaimed(self) -> bool:
@@ -115,11 +115,11 @@ class Hosted(ABC):
 
     @property
     def is_copied(self) -> bool:
-        """Whether the host sees its copy out complete."""
+        """True if its copy out is complete, as seen by the host."""
         return self._out is not None and not self._out.failed and self._out.done is not None and self._out.done.query()
 
     def reclaim_if_copied(self) -> bool:
-        """Reclaim without a wait if the host sees the copy out complete. Returns whether it did."""
+        """Reclaim without a wait if the host sees the copy out complete. Return True if it did."""
         assert self._out is not None
         if self._out.failed:
             self._undo_swap_out()
@@ -130,12 +130,12 @@ class Hosted(ABC):
         return True
 
     def reclaim(self) -> None:
-        """Order compute after the copy out, and free the device memory. Where the copy was refused it stays."""
+        """Order compute after the copy out, and free the device memory. If the copy was refused, it stays on the device."""
         if self._ordered_after_copy():
             self._drop()
 
     def _ordered_after_copy(self) -> bool:
-        """Order compute after the copy out. Returns False where that was refused: it is on the device, as before."""
+        """Order compute after the copy out. Return False if that was refused: the memory is on the device, as before."""
         assert self._out is not None
         try:
             done = self._context.transfer.issue_out(self._out)
@@ -148,7 +148,7 @@ class Hosted(ABC):
             )
             self._undo_swap_out()
             return False
-        # Note [Reclaim]: the memory's next owner, or what compute writes there next, comes after the copy.
+        # Note [Reclaim]: the memory's next owner, and compute's next writes there, come after the copy.
         self._context.metrics.wait(self._alloc_stream, done, "out")
         return True
 
@@ -158,7 +158,7 @@ class Hosted(ABC):
         self.where = Where.ON_DEVICE
 
     def _drop(self) -> None:
-        self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: its next owner is on the stream that allocated it
         self._free()
         self.where = Where.ON_HOST
 
@@ -174,7 +174,7 @@ class Hosted(ABC):
             return
         assert self._block is not None
         storage = self._allocate(compute)
-        # Note [Swap-in]: an earlier owner of the device memory may still be running; and the host copy must be whole.
+        # Note [Swap-in]: an earlier owner of the device memory may still be running, and the host copy must be complete.
         after = [compute.record()]
         if self._out is not None and self._out.done is not None:
             after.append(self._out.done)
@@ -189,16 +189,16 @@ class Hosted(ABC):
         self.where = Where.COMING
 
     def arrive(self, compute: Stream) -> None:
-        """Have it on the device, ready for `compute`, where a copy back was queued. Raises `TransferFailed`: what is on the
-        host is still good then, and another `swap_in` begins anew."""
+        """Make it ready for `compute` on the device, if a copy back was queued. Raises `TransferFailed`: the host copy is still
+        good then, and another `swap_in` starts over."""
         if self.where is Where.COMING:
             assert self._in is not None
-            with annotation("chameleon::wait"):  # Note [Swap-in]: use after the bytes are there
+            with annotation("chameleon::wait"):  # Note [Swap-in]: use only after the copy
                 self._context.metrics.wait(compute, self._context.transfer.issue_in(self._in), "in")
             self.where = Where.ON_DEVICE
 
     def copy_for_host(self, compute: Stream) -> torch.Tensor:
-        """Copy of it in ordinary host memory, a flat uint8 tensor. The host waits for `compute`, or for a copy out."""
+        """Return a copy in pageable host memory, a flat uint8 tensor. The host waits for `compute`, or for a copy out."""
         if self.where is Where.ON_HOST:
             return self.host_bytes()
         self.swap_in(compute)
@@ -209,7 +209,7 @@ class Hosted(ABC):
         return memory
 
     def host_bytes(self) -> torch.Tensor:
-        """Copy in ordinary host memory of what is on the host, a flat uint8 tensor. The host waits for its copy out."""
+        """Return a copy of the host block in pageable memory, a flat uint8 tensor. The host waits for its copy out."""
         assert self._block is not None
         if self._out is not None:
             self._context.transfer.issue_out(self._out).synchronize()
@@ -218,8 +218,8 @@ class Hosted(ABC):
     # --- snapshots
 
     def copy_to(self, block: PinnedBlock, start: int, compute: Stream) -> None:
-        """Copy `block.nbytes` bytes from byte `start` on to `block`: on `compute` where they are on the device; else the host
-        does it, once the copy out is done."""
+        """Copy `block.nbytes` bytes from byte `start` to `block`: on `compute` if they are on the device; else by the host,
+        once the copy out is done."""
         if self.where in (Where.ON_DEVICE, Where.LEAVING):
             compute.copy(block.buffer, flat_bytes(self._storage_on_device())[start : start + block.nbytes])
             return
@@ -230,11 +230,11 @@ class Hosted(ABC):
         block.buffer.copy_(self._block.buffer[start : start + block.nbytes])
 
     def copy_from(self, block: PinnedBlock, start: int, compute: Stream) -> None:
-        """Write the bytes of `block`, which the host may read, from byte `start` on: wherever they are, they stay there."""
+        """Write the bytes of `block`, which the host may read, from byte `start` on; they stay on the device or host."""
         if self.where is Where.LEAVING:
             self.reclaim()
         if self.where is Where.COMING:
-            with suppress(TransferFailed):  # refused: the host copy is what there is
+            with suppress(TransferFailed):  # refused: only the host copy is left
                 self.arrive(compute)
             self._drop()
         if self.where is Where.ON_DEVICE:
@@ -248,25 +248,25 @@ class Hosted(ABC):
         self._block.buffer[start : start + block.nbytes].copy_(block.buffer)
 
     def __del__(self) -> None:
-        # A reclaim queue holds one whose device memory is still read; what comes back is waited for by whoever had it come.
+        # A reclaim queue holds it while device memory is still read; the requester of a copy back waits for that copy.
         if self._block is None or sys.is_finalizing():
             return
         self._block.release(after=None if self._last is None else self._last.done)  # Note [Host block]
 
 
-# --- Storage of parameters or of a gradient, on the device or in pinned host memory: only its memory goes
+# --- Storage of parameters or of a gradient, on the device or in pinned host memory: only its memory is freed
 #
-# The storage stays, and with it every tensor over it: parameters, views, what autograd saved. While it is away it has no
+# The storage stays, and with it every tensor over it: parameters, views, tensors that autograd saved. While it is away it has 0
 # bytes.
 
 
 def is_alone(t: Tensor) -> bool:
-    """Whether no other tensor lies in the storage of `t`."""
+    """True if no other tensor lies in the storage of `t`."""
     return torch._C._storage_Use_Count(t.untyped_storage()._cdata) <= _LEAST_USES
 
 
 def _least_uses() -> int:
-    """Uses of a storage that one tensor alone lies in, whose storage Python knows. Measured: torch versions differ."""
+    """Use count of a storage with a single tensor that Python knows. Measured, because torch versions differ."""
     with torch._C._DisableTorchDispatch():
         alone = torch.empty(1)
     return torch._C._storage_Use_Count(alone.untyped_storage()._cdata)
@@ -276,7 +276,7 @@ _LEAST_USES = _least_uses()
 
 
 class HostedStorage(Hosted):
-    """A resizable storage, held weakly but while a copy is queued. Not thread-safe: the executor's lock is held."""
+    """A resizable storage, held weakly except while a copy is queued. Not thread-safe: the executor's lock is held."""
 
     def __init__(
         self,
@@ -290,17 +290,17 @@ class HostedStorage(Hosted):
         note_resident: Callable[[int], None],
         on_death: Callable[[weakref.ref[torch.UntypedStorage]], None],
     ) -> None:
-        """`t`: a tensor over it, whose version counter tells of writes. `note_resident(nbytes)` is told of memory that it is
-        given (more than 0) and gives back."""
+        """`t`: a tensor over it, whose version counter shows writes. `note_resident(nbytes)` is called with the bytes that it
+        allocates (positive) and frees (negative)."""
         storage = t.untyped_storage()
         super().__init__(storage.nbytes(), alloc_stream, context)
         self.what = "a gradient" if is_gradient else "parameters"
         self.key = key
-        """Number of what it holds, in the order of uses."""
+        """Number of the parameter or gradient that it holds, in the order of uses."""
         self.is_refused = False
-        """Whether it stays on the device: the host took no copy of it, or somebody else has its memory."""
+        """True if it stays on the device: the host took no copy of it, or other code uses its memory."""
         self.has_hidden_writers = False
-        """Whether somebody may have been given a way to write it that its version counter does not tell of."""
+        """True if other code may write it without moving its version counter."""
         self.ref = weakref.ref(storage, on_death)
         self._held: torch.UntypedStorage | None = None
         self._tensor, self._version = weakref.ref(t), t._version
@@ -315,14 +315,14 @@ class HostedStorage(Hosted):
 
     @property
     def is_resizable(self) -> bool:
-        """Whether its memory may be freed under whoever has it."""
+        """True if its memory may be freed while tensors hold its storage."""
         return self._storage_on_device().resizable()
 
     def note_writes(self) -> None:
-        """Note whether it was written since the host got its bytes. Called before it leaves."""
+        """Record whether it was written since the host got its bytes. Call it before the storage leaves."""
         t = self._tensor()
         if t is None or t.untyped_storage() is not self._storage_on_device():
-            self.host_is_current = False  # nobody is known whose counter tells
+            self.host_is_current = False  # no tensor is known whose counter shows writes
             return
         if t._version != self._version or self.has_hidden_writers:
             self.host_is_current = False
@@ -330,12 +330,12 @@ class HostedStorage(Hosted):
         self.has_hidden_writers = self.has_hidden_writers and not is_alone(t)
 
     def follow(self, t: Tensor) -> None:
-        """Have `t`, which lies in it now, tell of writes from now on. Those until now are taken to be some."""
+        """Use the version counter of `t`, which lies in it, to detect writes from now on; assume an earlier write."""
         if self._tensor() is not t:
             self.host_is_current = False
             self._tensor, self._version = weakref.ref(t), t._version
 
-    # --- what swapping asks
+    # --- calls of swapping
 
     def swap_out(self) -> None:
         self._held = self.ref()
@@ -385,11 +385,11 @@ class HostedStorage(Hosted):
             totals.parameter_bytes_swapped_in += back
 
 
-# --- Tensor of optimizer state, on the device or in pinned host memory: its storage goes, and comes back as another
+# --- Tensor of optimizer state, on the device or in pinned host memory: its storage is freed, and a new one made to come back
 
 
 class HostedTensor(Hosted):
-    """A dense tensor that covers its storage and is held by nobody else. Not thread-safe: the executor's lock is held."""
+    """A dense tensor that covers its storage and that nothing else holds. Not thread-safe: the executor's lock is held."""
 
     what = "optimizer state"
 
@@ -406,15 +406,15 @@ class HostedTensor(Hosted):
         return self._storage
 
     def tensor(self, compute: Stream) -> Tensor:
-        """The tensor, which was queued to come back if it was away, ready for `compute`. Raises `TransferFailed`."""
+        """Return the tensor, ready for `compute`; if it was away, its copy back must be queued. Raises `TransferFailed`."""
         self.arrive(compute)
         assert self.where is Where.ON_DEVICE and self._storage is not None
-        self.host_is_current = False  # whoever has it may write it
+        self.host_is_current = False  # the caller may write it
         flat = torch.empty(0, dtype=self._dtype, device=self._device)
         return flat.set_(self._storage, self._offset, self._size, self._stride)
 
     def has(self, t: Tensor) -> bool:
-        """Whether `t` is this tensor, on the device, and covers its storage as it did."""
+        """True if `t` is this tensor, on the device, with the same storage and form."""
         if self.where is not Where.ON_DEVICE or self._storage is None:
             return False
         same = self._storage._cdata == t.untyped_storage()._cdata and self._storage.nbytes() == self.nbytes
@@ -428,15 +428,15 @@ class HostedTensor(Hosted):
 
     @property
     def start_byte(self) -> int:
-        """The byte of its storage at which it begins."""
+        """Byte of its storage at which it begins."""
         return int(self._offset) * self._dtype.itemsize
 
     def on_host(self) -> Tensor:
-        """A copy in ordinary host memory of a tensor that is on the host. The host waits for its copy out."""
+        """Return a copy in pageable host memory of a tensor that is on the host. The host waits for its copy out."""
         memory = self.host_bytes()
         return torch.empty(0, dtype=self._dtype).set_(memory.untyped_storage(), self._offset, self._size, self._stride)
 
-    # --- what swapping asks
+    # --- calls of swapping
 
     def _storage_on_device(self) -> torch.UntypedStorage:
         assert self._storage is not None
@@ -459,7 +459,7 @@ class HostedTensor(Hosted):
         totals.state_bytes_swapped_in += back
 
 
-# --- Home of what one session hosts beside activations: the executor that all of it shares
+# --- Home of the hosted memory of one session, activations excluded: the executor that it shares
 
 
 class Home:
@@ -473,13 +473,13 @@ class Home:
 
     @contextmanager
     def entered(self) -> Iterator[Stream]:
-        """Context of work on hosted memory: the executor's lock is held, and no recorder sees it. Gives the current compute
+        """Context for work on hosted memory: holds the executor's lock and pauses recorders. Gives the current compute
         stream."""
         with self.recording.paused(), self._executor.hook_lock.entered():
             yield self.context.streams.current()
 
     def check_readable(self, what: str, nbytes: int) -> None:
-        """Raise `RuntimeError` in a forked child and in the capture of a graph, where nothing can come back."""
+        """Raise `RuntimeError` in a forked child and during graph capture, where nothing can be copied back."""
         if ThisProcess.pid != self._pid:
             raise RuntimeError(
                 f"{what} of {nbytes} bytes: expected to be read in the process of its session ({self._pid}), got a read in a "

@@ -1,9 +1,9 @@
 """Swaps an optimizer's state out after its step, and back for it, part by part.
 
-    step:  for each bucket of parameters: compute waits for its state; queue the copies back of the next one's;
+    step:  for each bucket of parameters: compute waits for its state; queue the copies back of the next bucket's state;
            step it; queue the copies out of its state
 
-At most three buckets are on the device: one that comes, one that is stepped, one that leaves. Hooks of the optimizer run once.
+At most three buckets are on the device: one arrives, one is stepped, one leaves. Hooks of the optimizer run once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from chameleon_mm.state.swapped_state import StateHome, SwappedState, movable_by
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import KIB, MIB, format_size
 
-# --- An optimizer's step, taken apart: a few parameters at a time, so that the state of no more than those has to be there
+# --- An optimizer's step, taken apart: a few parameters at a time, so that only their state must be on the device
 #
-# The optimizers of `torch.optim` that are named here update each parameter from its own gradient and state, with nothing that
-# is counted once a step for all. Their kernels for many tensors do the same arithmetic whatever the tensors beside: so the
-# result is the same, bit for bit. Others are not taken apart.
+# The optimizers of `torch.optim` listed here update each parameter from its own gradient and state, with nothing counted once a
+# step for all. Their multi-tensor kernels do the same arithmetic for any set of tensors, so the result is identical, bit for
+# bit. Other optimizers are stepped whole.
 
 SPLITTABLE = (
     torch.optim.Adadelta,
@@ -56,19 +56,19 @@ class Bucket(NamedTuple):
 
 
 def is_splittable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step is one of those that may be taken apart."""
+    """True if its step may be taken apart."""
     return any(isinstance(optimizer, kind) and type(optimizer).step is kind.step for kind in SPLITTABLE)
 
 
 def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The step of the optimizer's class, without the hooks that torch calls around it."""
+    """Return the step of the optimizer's class, without the hooks that torch calls around it."""
     step = type(optimizer).step
     raw: Callable[..., Any] = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     return raw
 
 
 def buckets_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], int], bucket_bytes: int) -> list[Bucket]:
-    """The parameters that have a gradient, in order, up to `bucket_bytes` of state together; `bytes_of(p)` is that of one."""
+    """Group parameters with a gradient, in order, into buckets of up to `bucket_bytes` of state, `bytes_of(p)` each."""
     buckets = []
     for group in optimizer.param_groups:
         with_grad = [p for p in group["params"] if p.grad is not None]
@@ -88,9 +88,9 @@ def buckets_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], in
 
 
 def _settled(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
-    """The group, with one call for each tensor chosen where torch chooses that for all of its parameters.
+    """Return the group with `foreach` False if torch would step all of its parameters one by one.
 
-    Where torch would take many tensors in one call, it does so for any part of them, too; or has reasons that are no part's.
+    If torch would choose one call for many tensors, it does so for any part of them too, or for reasons that no part changes.
     """
     if "foreach" not in group or group["foreach"] is not None or group.get("fused"):
         return group
@@ -100,7 +100,7 @@ def _settled(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
 
 @contextmanager
 def alone(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
-    """Context in which `optimizer` has the parameters of `bucket` alone."""
+    """Context in which `optimizer` has only the parameters of `bucket`."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**bucket.group, "params": bucket.params}]
     try:
@@ -117,14 +117,14 @@ BUCKET_BYTES = 64 * MIB
 """Bytes of state that are stepped together: copies of that size reach the link's rate, and three are a small part of a GPU."""
 
 MIN_BYTES = 64 * KIB
-"""Bytes from which a tensor of state leaves: smaller ones are a small part of all, and cost a copy each."""
+"""Minimum size of a state tensor to leave: smaller ones are a small part of all bytes, and cost a copy each."""
 
 _STATE_PER_PARAMETER = 2
-"""Tensors of a parameter's size that an optimizer is taken to make for it, before it has."""
+"""Assumed number of state tensors of a parameter's size, before the optimizer has made them."""
 
 
 def check_optimizer(optimizer: object, model: nn.Module | None) -> torch.optim.Optimizer:
-    """Return the optimizer. Raises `TypeError` for what is none, `ValueError` for one with parameters of another model."""
+    """Return the optimizer. Raises `TypeError` if it is none, `ValueError` if it has parameters of another model."""
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None", "pass what is stepped")
     assert isinstance(optimizer, torch.optim.Optimizer)
     if model is None:
@@ -140,10 +140,10 @@ def check_optimizer(optimizer: object, model: nn.Module | None) -> torch.optim.O
 
 
 class SwappedParameters(Protocol):
-    """Whoever swaps the parameters that the optimizer steps."""
+    """Swapper of the parameters that the optimizer steps."""
 
     def bring(self, params: Iterable[Tensor]) -> None:
-        """Have `params` and their gradients on the device."""
+        """Bring `params` and their gradients to the device."""
 
     def send_out(self, params: Iterable[Tensor]) -> None:
         """Queue the copies out of `params`, which were written."""
@@ -161,7 +161,7 @@ class OptimizerSwap:
         min_bytes: int = MIN_BYTES,
     ) -> None:
         self.parameters: SwappedParameters | None = None
-        """Whoever swaps the parameters; None: they stay."""
+        """Swapper of the parameters; None: they stay."""
         self._optimizer = optimizer
         self._home = StateHome(executor, min_bytes=min_bytes)
         self.bucket_bytes = bucket_bytes
@@ -174,7 +174,7 @@ class OptimizerSwap:
     # --- attaching
 
     def attach(self) -> None:
-        """Send all state away, and have steps bring it back part by part."""
+        """Send all state away, and make steps bring it back part by part."""
         raw, me = raw_step(self._optimizer), weakref.ref(self)  # weak: the optimizer holds the step, and this the optimizer
 
         @functools.wraps(raw)
@@ -182,7 +182,7 @@ class OptimizerSwap:
             run = raw if (it := me()) is None else it._step
             return run(optimizer, closure) if closure is not None else run(optimizer)
 
-        # torch's own wrapper: its hooks run once around all parts.
+        # Wrapped by torch's own wrapper: its hooks run once around all parts.
         hooked = torch.optim.Optimizer.profile_hook_step(step)
         self._before = self._optimizer.__dict__.get("step")
         self._ours = types.MethodType(hooked, self._optimizer)
@@ -194,8 +194,8 @@ class OptimizerSwap:
         self._leave(list(self._optimizer.state))
 
     def detach(self) -> None:
-        """Have all state back on the device, in plain dicts, and step as before. What does not fit any more becomes ordinary
-        host memory, and is said."""
+        """Bring all state back, in plain dicts, and restore the original step. State that no longer fits moves to pageable host
+        memory, with a warning."""
         if not self._active:
             return
         self._active = False
@@ -219,7 +219,7 @@ class OptimizerSwap:
             )
 
     def is_state(self, storage: torch.UntypedStorage) -> bool:
-        """Whether state came back into `storage`, to leave again."""
+        """True if state came back into `storage`, to leave again."""
         return self._home.is_state(storage)
 
     @property
@@ -229,7 +229,7 @@ class OptimizerSwap:
         return sum(movable_bytes(value, self._home) for state in states for value in dict.values(state))
 
     def leave(self, params: list[Any]) -> None:
-        """Have the state of `params` leave, which somebody has made, and themselves."""
+        """Send out `params` and their state, which other code has made."""
         if self._active:
             self._leave(params)
 
@@ -258,15 +258,15 @@ class OptimizerSwap:
         return loss
 
     def _reclaim_but(self, nbytes: int) -> None:
-        """Reclaim what is on its way out, but for the `nbytes` of the bucket that left last: their copies may take until the
-        next one is stepped. Memory is read anew: no hook of autograd's has done so since the backward."""
+        """Reclaim memory of copies out, except the `nbytes` of the last bucket: their copies may take until the next one is
+        stepped. Read memory again: no autograd hook has done so since the backward."""
         with self._home.entered():
             budget = self._home.budget
             budget.reclaim.reclaim_until(lambda: budget.reclaim.pending_bytes <= nbytes)
             budget.allocated_bytes()
 
     def _step_whole(self, raw: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Step all parameters at once: all state comes back first."""
+        """Step all parameters at once, after bringing all state back."""
         self._arrive(list(self._optimizer.state))
         try:
             return raw(self._optimizer, closure) if closure is not None else raw(self._optimizer)
@@ -284,15 +284,15 @@ class OptimizerSwap:
         return [state for state in states if isinstance(state, SwappedState)]
 
     def _prefetch(self, params: list[Any]) -> None:
-        """Queue the copies back of the state of `params`, as far as there is memory."""
+        """Queue the copies back of the state of `params`, as far as memory allows."""
         states = [state for state in self._states(params) if state.away_bytes]
         if states:
-            with self._home.entered() as compute, suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+            with self._home.entered() as compute, suppress(torch.OutOfMemoryError, TransferFailed):  # not needed yet
                 for state in states:
                     state.swap_in(compute)
 
     def _arrive(self, params: list[Any]) -> None:
-        """Have the state of `params` on the device, and themselves. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
+        """Bring `params` and their state to the device. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
         if self.parameters is not None:
             self.parameters.bring(params)
         states = [state for state in self._states(params) if state.away_bytes]
@@ -302,7 +302,7 @@ class OptimizerSwap:
                     state.arrive(compute)
 
     def _leave(self, params: list[Any]) -> int:
-        """Have the state of `params` leave, which may be new, and themselves. Returns the bytes of state that began to."""
+        """Send out `params` and their state, which may be new. Return the bytes of state that began to leave."""
         if self.parameters is not None:
             self.parameters.send_out(params)
         all_state, reclaim = self._optimizer.state, self._home.budget.reclaim
@@ -321,13 +321,13 @@ class OptimizerSwap:
 
 
 def _as_plain(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Have `state_dict`, which the optimizer has just made, hold plain dicts of tensors on the device."""
+    """Replace state in `state_dict`, which the optimizer has just made, by plain dicts of tensors on the device."""
     state = state_dict["state"]
     state_dict["state"] = {k: entry.copy() if isinstance(entry, SwappedState) else entry for k, entry in state.items()}
 
 
 def _noting_call(hooked: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
-    """A step that tells a scheduler, which has wrapped the optimizer's own, that it was called."""
+    """Return a step that records its call for a scheduler, which has wrapped the optimizer's own step."""
 
     @functools.wraps(hooked)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:

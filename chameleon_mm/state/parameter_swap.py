@@ -1,10 +1,10 @@
-"""Swaps a model's parameters and their gradients: what an operator needs is on the device before it runs, the rest on the host.
+"""Swaps a model's parameters and their gradients: an operator's inputs are on the device before it runs, the rest on the host.
 
-    operator of the model:  its parameters are there, or come back now; those used next are on their way
+    operator of the model:  its parameters are there, or come back now; the next ones are being prefetched
     gradient made:          its copy out is queued at once; it comes back for the optimizer
-    optimizer's step:       bucket by bucket: parameters, gradients and state come; what was written leaves
+    optimizer's step:       bucket by bucket: parameters, gradients and state come; those that were written leave
 
-Whoever touches a parameter in any way gets it on the device: its module's forward, any torch function, autograd's uses.
+Every access to a parameter brings it to the device: its module's forward, any torch function, autograd's uses.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from chameleon_mm.units import KIB, allocated_size, format_size
 # --- Bytes to set aside for parameters and gradients within a budget
 
 MIN_BYTES = 64 * KIB
-"""Bytes from which a storage leaves: smaller ones are a small part of all, and cost a copy each."""
+"""Minimum size of a storage to leave: smaller ones are a small part of all bytes, and cost a copy each."""
 
 WINDOW_SHARE = 0.4
-"""Share that parameters and gradients may take together, where they do not all fit, of what the budget leaves beside what never
-moves: the rest is for activations, optimizer state and what operators hold. Not
-measured."""
+"""Share of the budget, less memory that never moves, for parameters and gradients together if they do not all fit. The rest is
+for activations, optimizer state and operators' own memory. Not measured."""
 
 LEAST_STORAGES = 3
-"""Storages, as large as the largest, for which there must be room: a parameter, its gradient, and what comes next."""
+"""Number of storages of the largest size that must fit: a parameter, its gradient, and the next one."""
 
 
 def charged_sizes(tensors: Iterable[Tensor]) -> list[int]:
@@ -51,13 +50,13 @@ def charged_sizes(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def least_window(sizes: Sequence[int]) -> int:
-    """Bytes that parameters of these sizes and their gradients need at least."""
+    """Minimum bytes for parameters of these sizes and their gradients."""
     return min(2 * sum(sizes), LEAST_STORAGES * max(sizes, default=0))
 
 
 def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0) -> int:
-    """Bytes to set aside for parameters of these sizes and their gradients, beside `fixed_bytes` that never move. Raises
-    `InfeasibleBudget` where the largest have no room."""
+    """Return the bytes to set aside for parameters of these sizes and their gradients, besides `fixed_bytes` that never move.
+    Raises `InfeasibleBudget` if the largest have no room."""
     if not sizes:
         return 0
     window = min(2 * sum(sizes), max(least_window(sizes), int(WINDOW_SHARE * (hbm_budget_bytes - fixed_bytes))))
@@ -78,7 +77,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_parameters(parameters: object, model: nn.Module | None) -> bool:
-    """Whether parameters are swapped. Raises `ValueError` for what is no choice, without a model, and for a model that cannot
+    """True if parameters are swapped. Raises `ValueError` for an invalid choice, without a model, and for a model that cannot
     be swapped."""
     if parameters not in ("keep", "swap"):
         raise ValueError(f"parameters: expected 'keep' or 'swap', got {parameters!r}; 'swap' lets parameters leave the device")
@@ -107,7 +106,7 @@ def check_parameters(parameters: object, model: nn.Module | None) -> bool:
 
 
 def _not_eager(module: nn.Module) -> str | None:
-    """What runs `module` otherwise than in eager mode on one device; None: nothing does."""
+    """Name of the mode in which `module` runs, if not eager mode on one device; else None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript, which reads parameters where no Python sees it"
     if hasattr(module, "_orig_mod"):
@@ -127,7 +126,7 @@ class ParameterSwap:
         hbm_budget_bytes: int,
         other_movable_bytes: int,
     ) -> None:
-        """`other_movable_bytes`: what else is on the device and will leave. Raises `InfeasibleBudget`."""
+        """`other_movable_bytes`: other bytes that are on the device and will leave. Raises `InfeasibleBudget`."""
         self._executor = executor
         self._home = Home(executor)
         self._model = model
@@ -148,7 +147,7 @@ class ParameterSwap:
         beside.set_window(lambda: it.window if (it := me()) is not None and it._active else None)
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
-        """Ids of the parameters whose gradients it is told of."""
+        """Ids of the parameters whose gradients have hooks."""
         self._active = False
         self._save: Callable[[Tensor], Any] | None = None
         self._pickled: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
@@ -157,7 +156,7 @@ class ParameterSwap:
     # --- attaching
 
     def attach(self, stack: ExitStack) -> None:
-        """Send the parameters away, and have them come back for whoever touches them, until `stack` is left."""
+        """Send the parameters away, and bring them back at every access, until `stack` is left."""
         stack.callback(self.detach)
         device = self._home.device.torch_device
         self._active = True
@@ -173,8 +172,8 @@ class ParameterSwap:
         stack.enter_context(ParameterWatch(self))
 
     def detach(self) -> None:
-        """Have all parameters and gradients back on the device. What does not fit any more becomes ordinary host memory, and is
-        said."""
+        """Bring all parameters and gradients back to the device. Those that no longer fit move to pageable host memory, with a
+        warning."""
         if not self._active:
             return
         for handle in self._handles:
@@ -199,7 +198,7 @@ class ParameterSwap:
             )
 
     def _to_host_memory(self, entry: HostedStorage) -> int:
-        """Have whatever lies in the storage of `entry`, which is away, lie in ordinary host memory."""
+        """Move the tensors in the storage of `entry`, which is away, to pageable host memory."""
         storage, memory = entry.ref(), entry.host_bytes().untyped_storage()
         for p in self._params:
             gradient = p.grad
@@ -209,7 +208,7 @@ class ParameterSwap:
                 p.grad = None if gradient is None else gradient.to(p.device)
             elif gradient is not None and gradient.untyped_storage() is storage:
                 p.grad = None
-                p.data = p.data.cpu()  # torch has a gradient where its parameter is
+                p.data = p.data.cpu()  # torch keeps a gradient on its parameter's device
                 p.grad = torch.empty(0, dtype=gradient.dtype).set_(
                     memory, gradient.storage_offset(), gradient.size(), gradient.stride()
                 )
@@ -222,11 +221,11 @@ class ParameterSwap:
         return sum(charged_sizes(tensors))
 
     def window_bytes(self, hbm_budget_bytes: int) -> int:
-        """Bytes to set aside within a budget. Raises `InfeasibleBudget`."""
+        """Return the bytes to set aside within a budget. Raises `InfeasibleBudget`."""
         return window_for(self._sizes, hbm_budget_bytes, self._fixed_bytes)
 
     def change_window(self, limit_bytes: int) -> None:
-        """Set another limit for parameters and gradients. Called between steps."""
+        """Set another limit for parameters and gradients. Call it between steps."""
         self.window.limit_bytes = limit_bytes
         if self._active:
             with torch._C.DisableTorchFunction(), self._home.entered():
@@ -235,23 +234,23 @@ class ParameterSwap:
     # --- steps
 
     def begin_step(self) -> None:
-        """Begin a step: what was replaced since the last one leaves as well."""
+        """Begin a step: tensors replaced since the last one leave as well."""
         with torch._C.DisableTorchFunction():
             for p in self._params:
                 self._adopt(p)
         self.window.sequence.begin_step()
 
     def end_step(self, *, completed: bool) -> None:
-        """End the step; the next is expected to use parameters as this one did if it `completed`."""
+        """End the step; if it `completed`, the next is expected to use parameters in the same order."""
         self.window.sequence.end_step(completed=completed)
         self.window.leave_node()
         with torch._C.DisableTorchFunction(), self._home.entered() as compute:
             for entry in self.window.entries:
                 if entry.where is Where.COMING and entry.is_gradient:
-                    entry.arrive(compute)  # nobody may use it any more: its user holds it alone
+                    entry.arrive(compute)  # it may have no later use; after its arrival only its user holds it
 
     def bring(self, params: Iterable[Tensor]) -> None:
-        """Have `params` and their gradients on the device, for an optimizer's step."""
+        """Bring `params` and their gradients to the device, for an optimizer's step."""
         found = [entry for p in params for t in (p, p.grad) if t is not None and (entry := self.find(t)) is not None]
         self.use(found, "an optimizer's step")
 
@@ -264,11 +263,11 @@ class ParameterSwap:
             self.window.send_out(written)
 
     def note_gradient(self, p: Tensor) -> None:
-        """Have the gradient of `p`, which somebody has made, leave."""
+        """Send out the gradient of `p`, which other code has made."""
         if self._active:
             self._note_gradient(p)
 
-    # --- what a watch asks
+    # --- calls of a watch
 
     def find(self, t: Tensor) -> HostedStorage | None:
         """Find the entry of the storage that `t` lies in; None: it never leaves."""
@@ -276,12 +275,12 @@ class ParameterSwap:
             return None
         try:
             return self.window.find(t.untyped_storage())
-        except RuntimeError:  # a wrapper of functorch's, which has none
+        except RuntimeError:  # a functorch wrapper, which has no storage
             return None
 
     def use(self, entries: Sequence[HostedStorage], what: str) -> None:
-        """Have `entries` on the device, for a function of that name."""
-        self._pickled.clear()  # what is done now may write them
+        """Bring `entries` to the device, for a function of that name."""
+        self._pickled.clear()  # the function may write them
         away = sum(entry.nbytes for entry in entries if entry.where is Where.ON_HOST)
         if away:
             self._home.check_readable(f"parameters for {what}", away)
@@ -295,16 +294,16 @@ class ParameterSwap:
             self.window.use_by(torch._C._current_autograd_node(), entry)
 
     def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
-        """Whether there is room for all of `entries` at once."""
+        """True if there is room for all of `entries` at once."""
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
     def sees_saves(self) -> bool:
-        """Whether autograd tells it of what is saved now, and of its use."""
+        """True if its own hooks see autograd's saves now, and their uses."""
         hooks = saved_tensor_hooks_on_top()
         return hooks is not None and hooks[0] is self._save
 
     def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
-        """Have `entries` on the device whenever one of `nodes` runs."""
+        """Bring `entries` to the device whenever one of `nodes` runs."""
 
         def use(gradients: Sequence[Tensor]) -> None:
             with torch._C.DisableTorchFunction():
@@ -316,17 +315,17 @@ class ParameterSwap:
             node.register_prehook(use)
 
     def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
-        """A copy of `t` in ordinary host memory, in a storage that all tensors over the same one share."""
+        """Return a copy of `t` in pageable host memory, in a storage shared by all tensors over the same storage."""
         memory = self._pickled.get(id(entry))
         if memory is None:
             with self._home.entered() as compute:
                 memory = self._pickled[id(entry)] = entry.copy_for_host(compute).untyped_storage()
         return torch.empty(0, dtype=t.dtype).set_(memory, t.storage_offset(), t.size(), t.stride())
 
-    # --- what calls it
+    # --- its callers
 
     def use_hook(self, use: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        """Autograd's hook of a use: what it returns is on the device."""
+        """Return autograd's hook of a use, which brings the result to the device."""
 
         def used(handle: Any) -> Tensor:
             with torch._C.DisableTorchFunction():
@@ -338,7 +337,7 @@ class ParameterSwap:
         return used
 
     def save_hook(self, save: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Autograd's hook of a save, which no watch sees."""
+        """Return autograd's hook of a save, which no watch sees."""
 
         def saved(t: Tensor) -> Any:
             with torch._C.DisableTorchFunction():
@@ -364,7 +363,7 @@ class ParameterSwap:
         return before
 
     def _note_gradient(self, p: Tensor) -> None:
-        """Have the gradient of `p`, which was made or added to now, leave."""
+        """Send out the gradient of `p`, which was made or added to now."""
         with torch._C.DisableTorchFunction(), self._home.entered():
             entry = self._entry_of_gradient(p)
             if entry is not None:
@@ -373,21 +372,21 @@ class ParameterSwap:
                 self.window.make_room(0, keep=())
 
     def _entry_of_gradient(self, p: Tensor) -> HostedStorage | None:
-        """The entry of the gradient of `p`, made where there is none; None: there is no gradient that may leave."""
+        """Return the entry of the gradient of `p`, and add it if there is none; None: there is no gradient that may leave."""
         g = p.grad
         if g is None or (entry := self.find(g)) is not None:
             return None if g is None else entry
-        if not self._may_leave(g) or g.requires_grad or not is_alone(g):  # of a graph of its own: autograd may have saved it
+        if not self._may_leave(g) or g.requires_grad or not is_alone(g):  # with a graph of its own: autograd may have saved it
             return None
         self._home.recording.hide(g.untyped_storage())
         return self._add(g, self._keys[id(p)] + 1, is_gradient=True)
 
     def _add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
-        self._executor.protected.add(t.untyped_storage())  # where autograd saves it, the executor leaves it alone
+        self._executor.protected.add(t.untyped_storage())  # the executor does not move it when autograd saves it
         return self.window.add(t, key, is_gradient=is_gradient)
 
     def _adopt(self, p: nn.Parameter) -> None:
-        """Have the storages of `p` and of its gradient leave, if they are new and may."""
+        """Send out the storages of `p` and of its gradient, if they are new and may leave."""
         entry = self.find(p)
         if entry is not None:
             entry.follow(p)

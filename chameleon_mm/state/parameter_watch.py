@@ -1,14 +1,14 @@
-"""Sees what Python gives to torch's functions, before they run: what is away comes back first.
+"""Sees the arguments of torch's functions before they run, and brings tensors back that are away.
 
     with ParameterWatch(swap): ...      # a torch function mode: it changes no operator, and no formula of autograd
 
-Functions that ask for a shape, or make a view, need no bytes: they run as they are. Those that give away the memory itself,
-past its version counter, are noted, and so are those that write without moving it. Functions for lists are called part by
-part where a list does not fit on the device at once.
+Functions that read a shape, or make a view, need no bytes: they run unchanged. It records functions that expose the memory
+itself, outside of its version counter, and those that write without moving the counter. Functions for lists are called part by
+part if a list does not fit on the device at once.
 
-It does not see what C++ does by itself: autograd's own uses come through its hooks; where those are somebody else's, such as
-a checkpoint's, the operators of autograd that a function made bring what the function was given. What a module's forward gives
-to an extension is there since that forward began.
+It does not see C++ code. Autograd's own uses come through its hooks. If those belong to other code, such as a checkpoint's, the
+autograd nodes that a function made bring back the function's arguments. Arguments of an extension within a module's forward are
+there since that forward began.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _NEEDS_NO_BYTES = frozenset((
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "size",
     "storage_offset", "stride", "view", "view_as", "zeros_like",
 ))  # fmt: skip
-"""Names of functions that read no element of what they are given. Most views are none: torch checks memory."""
+"""Names of functions that read no element of their arguments. Most views are not listed: torch checks memory."""
 
 _GIVES_MEMORY = frozenset((
     "untyped_storage", "_typed_storage", "storage", "data_ptr", "numpy", "__array__", "set_", "share_memory_",
 ))  # fmt: skip
-"""Names of functions after which somebody may write the memory while no version counter tells."""
+"""Names of functions after which other code may write the memory without moving its version counter."""
 
 _OWN = (
     "chameleon_mm.api.session", "chameleon_mm.device", "chameleon_mm.follow", "chameleon_mm.pool", "chameleon_mm.record",
     "chameleon_mm.state.hosted", "chameleon_mm.state.optimizer_swap", "chameleon_mm.state.parameter_swap",
     "chameleon_mm.state.parameter_watch", "chameleon_mm.state.swapped_state", "chameleon_mm.state.window", "chameleon_mm.swap",
 )  # fmt: skip
-"""Modules that ask what tensors are, and touch no parameter's bytes but through its entry."""
+"""Modules that inspect tensors, and access a parameter's bytes only through its entry."""
 
 _DESCRIPTORS: Any = Tensor
 _DATA = _DESCRIPTORS.data.__get__
@@ -59,13 +59,13 @@ _ELEMENTS = frozenset((
     *(getattr(_DESCRIPTORS, name).__set__ for name in ("real", "imag")),
     _DESCRIPTORS.__cuda_array_interface__.__get__,
 ))  # fmt: skip
-"""Attributes that are views, or whose setting writes elements. Others need no bytes."""
+"""Attributes that are views, or whose setters write elements. Others need no bytes."""
 
 _WRITES_SELF = frozenset((
     "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__",
     "__isub__", "__itruediv__", "__ixor__", "__set__", "__setitem__",
 ))  # fmt: skip
-"""Functions that write their first argument, beside those whose names end with an underscore."""
+"""Functions that write their first argument, besides those whose names end with an underscore."""
 
 _TYPED_STORAGE = Tensor._typed_storage.__code__
 _REDUCE = Tensor._reduce_ex_internal.__code__
@@ -75,7 +75,7 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 class ParameterWatch(TorchFunctionMode):
-    """Has what a torch function is given on the device before it runs."""
+    """Brings a torch function's arguments to the device before it runs."""
 
     def __init__(self, swap: ParameterSwap) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class ParameterWatch(TorchFunctionMode):
         self, func: Callable[..., Any], kinds: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        caller = sys._getframe().f_back  # None where autograd's own thread calls, in a double backward
+        caller = sys._getframe().f_back  # autograd's own thread has no caller, in a double backward
         if caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func in _BACKWARD:
-            with self:  # what a backward runs in Python is seen
+            with self:  # Python code within a backward is seen
                 return _BACKWARD[func](*args, **kwargs)
         if name in _NEEDS_NO_BYTES or (name in ("__get__", "__set__") and func not in _ELEMENTS):
             if func == _DATA:
@@ -105,7 +105,7 @@ class ParameterWatch(TorchFunctionMode):
             self._note_hidden(args)
         if name == "__dlpack__" or func == _ARRAY_INTERFACE:
             self._swap.use(entries, name)
-            entries[0].is_refused = True  # whoever has its memory now never says when that ends
+            entries[0].is_refused = True  # its memory is shared from now on, without notice of an end
         if (name.startswith(_LISTS) or name == _UNSCALE) and not self._swap.fit_together(entries):
             parts = list(self._parts(args, kwargs))
             if len(parts) > 1:
@@ -113,7 +113,7 @@ class ParameterWatch(TorchFunctionMode):
         return self._call(func, name, args, kwargs, entries)
 
     def _note_hidden(self, values: Any) -> None:
-        """Note that somebody may write the memory of `values` from now on, and no version counter tells."""
+        """Record that other code may write the memory of `values` from now on, without moving a version counter."""
         for entry in self._entries_of(values):
             entry.has_hidden_writers = True
 
@@ -153,8 +153,8 @@ class ParameterWatch(TorchFunctionMode):
     # --- lists of tensors
 
     def _parts(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Arguments of calls that together do what one with `args` does: each list is cut at the same places. One alone where
-        torch may choose its kernels by the whole list."""
+        """Yield arguments of calls that together equal one call with `args`: each list is cut at the same places. Yields a
+        single call if torch may choose its kernels by the whole list."""
         tensors = args[0] if args and isinstance(args[0], (tuple, list)) else ()
         length = len(tensors)
         alike = len({(t.dtype, t.device, t.layout) for t in tensors}) == 1 and all(_is_dense(t) for t in tensors)
@@ -185,16 +185,16 @@ def _cut(values: Sequence[Any], start: int, end: int) -> tuple[Any, ...]:
 
 
 def _is_pickled(caller: FrameType) -> bool:
-    """Whether a pickler asks for the storage, and not `copy.copy`: it reads the bytes of many once it has asked for all."""
+    """True if a pickler asks for the storage, and not `copy.copy`: it reads the bytes of many after asking for all."""
     reduces = caller.f_back
     if caller.f_code is not _TYPED_STORAGE or reduces is None or reduces.f_code is not _REDUCE:
         return False
-    whose = None if reduces.f_back is None else reduces.f_back.f_back  # who called `__reduce_ex__`
+    whose = None if reduces.f_back is None else reduces.f_back.f_back  # the caller of `__reduce_ex__`
     return whose is None or whose.f_globals.get("__name__") != "copy"
 
 
 def _nodes_since(begin: int, out: Any) -> Iterator[Node]:
-    """The nodes that lead to `out` and were made since the sequence number `begin`."""
+    """Yield the nodes that lead to `out` and were made since the sequence number `begin`."""
     outs = out if isinstance(out, (tuple, list)) else (out,)
     stack = [t.grad_fn for t in outs if isinstance(t, Tensor)]
     known = set()
@@ -208,10 +208,10 @@ def _nodes_since(begin: int, out: Any) -> Iterator[Node]:
 
 
 def _may_write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Those arguments that the call may write, whose version counters may stand still.
+    """Return the arguments that the call may write without moving their version counters.
 
-    Operators for lists move none under a dispatch mode, fused optimizers none at all; an operator of somebody's own may not;
-    and what was once made by `.data` has a counter of its own.
+    Operators for lists move none under a dispatch mode, fused optimizers none at all, and custom operators maybe none. A tensor
+    made by `.data` has a counter of its own.
     """
     if isinstance(func, torch._ops.OpOverload):
         return (args, kwargs) if func._schema.is_mutable else ()
@@ -242,7 +242,7 @@ def _backward(
 
 
 def _for_modes_too(function: Any) -> Any:
-    """A copy of one of torch's Python functions that does not ask torch function modes first: it may run under one."""
+    """Copy one of torch's Python functions, without its check for torch function modes: it may run under one."""
     asks = {name: (lambda *tensors: False) for name in function.__code__.co_names if name.startswith("has_torch_function")}
     copied = types.FunctionType(
         function.__code__, {**function.__globals__, **asks}, function.__name__, function.__defaults__, function.__closure__
@@ -258,4 +258,4 @@ _BACKWARD: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: _run_backward,
     torch.autograd.grad: _for_modes_too(torch.autograd.grad),
 }
-"""Functions that run a graph, each by what runs it under a mode."""
+"""Functions that run a graph, each with a replacement that runs under a mode."""

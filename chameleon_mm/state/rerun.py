@@ -1,12 +1,12 @@
-"""Runs a step again that ran out of memory, or recomputed other bits, from its beginning.
+"""Runs a step again from its beginning after it ran out of memory or recomputed other bits.
 
-    start = what the step begins with                  # random states, buffers, gradients that exist
-    run it -> OutOfMemoryError | RecomputeMismatch -> out of the except block, every frame of the step gone
+    start = state at the step's beginning              # random states, buffers, gradients that exist
+    run it -> OutOfMemoryError | RecomputeMismatch -> leave the except block, so that every frame of the step is gone
         an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again; with a `Repair`, restore it
         start.restore(); out of memory: a tighter budget, no plan; run it again
     MAX_RETRIES times, then raise, and say what was tried
 
-Out of the block first, because an exception's traceback holds the tensors of the frames it passed.
+Leaving the block comes first, because an exception's traceback holds the tensors of the frames it passed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from chameleon_mm.state.tensor_copy import dense_bytes
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import format_size
 
-# --- Copies of what a step changes before it fails: gradients on the host, buffers on the device
+# --- Copies of the state that a step changes before it fails: gradients on the host, buffers on the device
 #
-# Gradients by a copy, on the host, for device memory is what is short: one set aside and added again later would be another
-# sum, for (g + a) + b is not g + (a + b), and a step that clips or zeroes `.grad` must find what it would have found.
+# Gradients are copied to the host, because device memory is short. Setting a gradient aside and adding it later would give
+# another sum: (g + a) + b is not g + (a + b). And a step that clips or zeroes `.grad` must find the original value.
 
 
 class GradientOnHost:
-    """A gradient's bytes on the host. The gradient itself is not held: a step that drops it has its memory."""
+    """Bytes of a gradient on the host. It does not hold the gradient: if a step drops that, its memory is free."""
 
     __slots__ = ("_block", "_device", "_last", "_like", "_of")
 
@@ -54,16 +54,15 @@ class GradientOnHost:
         self._device = device
         self._of = TensorWeakRef(grad)
         self._like = _form(grad)
-        # On compute: in order after what wrote the gradient, and before whatever the step does with it.
+        # Queue it on compute: after the gradient's last write, and before the step's next access.
         compute.copy(self._block.buffer, source)
         self._last: Event = compute.record()
 
     def restore(self, parameter: nn.Parameter) -> None:
-        """Copy back into the tensor that the gradient was, which a bucket may be made of; where nobody holds it, into one like
-        it."""
+        """Restore the gradient in place (a DDP bucket may alias it); allocate a new tensor if it was freed."""
         grad = self._of()
         if grad is None or _form(grad) != self._like:
-            grad = parameter.grad = None  # what the step made of it makes room
+            grad = parameter.grad = None  # frees the step's gradient
             shape, stride, dtype, device = self._like
             grad = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         destination = dense_bytes(grad)
@@ -82,7 +81,7 @@ def _form(t: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.de
 
 
 class GradientOnDevice:
-    """A gradient that is more than bytes in a row: sparse, or a wrapper subclass."""
+    """A gradient that is more than contiguous bytes: sparse, or a wrapper subclass."""
 
     __slots__ = ("_copy",)
 
@@ -93,15 +92,15 @@ class GradientOnDevice:
         parameter.grad = self._copy.clone()  # the step may write to it, and fail again
 
     def release(self) -> None:
-        """Does nothing: device memory goes with the last reference."""
+        """Do nothing: device memory goes with the last reference."""
 
 
 GradientCopy = GradientOnHost | GradientOnDevice
 
 
 def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCopy | None:
-    """Copy of a gradient; None of none. Raises `HostMemoryExhausted`; `torch.OutOfMemoryError` for one that stays on the
-    device."""
+    """Return a copy of `grad`, or None if there is no gradient. Raises `HostMemoryExhausted`, or `torch.OutOfMemoryError` for a
+    copy on the device."""
     if grad is None:
         return None
     source = dense_bytes(grad)
@@ -113,19 +112,19 @@ def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCo
 class BufferCopies:
     """Copies of a model's buffers, on the buffers' own device.
 
-    All are copied for every step: batch norm writes its running statistics without moving their version counters, so nothing
-    tells which have changed. They are small; in one call they cost little.
+    All are copied for every step: batch norm writes its running statistics without moving their version counters, so changes
+    cannot be detected. They are small; in one call they cost little.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._tables: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-        """Tables of buffers, one of each module: as it is, and as it was."""
+        """Tables of buffers, one of each module: the live table, and its state at the step's beginning."""
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         """Buffers by id: each with its copy."""
 
     def take(self) -> None:
-        """Copy what the buffers hold now. Raises `torch.OutOfMemoryError`."""
+        """Copy the buffers' current contents. Raises `torch.OutOfMemoryError`."""
         self._tables = [(module._buffers, dict(module._buffers)) for module in self._model.modules()]
         buffers = {id(b): b for _, table in self._tables for b in table.values() if b is not None}
         known, self._copies = self._copies, {}
@@ -133,7 +132,7 @@ class BufferCopies:
         with torch.no_grad():
             for key, buffer in buffers.items():
                 pair = known.get(key)
-                # Resized or made another kind in place: `clone` takes it as it is.
+                # `clone` handles a buffer that was resized or made another kind in place.
                 if pair is not None and pair[0] is buffer and _same_kind(pair[1], buffer):
                     again.append(pair)
                 else:
@@ -143,7 +142,7 @@ class BufferCopies:
                 torch._foreach_copy_([copy for _, copy in again], [buffer for buffer, _ in again])
 
     def restore(self) -> None:
-        """Put back which tensors the buffers were, and what they held."""
+        """Restore the buffers' tensors and their contents."""
         for table, as_it_was in self._tables:
             table.clear()
             table.update(as_it_was)
@@ -157,8 +156,8 @@ class BufferCopies:
         if not _same_kind(copy, buffer):
             buffer.data = copy.clone()  # resized, or converted
         elif into is not None and of is not None:
-            into.copy_(of)  # past its version counter: a graph from before the step may have saved it
-        elif 0 not in buffer.stride():  # one that repeats its elements can be written by nobody
+            into.copy_(of)  # without moving its version counter: a graph from before the step may have saved it
+        elif 0 not in buffer.stride():  # one that repeats its elements cannot be written
             buffer.copy_(copy)
 
 
@@ -172,9 +171,9 @@ def _same_kind(copy: Tensor, buffer: Tensor) -> bool:
 
 
 class StepStart:
-    """What the step that begins now needs to begin again, on the calling thread.
+    """State to run the step again that begins now, on the calling thread.
 
-    Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` where there is no memory for the copies, with nothing changed.
+    Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` if there is no memory for the copies, with nothing changed.
     """
 
     def __init__(self, model: nn.Module, device: Device, pool: PinnedPool, buffers: BufferCopies) -> None:
@@ -194,7 +193,7 @@ class StepStart:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note whether an optimizer steps on the model: fused ones write parameters without moving their version counters."""
+        """Record optimizer steps on the model: fused ones write parameters without moving their version counters."""
         ids = {id(parameter) for parameter, _ in self._parameters}
 
         def note(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -208,8 +207,8 @@ class StepStart:
             hook.remove()
 
     def obstacle(self, restored: Optimizer | None = None) -> str | None:
-        """Reason why the step may not begin again; None: there is none. `restored`: the optimizer that will be restored first,
-        with all parameters; None: nothing but this is."""
+        """Return the reason why the step may not run again, or None. `restored`: the optimizer that will be restored first,
+        with all parameters; None: only this object will be restored."""
         now = list(self._model.parameters())
         if restored is not None:
             if any(optimizer is not restored for optimizer in self._stepped):
@@ -226,9 +225,9 @@ class StepStart:
         return None
 
     def restore(self) -> None:
-        """Restore random states, buffers and gradients. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
+        """Restore random states, buffers and gradients. Raises `torch.OutOfMemoryError` if a gradient finds no room."""
         for parameter, copy in self._gradients:
-            if copy is None:  # first: what the step made of them makes room for the others
+            if copy is None:  # first: freeing the step's gradients makes room for the others
                 parameter.grad = None
         for parameter, copy in self._gradients:
             if copy is not None:
@@ -237,7 +236,7 @@ class StepStart:
         self._random.restore()
 
     def release(self) -> None:
-        """Release the copies of gradients: the step will not begin again."""
+        """Release the copies of gradients: the step will not run again."""
         for _, copy in self._gradients:
             if copy is not None:
                 copy.release()
@@ -245,9 +244,9 @@ class StepStart:
 
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:
-    """A value that differs once the parameter was written to, or its data replaced; a write through `.data` changes nothing
-    that tells."""
-    with torch._C.DisableTorchFunction():  # asked of what may be away, and stays so: its storage stays, its memory does not
+    """Value that differs once the parameter was written to, or its data replaced. A write through `.data` cannot be
+    detected."""
+    with torch._C.DisableTorchFunction():  # the parameter may be away and must stay so: its storage exists, its memory does not
         plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
         version = -1 if parameter.is_inference() else parameter._version
         return version, parameter.untyped_storage()._cdata if plain else 0
@@ -258,10 +257,10 @@ def _mark(parameter: nn.Parameter) -> tuple[int, int]:
 _log = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
-"""Times that one step is run again after its first run."""
+"""Maximum number of runs of one step after its first run."""
 
 LEAST_CUT = 0.05
-"""Share of the budget by which it is lowered at least."""
+"""Minimum share of the budget by which it is lowered."""
 
 _R = TypeVar("_R")
 
@@ -279,7 +278,7 @@ class _Failure:
 
     message: str
     is_mismatch: bool
-    """True for other bits: what was recomputed wrongly is not recomputed any more, and the budget stays."""
+    """True for other bits: the storages concerned are not recomputed any more, and the budget stays."""
     asked_bytes: int
     allocated_bytes: int
     """Device memory allocated when it failed."""
@@ -288,12 +287,12 @@ class _Failure:
 
 
 class Repair(NamedTuple):
-    """Way to put back what a step changes beyond gradients, buffers and random states, taken before it."""
+    """Way to restore state that a step changes besides gradients, buffers and random states; saved before the step."""
 
     optimizer: torch.optim.Optimizer
-    """The optimizer whose state and settings are put back, as all parameters are."""
+    """The optimizer whose state and settings are restored, together with all parameters."""
     restore: Callable[[], None]
-    """Puts it back, as often as it takes. Raises `torch.OutOfMemoryError`."""
+    """Restores it; may be called several times. Raises `torch.OutOfMemoryError`."""
 
 
 class StepRunner:
@@ -310,11 +309,11 @@ class StepRunner:
 
     @property
     def lowered_budget_bytes(self) -> int | None:
-        """The budget now, where a step had to run again; else None."""
+        """The budget now if a step had to run again; else None."""
         return self.hbm_budget_bytes if self.hbm_budget_bytes < self._given_bytes else None
 
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R], repair: Repair | None = None) -> _R:
-        """Run `fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` or `RecomputeMismatch` after
+        """Run `fn()` inside `step()`. Raises the errors of `fn`; `torch.OutOfMemoryError` or `RecomputeMismatch` after
         `MAX_RETRIES` more runs."""
         obstacle = self._obstacle()
         if obstacle is not None:
@@ -341,7 +340,7 @@ class StepRunner:
             outcome = self._attempt(start, step, fn, None if repair is None else repair.optimizer)
             if isinstance(outcome, _Result):
                 return outcome.value
-            gc.collect()  # a cycle may hold what the step had made
+            gc.collect()  # a reference cycle may hold tensors of the step
             if repair is not None:
                 repair.restore()
             start.restore()
@@ -361,14 +360,14 @@ class StepRunner:
         fn: Callable[[], _R],
         restored: torch.optim.Optimizer | None,
     ) -> _Result[_R] | _Failure:
-        """Run the step once. Returns its result, or a failure after which it may run again; raises any other."""
+        """Run the step once. Return its result, or a failure after which it may run again; raise any other."""
         allocated_bytes = 0
         try:
             with start.watching(), step():
                 try:
                     return _Result(fn())
                 except torch.OutOfMemoryError:
-                    allocated_bytes = self._device.allocated_bytes()  # before any of it goes
+                    allocated_bytes = self._device.allocated_bytes()  # before any of it is freed
                     raise
         except (torch.OutOfMemoryError, RecomputeMismatch) as error:
             obstacle = start.obstacle(restored)
@@ -379,7 +378,7 @@ class StepRunner:
             return _Failure(str(error), is_mismatch, asked_bytes, allocated_bytes, traceback.format_exc())
 
     def _obstacle(self) -> str | None:
-        """Reason why no step may run again here; None: there is none."""
+        """Return the reason why no step may run again here, or None."""
         if self._device.capturing():
             return "a graph was captured"
         if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
@@ -408,9 +407,9 @@ class StepRunner:
 def tighter(budget: int, *, allocated: int, asked: int, resting: int) -> int:
     """Budget after a step that failed within `budget`, all in bytes.
 
-    `asked` was refused while `allocated` was allocated, so no more than both together can be had, whatever the budget says:
-    from there, room is made for another such request, `LEAST_CUT` at least. Half of what lies above `resting`, which is
-    allocated between steps, stays: a request that never fits must not leave nothing.
+    `asked` was refused while `allocated` was allocated, so at most their sum is available, even if the budget is larger. The
+    new budget leaves room below that for another such request, and for `LEAST_CUT` at least. But it keeps half of the bytes
+    above `resting`, which are allocated between steps: a request that never fits must not leave nothing.
     """
     reach = min(budget, allocated + asked)
     return min(budget, max(reach - max(asked, int(LEAST_CUT * reach)), (reach + resting) // 2))

@@ -1,9 +1,9 @@
-"""Snapshots of one session: taken, written on a thread of their own, and restored.
+"""Snapshots of one session: taken, written on a separate thread, and restored.
 
 snapshots = Snapshots(executor, model, optimizer)
 snapshot = snapshots.take()           # the latest from now on
-snapshots.restore(None)               # the latest, or one that is given
-snapshots.end()                       # the session's end: it holds none any more
+snapshots.restore(None)               # the latest, or the given one
+del snapshots                         # at the session's end: only snapshots that other code holds live on
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from chameleon_mm.state.training_copy import ModelCopy, OptimizerCopy, check_mod
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import format_size
 
-# --- Write of a snapshot on a thread of its own
+# --- Write of a snapshot on a separate thread
 #
-# Why not `torch.distributed.checkpoint.async_save`: before it returns it copies everything once more in host memory, where a
-# snapshot is already; it refuses a process group without a CPU backend; and folders are exchanged only after it.
+# Reasons against `torch.distributed.checkpoint.async_save`: it copies everything once more in host memory before it returns; it
+# refuses a process group without a CPU backend; and folders can be exchanged only after it.
 
 _log = logging.getLogger(__name__)
 
 
 class SnapshotWrite:
-    """Write of one snapshot to one checkpoint folder. The interpreter does not end before it has."""
+    """Write of one snapshot to one checkpoint folder. The interpreter waits for its end before exiting."""
 
     def __init__(
         self, path: Path, contents: Callable[[], dict[str, Any]], *, turn: threading.Lock, on_end: Callable[[], None]
     ) -> None:
-        """`contents()`, called on the thread, may wait for the device. `turn`: writes with the same one follow each other."""
+        """`contents()`, called on the thread, may wait for the device. `turn`: writes with the same lock follow each other."""
         self.path = path
         """The folder. It is there, whole and on the disk, once `wait` has returned."""
-        # Here, not on the thread: what it imports registers for the interpreter's end, which may have begun by then.
+        # Import here, not on the thread: the module registers exit handlers, and the interpreter's exit may have begun by then.
         from chameleon_mm.state.checkpoint import write_checkpoint
 
         self._write = write_checkpoint
@@ -57,11 +57,11 @@ class SnapshotWrite:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not. Never waits."""
+        """True if it has ended, successfully or not. Never waits."""
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """Wait until the checkpoint is there. Returns its path. Raises what the write raised (`OSError`, as a rule), and
+        """Wait until the checkpoint is there, and return its path. Raises the error of the write (usually `OSError`), or
         `TimeoutError` after `timeout_s` seconds; the write goes on then."""
         if not self._ended.wait(timeout_s):
             raise TimeoutError(
@@ -74,12 +74,12 @@ class SnapshotWrite:
     def _run(
         self, contents: list[Callable[[], dict[str, Any]]], turn: threading.Lock, on_end: list[Callable[[], None]]
     ) -> None:
-        """The lists give away what they hold: what is written is nobody's any more when `wait` returns."""
+        """Write and record the result. The lists are emptied, so that nothing holds the contents when `wait` returns."""
         try:
             with turn:
                 self._write(self.path, contents.pop())
         except BaseException as error:  # noqa: BLE001 - on this thread nobody would see it: `wait` raises it
-            traceback.clear_frames(error.__traceback__)  # which hold views of the blocks
+            traceback.clear_frames(error.__traceback__)  # frames hold views of the blocks
             self._error = error
             _log.warning("chameleon_mm: a snapshot was not written to %s: %s", self.path, str(error))
         finally:
@@ -93,14 +93,14 @@ class SnapshotWrite:
         return f"<SnapshotWrite to {self.path}, {state}>"
 
 
-# --- Snapshot of what a step begins with, and how long its host memory lives
+# --- Snapshot of the state at the start of a step, and the lifetime of its host memory
 
 
 class Snapshot:
     """State of training between two steps, in host memory: made by `session.snapshot()`, for `session.restore()`.
 
     It holds parameters, buffers, gradients that exist, the state and settings of the session's optimizer, and torch's random
-    states. Its memory goes back to the session's pool by `release()`, or when nobody holds it any more.
+    states. Its memory goes back to the session's pool by `release()`, or when the last reference is gone.
     """
 
     def __init__(
@@ -115,38 +115,38 @@ class Snapshot:
         self.model, self.optimizer, self.random, self.device = model, optimizer, random, device
         self._copies: Sequence[TensorCopy] = [*model.copies, *(() if optimizer is None else optimizer.copies)]
         self._last = last
-        """Event behind all device work on the blocks."""
+        """Event after all device work on the blocks."""
         self._turn = turn
         self._lock = threading.Lock()
         self._writes = 0
         self._released = False
         self.nbytes = sum(copy.nbytes for copy in self._copies)
-        """Bytes of host memory that it holds, or held."""
+        """Bytes of host memory that it holds, or held before its release."""
 
     @property
     def released(self) -> bool:
-        """Whether it was released: it can be restored and written no more."""
+        """True if it was released: it can no longer be restored or written."""
         return self._released
 
     def release(self) -> None:
-        """Give its host memory back: at once, or when the last write that is going on has ended. A second call does nothing."""
+        """Free its host memory: at once, or when the last running write has ended. A second call does nothing."""
         with self._lock:
             self._released = True
             if not self._writes:
                 self._free()
 
     def write(self, path: str | os.PathLike[str]) -> SnapshotWrite:
-        """Write it to the folder `path`, a checkpoint of `torch.distributed.checkpoint`, on a thread of its own, while training
-        goes on. Returns a handle to wait for it; a session's writes follow one another.
+        """Write it to the folder `path`, a checkpoint of `torch.distributed.checkpoint`, on a separate thread, while training
+        goes on. Returns a handle to wait for it; a session's writes follow one another. An earlier checkpoint at `path` is
+        replaced in one step, once everything is on the disk: Note [Checkpoint folder] says what a killed process leaves.
 
-        An earlier checkpoint at `path` is replaced in one step, once everything is on the disk: Note [Checkpoint folder] says
-        what a process that is killed leaves. `dcp.load` and `dcp_to_torch_save` read it: "model" for `model.load_state_dict`,
-        "optimizer" for `optimizer.load_state_dict`, by the parameters' names (None where the session has none), "gradients" by
-        the parameters' names, "not_in_state_dict" (buffers that are not persistent), and "random": "host" for
-        `torch.set_rng_state`, "device" for `torch.cuda.set_rng_state`. Nothing of this package is needed to go on from it.
+        Training can continue from it without this package: `dcp.load` and `dcp_to_torch_save` read it. "model" is for
+        `model.load_state_dict`, "optimizer" for `optimizer.load_state_dict`, by the parameters' names (None if the session has
+        none). "gradients" is by the parameters' names, "not_in_state_dict" has the buffers that are not persistent. "random"
+        has "host" for `torch.set_rng_state` and "device" for `torch.cuda.set_rng_state`.
 
-        Raises `TypeError` for what is no path, `ValueError` for a path that is neither a checkpoint nor free and for a snapshot
-        that was released, and `OSError` where nothing can be written. What goes wrong later is raised by the handle's `wait`.
+        Raises `TypeError` if `path` is no path, and `ValueError` if it is neither a checkpoint nor free, or if the snapshot was
+        released. Raises `OSError` if nothing can be written there. The handle's `wait` raises later errors.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"snapshot.write(): expected the path of a folder, got {describe(path)}; pass a str or a Path")
@@ -157,28 +157,28 @@ class Snapshot:
             self._writes += 1
         try:
             return SnapshotWrite(folder, self.for_checkpoint, turn=self._turn, on_end=self._write_ended)
-        except BaseException:  # no thread was to be had
+        except BaseException:  # no thread could be started
             self._write_ended()
             raise
 
     def check_live(self, what: str) -> None:
-        """Raise `ValueError` for one that was released."""
+        """Raise `ValueError` if it was released."""
         if self._released:
             raise ValueError(f"{what}: expected a snapshot that holds its memory, got one that was released; take another")
 
-    # --- what restoring and writing ask
+    # --- calls of restoring and writing
 
     @property
     def last(self) -> Event:
-        """Event behind all device work on its memory."""
+        """Event after all device work on its memory."""
         return self._last
 
     def note_read(self, last: Event) -> None:
-        """Note that the device reads its memory until `last`, which is behind all earlier work on it."""
+        """Record that the device reads its memory until `last`, an event after all earlier work on it."""
         self._last = last
 
     def for_checkpoint(self) -> dict[str, Any]:
-        """What is written to a checkpoint, once the device is done with the copies. The tensors hold the memory."""
+        """Return the contents of a checkpoint, once the device is done with the copies. The tensors hold the memory."""
         self._last.synchronize()  # the copies that fill the blocks -> the host reads them
         optimizer = None if self.optimizer is None else self.optimizer.for_checkpoint()
         return {**self.model.for_checkpoint(), "optimizer": optimizer, "random": self.random.tensors()}
@@ -196,7 +196,7 @@ class Snapshot:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._free()  # nobody writes it: a write holds it
+            self._free()  # no write is running: a write holds it
 
     def __repr__(self) -> str:
         return f"<Snapshot of {format_size(self.nbytes)}{', released' if self._released else ''}>"
@@ -206,14 +206,14 @@ class Snapshot:
 
 
 class HostedParameters(Hosts, Protocol):
-    """Whoever swaps parameters and gradients."""
+    """Swapper of parameters and gradients."""
 
     def note_gradient(self, p: Tensor) -> None:
-        """Have the gradient of `p`, which is new, leave."""
+        """Send out the gradient of `p`, which is new."""
 
 
 class Snapshots:
-    """Snapshots of one session's model and optimizer. Not thread-safe; it is used between steps."""
+    """Snapshots of one session's model and optimizer. Not thread-safe; use it between steps."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Snapshots:
         parameters: HostedParameters | None = None,
         leave: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
-        """`leave(params)`: has the state of `params`, which is new, leave."""
+        """`leave(params)`: sends out the state of `params`, which is new."""
         self.latest: Snapshot | None = None
         self._home = Home(executor)
         pool = self._home.context.pool
@@ -236,8 +236,8 @@ class Snapshots:
         self._turn = threading.Lock()
 
     def take(self) -> Snapshot:
-        """Take a snapshot, in order on the compute stream; the host waits for what it copies itself. Raises
-        `HostMemoryExhausted`, with nothing left behind."""
+        """Take a snapshot, in order on the compute stream; the host waits for the copies that it makes itself. Raises
+        `HostMemoryExhausted`, with all copies released."""
         with torch._C.DisableTorchFunction():
             check_model(self._model, self._parameters)
         self._home.check_readable("the model for a snapshot", 0)
@@ -258,8 +258,8 @@ class Snapshots:
         return snapshot
 
     def _join_streams(self) -> Event:
-        """Order the streams, so that what any has written is read, and what any writes next comes after that. Returns an event
-        of the compute stream."""
+        """Order the streams: later reads see all earlier writes, and later writes come after them. Return an event of the
+        compute stream."""
         with self._home.entered() as compute:
             self._home.context.streams.join_all(compute)
             return compute.record()
@@ -270,13 +270,13 @@ class Snapshots:
             copy.block.release(after=last)
 
     def restore(self, snapshot: Snapshot | None) -> None:
-        """Restore `snapshot`, or the latest. Raises `TypeError` and `ValueError` before anything is changed;
-        `torch.OutOfMemoryError` where what is to be allocated finds no room: free some, and restore again."""
+        """Restore `snapshot`, or the latest. Raises `TypeError` and `ValueError` before any change, and
+        `torch.OutOfMemoryError` if an allocation finds no room: free some memory, and restore again."""
         snapshot = self._checked(snapshot)
         self._home.check_readable("the model, for a snapshot to be restored,", snapshot.nbytes)
         with self._home.entered() as compute:
             self._home.context.streams.join_all(compute)
-        snapshot.last.synchronize()  # the copies that fill the blocks -> the host, which may read them, and what it queues now
+        snapshot.last.synchronize()  # the copies that fill the blocks -> the host reads them, and its later copies
         try:
             snapshot.model.restore(self._copier, self._model, self._note_gradient)
             if snapshot.optimizer is not None and self._optimizer is not None:

@@ -1,4 +1,4 @@
-"""The state that an optimizer keeps for one parameter, some of it in host memory: a dict that brings back what is read.
+"""Optimizer state of one parameter, partly in host memory: a dict that brings back the tensors that are read.
 
 state = SwappedState(plain, home)
 state.leave()                          # tensors that may leave do: in the dict each is a `HostedTensor` from then on
@@ -31,30 +31,30 @@ _MISSING = object()
 
 
 class SwappedState(dict[Any, Any]):
-    """State of one parameter. To whoever reads it, a dict of tensors that never left; pickled and copied as a plain dict."""
+    """State of one parameter. Readers see a dict of tensors that never left; it is pickled and copied as a plain dict."""
 
     def __init__(self, plain: dict[Any, Any], home: StateHome) -> None:
         super().__init__(plain)
         self._home = home
         self._hosted: dict[Any, HostedTensor] = {}
-        """What left at least once, by key: it has a place on the host."""
+        """Tensors that left at least once, by key: each has a block on the host."""
         home.states[id(self)] = self
 
-    # --- what swapping asks
+    # --- calls of swapping
 
     @property
     def away_bytes(self) -> int:
-        """Bytes of the tensors that are not there to be read."""
+        """Bytes of the tensors that are away."""
         return sum(value.nbytes for value in dict.values(self) if isinstance(value, HostedTensor))
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of all tensors that may leave, wherever they are."""
+        """Bytes of all tensors that may leave, on the device or host."""
         return self.away_bytes + sum(movable_bytes(value, self._home) for value in dict.values(self))
 
     def end(self) -> int:
-        """Have all of it back for good, and give its host memory back. Returns the bytes for which the device has no memory:
-        they are in ordinary host memory from then on."""
+        """Bring all of it back for good, and free its host memory. Return the bytes for which the device has no memory: they
+        are in pageable host memory from then on."""
         with suppress(torch.OutOfMemoryError):
             self._back()
         on_host = self.away_bytes
@@ -65,16 +65,16 @@ class SwappedState(dict[Any, Any]):
         return on_host
 
     def leave(self) -> None:
-        """Queue the copies out of all tensors that may leave, under the executor's lock. What the host does not take stays."""
+        """Queue the copies out of all tensors that may leave, under the executor's lock. If the host is full they stay."""
         for key in list(dict.keys(self)):
             t = dict.pop(self, key)
-            # Others may hold it: what they have would be the state no longer, and freeing it would free nothing.
+            # Others may hold it: their tensor would no longer be the state, and freeing it would free no memory.
             alone = isinstance(t, Tensor) and movable_bytes(t, self._home) and holders(t) <= self._home.least_holders
             dict.__setitem__(self, key, self._out(key, t) if alone else t)
             del t
 
     def swap_in(self, compute: Stream) -> None:
-        """Queue the copies back of all that is away, under the executor's lock. Raises `torch.OutOfMemoryError` and
+        """Queue the copies back of all tensors that are away, under the executor's lock. Raises `torch.OutOfMemoryError` and
         `TransferFailed`."""
         for value in dict.values(self):
             if isinstance(value, HostedTensor):
@@ -82,8 +82,8 @@ class SwappedState(dict[Any, Any]):
                 self._home.note_on_device(value)
 
     def arrive(self, compute: Stream) -> None:
-        """Have all of it on the device, ready for `compute`, under the executor's lock. Raises as `swap_in` does; what came
-        back until then is there."""
+        """Bring all of it to the device, ready for `compute`, under the executor's lock. Raises as `swap_in` does; tensors that
+        came back before the error stay."""
         try:
             self.swap_in(compute)
         finally:
@@ -92,7 +92,7 @@ class SwappedState(dict[Any, Any]):
                     dict.__setitem__(self, key, value.tensor(compute))
 
     def _out(self, key: Any, t: Tensor) -> HostedTensor | Tensor:
-        """Queue the copy out of `t`. Returns what the dict has of it then: `t` where the host does not take it."""
+        """Queue the copy out of `t`. Return the new value for the dict: `t` if the host does not take it."""
         hosted, home = self._hosted.get(key), self._home
         if hosted is None or not hosted.has(t):
             hosted = HostedTensor(t, home.context.streams.current(), home.context, home.budget)
@@ -107,7 +107,7 @@ class SwappedState(dict[Any, Any]):
         home.budget.reclaim.add(hosted)
         return hosted
 
-    # --- what everybody else asks
+    # --- calls of all other code
 
     def _back(self) -> None:
         if any(isinstance(value, HostedTensor) for value in dict.values(self)):
@@ -123,7 +123,7 @@ class SwappedState(dict[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 - this is `get`
 
-    def __iter__(self) -> Iterator[Any]:  # with an `__iter__` of its own no reader in C takes the values as they are
+    def __iter__(self) -> Iterator[Any]:  # with its own `__iter__` no reader in C takes the raw values
         return super().__iter__()
 
     def values(self) -> Any:
@@ -180,7 +180,7 @@ class SwappedState(dict[Any, Any]):
 
 
 def movable_bytes(value: object, home: StateHome) -> int:
-    """Bytes of a tensor on the device that may leave; 0: it is none, or it is small, or a view."""
+    """Bytes of a tensor on the device that may leave; 0 for any other value, a small tensor or a view."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
         return 0
     nbytes = value.untyped_storage().nbytes()
@@ -189,19 +189,19 @@ def movable_bytes(value: object, home: StateHome) -> int:
 
 
 def holders(t: Tensor) -> tuple[int, int]:
-    """Numbers of the references to `t`, the caller's and this function's among them, and of what holds its storage."""
+    """Count the references to `t`, including the caller's and this function's, and the users of its storage."""
     storage = t.untyped_storage()
     return sys.getrefcount(t), torch._C._storage_Use_Count(storage._cdata)
 
 
 def least_holders() -> tuple[int, int]:
-    """`holders` of a tensor that the caller alone holds, by one reference. Measured: Pythons differ."""
+    """`holders` of a tensor that only the caller holds, by one reference. Measured, because Python versions differ."""
     with torch._C._DisableTorchDispatch():
         alone = torch.empty(1)
     return holders(alone)
 
 
-# --- Home of the swapped state of one session, and how large a tensor has to be to leave
+# --- Home of the swapped state of one session, and the minimum size of a tensor to leave
 
 
 class StateHome(Home):
@@ -212,26 +212,26 @@ class StateHome(Home):
         self.min_bytes = min_bytes
         self.least_holders = least_holders()
         self.states: weakref.WeakValueDictionary[int, SwappedState] = weakref.WeakValueDictionary()
-        """All swapped state there is, by id: the optimizer's, and what is left of it in a `state_dict` that somebody holds."""
+        """All swapped states by id: the optimizer's, and those that a `state_dict` still holds."""
         self._came_back: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         """Storages that state came back into, by id."""
 
     def is_state(self, storage: torch.UntypedStorage) -> bool:
-        """Whether state came back into `storage`, to leave again: it is in no plan."""
+        """True if state came back into `storage`, to leave again: it is in no plan."""
         return self._came_back.get(id(storage)) is storage
 
     def note_on_device(self, hosted: HostedTensor) -> None:
-        """Note the memory into which `hosted` comes back, if it does."""
+        """Record the memory into which `hosted` comes back, if it does."""
         if (storage := hosted.storage) is not None:
             self._came_back[id(storage)] = storage
 
     def note_leaving(self, hosted: HostedTensor) -> None:
-        """Note that `hosted` leaves: a step that is recorded has it until now, as later ones will."""
+        """Record that `hosted` leaves: in a recorded step it is there until now, as in later steps."""
         if (storage := hosted.storage) is not None:
             self.recording.hide(storage)
 
     def bring_back(self, state: SwappedState) -> None:
-        """Have all of `state` on the device, as somebody reads it. Raises `torch.OutOfMemoryError`, and as `check_readable`."""
+        """Bring `state` to the device for a read. Raises `torch.OutOfMemoryError` and the errors of `check_readable`."""
         self.check_readable("optimizer state", state.away_bytes)
         with self.entered() as compute:
             state.arrive(compute)

@@ -1,13 +1,13 @@
-"""Copies of tensors on the host, taken and put back wherever each tensor is at that moment: on the device, or away on the host.
+"""Copies of tensors in host memory, taken from and put back to the place of each tensor: the device, or the host if it is away.
 
     copy = copier.copy(t)              # queued on compute, or done by the host
     copier.put_back(copy, t)           # in place
     t = copier.made_from(copy)         # a new one
     copy.host_tensor()                 # for a checkpoint
 
-Note [Snapshot]: copies between the device and a snapshot run on the compute stream, in order after what wrote the tensor and
-before what writes it next. Anybody may write a parameter between two steps, and nothing would tell: so compute does not go on
-beside such a copy. The host does, and waits for it before it reads the block.
+Note [Snapshot]: copies between the device and a snapshot run on the compute stream, after the tensor's last write and before
+its next. Any code may write a parameter between two steps without notice, so compute does not run during such a copy. The host
+runs on, and waits for the copy before it reads the block.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from chameleon_mm.pool.block import BlockView, PinnedBlock, as_tensor
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.state.hosted import Home, Hosted, HostedStorage, HostedTensor
 
-# --- Bytes of a tensor, side by side, as they are to be copied and compared
+# --- Contiguous bytes of a tensor, for copies and comparisons
 
 
 def dense_bytes(t: Tensor) -> Tensor | None:
-    """A flat uint8 tensor over the bytes of `t`, with a version counter of its own.
+    """Return a flat uint8 tensor over the bytes of `t`, with its own version counter.
 
-    None where they are not all there is to it: it has gaps or overlaps, wraps others, is lazily conjugated, is no strided one.
+    None if `t` is more than those bytes: it has gaps or overlaps, wraps others, is lazily conjugated, or is not strided.
     """
-    # A parameter's `.grad` and what `register_buffer` takes are plain, or of a subclass that may be anything.
+    # A parameter's `.grad` and registered buffers are plain tensors, or of any subclass.
     if type(t) is not Tensor or not is_plain(t) or not is_dense(t.shape, t.stride()):
         return None
     size = t.element_size()
@@ -45,14 +45,14 @@ def dense_bytes(t: Tensor) -> Tensor | None:
 
 
 def is_plain(t: Tensor) -> bool:
-    """Whether the elements of `t` are what lies in its storage, by its strides."""
+    """True if the elements of `t` lie in its storage, by its strides."""
     if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
         return False
     return not (t.is_conj() or t.is_neg())
 
 
 def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """Whether each element has memory of its own, without gaps. So it is where there is none."""
+    """True if each element has its own memory, without gaps; also if there are no elements."""
     shape = tuple(shape)
     if 0 in shape:
         return True
@@ -79,7 +79,7 @@ class Form(NamedTuple):
 
 
 def form_of(t: Tensor | HostedTensor) -> Form:
-    """The form of a tensor, which may be away."""
+    """Form of a tensor, which may be away."""
     if isinstance(t, HostedTensor):
         shape, stride, dtype, _ = t.form
         return Form(tuple(shape), tuple(stride), dtype)
@@ -87,20 +87,20 @@ def form_of(t: Tensor | HostedTensor) -> Form:
 
 
 def is_copyable(t: object) -> TypeGuard[Tensor | HostedTensor]:
-    """Whether a tensor is elements in memory, and nothing else, so that a `TensorCopy` can stand for it."""
+    """True if a tensor is only elements in memory, so that a `TensorCopy` can represent it."""
     if isinstance(t, HostedTensor):
         return True
     return isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and not t.is_meta and is_plain(t)
 
 
 class Hosts(Protocol):
-    """Whoever may have parameters and gradients in host memory."""
+    """Swapper that may have parameters and gradients in host memory."""
 
     def find(self, t: Tensor) -> HostedStorage | None:
         """Find the entry of the storage that `t` lies in; None: it never leaves."""
 
     def use(self, entries: list[HostedStorage], what: str) -> None:
-        """Have `entries` on the device."""
+        """Bring `entries` to the device."""
 
 
 class TensorCopy:
@@ -112,11 +112,11 @@ class TensorCopy:
         self.form, self.device, self.block = form, device, block
         self.nbytes = block.nbytes
         self.stride = form.stride if is_dense(form.shape, form.stride) else _contiguous(form.shape)
-        """Strides in the block: the tensor's own where it has no gaps."""
+        """Strides in the block: the tensor's own if it has no gaps."""
 
     def host_tensor(self) -> Tensor:
-        """The copy as a tensor with a storage of its own over the block's memory. Whatever fills the block must be done, and
-        whoever releases it waits for whoever reads this: saving leaves cycles, so its end tells nothing."""
+        """Return the copy, which must be complete, as a tensor with its own storage over the block's memory. Release the block
+        only after all readers are done: saving leaves reference cycles, so lifetimes do not show it."""
         if not self.nbytes:
             return torch.empty_strided(self.form.shape, self.stride, dtype=self.form.dtype)
         view = BlockView(self.block, self.block.buffer.data_ptr(), self.nbytes)
@@ -134,14 +134,14 @@ def _contiguous(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 class _OddTensor(NamedTuple):
-    """Tensor of another kind, such as a sparse one, or one inside of other values: in ordinary host memory."""
+    """Tensor of another kind, such as a sparse one, or one inside other values: in pageable host memory."""
 
     copy: Tensor
     device: torch.device
 
 
 def value_to_host(value: Any) -> Any:
-    """Copy of any value, with its tensors in ordinary host memory. The host waits for those."""
+    """Copy any value, with its tensors in pageable host memory. The host waits for those."""
 
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -152,12 +152,12 @@ def value_to_host(value: Any) -> Any:
 
 
 def value_for_checkpoint(value: Any) -> Any:
-    """A value of `value_to_host` as it is written to a checkpoint."""
+    """Return a value of `value_to_host` in the form for a checkpoint."""
     return _map_odd(lambda odd: odd.copy, value)
 
 
 def value_from_host(value: Any, current: Any = None) -> Any:
-    """What `value_to_host` was given, as a new value; in `current`, where that is a tensor like it."""
+    """Return the value given to `value_to_host`, as a new value; written to `current` if that is a tensor like it."""
     if isinstance(value, _OddTensor) and isinstance(current, Tensor) and _alike(value, current):
         current.copy_(value.copy)
         return current
@@ -180,15 +180,15 @@ def _map_odd(change: Any, value: Any) -> Any:
 class Copier:
     """Copies the tensors of one session to the host and back, one at a time.
 
-    It is used inside of `torch._C.DisableTorchFunction()`, so that nobody who watches torch's functions brings back what they
-    are given, and of `torch.no_grad()`.
+    Use it inside `torch._C.DisableTorchFunction()`, so that torch function modes do not bring its arguments back to the device,
+    and inside `torch.no_grad()`.
     """
 
     def __init__(self, home: Home, pool: PinnedPool, hosts: Hosts | None) -> None:
         self._home, self._pool, self._hosts = home, pool, hosts
 
     def copy(self, t: Tensor | HostedTensor) -> TensorCopy:
-        """Copy `t`. Raises `HostMemoryExhausted` where there is no host memory of either kind."""
+        """Copy `t`. Raises `HostMemoryExhausted` if there is neither pinned nor pageable host memory."""
         form = form_of(t)
         nbytes = form.dtype.itemsize * prod(form.shape)
         hosted, start = self._place(t)
@@ -209,7 +209,7 @@ class Copier:
             return copy
 
     def put_back(self, copy: TensorCopy, t: Tensor | HostedTensor) -> None:
-        """Write what `copy` holds to `t`, which has its form. The copy must be complete, to the host."""
+        """Write the contents of `copy` to `t`, which has its form. The host must have seen the copy complete."""
         hosted, start = self._place(t)
         with self._home.entered() as compute:
             self._put_back(copy, t, hosted, start, compute)
@@ -226,18 +226,18 @@ class Copier:
         destination = dense_bytes(t.detach())
         if destination is not None and self._home.device.owns(t):
             compute.copy(destination, copy.block.buffer)
-        elif 0 not in t.stride():  # one that repeats its elements can be written by nobody
+        elif 0 not in t.stride():  # one that repeats its elements cannot be written
             t.detach().copy_(_typed(copy))
 
     def made_from(self, copy: TensorCopy) -> Tensor:
-        """A new tensor like the one that was copied. Raises `torch.OutOfMemoryError`."""
+        """Return a new tensor with the form and contents of `copy`. Raises `torch.OutOfMemoryError`."""
         form, stride = copy.form, copy.stride
         t = self._home.budget.retry(lambda: torch.empty_strided(form.shape, stride, dtype=form.dtype, device=copy.device))
         self.put_back(copy, t)
         return t
 
     def _place(self, t: Tensor | HostedTensor) -> tuple[Hosted | None, int]:
-        """What may have `t` on the host, and the byte of it at which `t` begins; None: it is where its memory is."""
+        """Return the owner of `t`'s host copy and the byte in it at which `t` begins; None: `t` is in its own memory."""
         if isinstance(t, HostedTensor):
             return t, t.start_byte
         entry = None if self._hosts is None else self._hosts.find(t)
@@ -256,5 +256,5 @@ class Copier:
 
 
 def _typed(copy: TensorCopy) -> Tensor:
-    """The block as a tensor of the copy's form. It does not hold the block."""
+    """Return the block as a tensor of the copy's form. It does not hold the block."""
     return copy.block.buffer.view(copy.form.dtype).as_strided(copy.form.shape, copy.stride)

@@ -3,9 +3,9 @@
 copied = OptimizerCopy(optimizer, model)
 copied.take(copier, optimizer)
 copied.difference(optimizer, model) -> text or None
-copied.restore(copier, optimizer, leave)        # `leave(params)`: state of theirs is new, and may leave the device
+copied.restore(copier, optimizer, leave)        # `leave(params)`: their state is new, and may leave the device
 
-State is read and written as it lies in its dicts, past what brings it back to the device for its readers.
+State is read and written directly in its dicts, without the methods that bring it back to the device for readers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from chameleon_mm.state.tensor_copy import (
     value_to_host,
 )
 
-# --- Copy of a model on the host: parameters, buffers, gradients that exist, and which of them `state_dict` names how
+# --- Copy of a model on the host: parameters, buffers, gradients that exist, and their names in `state_dict`
 
 
 def check_model(model: nn.Module, hosts: Hosts | None) -> None:
-    """Raise `ValueError` where a parameter or buffer is more than elements in memory, or has none."""
+    """Raise `ValueError` if a parameter or buffer is more than elements in memory, or has no memory."""
     for name, t in _named_tensors(model):
         if not is_copyable(t):
             problem = f"{type(t).__name__} ({t.layout}) for {name}"
@@ -48,7 +48,7 @@ def check_model(model: nn.Module, hosts: Hosts | None) -> None:
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Whether the storage of `t` reaches to the last element."""
+    """True if the storage of `t` reaches to the last element."""
     last = t.storage_offset() + sum((length - 1) * stride for length, stride in zip(t.shape, t.stride(), strict=True))
     return not t.numel() or t.untyped_storage().nbytes() >= (last + 1) * t.element_size()
 
@@ -64,15 +64,15 @@ class ModelCopy:
     def __init__(self) -> None:
         self.copies: list[TensorCopy] = []
         self._tensors: dict[str, TensorCopy] = {}
-        """Parameters and buffers, by each name that they have."""
+        """Parameters and buffers, by each of their names."""
         self._gradients: dict[str, Any] = {}
-        """Gradients by the first name of their parameters: a copy, or what `value_to_host` made of another kind."""
+        """Gradients by the first name of their parameters: a copy, or the result of `value_to_host` for another kind."""
         self._layout: dict[str, Any] = {}
-        """What `state_dict` gave: a copy, or what `value_to_host` made of anything else."""
+        """Result of `state_dict`: for each name a copy, or the result of `value_to_host` for any other value."""
 
     def take(self, copier: Copier, model: nn.Module) -> None:
         """Copy `model`. Raises `HostMemoryExhausted`."""
-        layout = model.state_dict(keep_vars=True)  # hooks of the model's run as ever: what they read comes back
+        layout = model.state_dict(keep_vars=True)  # hooks of the model run as usual: the tensors that they read come back
         seen: dict[int, TensorCopy] = {}
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for name, t in _named_tensors(model):
@@ -84,7 +84,7 @@ class ModelCopy:
                 if gradient is not None:
                     copied = self._copy(copier, gradient) if is_copyable(gradient) else value_to_host(gradient)
                     self._gradients[name] = copied
-        with torch.no_grad():  # what hooks made may be views of what is away: whoever watches brings it back
+        with torch.no_grad():  # tensors made by hooks may be views of storages that are away: the watch brings them back
             for name, value in layout.items():
                 self._layout[name] = seen[id(value)] if id(value) in seen else value_to_host(value)
 
@@ -94,7 +94,7 @@ class ModelCopy:
         return copy
 
     def difference(self, model: nn.Module) -> str | None:
-        """Text of the first thing in which the model that was copied differs from `model`; None: it may be restored there."""
+        """Return the first difference between the copied model and `model`, as text; None: it may be restored there."""
         with torch._C.DisableTorchFunction():
             here = dict(_named_tensors(model))
             missing = next((name for name in here if name not in self._tensors), None)
@@ -109,7 +109,7 @@ class ModelCopy:
         return None
 
     def restore(self, copier: Copier, model: nn.Module, note_gradient: Callable[[Tensor], None]) -> None:
-        """Write everything back, in place. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
+        """Restore everything in place. Raises `torch.OutOfMemoryError` if a gradient finds no room."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for name, p in model.named_parameters():
                 if name not in self._gradients:
@@ -134,7 +134,7 @@ class ModelCopy:
             copier.put_back(copied, gradient)
         else:
             del gradient
-            p.grad = None  # what was made of it makes room
+            p.grad = None  # freeing the current gradient makes room
             p.grad = copier.made_from(copied)
 
     def for_checkpoint(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class OptimizerCopy:
             {key: value_to_host(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         self._state: dict[Any, dict[Any, Any]] = {}
-        """By the number of the parameter, counted through the groups, or by the key itself where it is no parameter."""
+        """State by the number of the parameter, counted through the groups, or by the key itself if it is no parameter."""
 
     def take(self, copier: Copier, optimizer: torch.optim.Optimizer) -> None:
         """Copy the state. Raises `HostMemoryExhausted`."""
@@ -184,7 +184,7 @@ class OptimizerCopy:
                         copied[name] = value_to_host(value)
 
     def difference(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
-        """Text of the first thing in which the optimizer that was copied differs from `optimizer`, of `model`; None: it may be
+        """Return the first difference between the copied optimizer and `optimizer`, of `model`, as text; None: it may be
         restored there."""
         if (kind := type(optimizer).__name__) != self._kind:
             return f"got one of the optimizer {self._kind}, here {kind}"
@@ -197,8 +197,8 @@ class OptimizerCopy:
         return None
 
     def restore(self, copier: Copier, optimizer: torch.optim.Optimizer, leave: Callable[[list[Tensor]], None]) -> None:
-        """Write everything back, in place, remove the state that is newer, and make what is gone. Raises
-        `torch.OutOfMemoryError` where that finds no room."""
+        """Restore everything in place, remove newer state, and make tensors that are gone. Raises `torch.OutOfMemoryError` if
+        those find no room."""
         numbers = _numbers(optimizer)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for group, copied in zip(optimizer.param_groups, self._groups, strict=True):
@@ -219,7 +219,7 @@ class OptimizerCopy:
 
     @staticmethod
     def _restore_state(copier: Copier, state: dict[Any, Any], copied: dict[Any, Any]) -> bool:
-        """Restore the state of one parameter. Returns whether a tensor had to be made."""
+        """Restore the state of one parameter. Return True if a tensor had to be made."""
         made = False
         for name in [name for name in dict.keys(state) if name not in copied]:
             dict.__delitem__(state, name)
@@ -237,10 +237,10 @@ class OptimizerCopy:
         return made
 
     def for_checkpoint(self) -> dict[str, Any]:
-        """The entry of a checkpoint: plain tensors that hold the blocks.
+        """Return the optimizer's entry of a checkpoint: plain tensors that hold the blocks.
 
-        It is a `state_dict` with names in place of the numbers of parameters, as torch's `get_optimizer_state_dict` makes: a
-        checkpoint turns keys into text, and `load_state_dict` would find no state of a parameter "0".
+        It is a `state_dict` with names in place of parameter numbers, as torch's `get_optimizer_state_dict` makes. A checkpoint
+        turns keys into text, so `load_state_dict` would find no state of a parameter "0".
         """
         names = [name for params in self._params for name in params]
         names = [f"parameter {number}" if name is None else name for number, name in enumerate(names)]
@@ -261,7 +261,7 @@ class OptimizerCopy:
 
 
 def _params_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str | None]]:
-    """Names in the model of the parameters of each group; None for one of somebody else's."""
+    """Names in the model of the parameters of each group; None for a parameter that is not the model's."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 

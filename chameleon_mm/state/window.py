@@ -1,12 +1,12 @@
-"""Keeps parameters and gradients within their share of device memory: what is used is there, what is used last leaves first.
+"""Keeps parameters and gradients within their share of device memory: used ones are there, those used next leave last.
 
     window = Window(home, limit_bytes=..., first_guess=keys)
     entry = window.add(p, key, is_gradient=False)      # on the device, and counted
-    window.use([entry, ...])                           # on the device now, ready for compute; the next ones begin to come back
-    window.send_out([entry, ...])                      # copies out are queued; the memory goes when it is needed
+    window.use([entry, ...])                           # on the device now, ready for compute; the next ones are prefetched
+    window.send_out([entry, ...])                      # copies out are queued; the memory is freed when it is needed
 
-Which leaves is decided by the order of uses in the step before (Belady's rule: the one whose next use is furthest), among those
-whose leaving makes nobody wait where there are such.
+Storages that can leave without a wait go first. Among them the order of uses in the previous step decides: the one whose next
+use is furthest leaves (Belady's rule).
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.state.hosted import Home, HostedStorage, Where
 
-# --- Sequence in which a step uses what may be away, learned from the step before: what comes next, and when each is used
-# again
+# --- Sequence in which a step uses storages that may be away, learned from the previous step: next uses and their distances
 #
-# The sequence of a step that completed is the guess for the next one. A use that is not where the guess has it moves the place
-# to its next occurrence; one that is nowhere moves nothing. A wrong guess costs time, nothing else.
+# The sequence of a completed step is the guess for the next one. A use that differs from the guess moves the position to its
+# next occurrence; an unknown use does not move it. A wrong guess costs only time.
 
 UNKNOWN = 1 << 30
-"""Distance of what no step is known to use."""
+"""Distance of a key that no step is known to use."""
 
 
 class UseSequence:
@@ -48,17 +47,17 @@ class UseSequence:
         self._expect(list(first_guess))
 
     def begin_step(self) -> None:
-        """Begin a step: what is used from now on is learned."""
+        """Begin a step and learn its uses."""
         self._at, self._seen, self._in_step, self._latest = 0, [], True, None
 
     def end_step(self, *, completed: bool) -> None:
-        """End the step; the next is expected to be as this one if it `completed`."""
+        """End the step; if it `completed`, it is the guess for the next one."""
         self._in_step, self._at, self._latest = False, 0, None
         if completed and self._seen:
             self._expect(self._seen)
 
     def note(self, key: int) -> bool:
-        """Note that `key` is used. Returns whether that is another use than the one before."""
+        """Record a use of `key`. Return True if it differs from the previous use."""
         if key == self._latest:
             return False
         self._latest = key
@@ -71,7 +70,7 @@ class UseSequence:
         return True
 
     def distance(self, key: int) -> int:
-        """Number of uses from now to that of `key`; `UNKNOWN` where no step is known to use it."""
+        """Number of uses from now to that of `key`; `UNKNOWN` if no step is known to use it."""
         places = self._places.get(key)
         if not places:
             return UNKNOWN
@@ -79,7 +78,7 @@ class UseSequence:
         return places[at] - self._at if at < len(places) else len(self._expected) - self._at + places[0]
 
     def upcoming(self) -> Iterator[int]:
-        """The keys that are used next, each once: those of the rest of this step, then those of the next one."""
+        """Yield the keys that are used next, each once: those of the rest of this step, then those of the next one."""
         found: set[int] = set()
         for key in (*self._expected[self._at :], *self._expected[: self._at]):
             if key not in found:
@@ -99,28 +98,27 @@ class UseSequence:
 _log = logging.getLogger(__name__)
 
 NEXT_USES = 4
-"""Keys used next that leave only where nothing else can, as they would have to come back at once: a layer's weight and bias,
-and the next one's. Not measured."""
+"""Number of next keys that leave only if nothing else can, as they would have to come back at once: a layer's weight and bias,
+and the next layer's. Not measured."""
 
 MOST_AHEAD = 32
-"""Keys used next that are looked at for prefetches, so that a use costs the host the same in any model. Not
-measured."""
+"""Number of next keys to consider for prefetches, so that a use costs the host the same in any model. Not measured."""
 
 AHEAD_SHARE = 0.5
-"""Share of the limit that prefetched storages may take before they are used: what is in use has as much. Not measured."""
+"""Share of the limit that prefetched storages may take before their use, so that storages in use have as much. Not measured."""
 
 
 class Window:
-    """Storages that share `limit_bytes` of device memory. Not thread-safe: the executor's lock is held, but for `settle`."""
+    """Storages that share `limit_bytes` of device memory. Not thread-safe: hold the executor's lock, except for `settle`."""
 
     def __init__(self, home: Home, *, limit_bytes: int, first_guess: Iterable[int], note_taken: Callable[[int], None]) -> None:
-        """`first_guess`: keys in the order in which the first step will probably use them. `note_taken(nbytes)` is told of all
-        memory that it allocates."""
+        """`first_guess`: keys in the order in which the first step will probably use them. `note_taken(nbytes)` is called for
+        all memory that it allocates."""
         self._home = home
         self._note_taken = note_taken
         self.limit_bytes = limit_bytes
         self._counted_bytes = limit_bytes
-        """Limit that it began with: traces count it, so readings of memory do, whatever the limit is now."""
+        """Initial limit: traces count it, so readings of memory do too, even if the limit has changed."""
         self.sequence = UseSequence(first_guess)
         self._entries: dict[int, HostedStorage] = {}
         """Entries by the id of their storage."""
@@ -129,9 +127,9 @@ class Window:
         self._deaths: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
         self._node: object = None
         self._of_node: list[HostedStorage] = []
-        """Entries that an operator of autograd's, `_node`, was given: it runs once it has all, and past any watch."""
+        """Entries used by the autograd node that runs now, `_node`: it needs all of them at once, and no watch sees it run."""
 
-    # --- what there is
+    # --- contents
 
     @property
     def resident_bytes(self) -> int:
@@ -140,11 +138,11 @@ class Window:
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes to count for its storages: the limit that it began with, and what they have beyond their limit."""
+        """Bytes to count for its storages: the initial limit, and their excess over the current limit."""
         return self._counted_bytes + max(0, self.resident_bytes - self.limit_bytes)
 
     def beside_bytes(self, hbm_budget_bytes: int, limit_bytes: int) -> int:
-        """Budget for whoever counts the window as `charged_bytes` does, where its limit is `limit_bytes`."""
+        """Budget for a user that counts the window as `charged_bytes`, if the window's limit is `limit_bytes`."""
         return hbm_budget_bytes - limit_bytes + self._counted_bytes
 
     @property
@@ -154,12 +152,12 @@ class Window:
         return list(self._entries.values())
 
     def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
-        """Find the entry of a storage. Keyed by the object, compared by a weak reference: ids are recycled."""
+        """Find the entry of a storage. Keyed by the object's id, compared by a weak reference: ids are recycled."""
         entry = self._entries.get(id(storage))
         return entry if entry is not None and entry.ref() is storage else None
 
     def add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
-        """Add the storage of `t`, which is on the device, and which the window does not have."""
+        """Add the storage of `t`, which is on the device and not in the window."""
         self.settle()
         number = id(t.untyped_storage())
         entry = HostedStorage(
@@ -185,14 +183,14 @@ class Window:
                 self.remove(entry, number)
 
     def clear(self) -> None:
-        """Forget all entries, and with them their memory on the host: what they were over is where it is now."""
+        """Forget all entries and free their host memory: their storages stay in their current place."""
         self._entries.clear()
         self._by_key.clear()
         self.leave_node()
         self._resident_bytes = 0
 
     def remove(self, entry: HostedStorage, number: int) -> None:
-        """Forget an entry: what it has on the device is no longer counted."""
+        """Forget an entry: its device memory is no longer counted."""
         del self._entries[number]
         if self._by_key.get(entry.key) is entry:
             del self._by_key[entry.key]
@@ -206,18 +204,18 @@ class Window:
     # --- use
 
     def use_by(self, node: object, entry: HostedStorage) -> None:
-        """Have `entry` on the device for the operator of autograd's that runs now, beside what it was given already."""
+        """Bring `entry` to the device for the autograd node that runs now, together with the node's earlier inputs."""
         if node is not self._node:
             self._node, self._of_node = node, []
         self._of_node.append(entry)
         self.use(self._of_node)
 
     def leave_node(self) -> None:
-        """Note that no operator of autograd's runs any more."""
+        """Record that no autograd node runs now."""
         self._node, self._of_node = None, []
 
     def use(self, entries: Sequence[HostedStorage]) -> None:
-        """Have `entries` on the device, ready for compute. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
+        """Bring `entries` to the device, ready for compute. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
         is_new = False
         for entry in entries:
             is_new = self.sequence.note(entry.key) or is_new
@@ -234,7 +232,7 @@ class Window:
         self.prefetch(compute, keep=entries)
 
     def send_out(self, entries: Iterable[HostedStorage]) -> None:
-        """Queue the copies out of `entries`, as far as the host takes them, where not everything fits. They are on the device
+        """Queue the copies out of `entries`, if not everything fits and as far as the host takes them. They stay on the device
         until their memory is needed."""
         if self._fits_whole():
             return
@@ -248,12 +246,12 @@ class Window:
         return sum(entry.charged_bytes for entry in self._entries.values()) <= self.limit_bytes
 
     def make_room(self, nbytes: int, *, keep: Collection[HostedStorage]) -> None:
-        """Free what is used last until `nbytes` more fit, or nothing is left but `keep`."""
+        """Free storages, first those with the furthest next use, until `nbytes` more fit or only `keep` is left."""
         self.settle()
         kept = {id(entry) for entry in (*keep, *self._of_node)}
         near = set(islice(self.sequence.upcoming(), NEXT_USES))
         while self._resident_bytes + nbytes > self.limit_bytes:
-            self.settle()  # the last one freed may have been the last that somebody held
+            self.settle()  # the last one freed may have lost its last reference
             choices = [
                 entry
                 for entry in self._entries.values()
@@ -266,7 +264,8 @@ class Window:
             )
 
     def _cost(self, entry: HostedStorage) -> int:
-        """Rank of what its leaving costs now: nothing, a wait for a copy that is on its way, a whole copy."""
+        """Rank of the cost of its leaving now: 0 none, 1 wait for a running copy out, 2 a whole copy, 3 it is just coming
+        back."""
         if entry.where is Where.COMING:
             return 3
         if entry.where is Where.LEAVING:
@@ -275,12 +274,12 @@ class Window:
         return 0 if entry.host_is_current else 2
 
     def free(self, entry: HostedStorage) -> None:
-        """Free the device memory of `entry`, behind a copy out where one is needed. What may not be resized stays."""
+        """Free the device memory of `entry`, after a copy out if one is needed. A storage that cannot be resized stays."""
         compute = self._home.context.streams.current()
         entry.arrive(compute)
-        if entry.ref() is None:  # nobody waited for it any more: it went as it arrived
+        if entry.ref() is None:  # it died when its arrival dropped the last reference
             return
-        if not entry.is_resizable:  # somebody has its memory, as an array of NumPy's
+        if not entry.is_resizable:  # other code uses its memory, for example a NumPy array
             entry.swap_in(compute)
             entry.is_refused = True
             return
@@ -299,7 +298,7 @@ class Window:
             _log.warning("chameleon_mm: %s of %d bytes stay on the device: %s", entry.what, entry.nbytes, str(refusal))
 
     def prefetch(self, compute: Stream, *, keep: Collection[HostedStorage]) -> None:
-        """Queue the copies back of what is used next, into memory that is free or is freed without a wait."""
+        """Queue the copies back of the next keys, into memory that is free or can be freed without a wait."""
         self.settle()
         ahead_bytes = sum(entry.charged_bytes for entry in self._entries.values() if entry.where is Where.COMING)
         for key in islice(self.sequence.upcoming(), MOST_AHEAD):
@@ -311,15 +310,15 @@ class Window:
                 return
             try:
                 entry.swap_in(compute)
-            except (torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+            except (torch.OutOfMemoryError, TransferFailed):  # not needed yet
                 return
 
     def _room_was_made_for(self, wanted: HostedStorage, keep: Collection[HostedStorage]) -> bool:
-        """Free without a wait what is used later than `wanted`, until that fits. Returns whether it does."""
+        """Free, without a wait, storages used later than `wanted`, until it fits. Return True if it does."""
         until = self.sequence.distance(wanted.key)
         kept = {id(entry) for entry in (*keep, *self._of_node)}
         while self._resident_bytes + wanted.charged_bytes > self.limit_bytes:
-            self.settle()  # the last one freed may have been the last that somebody held
+            self.settle()  # the last one freed may have lost its last reference
             choices = [
                 (distance, entry)
                 for entry in self._entries.values()
@@ -335,28 +334,27 @@ class Window:
         return True
 
 
-# --- Memory of a device as an executor sees it beside a window: what lies in the window counts as all that is set aside for
-# it
+# --- Device memory as an executor sees it next to a window: the window counts as all the memory set aside for it.
 #
-# So what comes and goes in the window is no growth of the model to whoever reads memory, and takes nothing from what is
-# planned.
+# So storages that come and go in the window are no growth of the model for readers of memory, and take nothing from the plan's
+# share.
 
 
 class DeviceBesideWindow:
-    """A device whose readings of memory count a window at its full size. All else is the device's own."""
+    """A device whose memory readings count a window at its full size. All else is the device's own."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._window: Callable[[], Window | None] = lambda: None
         self._taken_bytes = 0
-        """Bytes that the window has allocated in all."""
+        """Total bytes that the window has allocated."""
 
     def set_window(self, window: Callable[[], Window | None]) -> None:
         """Count a window from now on, for as long as `window()` returns it."""
         self._window = window
 
     def note_taken(self, nbytes: int) -> None:
-        """Note memory that the window has allocated."""
+        """Record memory that the window has allocated."""
         self._taken_bytes += nbytes
 
     def allocated_bytes(self) -> int:
@@ -364,7 +362,7 @@ class DeviceBesideWindow:
         return self._device.allocated_bytes() + self._beside()
 
     def read_memory(self) -> MemoryReading:
-        """Read memory as `Device.read_memory` does, with the window at its full size, and without what it allocates."""
+        """Read memory as `Device.read_memory` does, with the window at its full size, and without its allocations."""
         now, unused = self._device.read_memory(), self._beside()
         return MemoryReading(now.allocated_bytes + unused, now.cumulative_bytes - self._taken_bytes, now.peak_bytes, unused)
 
@@ -377,6 +375,6 @@ class DeviceBesideWindow:
 
 
 def beside_window(device: Device) -> tuple[Device, DeviceBesideWindow]:
-    """A device beside a window that is set later, as the protocol has it and as what it is."""
+    """Return a device that counts a window, which is set later: once as the protocol, once as its own type."""
     beside = DeviceBesideWindow(device)
     return cast(Device, beside), beside

@@ -95,7 +95,7 @@ def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def from_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("call_watch", "call_notes"):
+    for module in ("calls", "call_notes"):
         monkeypatch.setattr(f"chameleon_mm.record.{module}.generator_of", lambda args, kwargs: torch.default_generator)
 
 

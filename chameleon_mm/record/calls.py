@@ -432,9 +432,9 @@ class _Opaque(Exception):
 class CallWatch(StepMode):
     """Note calls on one thread. `before_write` is called before an operator writes to a value that others are recomputed from.
 
-    Operators run unchanged. But under any dispatch mode autograd computes a few gradients by another formula. So leave the mode
-    before the backward of such an operator begins: then `must_leave` is True. Calls in a backward, under a tracer, in a
-    captured graph and in a forked child are not noted. Not thread-safe.
+    Operators run unchanged. But under any dispatch mode autograd computes a few gradients by another formula. `must_leave` is
+    True after such an operator: leave the mode before its backward begins. Calls in a backward, under a tracer, in a captured
+    graph and in a forked child are not noted. Not thread-safe.
     """
 
     def __init__(

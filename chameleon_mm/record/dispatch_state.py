@@ -10,9 +10,9 @@ is_on(mode), leave(mode), remove(mode)  -> a mode on this thread's stack, found 
 StepMode                     -> base of the modes that are on for a part of a step
 has_other_formula(call)      -> True: the mode must be left before the backward of this call begins
 
-While any dispatch mode is on, torch computes the gradient of some operators by another formula, which rounds differently. It
-avoids in-place writes and data-dependent shapes (`isTensorSubclassLike` in torch's FunctionsManual.cpp). `tests/test_op_db.py`
-finds these operators: it runs all of torch's operator samples under a mode that does nothing.
+While any dispatch mode is on, torch computes the gradient of some operators by another formula, which rounds differently. That
+formula avoids in-place writes and data-dependent shapes (`isTensorSubclassLike` in torch's FunctionsManual.cpp).
+`tests/test_op_db.py` finds these operators: it runs all of torch's operator samples under a mode that does nothing.
 """
 
 from __future__ import annotations

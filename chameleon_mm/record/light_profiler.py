@@ -265,7 +265,7 @@ class LightProfiler:
             feature = (type(t), t.shape, t.dtype, number - self._number, since)
         except RuntimeError:  # a nested tensor that is not jagged has a shape per row, and none of its own
             feature = ("nested", t.numel(), t.dtype, number - self._number, since)
-        # Outside of a forward no feature can have this number of operators; on another thread only by chance.
+        # Outside of a forward `_number` is `_NEVER`, and no feature is equal. On another thread one may be, by chance.
         if feature == self._features[hook]:
             self._number = number
             self.num_hooks = hook + 1
@@ -405,8 +405,8 @@ def _outlives_steps(kind: type) -> bool:
 
 
 def _described(kind: Hashable, shape: Hashable) -> tuple[Hashable, Hashable]:
-    """Name of a subclass, which keeps no class alive, and its sizes. A jagged dimension's size, new in every batch, is left
-    out."""
+    """Name of a subclass, which keeps no class alive, and its sizes. A jagged dimension's size is "*", as it is new in every
+    batch."""
     if isinstance(kind, type) and isinstance(shape, tuple):
         return kind.__qualname__, tuple(size if type(size) is int else "*" for size in shape)
     return kind, shape

@@ -62,8 +62,7 @@ class ModuleNames:
         self._model = None if model is None else weakref.ref(model)
 
     def here(self) -> str:
-        """Path of the innermost module whose forward runs on this thread. A root has its class as path; without a module it is
-        ""."""
+        """Path of the innermost module whose forward runs on this thread; of a root, its class; "" if no module runs."""
         innermost: nn.Module | None = None
         outermost: nn.Module | None = None
         frame: FrameType | None = sys._getframe(1)
@@ -390,7 +389,7 @@ class Recorder(StepMode):
 # For a plan without a GPU, under fake tensors, and wherever there is no executor. A saved tensor is kept unchanged.
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
-"""Reads the number of the thread's next differentiable operator: it grows once the saving one is over. Note [Swap-out]."""
+"""Return the number of the thread's next differentiable operator: it grows once the saving one is over. Note [Swap-out]."""
 
 
 class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):

@@ -4,8 +4,8 @@
         run -> OutOfMemoryError -> out of the except block -> generators as they were -> run again
             -> reclaim_some(nbytes, storages of the call)? -> generators as they were -> run again -> ...  -> raise
 
-It leaves the block first: a traceback holds the tensors of the frames that it passed. A retry without a reclaim can succeed:
-the allocator does not check again the blocks that events held when it failed (pytorch#189504), and they are free by then.
+It leaves the block first: a traceback holds the tensors of the frames that it passed. A retry without a reclaim can succeed.
+The allocator does not check again the blocks that events held when it failed (pytorch#189504); by then they are free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chameleon_mm.device.operators import OpCall
 from chameleon_mm.units import parse_size
 
 ReclaimSome = Callable[[int, Sequence[torch.UntypedStorage]], bool]
-"""Reclaims device memory, `nbytes` or more if it can (0: amount not known), but none of the given storages. Returns True if it
+"""Reclaim device memory, `nbytes` or more if it can (0: amount not known), but none of the given storages. Returns True if it
 reclaimed anything; False ends the retries."""
 
 _TRIED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? (?:[KMGT]iB|B|bytes))")
@@ -62,9 +62,9 @@ class RandomState:
 class OomRetry:
     """Run operators on `device`, and run those that may run twice again if they found no memory.
 
-    These never run again: operators known, by schema or by name, to write their arguments; collectives; any operator in a
-    graph's capture; with several ranks, operators other than torch's own, which may be unknown collectives. Their error goes
-    on. Random operators draw the same numbers again. Thread-safe if `reclaim_some` is.
+    An operator runs only once if, by schema or by name, it writes its arguments, if it is a collective, or in a graph's
+    capture. With several ranks, so does any that is not torch's own: it may be an unknown collective. Then the error
+    propagates. Random operators draw the same numbers again. Thread-safe if `reclaim_some` is.
     """
 
     def __init__(self, device: Device, reclaim_some: ReclaimSome) -> None:

@@ -102,7 +102,7 @@ class EventTimes:
             self._current = _Stretch(self._close(stretch))
 
     def pause(self) -> None:
-        """Count the time until `resume` for no operator."""
+        """Exclude the time until `resume` from the operators' times."""
         stretch, self._current = self._current, None
         if stretch is not None and stretch.ops:
             self._close(stretch)
@@ -161,7 +161,7 @@ class PricedTimes:
 
 
 OpTimes = EventTimes | PricedTimes
-"""Measures the time of operators. Called by one thread at a time."""
+"""Source of operator times. Called by one thread at a time."""
 
 
 def weight_of(call: OpCall) -> float:

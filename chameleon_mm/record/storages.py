@@ -115,7 +115,7 @@ def _nobody_asks(traced: TracedStorage) -> None:
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
-    """Weak reference to one device copy, with the copy's storage. Its callback gets the reference itself."""
+    """Weak reference to one device copy, with the record that owns it. Its callback gets the reference itself."""
 
     __slots__ = ("key", "over", "traced")
 
@@ -164,8 +164,7 @@ class StorageTable:
         self._unknown = allocated_bytes
         """Bytes that the device counted at the last reading in addition to the storages in the table."""
         self._lowest_unknown = allocated_bytes
-        """Bytes among them that were there before the step and still are. The rest came unseen, such as a library's
-        workspace."""
+        """Bytes among them that were there before the step and still are. The rest came unseen: a library's workspace."""
 
     # --- known storages
 
@@ -234,11 +233,11 @@ class StorageTable:
                 self._builder.released_after(hook)
 
     def read(self, allocated_bytes: int, new_storages: Sequence[torch.UntypedStorage], *, fresh: bool, tick: int) -> None:
-        """Note that the device counts `allocated_bytes` now. Number `new_storages`, which it counts and an operator got as
-        inputs.
+        """Note that the device counts `allocated_bytes` now. Number `new_storages`, which it counts and an operator took.
 
-        A storage that this reading counts for the first time was made unseen just now, and is born at `tick`: `torch.tensor` on
-        a simulated device, which counts at first sight. If `fresh`, all are born at `tick`. Others were there before the step.
+        A storage that this reading counts for the first time was just made unseen: it is born at `tick`. Example:
+        `torch.tensor` on a simulated device, which counts at first sight. `fresh`: all are born at `tick`. Others were there
+        before the step.
         """
         self.note_emptied()
         seen_now = allocated_bytes - self._live_bytes - self._unknown

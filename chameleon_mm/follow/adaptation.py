@@ -1,10 +1,10 @@
-"""Decides for each step whether to record it, plan it or follow a plan, and which of several plans to keep.
+"""Decide for each step whether to record it, plan it or follow a plan, and which of several plans to keep.
 
-    the step that is expected has no plan     it is recorded, and swapped by the default rule
-    a recorded step ends                      its trace becomes a plan, which the step cache keeps under its fingerprint
-    the step that is expected has a plan      it follows it
+    expected step has no plan    record the step; swap by the default rule
+    recorded step ends           make plans from its trace; the step cache keeps them under the step's fingerprint
+    expected step has a plan     follow the plan
 
-Every step is fingerprinted. A wrong expectation costs time, never a number.
+Every step is fingerprinted. A wrong expectation costs time and changes no result.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.calling_thread import annotation
 from chameleon_mm.swap.metrics import Metrics, StepKind, StepTiming
 
-# --- Makes plans for steps within budgets; of device memory it leaves some free where it can
+# --- Make plans within budgets, and leave some device memory free if possible
 
 _log = logging.getLogger(__name__)
 
 TRIAL_PLANS = 2
-"""Plans that are tried for one step, where their simulated times are close. Of a mixture of experts the second was up to 8 %
-faster than the one that was foreseen to be."""
+"""Number of plans to try for one step if their simulated times are close. For a mixture of experts, the second plan was up to
+8 % faster than the one predicted to be fastest."""
 
 DRAFTS = 1000
-"""Tentative plans that the planner evaluates for a step with few candidates: a fifth of a second between two steps, once."""
+"""Number of tentative plans that the planner evaluates for a step with few candidates: 0.2 s, once, between two steps."""
 
 SPARE_PART = 256
-"""A plan leaves one part in this many of the budget free, where it can: a step of the same fingerprint may differ in what the
-hooks do not see, such as a scalar that the loop keeps."""
+"""A plan leaves 1 / SPARE_PART of the budget free if it can. Steps with one fingerprint may differ in what hooks do not see,
+such as a scalar that the loop keeps."""
 
 SLACK_BLOCKS = 4
-"""Blocks, at a step's peak, for which plans leave room to be larger than asked for, each by `block_slack_bytes`."""
+"""Number of blocks at a step's peak that may be larger than requested. Plans leave `block_slack_bytes` free for each."""
 
 SLACK_PART = 32
-"""A plan leaves at most one part in this many of the budget free for the slack of blocks, which matters below 128 MiB alone."""
+"""A plan leaves at most 1 / SLACK_PART of the budget free for block slack. The limit matters only for budgets below 128 MiB."""
 
 
 class Budgets(NamedTuple):
-    """Bytes that a plan may take."""
+    """Bytes that a plan may use."""
 
     hbm_bytes: int
     host_bytes: int
 
 
 class Planning:
-    """Makes plans. `slack_bytes` is the device's `block_slack_bytes`."""
+    """Make plans. `slack_bytes` is the device's `block_slack_bytes`."""
 
     def __init__(self, slack_bytes: int) -> None:
         self.slack_bytes = slack_bytes
 
     def spare_bytes(self, hbm_budget_bytes: int) -> int:
-        """Bytes of the budget that a plan leaves free, where it can."""
+        """Bytes of the budget that a plan leaves free if it can."""
         slack_bytes = min(SLACK_BLOCKS * self.slack_bytes, hbm_budget_bytes // SLACK_PART)
         return max(hbm_budget_bytes // SPARE_PART, slack_bytes)
 
@@ -81,7 +81,7 @@ class Planning:
         lag_us: Mapping[int, float] | float = 0.0,
         at_most: int,
     ) -> list[SwapPlan]:
-        """Plans for the step, best first. Raises `InfeasibleBudget`, with the smallest budget that has one."""
+        """Return plans for the step, best first. Raises `InfeasibleBudget`, which names the smallest budget that has a plan."""
         for spare_bytes in dict.fromkeys((self.spare_bytes(budgets.hbm_bytes), budgets.hbm_bytes // SPARE_PART, 0)):
             try:
                 return candidate_plans(
@@ -104,10 +104,10 @@ class Planning:
     def plans_within(
         self, budgets: Budgets, planned_steps: Iterable[PlannedStep], link: LinkCost, *, before: Budgets
     ) -> dict[int, list[SwapPlan]]:
-        """Plans of these steps within other budgets than those of `before`, by the `id` of each step.
+        """Return plans of these steps within `budgets`, by the `id` of each step. `before`: the present budgets.
 
-        Raises `InfeasibleBudget` where a step that has a plan now would have none; of several the one that asks for the most,
-        so that what it names is enough for all.
+        Raises `InfeasibleBudget` if a step that has a plan now would have none. If several steps fail, the error with the
+        largest requirement is raised: its budget is enough for all.
         """
         made = dict[int, list[SwapPlan]]()
         refusals = list[InfeasibleBudget]()
@@ -126,12 +126,12 @@ class Planning:
             try:
                 raise max(refusals, key=lambda refusal: getattr(refusal, asked) or 0)
             finally:
-                refusals.clear()  # whose tracebacks hold this frame: a cycle
+                refusals.clear()  # their tracebacks hold this frame: a reference cycle
         return made
 
 
 def log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
-    """Log that there is no plan for a step of so many hooks."""
+    """Log that there is no plan for a step of `num_hooks` hooks."""
     if num_hooks:
         _log.warning("chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal))
     else:
@@ -141,40 +141,40 @@ def log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
         )
 
 
-# --- Facts about a step that ended, as the plan follower tells them
+# --- Facts about a finished step, reported by the plan follower
 
 
 class FollowedStep(NamedTuple):
-    """Facts about a step that ended."""
+    """Facts about a finished step."""
 
     record: StepRecord
     followed: PlanTrial | None
     whole: bool
-    """Whether a recorder saw all of it."""
+    """True if a recorder saw the whole step."""
     recorded_hooks: int
-    """Number of hooks that a recorder saw, from the first one on."""
+    """Number of hooks that a recorder saw, counted from the first hook."""
     extra: ExtraMemory
-    """Memory that it took beyond its trace's, as far as it agreed with a cached step."""
+    """Memory allocated beyond the trace while the step agreed with a cached step."""
     unused: dict[tuple[int, int], int]
-    """Bytes that the recorded step allocated between two hooks and this one did not, by the two hooks."""
+    """Bytes that the recorded step allocated between two hooks and this step did not, by the two hooks."""
     exceeded_plan: bool
-    """Whether it took so much more memory that its plan was no longer trusted."""
+    """True if the step took more memory than its plan had room for, so that the plan's forecast was given up."""
     had_plan: bool
-    """Whether some hook of it belonged to a plan; `followed_plan`: all did, to one plan that was trusted to the end."""
+    """True if some hook followed a plan. `followed_plan`: all hooks followed one plan, whose forecast held to the end."""
     followed_plan: bool
 
 
-# --- Digests of what a rank's plan is made from and of what it does, which ranks that do the same have in common
+# --- Digests of a rank's plan and of the plan's inputs: ranks that do the same have the same digests
 #
-# Times are in none of them: they differ from rank to rank, and from run to run. A plan depends on them, so on a GPU ranks of
-# one step may have plans that differ.
+# Digests contain no times, which differ between ranks and between runs. A plan depends on times, so on a GPU the ranks of one
+# step may have different plans.
 
 _DIGITS = 16
 
 
 def plan_digests(planned: PlannedStep | None) -> dict[str, str]:
-    """Digests of the step's operators and hooks in order, of its storages' sizes, and of what its plan does at which hook.
-    Without "plan" where it has no plan; empty where no step was planned. Comparable between processes."""
+    """Return digests: "operators" (operators and hooks in order), "sizes" (of storages), "plan" (actions and their hooks).
+    "plan" is missing if the step has no plan. Empty if no step was planned. Comparable between processes."""
     if planned is None:
         return {}
     trace, trial = planned.trace, planned.current
@@ -197,36 +197,36 @@ def _digest(data: object) -> str:
 # --- adaptation
 
 CACHED_STEPS = 32
-"""Steps that the cache keeps, with trace and plans: some MiB each for ten thousand hooks."""
+"""Number of steps in the cache, with trace and plans. A step of ten thousand hooks takes some MiB."""
 
 RECORDINGS = 3
-"""Recordings of one step that may fail to give a plan, before it runs by the default rule without a recorder's cost."""
+"""Number of recordings of one step that may give no plan. After that it runs by the default rule, without a recorder's cost."""
 
 CORRECTIONS = 2
-"""Corrections of one step's operator times, at most: one for any factor, and one more for what the plan made for it changes."""
+"""Maximum number of corrections of one step's operator times: one for any factor, one for changes that the new plan causes."""
 
 UNUSED_RECORDINGS = 4
-"""Recorded steps of which nothing came yet, neither a step like them nor one that they tell of, ..."""
+"""Number of unused recordings from which `RECORDED_SHARE` applies: no such step came since, nor one predicted from it."""
 RECORDED_SHARE = 0.02
-"""... beyond which steps are recorded only while this share of all steps, or of their time, is not reached. A recorded step
-takes up to 1.7 times as long as one with a plan (a mixture of experts, simulated), so that costs 1.4 % at most."""
+"""Share of all steps, or of their time, that may be recorded from `UNUSED_RECORDINGS` on. A recorded step takes up to 1.7 times
+as long as one with a plan (a mixture of experts, simulated), so this costs at most 1.4 %."""
 
 WASTED_SHARE = 1 / 64
-"""Share of all hooks that recorders may see in steps that have a plan already, while other steps still need a trace: 1.1 % of
-the time, by the same figure."""
+"""Share of all hooks that recorders may see in steps that already have a plan, while other steps need a trace. By the same
+factor of 1.7, this costs 1.1 % of the time."""
 
 
 StepEntry = CachedStep[PlannedStep | None]
-"""A step that came before. Its plan is None where it has no trace."""
+"""Earlier step. Its plan is None if it has no trace."""
 Steps = StepCache[PlannedStep | None]
 
 
 class Adaptation:
-    """Records steps, makes plans for them and chooses among the plans. Not thread-safe: the executor holds its lock.
+    """Record steps, make plans for them and choose among the plans. Not thread-safe: the executor holds its lock.
 
-    `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
-    is known of the link, `host_budget` how much pinned memory there may be; `replayable` has the base names of the operators
-    that may run again, and nothing is recomputed where it is empty. No storage below `min_bytes` moves.
+    `slack_bytes`: the device's `block_slack_bytes`. `make_recorder`: makes the recorder of a step. `link_cost`: returns the
+    known cost of the link. `host_budget`: returns the limit of pinned memory in bytes. `replayable`: base names of operators
+    that may run again; if empty, nothing is recomputed. `min_bytes`: size below which no storage moves.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Adaptation:
         self.plan_cache_hits = 0
         self.planning_us = 0.0
         self.latest: PlannedStep | None = None
-        """The step that was planned last."""
+        """Step that was planned last."""
         self._metrics = metrics
         self._hbm_budget_bytes = hbm_budget_bytes
         self.planning = Planning(slack_bytes)
@@ -261,30 +261,30 @@ class Adaptation:
         self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
         """Fingerprints of the latest steps whose recordings gave no plan."""
         self._hooks = self._wasted_hooks = 0
-        """Hooks of all steps so far, and those among them that a recorder saw for nothing."""
+        """Number of hooks of all steps so far, and number of those that a recorder saw in vain."""
         self._began_us = self._steps_us = self._recorded_us = 0.0
-        """Host time at which the step began; of all steps; of those that a recorder saw."""
+        """Host time at which the step began; total host time of all steps; total of the recorded ones."""
         self._num_steps = self._num_recorded = 0
         self._unused: set[int] = set()
-        """Fingerprints of recorded steps that nothing came of yet."""
+        """Fingerprints of the unused recordings, as `UNUSED_RECORDINGS` defines them."""
         self._measuring: deque[tuple[PlannedStep, PlanTrial, StepTiming]] = deque()
-        """Steps that have ended on the host and whose last event is not complete on the device."""
+        """Steps that ended on the host and whose last event may still be pending on the device."""
 
     @property
     def latest_plan(self) -> SwapPlan | None:
-        """Plan of the step that was planned last; None: there is none within the budget."""
+        """Plan of the step that was planned last. None: no step was planned, or no plan fits the budget."""
         current = None if self.latest is None else self.latest.current
         return None if current is None else current.program.plan
 
     @property
     def host_bytes_wanted(self) -> int | None:
-        """The most pinned memory that one of the cached steps needs by the plan that it would follow; None: none has a plan."""
+        """Most pinned memory in bytes that a cached step needs under its current plan. None: no cached step has a plan."""
         followed = (entry.plan.current for entry in self.steps.entries() if entry.plan is not None)
         return max((trial.program.plan.host_bytes for trial in followed if trial is not None), default=None)
 
     @property
     def banned(self) -> tuple[str, ...]:
-        """Names of the operators of recipes that made other bits than the original had, in order."""
+        """Sorted names of operators from recipes that made other bits than the original."""
         return tuple(sorted(self._banned))
 
     @property
@@ -296,11 +296,11 @@ class Adaptation:
         return Budgets(self._hbm_budget_bytes, self._host_budget())
 
     def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
-        """Plan every cached step for other budgets from its trace. Raises `InfeasibleBudget`, with nothing changed, where a
-        step that has a plan now would have none. Called between steps.
+        """Plan every cached step again, from its trace, for new budgets. Called between steps. Raises `InfeasibleBudget` and
+        changes nothing if a step that has a plan now would have none.
 
-        `host_budget_bytes`: what `host_budget` is about to say; None: what it says now. `must_fit` off: all steps are forgotten
-        instead, as their traces may be of steps that found no memory.
+        `host_budget_bytes`: the next result of `host_budget`; None: its present result. `must_fit=False`: forget all steps
+        instead, as their traces may come from steps that ran out of memory.
         """
         before = self._budgets
         budgets = Budgets(hbm_budget_bytes, before.host_bytes if host_budget_bytes is None else host_budget_bytes)
@@ -324,8 +324,7 @@ class Adaptation:
         self.planning_us += (perf_counter() - began) * 1e6
 
     def begin_step(self, compute: Stream) -> Recorder | None:
-        """Begin a step. Returns the recorder for it, or None where no trace is needed. Has the step timed where a plan is on
-        trial."""
+        """Begin a step. Returns its recorder, or None if no trace is needed. Times the step if a plan is on trial."""
         self._learn_times()
         self._began_us = self._metrics.host_us()
         expected = self.steps.begin_step()
@@ -338,8 +337,8 @@ class Adaptation:
         return recorder
 
     def _is_worth_recording(self, expected: StepEntry | None) -> bool:
-        """Whether the step that begins may need a trace: because of what is expected, or, rarely enough, because some other
-        cached step does. A sequence that is never expected, such as an evaluation now and then, is only recorded so."""
+        """True if the step that begins may need a trace: the expected step has none, or, rarely enough, another cached step has
+        none. Only the second case records a step that is never expected, such as an occasional evaluation."""
         if expected is None:
             return True
         is_rare = self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
@@ -351,14 +350,14 @@ class Adaptation:
         return not wasted and any(map(self.wants_trace, self.steps.entries()))
 
     def wants_trace(self, entry: StepEntry) -> bool:
-        """Whether a trace of this cached step is missing."""
+        """True if this cached step still needs a trace."""
         if entry.plan is not None or self._flawed.count(entry.fingerprint) >= RECORDINGS:
             return False
         structure = self._structures.of(entry.record)
         return structure is None or structure.wants_trace
 
     def end_step(self, step: FollowedStep, recorder: Recorder | None, compute: Stream, *, completed: bool) -> StepKind:
-        """End `step` and return its kind. It is learned from if it `completed`."""
+        """End `step` and return its kind. Learn from it if it `completed`."""
         timing, self._metrics.timing = self._metrics.timing, None
         record = step.record
         if not completed:
@@ -386,7 +385,7 @@ class Adaptation:
             wasted, kind = 0, StepKind.RECORDED
             self.detailed_steps += 1
             self._unused.add(record.fingerprint)
-            # Optimizer state made in this step is there from the beginning in all that follow.
+            # Optimizer state that this step made exists from the beginning of all later steps.
             trace = renumbered(without_making(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
             structure = self._structures.note(record, trace)
             structure.modules = recorder.modules
@@ -406,7 +405,7 @@ class Adaptation:
         return kind
 
     def _note_use(self, planned: PlannedStep) -> None:
-        """Note that a step came again, or one that recorded steps tell of."""
+        """Note that a recorded step came again, or that a predicted one came."""
         if planned.predicted_by is not None:
             self._unused.clear()
         else:
@@ -419,10 +418,10 @@ class Adaptation:
         self._steps_us += took_us
         self._recorded_us += was_recorded * took_us
 
-    # --- steps of other sizes than the recorded ones
+    # --- steps with other sizes than the recorded ones
 
     def predict(self, features: Sequence[Feature]) -> tuple[StepRecord, PlannedStep] | None:
-        """The step that begins with these hooks, as those that were recorded tell it, with a plan; None: they do not."""
+        """Predict from recorded steps the step that begins with these hooks, and plan it. None: there is no prediction."""
         for structure in self._structures.beginning_with(features):
             record = structure.predict(features)
             if record is not None:
@@ -430,7 +429,7 @@ class Adaptation:
         return None
 
     def plan_entry(self, entry: StepEntry) -> None:
-        """Have a cached step that was not recorded planned, where it can be predicted."""
+        """Plan a cached step that was not recorded, if it can be predicted."""
         structure = self._structures.of(entry.record) if entry.plan is None else None
         if structure is not None and structure.predicts and structure.predict(entry.record.features) is not None:
             entry.plan = self._predicted(entry.record, structure)
@@ -458,27 +457,27 @@ class Adaptation:
         with annotation("chameleon::plan"):
             try:
                 plans = self.planning.plans_for(planned, self._budgets, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
-            except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
+            except InfeasibleBudget as refusal:  # the default rule may still work, with stalls that no plan accepts
                 log_refusal(planned.record.num_hooks, refusal)
         self.plans += len(plans)
         planned.add_plans(plans, link)
         self.planning_us += (perf_counter() - began) * 1e6
 
-    # --- what steps teach
+    # --- learning from finished steps
 
     def replan(self) -> None:
-        """Make new plans for the steps whose plans recompute what cannot be."""
+        """Make new plans for the steps whose plans recompute something, if storages were refused since."""
         for entry in self.steps.entries():
             if entry.plan is not None and entry.plan.has_new_refusals():
                 self._add_plans(entry.plan)
 
     def needs_more(self, planned: PlannedStep, extra_bytes: int) -> bool:
-        """Whether the step's plans have to be made anew, as its first hook finds that many bytes more on the device than its
-        trace has."""
+        """Make the step's plans again if they have no room for `extra_bytes`, allocated at its first hook beyond the trace.
+        Returns True if they were made again."""
         more_bytes = extra_bytes - planned.extra.extra_bytes
         plan = None if planned.current is None else planned.current.program.plan
         if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
-            return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
+            return False  # such as a scalar that the loop keeps of every step: plans leave room for it
         planned.reset_for(planned.extra | ExtraMemory(extra_bytes=extra_bytes))
         self._add_plans(planned)
         return True
@@ -496,7 +495,7 @@ class Adaptation:
             self._add_plans(planned)
 
     def _learn_times(self) -> None:
-        """Read the times of the steps that are complete by now, and correct operator times and copy times by them."""
+        """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""
         while self._measuring:
             planned, trial, timing = self._measuring[0]
             time = timing.result()
@@ -512,7 +511,7 @@ class Adaptation:
                 planned.correct_times()
                 self._add_plans(planned)
             elif planned.moves_nothing:
-                continue  # whatever the link does
+                continue  # no copies: the link does not matter
             elif planned.chooses_by_link and planned.is_for_another_link(self._link_cost()):
                 planned.reset_for(planned.extra)
                 self._add_plans(planned)
@@ -521,6 +520,6 @@ class Adaptation:
 
 
 def recomputes(entry: StepEntry) -> bool:
-    """Whether the plan of a cached step that would be followed recomputes something."""
+    """True if the current plan of a cached step recomputes something."""
     current = None if entry.plan is None else entry.plan.current
     return current is not None and current.recompute is not None

@@ -1,9 +1,9 @@
-"""Rates of the link, from the copies that this process has timed.
+"""Measure the rates of the link from the copies that this process timed.
 
-rates_of(spans, otherwise)      # LinkCost: each figure measured where there are copies for it, else that of `otherwise`
+rates_of(spans, otherwise)      # LinkCost: each figure measured if there are enough copies, else that of `otherwise`
 
-alone:   time = copy_us + bytes / rate, fitted over the pieces beside which nothing went the other way
-duplex:  bytes of both directions / time, while both were busy
+alone:   bytes / (time - copy_us), the median over copies that no copy of the other direction overlaps
+duplex:  bytes of both directions / time in which both were busy
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from chameleon_mm.swap.calibration import kept
 from chameleon_mm.swap.metrics import CopySpan
 
 UNMEASURED_LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
-"""Rates published for an H200 on PCIe 5: used until copies were timed, which the first steps do."""
+"""Published rates of an H200 on PCIe 5, used until copies are timed. The first steps time them."""
 
 _LEAST_PIECES = 4
-"""Copies below which there is no measured rate."""
+"""Minimum number of copies for a measured rate."""
 
 _LEAST_SHARED_US = 50.0
-"""Time in which both directions must have been busy, for a measured duplex rate."""
+"""Minimum time in which both directions are busy, for a measured duplex rate."""
 
 _LATEST, _LATEST_US = 4_000, 300e6
-"""Copies that count: so many each way, of the last five minutes. A link is what it is now, whatever used it an hour ago."""
+"""Copies that count: so many per direction, of the last five minutes. Older ones do not show the present rate."""
 
 _FEW = 9
-"""Number of latest copies whose median start is taken for the present, even if one or two of them were timed wrong."""
+"""Number of latest copies whose median start is taken as the present time. One or two wrong times do not matter."""
 
 
 def link_cost_for(device: Device) -> LinkCost:
-    """Link as it was measured on this machine and kept; else as a datasheet has it, until copies of ours were timed."""
+    """Return the link cost that was measured on this machine and stored, or else `UNMEASURED_LINK`."""
     values = kept(device, "link") or {}
     rates = [rate for name in ("d2h_gbps", "h2d_gbps", "duplex_gbps") if isinstance(rate := values.get(name), float)]
     if len(rates) < 3 or not all(map(_is_rate, rates[:2])):
@@ -46,11 +46,11 @@ def link_cost_for(device: Device) -> LinkCost:
 
 
 def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
-    """Link as `spans`, copies on one clock, show it. `otherwise`: the figures for which there are too few.
+    """Return the link cost that `spans`, copies on one clock, show. `otherwise`: figures to use if there are too few copies.
 
-    The latest copies count. One that took no time, or no finite one, is left out: no timing is too bad to go on with.
+    The latest copies count. A copy with a zero, negative or non-finite time is left out, so a bad timing never raises an error.
     """
-    sane = [span for span in spans if 0 < span.end_us - span.start_us <= _LATEST_US]  # NaN and infinity are not
+    sane = [span for span in spans if 0 < span.end_us - span.start_us <= _LATEST_US]  # False for NaN and infinity
     now_us = median(span.start_us for span in sane[-_FEW:]) if sane else 0.0
     recent = [span for span in sane if abs(span.start_us - now_us) <= _LATEST_US]
     out, back = (_rows([span for span in recent if span.direction == way])[-_LATEST:] for way in ("out", "in"))
@@ -59,13 +59,13 @@ def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
         for one, other, rate in ((out, back, otherwise.d2h_gbps), (back, out, otherwise.h2d_gbps))
     )
     duplex_gbps = _duplex_gbps(out, back)
-    if duplex_gbps is None:  # as it stood to the two directions alone
+    if duplex_gbps is None:  # scaled like the rates of the single directions
         duplex_gbps = otherwise.duplex_gbps * (d2h_gbps + h2d_gbps) / (otherwise.d2h_gbps + otherwise.h2d_gbps)
     return _link(otherwise, d2h_gbps, h2d_gbps, duplex_gbps)
 
 
 def _link(otherwise: LinkCost, d2h_gbps: float, h2d_gbps: float, duplex_gbps: float) -> LinkCost:
-    """Link of measured rates; `duplex_gbps`, which noise may put anywhere, is limited to what a link can have."""
+    """Return a link cost with measured rates. `duplex_gbps` may be noise: it is limited to what a link can have."""
     if not _is_rate(duplex_gbps):
         duplex_gbps = 0.0
     duplex_gbps = min(max(duplex_gbps, d2h_gbps, h2d_gbps), d2h_gbps + h2d_gbps)
@@ -83,12 +83,12 @@ def _rows(spans: Sequence[CopySpan]) -> Float64s:
 
 
 def _alone_gbps(one: Float64s, other: Float64s, copy_us: float) -> float | None:
-    """Rate of the copies beside which nothing went the other way, each taken to cost `copy_us` of its own."""
+    """Median rate of copies without overlap with `other`, each less its fixed cost `copy_us`. None: too few, or implausible."""
     if len(one) == 0:
         return None
     alone = _shared_us(one, other) == 0
     us, nbytes = one[:, 1] - one[:, 0] - copy_us, one[:, 2]
-    worth = alone & (us > copy_us)  # shorter ones tell of the fixed cost
+    worth = alone & (us > copy_us)  # shorter copies mostly measure the fixed cost
     if worth.sum() < _LEAST_PIECES:
         return None
     gbps = float(np.median(nbytes[worth] / us[worth]) / 1e3)
@@ -96,7 +96,7 @@ def _alone_gbps(one: Float64s, other: Float64s, copy_us: float) -> float | None:
 
 
 def _duplex_gbps(out: Float64s, back: Float64s) -> float | None:
-    """Bytes of both directions by the time in which both were busy, each copy's bytes spread evenly over its time."""
+    """Bytes of both directions / time in which both were busy. Each copy's bytes are spread evenly over its time."""
     if len(out) == 0 or len(back) == 0:
         return None
     out_shared, back_shared = _shared_us(out, back), _shared_us(back, out)
@@ -111,13 +111,13 @@ def _duplex_gbps(out: Float64s, back: Float64s) -> float | None:
 
 
 def _shared_us(one: Float64s, other: Float64s) -> Float64s:
-    """(n,): of each copy of `one`, for how long a copy of `other` ran too. Copies of one direction never overlap."""
+    """(n,) time that each copy of `one` overlaps copies of `other`. Copies of one direction never overlap."""
     if len(one) == 0 or len(other) == 0:
         return np.zeros(len(one))
     busy = np.concatenate([[0.0], np.cumsum(other[:, 1] - other[:, 0])])
 
     def busy_until(times: Float64s) -> Float64s:
-        """How long `other` was busy before each of `times`."""
+        """Time that `other` was busy before each of `times`."""
         begun = np.searchsorted(other[:, 0], times, side="right")
         last = np.maximum(begun - 1, 0)
         over = np.clip(other[last, 1] - times, 0.0, None)

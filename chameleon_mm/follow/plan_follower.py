@@ -1,10 +1,10 @@
-"""Follows a running step along the cached step that it agrees with, and says what that one's plan has due at each hook.
+"""Match a running step, hook for hook, with a cached step, and return the rows of its plan that are due at each hook.
 
     executor.director = PlanFollower(adaptation)    # from the next step on (`plan_follower.py`)
 
-A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged: from there on it goes by
-the default rule, and memory is checked as if there were no plan: a wrong plan costs time, never correctness or the budget. The
-methods, and the order in which they are called: `swap/director.py`.
+A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged. It then uses the default
+rule, and memory is checked as if there were no plan. A wrong plan costs time, never correctness or the budget.
+`swap/director.py` lists the methods and their order.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from chameleon_mm.swap.recomputing import RecomputePlan
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import TraceForecast, Way
 
-# --- Bytes by which what a step allocates differs from what the cached step did that it follows, and what plans make of them
+# --- Difference in bytes between a step's allocation and that of the cached step that it follows
 
 
 class StepMemory:
-    """Bytes that a step allocates beyond its trace's, and those of them that it does not."""
+    """Bytes that a step allocates beyond its trace, and bytes of the trace that it does not allocate."""
 
     def __init__(self) -> None:
         self.extra_bytes = 0
         """Bytes allocated at the first hook beyond the planned step's."""
         self.spikes: dict[int, int] = {}
-        """Bytes allocated beyond the trace's, by tick of the trace, as far as plans know or should know of them."""
+        """Bytes allocated beyond the trace, by tick of the trace: those planned for, and those that exceed the plan."""
         self.unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
         self.exceeded_plan = False
@@ -54,8 +54,8 @@ class StepMemory:
     def differs(
         self, more_bytes: int, since: int, hook: int, planned: PlannedStep, program: StepProgram | None, budget: Budget
     ) -> bool:
-        """Note that so much more (less, if negative) was allocated between two hooks than `planned` has there. All that is more
-        is taken to come at the interval's peak. Returns whether it exceeds what the plan, `program`, has room for."""
+        """Note that `more_bytes` more (fewer if negative) were allocated between two hooks than `planned` has there. Additional
+        bytes are assumed to come at the interval's peak. Returns True if they exceed the room in the plan, `program`."""
         if more_bytes < 0:
             self.unused[since, hook] = -more_bytes
             return False
@@ -72,11 +72,11 @@ class StepMemory:
         room_bytes = budget.hbm_budget_bytes - int(allocated.max())
         beyond_bytes = more_bytes - spike_bytes
         if beyond_bytes > room_bytes:
-            # No more than the device's own peak allows, which goes back to before this step.
+            # Limit it by the device's measured peak, which also covers time before this step.
             beyond_bytes = min(beyond_bytes, budget.peak_allocated_bytes() - int(allocated.max()))
         if beyond_bytes <= room_bytes:
             return False
-        # A step that took more than its trace has may do so again.
+        # A step that took more than its trace may do so again.
         self.spikes[ticks.start + int(allocated.argmax()) if tick is None else tick] = spike_bytes + beyond_bytes
         self.exceeded_plan = True
         return True
@@ -88,10 +88,10 @@ _NONE = -1
 
 
 class PlanFollower(Director):
-    """Follows the plan of the cached step that the running one agrees with. `adaptation` says which step is expected, makes
-    plans, and learns from what came."""
+    """Follow the plan of the cached step that the running one agrees with. `adaptation` names the expected step, makes plans,
+    and learns from finished steps."""
 
-    plans = True  # so that the executor tells it of every hook
+    plans = True  # the executor then calls it at every hook
 
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
@@ -99,10 +99,10 @@ class PlanFollower(Director):
         self._trace_forecast = TraceForecast()
         self._epoch = -1
         self._last_entry: StepEntry | None = None
-        """The cached step that the last one agreed with to its end."""
+        """Cached step that the last one agreed with to its end."""
         self._budget: Budget | None = None
         self._steps: Steps | None = None
-        """The step cache; None outside of steps."""
+        """Step cache; None between steps."""
         self._recorder: Recorder | None = None
         self._forget_step()
 
@@ -151,30 +151,30 @@ class PlanFollower(Director):
         self.adaptation.change_budget(hbm_budget_bytes, host_budget_bytes, must_fit=must_fit)
 
     def _forget_step(self) -> None:
-        """Forget the step, and all that leads through it to the model. What comes until the next one follows nothing."""
+        """Forget the step, and all references through it to the model. Nothing is followed until the next step."""
         self.light.begin_step()
         self._steps = self._recorder = None
         self._entry: StepEntry | None = None
-        """The cached step that this one agrees with, or did last."""
+        """Cached step that this one agrees with, or agreed with last."""
         self._planned: PlannedStep | None = None
         """The cached step's plans; None: it has none."""
         self._recorded_hooks = 0
         self._predicted: list[int] = []
-        """Fingerprints of the steps that this one was taken for because of its sizes."""
+        """Fingerprints of the steps that were predicted for this one from its sizes."""
         self._diverged = False
         self._reached = _NONE
-        """The furthest of the cached step's hooks so far."""
+        """Largest number of the cached step's hooks reached so far."""
         self._first_saves: dict[int, SavedStorage] = {}
-        """First saves by hook of this step, retired ones included, which hold no device memory any more."""
+        """Storages of this step by the hook of their first save. Retired ones are included: they hold no device memory."""
         self.followed: PlanTrial | None = None
-        """The trial whose plan this step follows, or did."""
+        """Trial whose plan this step follows or followed."""
         self.way: Way | None = None
         self._may_recompute = False
         self._first_bytes = 0
         """Bytes allocated at the first hook."""
         self._memory = StepMemory()
         self._checked_at, self._growth_bytes = _NONE, 0
-        """Hook of the last check of memory that every step like this one makes, and the growth since then."""
+        """Hook of the last check of memory that every step like this one makes, under any plan, and the growth since then."""
         self._had_plan = False
         self._trace_forecast.forget()
         if self._budget is not None:
@@ -184,7 +184,7 @@ class PlanFollower(Director):
     # --- the hooks
 
     def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
-        if self._steps is None:  # outside of steps nobody would ever begin to number them again
+        if self._steps is None:  # between steps, hook numbers would never be reset
             return NO_HOOK
         hook = self.light.num_hooks
         first = False
@@ -246,11 +246,11 @@ class PlanFollower(Director):
         if self._recorder is not None:
             self._recorder.restored(saved.slot.traced, storage)
 
-    # --- which hook of the cached step it is
+    # --- position in the cached step
 
     def _locate(self, hook: int, *, expected: bool) -> None:
-        """Find out whether this hook is the cached step's, and collect what is due up to it. `expected`: it has the feature
-        that the followed step has here."""
+        """Check whether this hook is the cached step's, and move the plan on to it. `expected`: its feature is the one that the
+        followed step has here."""
         assert self._steps is not None and self._budget is not None
         if not self._diverged and (not expected or hook == 0 or self._recorder is not None):
             self._follow_or_diverge(self._steps, self._budget, hook)
@@ -273,7 +273,7 @@ class PlanFollower(Director):
                 self._compare_memory(budget)
             self._may_recompute = self._may_recompute and any(map(recomputes, steps.agreeing()))
             if self._recorder is not None and not any(map(self.adaptation.wants_trace, steps.agreeing())):
-                self._recorder.stop()  # whatever it turns out to be needs no trace
+                self._recorder.stop()  # no step that it may still be needs a trace
                 self._recorder, self._recorded_hooks = None, hook + 1
         else:
             self._diverge(budget)
@@ -283,8 +283,8 @@ class PlanFollower(Director):
         budget.forecast = budget.highest_forecast
 
     def _predict(self, steps: Steps, hook: int) -> bool:
-        """Take the step for one that those recorded tell of: the same but for its sizes."""
-        if len(self._predicted) >= MOST_VARIABLES:  # one for each that a step may show
+        """Follow a step predicted from recorded ones, the same except for sizes. Returns False if there is no prediction."""
+        if len(self._predicted) >= MOST_VARIABLES:  # at most one prediction per variable size
             return False
         predicted = self.adaptation.predict(self.light.beginning)
         if predicted is None:
@@ -294,8 +294,7 @@ class PlanFollower(Director):
         return True
 
     def _compare_memory(self, budget: Budget) -> None:
-        """Have the plan made anew if it counts on less memory than is allocated at the first hook: it would pass its
-        budget."""
+        """Make the plan again if it assumes less memory than is allocated at the first hook: it would exceed its budget."""
         if self._planned is None:
             return
         extra_bytes = max(0, self._first_bytes - self._planned.first_hook_bytes)
@@ -304,7 +303,8 @@ class PlanFollower(Director):
         self._memory.extra_bytes = extra_bytes
 
     def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
-        """Note growth; `at_hook`, compare all since the last comparison with the cached step's. `hook`: None is the latest."""
+        """Note growth. `at_hook`: compare growth since the last comparison with the cached step's. `hook`: None is the
+        latest."""
         self._growth_bytes += nbytes
         if not at_hook:
             return
@@ -318,12 +318,12 @@ class PlanFollower(Director):
         more_bytes = growth_bytes - until[hook] + (until[since] if since >= 0 else 0)
         program = None if self.way is None else self.way.program
         if more_bytes and self._memory.differs(more_bytes, since, hook, planned, program, budget):
-            budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is not enough
+            budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is too low
         if self.way is not None:
             self.way.margin_bytes = planned.margin_bytes  # a step with open sizes may have widened it
 
     def _follow(self, entry: StepEntry | None, budget: Budget) -> None:
-        """Follow `entry` from now on, with which the hooks of the step agree so far."""
+        """Follow `entry`, with which the step's hooks agree so far, from now on."""
         self._entry = entry
         if entry is not None:
             self.adaptation.plan_entry(entry)
@@ -336,30 +336,30 @@ class PlanFollower(Director):
             if self.recompute is not None:
                 self.recompute.is_on_trial = not planned.is_decided
         self._memory = StepMemory()
-        # The latest hook is counted already. What was due before it is made up for.
+        # The latest hook is already counted. Rows that were due before it run late.
         missed = self.way is not None and self.way.program.first_due < self.light.num_hooks - 1
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self.way is not None and not missed and untouched:
             budget.forecast = self.way
-        elif planned is not None and self._predicted:  # of a size like no step before
+        elif planned is not None and self._predicted:  # with sizes that no earlier step had
             self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
             budget.forecast = self._trace_forecast
         elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
-            budget.forecast = budget.highest_forecast  # it may be like no step before
-        else:  # a cached step that has no plan within the budget, as the one before it
+            budget.forecast = budget.highest_forecast  # it may be unlike any earlier step
+        else:  # no plan fits the budget, and the previous step was the same cached step
             budget.forecast = budget.learned_forecast
         for hook, saved in self._first_saves.items():
             self._number(saved, hook, self.way)
 
     @staticmethod
     def _number(saved: SavedStorage, hook: int, way: Way | None) -> None:
-        """Give `saved`, which `hook` saved first, its number in the plan of `way`."""
+        """Assign `saved`, first saved at `hook`, its number in the plan of `way`."""
         number = saved.number = None if way is None else way.program.number_at(hook)
         if way is not None and number is not None:
             way.storages[number] = saved
 
     def _compare_size(self, saved: SavedStorage, hook: int) -> None:
-        """Trust what was predicted no more if it has another size for `saved`: neither now nor in later steps like this one."""
+        """Give up the prediction, now and for later steps like this one, if it has another size for `saved`."""
         planned = self._planned
         structure = None if planned is None else planned.predicted_by
         if planned is None or structure is None or structure.has_open_sizes or self._budget is None or self._steps is None:
@@ -371,7 +371,7 @@ class PlanFollower(Director):
             self._steps.forget(planned.record.fingerprint)
 
 
-# --- Has the steps of an executor recorded, planned and followed
+# --- Record, plan and follow the steps of an executor
 
 
 def plan_steps(
@@ -383,13 +383,13 @@ def plan_steps(
     replayable: frozenset[str] = frozenset(),
     is_hidden: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
 ) -> Adaptation:
-    """Let the steps of `executor`, which has a budget, be recorded, planned and followed from the next one on.
+    """Record, plan and follow the steps of `executor`, which has a budget, from the next step on.
 
-    Parameters and buffers of `model` tell what recorded storages are. `link_cost`: what is known of the link before copies were
-    timed. `replayable`: base names of operators that may run again. `is_hidden(storage)`: whether its memory is no part of a
+    `model`: its parameters and buffers give the kinds of recorded storages. `link_cost`: cost of the link until copies are
+    timed. `replayable`: base names of operators that may run again. `is_hidden(storage)`: True if its memory is not part of a
     plan.
     """
-    import_dynamo()  # now, as the first step's recorder would
+    import_dynamo()  # now: the first step's recorder would import it anyway
     me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
     device = executor.device
     adaptation = Adaptation(

@@ -1,11 +1,11 @@
-"""A step that has a trace, with its plans: how long steps under each plan took, and which plan is followed.
+"""Step with a trace and plans: times of the steps under each plan, and the choice of the plan to follow.
 
 planned = PlannedStep(record, trace)
-planned.add_plans(plans, link)       # close in simulated time: each is tried, the one that measures best is kept
-planned.current                      # the plan that a step follows now; None: there is none within the budget
+planned.add_plans(plans, link)       # plans close in simulated time: each is tried, the fastest is kept
+planned.current                      # plan that a step follows now; None: no plan fits the budget
 planned.add_time(trial, time)        # after a step that followed it, hook for hook
-planned.slowdown                     # operators' measured time by the trace's: 1 where that is right, or not known
-planned.learn_stalls()               # the kept plan stalls more than predicted: how much earlier copies are to begin
+planned.slowdown                     # measured operator time / the trace's; 1: the trace is right, or nothing was measured
+planned.learn_stalls()               # True: the kept plan stalls more than predicted; copies must begin earlier
 planned.reset_for(need)      # a step like it took more memory, or the latest took less
 planned.learn_inner_memory(unused, 1 << 20)    # the latest steps held less inside operators than the recorded one
 """
@@ -34,13 +34,13 @@ from chameleon_mm.swap.recipe import Refusal
 from chameleon_mm.swap.recomputing import RecomputePlan
 from chameleon_mm.units import allocated_size
 
-# --- A plan on trial: what it foresees, and how long the steps that followed it took
+# --- Plan on trial: its predictions, and the measured times of the steps that followed it
 
 
 class PlanTrial:
     """A compiled plan, and the times of the steps that followed it.
 
-    `predicted_out_us`, `predicted_in_us`: its simulated stalls, by storage.
+    `predicted_out_us`, `predicted_in_us`: its simulated stalls at reclaims and for copies back, by storage.
     """
 
     __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "program", "recompute", "time", "times_us")
@@ -54,18 +54,18 @@ class PlanTrial:
     ) -> None:
         self.program = program
         self.recompute = recompute
-        """The plan's part about recomputation, for the executor; None: nothing is recomputed."""
+        """The plan's recomputations, for the executor; None: nothing is recomputed."""
         self.predicted_out_us = predicted_out_us
         self.predicted_in_us = predicted_in_us
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
-        """Time of each of these steps in which compute was not waiting for copies."""
+        """Time of each of these steps without compute's waits for copies."""
         self.time: StepTime | None = None
         """Times of the latest step."""
 
     @property
     def step_us(self) -> float:
-        """Median of the measured step times; before there are any, the plan's prediction."""
+        """Median of the measured step times, or the plan's prediction if there are none."""
         return median(self.times_us) if self.times_us else self.program.plan.step_us
 
     @property
@@ -87,26 +87,26 @@ def _beyond(measured: Mapping[int, float], predicted: Mapping[int, float]) -> di
 # --- planned step
 
 SAMPLES = 2
-"""Steps under a plan before it is judged: of one alone nobody could tell what was an accident."""
+"""Number of steps under a plan before it is judged: a single time may be an outlier."""
 
 MOST_PLANS = 6
-"""Plans for one step, in all: after that the best of them stays. Trying them all takes a dozen steps."""
+"""Maximum number of plans for one step; then the best stays. Trying all of them takes a dozen steps."""
 
 WORTH_A_PLAN = 0.01
-"""Share of the step that it must have stalled beyond the prediction before another plan is made: half of that by which plans on
-trial may differ as simulated."""
+"""Share of the step by which stalls must exceed the prediction before another plan is made. It is half the difference in
+simulated time that plans on trial may have."""
 
 
 LINK_OFF = 0.1
-"""Share by which a measured rate of the link must have moved before plans are made for the new one. At nearly twice the rate
-that it was made for a plan takes 15 to 20 % longer than it need (docs/policy.md), so what is left at this is some 2 %."""
+"""Relative change of a measured link rate above which new plans are made. At nearly twice the rate that it was made for, a plan
+takes 15 to 20 % longer than necessary (docs/policy.md). At this change the loss is some 2 %."""
 
 
 _NO_EXTRA = ExtraMemory()
 
 
 class PlannedStep:
-    """A step that has a trace, its plans and their trials. Not thread-safe."""
+    """Step with its trace, its plans and their trials. Not thread-safe."""
 
     def __init__(
         self, record: StepRecord, trace: Trace, *, admitted: frozenset[str] = frozenset(), banned: set[str] | None = None
@@ -116,54 +116,54 @@ class PlannedStep:
         self.admitted = admitted
         self.banned = set() if banned is None else banned
         self.proven: set[int] = set()
-        """Numbers of the storages that were recomputed bit for bit, beside their originals."""
+        """Numbers of the storages whose recomputed bits were compared with the original's and equal."""
         self.refused: dict[int, Refusal] = {}
-        """Numbers of the storages that cannot be recomputed, and why."""
+        """Reasons why storages cannot be recomputed, by the storage's number."""
         self.link: LinkCost | None = None
-        """The link that the latest plans were made for."""
+        """Link that the latest plans were made for."""
         self.modules: Mapping[int, str] = {}
-        """Path of the module that each hook was called in, by the hook's number, where it is known."""
+        """Path of the module in which each hook was called, by hook number. Unknown paths are missing."""
         self._planned_without = 0
-        """How many were refused when plans were made."""
+        """Number of refused storages when plans were last made."""
         self.margin_bytes = 0
-        """Bytes that plans leave free, and that are left free until each next hook, as sizes of the step are open."""
+        """Bytes that plans and forecasts leave free because sizes of the step are open."""
         self.predicted_by: Structure | None = None
-        """Structure that its trace was predicted from; None: it was recorded."""
+        """Structure that its trace was predicted from; None: the trace was recorded."""
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
         """Tick of each hook, and of the step's end."""
         self._checked: list[int] = np.flatnonzero(trace.hook_tensor >= 0).tolist()
-        """Hooks at which memory is checked, whatever the plan."""
+        """Hooks at which memory is checked under any plan."""
         self.allocated_until = self._cumulative()
-        """Bytes that the step had allocated by each hook and by its end, freed ones included."""
+        """Cumulative bytes allocated by each hook and by the step's end. Freed bytes are not subtracted."""
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
         self.times_corrected = 0
         self._recent: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
         self._same_unused = 0
-        """Number of latest steps whose `unused` was that of the step before."""
+        """Number of latest steps in a row whose `unused` equals that of the previous step."""
         self.reset_for(ExtraMemory())
 
     def reset_for(self, extra: ExtraMemory) -> None:
-        """Plan from now on for a step that takes that much more memory than was recorded. Forgets the plans made before."""
+        """Plan from now on for a step that takes `extra` memory beyond the recorded memory. Forgets earlier plans."""
         self.extra = extra
         self.trace = with_extra(extra.added_to(self._recorded), self.margin_bytes)
         self._curve: Int64s | None = None
-        """Bytes allocated during each tick of `trace`, once somebody asked."""
+        """Bytes allocated during each tick of `trace`; None until first needed."""
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        """Forget the plans, and what steps under them have taught: budgets are others from now on."""
-        self._same_unused = 0  # other budgets leave other bytes to spare
+        """Forget the plans and the stalls learned under them, because the budgets or the trace changed."""
+        self._same_unused = 0  # other budgets leave another number of spare bytes
         self.trials: list[PlanTrial] = []
         self.lead_us: dict[int, float] = {}
-        """How much earlier than predicted each storage's copy back is to be done, by storage."""
+        """Microseconds by which each copy back must be done earlier than predicted, by storage."""
         self.lag_us: dict[int, float] = {}
-        """How much later than predicted each storage's copy out is done, by storage."""
+        """Microseconds by which each copy out is done later than predicted, by storage."""
         self._nothing_better = False
 
     def correct_times(self) -> None:
-        """Scale the trace's operator times to what was measured. Forgets the plans made before."""
+        """Scale the trace's operator times to the measured ones. Forgets earlier plans."""
         self.times_corrected += 1
         self._recorded = with_times(self._recorded, self.slowdown)
         self.reset_for(self.extra)
@@ -171,7 +171,7 @@ class PlannedStep:
     # --- what may be recomputed
 
     def has_new_refusals(self) -> bool:
-        """Whether plans rely on something that cannot be recomputed, as was found since they were made. Forgets them then."""
+        """True if a plan recomputes something and storages were refused since plans were made. Then forgets the plans."""
         known, self._planned_without = self._planned_without, len(self.refused)
         if known == self._planned_without:
             return False
@@ -184,7 +184,7 @@ class PlannedStep:
 
     @property
     def current(self) -> PlanTrial | None:
-        """The first plan not tried enough, else the fastest. None: none is within the budget; the default rule applies."""
+        """First plan with too few measured steps, else the fastest. None: no plan fits the budget; the default rule applies."""
         on_trial = [trial for trial in self.trials if len(trial.times_us) < SAMPLES]
         if on_trial and len(self.trials) > 1:
             return on_trial[0]
@@ -192,12 +192,12 @@ class PlannedStep:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the plan to follow moves and drops nothing, and none is on trial."""
+        """True if no plan is on trial, and the plan to follow moves and drops nothing."""
         current = self.current
         return self.is_decided and current is not None and not current.program.plan.actions
 
     def bytes_by_class(self) -> dict[str, int]:
-        """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty where there is none."""
+        """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty without a plan."""
         if self.current is None:
             return {}
         plan = self.current.program.plan
@@ -211,11 +211,11 @@ class PlannedStep:
 
     @property
     def is_decided(self) -> bool:
-        """Whether no plan is on trial any more."""
+        """True if no plan is on trial any more."""
         return len(self.trials) < 2 or all(len(trial.times_us) >= SAMPLES for trial in self.trials)
 
     def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
-        """Add plans for `trace`, best first, made for `link`, to those that there are."""
+        """Add the new ones of `plans`, which were made for `trace` and `link`, best first."""
         self.link = link
         self._planned_without = len(self.refused)
         known = {trial.program.plan.actions for trial in self.trials}
@@ -241,18 +241,18 @@ class PlannedStep:
         )
 
     def _module_of(self, number: int) -> str:
-        """Path of the module that saves a storage first; "": not known."""
+        """Path of the module that saves a storage first, or "" if not known."""
         hooks = np.flatnonzero((self.trace.hook_tensor == number) & ~self.trace.hook_use)
         return self.modules.get(int(hooks[0]), "") if len(hooks) else ""
 
     def _inner_bytes(self) -> int:
-        """Bytes that an operator which may run again holds inside itself at most, as recorded."""
+        """Largest recorded inner memory, in bytes, of the forward's operators that may run again."""
         trace = self.trace
         may_run = np.array([base_name(name) in self.admitted for name in trace.op_names], np.bool_)[trace.op_name]
         return int(trace.op_inner_bytes[may_run & (trace.op_phase == StepPhase.FORWARD)].max(initial=0))
 
     def add_time(self, trial: PlanTrial, time: StepTime) -> None:
-        """Add the time of a step that followed `trial`, one of these, hook for hook."""
+        """Add the time of a step that followed `trial`, one of `trials`, hook for hook."""
         for times, us in ((trial.times_us, time.step_us), (trial.busy_us, time.busy_us)):
             times.append(us)
             del times[:-SAMPLES]
@@ -260,12 +260,12 @@ class PlannedStep:
 
     @property
     def chooses_by_link(self) -> bool:
-        """Whether what its plans drop hangs on the link, and none of them is on trial."""
+        """True if the link decides what plans recompute, and no plan is on trial."""
         return bool(self.admitted) and self.is_decided
 
     def is_for_another_link(self, link: LinkCost) -> bool:
-        """Whether `link` is so much faster or slower than the one that plans were made for that another choice of what is
-        swapped and what is recomputed may be better."""
+        """True if a rate of `link` differs by more than `LINK_OFF` from that of the link that plans were made for. Another
+        choice of storages to swap and to recompute may then be better."""
         made_for = self.link
         if made_for is None:
             return False
@@ -278,21 +278,21 @@ class PlannedStep:
 
     @property
     def slowdown(self) -> float:
-        """Measured time of the operators by the trace's time of them; 1 until the kept plan was measured enough."""
+        """Measured operator time / the trace's operator time; 1 until the kept plan was measured enough."""
         current = self._measured
         return 1.0 if current is None else self.slowdown_under(current)
 
     def slowdown_under(self, trial: PlanTrial) -> float:
-        """The same by the steps that followed `trial`, which was measured."""
+        """Slowdown in the steps that followed `trial`, which was measured."""
         plan, predicted_us = trial.program.plan, self.trace.duration_us
-        copies_us = plan.head_copy_us(predicted_us)  # no operator's
+        copies_us = plan.head_copy_us(predicted_us)  # not operator time
         took_us = median(trial.busy_us) - copies_us
         predicted_us += plan.recompute_us
         return took_us / predicted_us if min(took_us, predicted_us) > 0 else 1.0
 
     def learn_stalls(self) -> bool:
-        """Whether the kept plan stalls more than predicted, and another one may be tried. Then `lead_us` and `lag_us` say what
-        it is to be made with, the latest stalls added to the earlier ones."""
+        """True if the kept plan stalls more than predicted and another one may be tried. Then adds the latest stalls to
+        `lead_us` and `lag_us`, with which the next plan is made."""
         current = self._measured
         if current is None or self._nothing_better or len(self.trials) >= MOST_PLANS:
             return False
@@ -306,15 +306,15 @@ class PlannedStep:
 
     @property
     def _measured(self) -> PlanTrial | None:
-        """The kept plan, once it was measured enough; else None."""
+        """Kept plan once it was measured enough, else None."""
         current = self.current
         return current if current is not None and self.is_decided and len(current.times_us) >= SAMPLES else None
 
-    # --- memory that no hook tells of
+    # --- memory that hooks do not see
 
     def growth_after(self, hook: int, checks: int) -> int:
-        """Bytes that allocation grows at most from a hook until so many checks of memory behind the next one, if nothing moves
-        meanwhile. -1: from the step's beginning. Memory is checked where something is saved or used that may move."""
+        """Maximum growth of allocation in bytes from `hook` until `checks` checks of memory after the next one, if nothing
+        moves. `hook` -1: from the step's beginning. Memory is checked at saves and uses of storages that may move."""
         if self._curve is None:
             self._curve = memory_curve(self.trace)
         begin = self._by_hook[hook] if hook >= 0 else 0
@@ -324,20 +324,20 @@ class PlannedStep:
         return int(self._curve[begin : end + 1].max(initial=before) - before) + self.margin_bytes
 
     def widen_margin(self, more_bytes: int) -> None:
-        """Note that a step allocated so much more between two hooks than its trace has. Where sizes are open more is left free
-        from now on, as they may go on growing."""
+        """Note that a step allocated `more_bytes` more between two hooks than its trace has. If sizes are open, they may grow
+        further, so more is left free from now on."""
         if self.predicted_by is not None and self.predicted_by.has_open_sizes:
             self.margin_bytes = max(self.margin_bytes, self.predicted_by.note_growth(more_bytes))
 
     def ticks_between(self, hook: int, later: int) -> slice:
-        """Ticks of the operators between two hooks; where there are none, the first hook's own. -1: the step's beginning; one
-        past the last hook: its end."""
+        """Ticks of the operators between two hooks, or the first hook's own tick if there are none. -1 is the step's beginning;
+        one past the last hook is its end."""
         begin, end = self._by_hook[hook] + 1 if hook >= 0 else 0, self._by_hook[later]
         return slice(begin, end) if begin < end else slice(max(0, end - 1), max(1, end))
 
     def note_extra(self, extra: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
-        """Note the extra memory of a step like this one. Returns what to plan for, the most that the latest steps took, where
-        that is less than now by more than `spare_bytes`."""
+        """Note the extra memory of a step like this one. Returns the latest steps' maximum, to plan for, if it is below the
+        planned extra memory by more than `spare_bytes`."""
         self._recent.append(extra)
         if len(self._recent) < RECENT_STEPS or not self.extra.exceeds(_NO_EXTRA, spare_bytes):
             return None
@@ -345,13 +345,12 @@ class PlannedStep:
         return most if self.extra.exceeds(most, spare_bytes) else None
 
     def learn_inner_memory(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
-        """Note how much less a step like this one allocated between two hooks than was recorded. An operator holds no more
-        inside itself than the most that the latest steps allocated there: more was the recorded step's alone, as when kernels
-        were tried out. Returns whether the difference exceeds `spare_bytes`; then the trace is corrected and its plans are
-        forgotten."""
+        """Note bytes that a step like this one, unlike the recorded one, did not allocate between two hooks. The most that the
+        latest steps allocated there limits an operator's inner memory. More was the recorded step's alone, as when it tried out
+        kernels. Returns True if the difference exceeds `spare_bytes`. Then corrects the trace and forgets its plans."""
         self._same_unused = self._same_unused + 1 if self._unused and self._unused[-1] == unused else 0
         self._unused.append(unused)
-        # Once more the same as the latest: what was found then holds.
+        # The same as in all the latest steps: the earlier result holds.
         if len(self._unused) < RECENT_STEPS or self._same_unused > RECENT_STEPS:
             return False
         recorded, until = self._recorded, self.allocated_until
@@ -380,9 +379,9 @@ class PlannedStep:
 
 
 def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> tuple[Mapping[int, float], Mapping[int, float]]:
-    """Simulated stalls of the plan by storage, at reclaims and for copies back."""
+    """Simulated stalls of the plan, by storage: at reclaims, and for copies back."""
     try:
         timeline = simulate(trace, plan, link)
-    except ValueError:  # a wrong plan costs time, never a step: what nobody can carry out is not foreseen either
+    except ValueError:  # a plan that cannot run has no prediction: it costs time, never a step
         return {}, {}
     return timeline.out_stalls_us, timeline.in_stalls_us

@@ -1,17 +1,17 @@
-"""Cache of steps that came before, each with its plan; tells which of them the running step still agrees with.
+"""Cache of earlier steps, each with its plan. It finds the one that the running step agrees with so far.
 
     cache = StepCache(capacity=16)
-    cache.begin_step()             # a guess: what follows the steps that came before it
-    cache.follow(hook, feature)    # where the step leaves `cache.current`, or at each hook. True: another one took over, or
-                                   # `cache.current` agrees. False: none does
-    cache.end_step(record)         # the entry that it was, hook by hook; None: it is new
-    cache.put(record, plan)        # the least recently used one goes
+    cache.begin_step()             # a guess: the step that followed the latest steps before
+    cache.follow(hook, feature)    # at each hook, or only where the step leaves `cache.current`. True: `cache.current`, the
+                                   # same or another one, agrees. False: none does
+    cache.end_step(record)         # the entry that it equals, hook by hook; None: it is new
+    cache.put(record, plan)        # a full cache evicts the least recently used entry
 
     A  f f f g h      A and B have 3 hooks in common: a step that follows A and diverges from it at hook 3 may be B,
-    B  f f f x y      and none of those that left A before
+    B  f f f x y      but no step that differs from A earlier
 
-Features are compared one by one and as they are, so that no collision of hashes can take one step for another. Whoever knows
-that a hook is that of `cache.current`, as the light profiler does, need not ask here.
+Features are compared one by one and by value, so hash collisions cannot confuse steps. A caller that knows a hook to be that of
+`cache.current`, as the light profiler does, need not call `follow`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chameleon_mm.record.light_profiler import StepRecord
 _Plan = TypeVar("_Plan")
 
 CONTEXTS_PER_STEP = 4
-"""Learned successions for each step of the capacity: contexts of one step and of two, runs that ended, some past ones."""
+"""Learned successions per step of the capacity: contexts of one step and of two, ended runs, some outdated ones."""
 
 _SHORTEST_RUN = 3
 
@@ -37,12 +37,12 @@ _Context = tuple[int, ...]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CachedStep(Generic[_Plan]):
-    """One step that came before, with its plan."""
+    """Earlier step with its plan."""
 
     record: StepRecord
     plan: _Plan
     common: dict[int, int] = field(default_factory=dict, repr=False)
-    """Number of first hooks in common with each other cached step, by its fingerprint."""
+    """Number of leading hooks in common with each other cached step, by its fingerprint."""
 
     @property
     def fingerprint(self) -> int:
@@ -52,8 +52,8 @@ class CachedStep(Generic[_Plan]):
 class StepCache(Generic[_Plan]):
     """Cache of the most recently used `capacity` steps. Not thread-safe. Raises `ValueError` for a capacity below 1.
 
-    Costs one comparison for each hook it is told; where the step leaves what it followed, one per cached step. `put` compares
-    the new step with all.
+    A call of `follow` costs one comparison, or one per cached step where the step leaves the one that it followed. `put`
+    compares the new step with all.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -63,18 +63,18 @@ class StepCache(Generic[_Plan]):
         self._entries: OrderedDict[int, CachedStep[_Plan]] = OrderedDict()
         """Cached steps by fingerprint, the least recently used first."""
         self._followed_by: dict[_Context, tuple[int, bool]] = {}
-        """What followed the last two steps, or the last one, and whether it did the last time. The oldest first."""
+        """Step that followed the last two steps, or the last one, and True if it did the last time. The oldest first."""
         self._runs_ended: dict[_Context, tuple[int, bool]] = {}
-        """What followed so many repetitions of the last step, as above: an evaluation every so many steps."""
+        """Step that followed a number of repetitions of the last step, as above. Example: an evaluation every n steps."""
         self._before: _Context = ()
         self._run = 0
-        """Number of times that the last step came in a row."""
+        """Number of times in a row that the last step came."""
         self._current: CachedStep[_Plan] | None = None
         self._agreed = 0
         self._diverged = False
 
     def put(self, record: StepRecord, plan: _Plan) -> None:
-        """Put in `plan` for steps like `record`, in place of an earlier one for them."""
+        """Store `plan` for steps like `record`, in place of an earlier one for them."""
         fingerprint = record.fingerprint
         self.forget(fingerprint)
         while len(self._entries) >= self.capacity:
@@ -94,11 +94,10 @@ class StepCache(Generic[_Plan]):
         return self._current
 
     def follow(self, hook: int, feature: Hashable) -> bool:
-        """Note that hook number `hook` has this feature. Returns False once no cached step begins like this one, and from then
-        on always.
+        """Note that hook number `hook` has this feature. Returns False from the first hook on with which no cached step agrees.
 
-        Hooks since the last one that was told agreed with `current`. On True `current` is one that agrees up to this hook;
-        another than before where this hook told them apart.
+        Hooks between two calls are taken to agree with `current`. After True, `current` agrees up to this hook. It is another
+        step than before if that one does not agree.
         """
         current = self._current
         if current is None or self._diverged:
@@ -119,7 +118,7 @@ class StepCache(Generic[_Plan]):
         return False
 
     def adopt(self, hook: int, record: StepRecord, plan: _Plan) -> None:
-        """Put in a step that the running one may be, as it agrees with it up to hook number `hook`, and take it for that."""
+        """Store a step that agrees with the running one up to hook number `hook`, and follow it."""
         self.put(record, plan)
         self._current = self._entries[record.fingerprint]
         self._agreed = hook + 1
@@ -127,7 +126,7 @@ class StepCache(Generic[_Plan]):
 
     @property
     def current(self) -> CachedStep[_Plan] | None:
-        """The cached step that the running one agrees with; after a divergence the last one that it agreed with."""
+        """Cached step that the running one agrees with. After a divergence: the last one that it agreed with."""
         return self._current
 
     def entries(self) -> tuple[CachedStep[_Plan], ...]:
@@ -135,7 +134,7 @@ class StepCache(Generic[_Plan]):
         return tuple(self._entries.values())
 
     def agreeing(self) -> Iterator[CachedStep[_Plan]]:
-        """Every cached step that the running one may still be, as far as was told: `current` first. After a divergence none."""
+        """Yield the cached steps that agree with all hooks noted so far, `current` first. After a divergence there are none."""
         current = self._current
         if current is None or self._diverged:
             return
@@ -145,9 +144,9 @@ class StepCache(Generic[_Plan]):
                 yield other
 
     def end_step(self, record: StepRecord) -> CachedStep[_Plan] | None:
-        """End the step, which was `record`. Returns the cached step that it was; None: it was none, to the last hook.
+        """End the step, of which `record` is the record. Returns the cached step that it equals to the last hook, or None.
 
-        Also for a step of which not every hook was given to `follow`.
+        Not every hook of the step need have been passed to `follow`.
         """
         entry = self._entries.get(record.fingerprint)
         if entry is not None and entry.record.features != record.features:
@@ -158,11 +157,11 @@ class StepCache(Generic[_Plan]):
         return entry
 
     def abandon_step(self) -> None:
-        """End a step that did not complete: nothing is learned of it, and what comes next follows nothing."""
+        """End a step that did not complete. Nothing is learned from it, and the next step has no predecessor."""
         self._current, self._diverged = None, False
         self._before, self._run = (), 0
 
-    # --- what follows what
+    # --- order of steps, learned
 
     def _expected(self) -> CachedStep[_Plan] | None:
         run_ended = self._runs_ended.get(self._run_so_far)
@@ -180,7 +179,7 @@ class StepCache(Generic[_Plan]):
 
     def _learn(self, fingerprint: int) -> None:
         goes_on = self._before[-1:] == (fingerprint,)
-        # Shorter runs are contexts of two steps; one that goes on is worth keeping where one as long ended before.
+        # Contexts of two steps cover shorter runs. A run that goes on is noted only if one as long ended before.
         if self._run >= _SHORTEST_RUN and (not goes_on or self._run_so_far in self._runs_ended):
             self._note(self._runs_ended, self._run_so_far, fingerprint, sure=False)
         for context in _contexts(self._before):
@@ -189,10 +188,10 @@ class StepCache(Generic[_Plan]):
         self._before = (*self._before, fingerprint)[-2:]
 
     def _note(self, followed_by: dict[_Context, tuple[int, bool]], context: _Context, fingerprint: int, *, sure: bool) -> None:
-        """`sure`: whether once is enough."""
+        """Note that `fingerprint` followed `context`. `sure`: True if one observation is enough."""
         if context not in followed_by:
             followed_by[context] = (fingerprint, sure)
-        else:  # as processors predict branches: what held until now has to fail twice. One evaluation step is no new habit
+        else:  # like a processor's branch predictor: a prediction must fail twice. One evaluation step changes nothing
             follower, sure = followed_by.pop(context)
             holds = follower == fingerprint
             followed_by[context] = (follower, holds) if holds or sure else (fingerprint, False)
@@ -200,18 +199,18 @@ class StepCache(Generic[_Plan]):
             del followed_by[next(iter(followed_by))]
 
     def forget(self, fingerprint: int) -> None:
-        """Forget the step with this fingerprint, if it is there."""
+        """Forget the step with this fingerprint, if it is cached."""
         if self._entries.pop(fingerprint, None) is not None:
             for other in self._entries.values():
                 del other.common[fingerprint]
 
 
 def _contexts(before: _Context) -> list[_Context]:
-    """Contexts from which the next step may be expected: the last two steps, then the last one alone."""
+    """Contexts that predict the next step: the last two steps, then the last one alone."""
     return [before[start:] for start in range(len(before))]
 
 
 def _common(one: StepRecord, other: StepRecord) -> int:
-    """Number of first hooks that two steps have in common."""
+    """Number of leading hooks that two steps have in common."""
     different = compress(count(), map(ne, one.features, other.features))
     return next(different, min(one.num_hooks, other.num_hooks))

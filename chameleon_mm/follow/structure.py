@@ -1,15 +1,15 @@
-"""Steps that agree in everything but sizes are of one structure: what two of them were recorded as tells what others will be.
+"""Structures of steps: steps that differ only in sizes have one structure. Two recorded steps of it predict the others.
 
     structure = structures.note(record, trace)       # after a recorded step
-    structures.of(record)                            # the structure of a step that was seen; None: none was recorded
-    structure.predict(features)                      # record of a step that begins like this: its sizes follow from these
-    structure.trace_of(record)                       # what would have been recorded of it
+    structures.of(record)                            # structure of a step; None: no step of it was recorded
+    structure.predict(features)                      # record of the step that begins like this, with sizes computed from these
+    structure.trace_of(record)                       # the trace that a recorder would have made of it
 
-A length that nobody saw is no reason to record a step: its shapes, its storages' bytes and its operators' times follow from
-those of two others (`structure.py`). A storage below `min_bytes` never moves, so in a short step fewer may than in a long one.
+A new sequence length needs no recording: shapes, storage bytes and operator times are computed from those of two recorded
+steps. A storage below `min_bytes` never moves, so fewer storages may move in a short step than in a long one.
 
-Where many sizes change and nothing at the step's beginning tells them, as the tokens that each expert of a mixture gets, they
-are left open: a step agrees whatever they are, and is planned for the most that was recorded of each.
+If many sizes change and the step's beginning does not determine them, they are open: for example, the number of tokens per
+expert. A step agrees with any value of an open size, and is planned for the largest recorded one.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ from chameleon_mm.record.light_profiler import (
 from chameleon_mm.swap.recipe import Refusal
 from chameleon_mm.units import allocated_size
 
-# --- Finds how the sizes of a step depend on the few that its data decides, from steps that differ in nothing else
+# --- Express the sizes of a step by the few variables that its data decides, from steps that differ only in sizes.
 #
-# A form is a constant, a product of a constant and up to two factors, or a variable, multiplied and shifted. Factors are
-# variables, and sizes that are a shifted variable, such as the tokens that are predicted: the length less 1. Each form holds
-# exactly in all the steps that it was found from; the more steps there are, the fewer forms hold by chance.
+# A form is a constant, a constant times up to two factors, or a multiplied and shifted variable. A factor is a variable or a
+# shifted variable, such as the number of predicted tokens: the length less 1. Each form holds exactly in all the steps that it
+# was found from. With more steps, fewer forms hold by chance.
 
 Sizes = tuple[int, ...]
-"""Values of one size, one for each step."""
+"""Values of one size, one per step."""
 
 _FACTORS = 8
-"""Number of factors at most of which products are looked for: twice the variables that a structure may have. Of these and as
-many shifted ones there are 136 products of two, all tried for each size that differs."""
+"""Maximum number of factors whose products are tried: twice the variables that a structure may have. These and as many shifted
+ones have 136 products of two, all tried for each size that differs."""
 _SHIFTS = (-1, 1)
-"""Shifts of a variable that are looked for in products: the tokens behind the first one, one more for the whole text."""
+"""Shifts of a variable that are tried in products. -1: the tokens after the first one; 1: one more token for the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A size: `scale` times the product of `factors`, and `shift`."""
+    """Size: `scale` times the product of `factors`, plus `shift`."""
 
     scale: Fraction
     shift: Fraction
@@ -79,7 +79,7 @@ class Form:
     """Forms, or numbers of variables."""
 
     def at(self, values: Mapping[int, int]) -> int | None:
-        """The size where the variables have `values`; None: one that it depends on is missing, or it is no whole number of 0 or
+        """Size for these `values` of the variables. None: a variable is missing, or the size is not a whole number of 0 or
         more."""
         product = self.scale
         for factor in self.factors:
@@ -92,31 +92,31 @@ class Form:
 
 
 class SizeForms:
-    """Forms of the sizes of `num_steps` steps, found one after the other."""
+    """Forms of the sizes of `num_steps` steps, found one after another."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._known: dict[Sizes, Form] = {}
         self._factors: list[tuple[Sizes, Form | int]] = []
-        """Variables and shifted ones, with their values."""
+        """Variables and shifted variables, with their values."""
         self._shifted_factors: list[tuple[Sizes, Form | int]] = []
         self.num_variables = 0
 
     def of(self, sizes: Sizes) -> Form:
-        """Form of `sizes`, a new variable where none is known. Raises `ValueError` for another number of steps."""
+        """Form of `sizes`, or a new variable if none is found. Raises `ValueError` for another number of steps."""
         form = self.find(sizes)
         if form is None:
             form = Form(Fraction(1), Fraction(0), (self.num_variables,))
             self._factors.append((sizes, self.num_variables))
             self._known[sizes] = form
-            for shift in _SHIFTS:  # before anything has such a size of its own, it may be a factor of one
+            for shift in _SHIFTS:  # a shifted variable may be a factor before any size equals it
                 shifted = Form(Fraction(1), Fraction(shift), (self.num_variables,))
                 self._shifted_factors.append((tuple(size + shift for size in sizes), shifted))
             self.num_variables += 1
         return form
 
     def find(self, sizes: Sizes) -> Form | None:
-        """Form of `sizes` by the variables that are known; None: there is none."""
+        """Form of `sizes` in the known variables, or None."""
         if len(sizes) != self._num_steps:
             raise ValueError(f"size forms: expected the size in each of {self._num_steps} steps, got {len(sizes)} sizes")
         form = self._known.get(sizes)
@@ -134,7 +134,7 @@ class SizeForms:
 
     def _product(self, sizes: Sizes) -> Form | None:
         factors = self._factors[:_FACTORS]
-        # What nothing has alone agrees by chance too easily: then the scale must be a whole number.
+        # A shifted variable that no size equals matches by chance too easily: then the scale must be a whole number.
         searches = (1, factors, False), (2, factors, False), (2, factors + self._shifted_factors[:_FACTORS], True)
         for degree, among, must_be_whole in searches:
             for chosen in combinations_with_replacement(among, degree):
@@ -153,7 +153,7 @@ class SizeForms:
             if not isinstance(factor, int):
                 continue
             scale = _slope(values, sizes)
-            # A line goes through any two points: only one that keeps whole numbers whole says anything.
+            # A line goes through any two points: only one with a whole slope is evidence.
             if scale is None or scale <= 0 or scale.denominator != 1:
                 continue
             shift = sizes[0] - scale * values[0]
@@ -163,7 +163,7 @@ class SizeForms:
 
 
 class SizeColumn:
-    """Sizes of a trace's column, by the variables."""
+    """Sizes in one column of a trace, by the variables."""
 
     def __init__(self, forms: SizeForms, columns: Sequence[Int64s]) -> None:
         rows, row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
@@ -172,15 +172,15 @@ class SizeColumn:
         self._recorded = rows
 
     def at(self, values: Mapping[int, int], proportions: Sequence[float]) -> Int64s:
-        """The sizes; those that have no form are the largest of the recorded ones, in proportion to how much larger the step is
-        than each of these."""
+        """Sizes in the step. A size without a form is its largest recording, each recording scaled by its entry of
+        `proportions`: the step's size / the recorded step's size."""
         sizes = [form.at(values) if form is not None else None for form in self._forms]
         largest = self._scaled(proportions).max(axis=1, initial=0).tolist()
         known = [most if size is None else size for size, most in zip(sizes, largest, strict=True)]
         return np.array(known, np.int64)[self._row]
 
     def spread_bytes(self, proportions: Sequence[float]) -> int:
-        """The most by which recordings of a size that has no form differ."""
+        """Largest difference between scaled recordings of a size without a form."""
         has_no_form = [form is None for form in self._forms]
         spread = np.ptp(self._scaled(proportions)[has_no_form], axis=1)
         return int(spread.max(initial=0))
@@ -198,23 +198,23 @@ def _products(columns: Sequence[Sizes]) -> list[int]:
 
 
 def _slope(values: Sizes, sizes: Sizes) -> Fraction | None:
-    """Growth of `sizes` by `values` between two steps that differ in these."""
+    """Slope of `sizes` over `values`, from the first step and one that differs in `values`. None: no step differs."""
     for value, size in zip(values[1:], sizes[1:], strict=True):
         if value != values[0]:
             return Fraction(size - sizes[0], value - values[0])
     return None
 
 
-# --- Memory that a step takes beyond what its trace has: found at the step's first hook, or between two checks of memory
+# --- Memory that a step takes beyond its trace, found at its first hook or between two checks of memory
 
 RECENT_STEPS = 16
-"""Steps that must do with less memory before plans count on less: one in so many may well take more again, as an evaluation."""
+"""Number of steps that must take less memory before plans assume less: one in as many may need more, as an evaluation does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraMemory:
-    """Bytes beyond a trace's. Those of `spikes` are allocated and freed again between two checks of memory, at a tick that is
-    known."""
+    """Bytes beyond a trace's. `spikes` has bytes by tick: they are allocated there, and freed again before the next check of
+    memory."""
 
     extra_bytes: int = 0
     spikes: Mapping[int, int] = field(default_factory=dict)
@@ -226,11 +226,11 @@ class ExtraMemory:
 
     @classmethod
     def most_of(cls, taken: Iterable[ExtraMemory]) -> ExtraMemory:
-        """The most that any of `taken` is, all the time and at each tick."""
+        """Maximum of `taken`, of `extra_bytes` and at each tick."""
         return reduce(or_, taken, cls())
 
     def exceeds(self, other: ExtraMemory, by_bytes: int) -> bool:
-        """Whether it is more than `other`, all the time or at some tick, by more than `by_bytes`."""
+        """True if its `extra_bytes` or one of its spikes exceeds that of `other` by more than `by_bytes`."""
         if self.extra_bytes - other.extra_bytes > by_bytes:
             return True
         return any(nbytes - other.spikes.get(tick, 0) > by_bytes for tick, nbytes in self.spikes.items())
@@ -238,7 +238,7 @@ class ExtraMemory:
     def added_to(self, trace: Trace) -> Trace:
         extra_bytes = self.extra_bytes
         gradients = outliving_bytes(trace, {TensorKind.GRADIENT})
-        if 0 < gradients <= extra_bytes:  # they are kept and filled with zeros
+        if 0 < gradients <= extra_bytes:  # gradients are kept and zeroed
             trace, extra_bytes = there_before(trace, {TensorKind.GRADIENT}), extra_bytes - gradients
         if extra_bytes:
             trace = with_extra(trace, extra_bytes)
@@ -248,59 +248,59 @@ class ExtraMemory:
 # --- structure
 
 STRUCTURES = 16
-"""Structures that are kept, the latest used: each has the traces of `RECORDED` steps at most, some MiB each."""
+"""Number of structures to keep, the latest recorded ones. Each has traces of at most `RECORDED` steps, some MiB each."""
 
 RECORDED = 6
-"""Steps of one structure that are recorded, at most: a mixture of experts and rows with lengths want two to four."""
+"""Maximum number of recorded steps of one structure. A mixture of experts, or rows with lengths, needs two to four."""
 
 _ALIGNED = ("op_phase", "op_tick", "read_offsets", "write_offsets", "hook_tick", "hook_use")
-"""Columns in which traces of one structure agree, beside the operators' names and storages."""
+"""Columns in which traces of one structure agree, in addition to the operators' names and storages."""
 
 MOST_VARIABLES = 4
-"""Sizes of a structure that may change apart from each other: rows, a length or two, a padded one. Of more, those that the
-first save does not tell are open."""
+"""Maximum number of independent sizes of a structure: rows, one or two lengths, a padded length. If there are more, those that
+the first save does not determine are open."""
 
 OPEN_MARGIN = 2
-"""Part of what is left free where sizes are open: so many times the most by which recordings of one storage differ, or by which
-a step took more than was planned. With one, a step that is as far beyond the largest recording as that is beyond the smallest
-would pass the budget."""
+"""Factor for the bytes left free for open sizes. It multiplies the largest difference between recordings of one storage, or the
+largest excess of a step over its plan. With 1, a step as far above the largest recording as that is above the smallest would
+exceed the budget."""
 
 TIMES_OFF = 0.05
-"""Relative error of operator times above which they are corrected: a recorded step loads kernels, and takes longer. Times that
-are wrong by a factor of five cost 3 % of a step at most in the end (`tests/test_plan_feedback.py`)."""
+"""Relative error of operator times above which they are corrected. A recorded step loads kernels, and so takes longer. Times
+wrong by a factor of five finally cost at most 3 % of a step (`tests/test_plan_feedback.py`)."""
 
 
 class _Recorded(NamedTuple):
     record: StepRecord
     trace: Trace
     work_bytes: int
-    """Bytes of all that the step makes: what its operators' times go by."""
+    """Bytes of all storages that the step makes. Operator times are interpolated by it."""
 
 
 class Structure:
-    """Recorded steps of one structure, and what they tell of others. Not thread-safe."""
+    """Recorded steps of one structure, from which others are predicted. Not thread-safe."""
 
     def __init__(self, outlines: tuple[Hashable, ...], min_bytes: int) -> None:
-        """`outlines`: by hook, the feature without its sizes; `min_bytes`: storages below that never move."""
+        """`outlines`: feature of each hook without its sizes. `min_bytes`: size below which no storage moves."""
         self.outlines = outlines
         self.refused: dict[int, Refusal] = {}
         self.modules: Mapping[int, str] = {}
         self._min_bytes = min_bytes
         self._proven: dict[int, set[int]] = {}
         self._recorded: list[_Recorded] = []
-        """Recordings that agree in all columns but sizes and times, the smallest first."""
+        """Recordings that agree in all columns except sizes and times, the smallest first."""
         self._recordings = 0
         self._mispredicted = False
         self.has_open_sizes = False
-        """Whether some sizes hang on what nothing at the beginning of a step tells."""
+        """True if the beginning of a step does not determine some of its sizes."""
         self._most_growth_bytes = 0
-        """The most bytes that a step with open sizes allocated between two hooks beyond what was planned."""
+        """Most bytes beyond the plan that a step with open sizes allocated between two hooks."""
         self._extra: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._slowdowns: dict[int, deque[float]] = {}
 
     @property
     def predicts(self) -> bool:
-        """Whether steps of other sizes can be told from those that were recorded."""
+        """True if steps with other sizes can be predicted from the recorded ones."""
         return len(self._recorded) > 1 and not self._mispredicted
 
     @property
@@ -313,7 +313,7 @@ class Structure:
         self._mispredicted = False
         recorded = _Recorded(record, trace, _work_bytes(trace, trace.tensor_bytes))
         if self._recorded and not _are_aligned(self._recorded[0].trace, trace):
-            # The first step makes what the optimizer keeps, and is like no other.
+            # The first step makes the optimizer's state, and is unlike all others.
             self._recorded, self.refused, self._proven = [], {}, {}
             self._extra.clear()
         self._recorded = [one for one in self._recorded if one.record.features != record.features] + [recorded]
@@ -339,13 +339,13 @@ class Structure:
         self._observed: list[tuple[int, int]] = []
         """Hook and dimension at which each variable is seen first."""
         self._shapes: dict[tuple[int, ...], tuple[Form | None, ...]] = {}
-        """Forms of sizes; None: an open one."""
+        """Forms of sizes, by key; None: an open size."""
         self._shape_at: list[tuple[int, ...] | None] = []
-        """By hook: key of its sizes in `_shapes`; None: nothing about it changes."""
+        """Key in `_shapes` of each hook's sizes, by hook; None: its feature is taken as recorded."""
         for hook, features in enumerate(zip(*(one.record.features for one in self._recorded), strict=True)):
             sizes = [sizes_of(cast("Feature", feature)) for feature in features]
             if None in sizes:
-                self._shape_at.append(None)  # a use, or a nested tensor, whose sizes are every batch's own
+                self._shape_at.append(None)  # a use, or a nested tensor, whose sizes differ in each batch
                 continue
             key = tuple(map(id, features))
             self._shape_at.append(key)
@@ -359,10 +359,10 @@ class Structure:
                     self._observed.append((hook, dimension))
             self._shapes[key] = tuple(forms)
 
-    # --- what steps of other sizes are
+    # --- prediction of steps with other sizes
 
     def predict(self, features: Sequence[Feature]) -> StepRecord | None:
-        """Record of the step that begins with these; None: they do not tell, or there is none like that."""
+        """Predict the record of the step that begins with `features`. None: no prediction, or `features` contradict it."""
         values = self._values(features)
         predicted = self._features(values)
         if predicted is not None and self.has_open_sizes and self._open(predicted, features):
@@ -374,7 +374,7 @@ class Structure:
         return StepRecord.of(predicted, base.save_of, base.boundaries)
 
     def _open(self, predicted: Sequence[Feature], features: Sequence[Feature]) -> bool:
-        """Leave the sizes open that were thought to be told and are others now. Returns whether there are any."""
+        """Open the sizes that were predicted wrong in the hooks so far. Returns True if there are any."""
         wrong = {key for key, one, other in zip(self._shape_at, predicted, features, strict=False) if one != other}
         for key in wrong:
             if key is not None:
@@ -382,7 +382,7 @@ class Structure:
         return bool(wrong)
 
     def _values(self, features: Sequence[Hashable]) -> dict[int, int]:
-        """Values of the variables: of those that are not seen yet, the recorded ones in proportion to those that are."""
+        """Values of the variables. One that is not seen yet has its recorded value, scaled by the ratios of those seen."""
         values, proportion = {}, 1.0
         for variable, (hook, dimension) in enumerate(self._observed):
             recorded = _size_at(self._base.record.features[hook], dimension)
@@ -394,7 +394,7 @@ class Structure:
         return values
 
     def _proportions(self, values: Mapping[int, int]) -> list[float]:
-        """Ratios of the size of a step with these values of the variables to that of each recorded one."""
+        """Ratios of the size of a step with these values of the variables to the size of each recorded step."""
         return [
             prod(values[v] / max(1, _size_at(one.record.features[hook], d)) for v, (hook, d) in enumerate(self._observed))
             for one in self._recorded
@@ -431,23 +431,23 @@ class Structure:
         if is_small:
             return resized(save, sizes, FIXED_STORAGE)
         if since == FIXED_STORAGE and before_bytes < self._min_bytes <= nbytes:
-            return resized(save, sizes, _ANY)  # it was too small to move: nobody looked where it was saved before
+            return resized(save, sizes, _ANY)  # it was too small to move: its earlier saves were not looked up
         return resized(save, sizes, since)
 
     def margin_bytes(self, record: StepRecord) -> int:
-        """Bytes to leave free beside a plan for a step with this record, as open sizes may be larger than any recorded one."""
+        """Bytes to leave free in a plan for a step with this record, as open sizes may exceed all recorded ones."""
         if not self.has_open_sizes:
             return 0
         spread_bytes = self._tensor_bytes.spread_bytes(self._proportions(self._values(record.features)))
         return OPEN_MARGIN * max(spread_bytes, self._most_growth_bytes)
 
     def note_growth(self, more_bytes: int) -> int:
-        """Note that a step allocated so much more between two hooks than planned. Returns the bytes to leave free for that."""
+        """Note that a step allocated `more_bytes` beyond its plan between two hooks. Returns the bytes to leave free."""
         self._most_growth_bytes = max(self._most_growth_bytes, more_bytes)
         return OPEN_MARGIN * self._most_growth_bytes
 
     def trace_of(self, record: StepRecord) -> Trace:
-        """Trace of a step with this record, of this structure."""
+        """Predict the trace of a step with this record, of this structure."""
         values, base = self._values(record.features), self._base.trace
         proportions = self._proportions(values)
         tensor_bytes = self._tensor_bytes.at(values, proportions)
@@ -467,28 +467,28 @@ class Structure:
             hook_feature=np.array([hashes[id(feature)] for feature in record.features], np.uint64),
         )
 
-    # --- what steps have taught that holds for others
+    # --- what one step teaches about others
 
     def proven(self, trace: Trace) -> set[int]:
-        """Numbers of the storages that were recomputed bit for bit in steps of about this size. Another kernel may run where
-        sizes are others: from one power of two to the next recipes are proven anew."""
+        """Numbers of the storages that were recomputed bit for bit in steps of about this size. Other sizes may run other
+        kernels, so recipes are proven again for each power of two of the size."""
         return self._proven.setdefault(_octave(_work_bytes(trace, trace.tensor_bytes)), set())
 
     @property
     def extra(self) -> ExtraMemory:
-        """The most memory beyond what is predicted that the latest steps took."""
+        """Maximum of the memory that the latest steps took beyond the prediction."""
         return ExtraMemory.most_of(self._extra)
 
     def note_extra(self, extra: ExtraMemory) -> None:
-        """Note what a step took beyond its predicted trace."""
+        """Note the memory that a step took beyond its predicted trace."""
         self._extra.append(extra)
 
     def note_misprediction(self) -> None:
-        """Note that a step was not as predicted: nothing is until another one is recorded."""
+        """Note a wrong prediction. Nothing is predicted until another step is recorded."""
         self._mispredicted = True
 
     def note_slowdown(self, trace: Trace, slowdown: float) -> None:
-        """Note that operators of a step with this trace, which was predicted, took that much longer than it says."""
+        """Note that operators of a step took `slowdown` times as long as in its predicted `trace`."""
         work_bytes = _work_bytes(trace, trace.tensor_bytes)
         known = self._slowdowns.setdefault(_octave(work_bytes), deque(maxlen=RECENT_STEPS))
         known.append(slowdown * self._slowdown(work_bytes))
@@ -500,7 +500,7 @@ class Structure:
 
 
 class Structures:
-    """The structures of the steps that were recorded."""
+    """Structures of the recorded steps."""
 
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = min_bytes
@@ -519,7 +519,7 @@ class Structures:
         return structure
 
     def of(self, record: StepRecord) -> Structure | None:
-        """Structure of a step; None: none like it was recorded."""
+        """Structure of a step; None: no step of it was recorded."""
         if record.fingerprint not in self._by_fingerprint:
             self._by_fingerprint[record.fingerprint] = self._known.get(outlines_of(record.features))
             while len(self._by_fingerprint) > 8 * STRUCTURES:
@@ -527,20 +527,20 @@ class Structures:
         return self._by_fingerprint[record.fingerprint]
 
     def beginning_with(self, features: Sequence[Feature]) -> list[Structure]:
-        """Structures that predict, the latest first, whose first hooks are like these."""
+        """Predicting structures whose first hooks have these outlines, the latest first."""
         outlines = outlines_of(features)
         n = len(outlines)
         return [one for one in reversed(self._known.values()) if one.predicts and one.outlines[:n] == outlines]
 
 
 def outlines_of(features: Sequence[Hashable]) -> tuple[Hashable, ...]:
-    """Outlines of all these hooks."""
+    """Outlines of these features."""
     made = {id(feature): outline(cast("Feature", feature)) for feature in features}
     return tuple(made[id(feature)] for feature in features)
 
 
 class _Any:
-    """A size, or the distance to a storage's last save, that may be any number."""
+    """Wildcard for a size, or for the distance to a storage's last save: equals every int."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, int) or other is self
@@ -559,7 +559,7 @@ def _size_at(feature: Hashable, dimension: int) -> int:
 
 
 def _are_aligned(one: Trace, other: Trace) -> bool:
-    """Whether two steps ran the same operators on the same storages."""
+    """True if two steps ran the same operators on the same storages."""
     if len(one.tensor_bytes) != len(other.tensor_bytes) or len(one.op_us) != len(other.op_us):
         return False
     if not all(np.array_equal(getattr(one, column), getattr(other, column)) for column in _ALIGNED):
@@ -567,7 +567,7 @@ def _are_aligned(one: Trace, other: Trace) -> bool:
     for offsets, tensors in (("read_offsets", "read_tensors"), ("write_offsets", "write_tensors")):
         op = np.repeat(np.arange(len(one.op_us)), np.diff(getattr(one, offsets)))
         mine, theirs = (column[np.lexsort((column, op))] for column in (getattr(one, tensors), getattr(other, tensors)))
-        if not np.array_equal(mine, theirs):  # an operator's are in no order
+        if not np.array_equal(mine, theirs):  # the storages of one operator have no order
             return False
     names, others = np.array(one.op_names), np.array(other.op_names)
     return bool((names[one.op_name] == others[other.op_name]).all())
@@ -582,7 +582,7 @@ def _octave(nbytes: int) -> int:
 
 
 def _interpolated(works: Float64s, times: Float64s, work: float) -> Float64s:
-    """Times at `work`, between those at `works`, which rise, or beyond the nearest two: as a power of the work, 0 to 2."""
+    """Inter- or extrapolate times at `work` from the two nearest of the ascending `works`: a power of the work, 0 to 2."""
     above = int(np.clip(np.searchsorted(works, work), 1, len(works) - 1))
     low, high = times[above - 1], times[above]
     span = np.log(max(works[above], 1.0) / max(works[above - 1], 1.0))

@@ -1,15 +1,15 @@
-"""Notes how storages are made while a forward runs, as `CallWatch` does, in C++: `device/notes.cpp`, where it is built.
+"""Note how storages are made during a forward, as `CallWatch` does, in C++: `device/notes.cpp`, an optional helper.
 
     watch = watch_calls(device, before_write)      # a `CallNotes`, or the `CallWatch` that is its reference
     with watch: ...
-    watch.value_of(storage).call                   # made of the notes at that moment, for this one chain
+    watch.value_of(storage).call                   # read from the notes at that moment, for this chain only
 
-An operator costs a microsecond more, in place of fifteen or more under a mode, and no gradient has another formula. Names
-are those of what runs below autograd: a few composite operators do otherwise under a mode, and the recorder is one. A storage
-that the plan holds by a name that does not come is not held.
+An operator costs 1 us more, instead of 15 us or more under a mode, and no gradient has another formula. Names are those of the
+operators below autograd. Under a mode, such as the recorder, a few composite operators run others instead. A storage that a
+plan holds by such a name is not held.
 
-The watch stays where the helper is not built or does not load, where dynamo has compiled anything, whose guards compare the
-dispatch keys that are on, and where the thread has another session's notes.
+`CallWatch` is used instead if the helper is not built or does not load, or if the thread has another session's notes. It is
+also used if dynamo has compiled anything: dynamo's guards compare the active dispatch keys.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ BeforeWrite = Callable[[Value], None]
 
 
 def watch_calls(device: Device, before_write: BeforeWrite) -> AnyWatch:
-    """What notes the calls of a step, on this thread. `before_write`: as `CallWatch` has it."""
+    """Return the object that notes the calls of a step on this thread. `before_write`: as in `CallWatch`."""
     helper = None if frames_compiled() else native.load("notes")
     return CallWatch(device, before_write) if helper is None or helper.is_taken() else CallNotes(helper, device, before_write)
 
 
 class NotedValue(Value):
-    """A value whose call is read from the notes when it is asked for."""
+    """Value whose call is read from the notes when it is first needed."""
 
     __slots__ = ("_call", "_notes", "_number")
 
@@ -83,10 +83,10 @@ class NotedValue(Value):
 
 
 class CallNotes:
-    """Notes calls on one thread, and is used as a `CallWatch` is. Not thread-safe but for what another thread's hooks ask."""
+    """Note calls on one thread, as `CallWatch` does. Not thread-safe, except for calls by another thread's hooks."""
 
     must_leave = False
-    """Never: no dispatch mode is on, so that no gradient is computed by another formula."""
+    """Always False: no dispatch mode is on, so no gradient is computed by another formula."""
 
     def __init__(self, helper: ModuleType, device: Device, before_write: BeforeWrite) -> None:
         self._helper, self._thread = helper, threading.get_ident()
@@ -99,12 +99,12 @@ class CallNotes:
         self._calls: dict[int, Call] = {}
         self._storages: dict[int, Any] = {}
         me = weakref.ref(self)
-        """What the helper has: the collector does not see a reference of its own."""
+        """Weak, for the helper: the garbage collector does not see the helper's references."""
         self.noted: Any = helper.Notes(partial(_tell, me), device.torch_device.type == "cuda")
         self.births = Births()
         self.after_forward: Callable[[], None] | None = None
         self.is_over = False
-        """Whether the step has ended, or has turned out to be one in which nothing is recomputed: it is to be left."""
+        """True if the step has ended, or turned out to recompute nothing: the watch must be left."""
 
     def __enter__(self) -> Self:
         torch._C._dispatch_tls_set_dispatch_key_included("Fake", True)
@@ -114,27 +114,27 @@ class CallNotes:
         self.leave_if_on()
 
     def leave_if_on(self) -> None:
-        """Leave it, where autograd has put the dispatch key back, too."""
-        if threading.get_ident() == self._thread:  # another one may have notes of its own
+        """Leave it, also if autograd has put the dispatch key back."""
+        if threading.get_ident() == self._thread:  # another thread may have notes of its own
             torch._C._dispatch_tls_set_dispatch_key_included("Fake", False)
 
     def paused(self) -> _Paused:
-        """Context in which the operators of this thread are no part of the step. May be nested."""
+        """Context in which the operators of this thread are not part of the step. May be nested."""
         return _Paused(self._helper.pause)
 
     def end(self) -> None:
-        """Look at nothing more, and forget what was noted."""
+        """Note nothing more, and forget the notes."""
         self.is_over = True
         self.noted.end()
         for kept in (self._values, self._calls, self._storages, self.births.born):
             kept.clear()
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
-        """The latest value of `storage`; None: it is not known."""
+        """Latest value of `storage`; None: not known."""
         return self._value(self.noted.value_of(storage._cdata))
 
     def given(self, t: Tensor) -> Value:
-        """The latest value of the storage of `t`, a plain tensor: new where it was not known."""
+        """Latest value of the storage of `t`, a plain tensor; a new value if none was known."""
         return self._known(self.noted.given(t))
 
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
@@ -143,11 +143,11 @@ class CallNotes:
         self.noted.tell_of_births(self.births.are_due)
 
     def at_hook(self, hooks: int) -> None:
-        """Note that there were so many hooks in the step so far."""
+        """Note the number of hooks in the step so far."""
         self.births.at_hook(hooks)
         self.noted.tell_of_births(self.births.are_due)
 
-    # --- what values and recipes ask for
+    # --- called by values and recipes
 
     def _value(self, number: int) -> NotedValue | None:
         return None if number == _NONE else self._known(number)
@@ -159,14 +159,14 @@ class CallNotes:
         return value
 
     def storage_ref(self, number: int, storage: torch.UntypedStorage | None) -> Any:
-        """A weak reference to a storage, the same for all of its values."""
+        """Weak reference to a storage, the same one for all of its values."""
         ref = self._storages.get(number)
         if ref is None:
             ref = self._storages[number] = (lambda: None) if storage is None else weakref.ref(storage)
         return ref
 
     def call(self, number: int) -> Call:
-        """The call of that number, as the watch has it."""
+        """Call of that number, as `CallWatch` would note it."""
         call = self._calls.get(number)
         if call is None:
             call = self._calls[number] = self._read(number)
@@ -191,7 +191,7 @@ class CallNotes:
         return Call(operation, tuple(one for argument, one in arguments if not argument.kwarg_only), named)
 
     def _put_tensors(self, given: list[Any], numbers: Sequence[int]) -> None:
-        """Put the tensors that `numbers` tell of at their places in `given`, or into the lists that are there."""
+        """Decode the tensors in `numbers`, and put them at their places in `given` or into the lists there."""
         at = 0
         while at < len(numbers):
             place, in_list, number, dtype, offset, conj, neg, rank = numbers[at : at + 8]
@@ -205,7 +205,7 @@ class CallNotes:
             else:
                 given[place] = argument
 
-    # --- what the helper asks for, in the middle of an operator
+    # --- called by the helper, in the middle of an operator
 
     def _facts_of(self, name: str, overload: str) -> tuple[Any, ...]:
         func, facts, told = _of_torch.get((name, overload, self._device_type)) or _facts(name, overload, self._device_type)
@@ -239,17 +239,17 @@ class CallNotes:
 _Known = tuple[Any, OpFacts, tuple[Any, ...]]
 
 _of_torch: dict[tuple[str, str, str], _Known] = {}
-"""Facts about torch's own operators, which nobody defines anew, by name, overload and type of device."""
+"""Facts about torch's own operators, which are never redefined, by name, overload and type of device."""
 
 
 def _facts(name: str, overload: str, device_type: str) -> _Known:
-    """An operator, facts about it, and what the helper is told of them: whether to skip it, whether it runs in parts, is in
-    place, random, a product, whether counters tell of its writes; which arguments it may write to; the numbers of its
-    arguments and results."""
+    """Return an operator, its facts, and a tuple for the helper. The tuple's flags: skip it; it runs in parts, is in place,
+    random, a product; version counters show its writes. Then: indices of arguments that it may write to, number of arguments,
+    number of results."""
     namespace, _, base = name.partition("::")
     try:
         func = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
-    except (AttributeError, RuntimeError):  # one of `prim` that torch.ops does not have: a question
+    except (AttributeError, RuntimeError):  # one of `prim` that torch.ops lacks: a question
         return None, OpFacts(base), (True, False, False, False, False, False, [], 0, 0)
     facts, arguments = OpFacts.of(func, device_type), func._schema.arguments
     written = [i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write]
@@ -266,7 +266,7 @@ def _facts(name: str, overload: str, device_type: str) -> _Known:
 
 
 class _Paused:
-    """A context without a generator: hooks enter one each."""
+    """Context manager without a generator, because each hook enters one."""
 
     __slots__ = ("_pause",)
 
@@ -281,7 +281,7 @@ class _Paused:
 
 
 AnyWatch = CallNotes | CallWatch
-"""What watches the calls of a step."""
+"""Object that notes the calls of a step."""
 
 
 def _tell(me: weakref.ref[CallNotes], name: str, *told: Any) -> Any:

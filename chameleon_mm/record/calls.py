@@ -1,10 +1,10 @@
-"""Calls of operators that ran, without the tensors, the settings they ran with, and the mode that notes them.
+"""Calls of operators without their tensors, the settings that they ran with, and the mode that notes them.
 
-    value.call                     # the call that made it; None: it was there before
-    call.arguments()               # what that was given: values, and the geometry of each tensor over its storage
+    value.call                     # the call that made it; None: it was made before
+    call.arguments()               # the call's tensors: the value of each, and its geometry over the storage
     call.operation                 # the operator itself, its generator's state and torch's settings at that moment
 
-A value is what a storage holds between two writes. None of them holds a tensor.
+A value is the content of a storage between two writes. None of these objects holds a tensor.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from chameleon_mm.record.dispatch_state import (
 from chameleon_mm.replayable import PRODUCTS, base_name
 from chameleon_mm.units import allocated_size
 
-# --- Settings of torch's that decide which bits an operator computes, though it is not given them: read now, applied again
-# later
+# --- Global settings of torch that decide which bits an operator computes: read when it runs, applied again when it is
+# replayed.
 #
-# The default dtype decides for all operators: it is the dtype of `zeros(3)` and of an integer divided by another. The
-# precisions and kernels that products and convolutions may use are read for these alone. All of them are the process's: while
-# they are applied, other threads see them too, but only where the user has changed one between an operator and its replay.
+# The default dtype matters for all operators: it is the dtype of `zeros(3)` and of a quotient of integers. The precisions and
+# kernels that products and convolutions may use are read for these alone. All settings are global to the process, so other
+# threads see applied ones. They are applied only if the user changed one between an operator and its replay.
 
 _C: Any = torch._C
 
 
 class _Setting(NamedTuple):
-    """One setting of torch's."""
+    """Setting of torch: its getter and its setter."""
 
     read: Callable[[], Any]
     write: Callable[[Any], object]
@@ -73,7 +73,7 @@ def _plain(name: str) -> _Setting:
 
 
 def _spread(name: str) -> _Setting:
-    """A setting that is read as a tuple and written as several arguments."""
+    """Setting that is read as a tuple and written as several arguments."""
     write = getattr(_C, f"_set_{name}")
 
     def write_all(value: Any) -> None:
@@ -83,7 +83,7 @@ def _spread(name: str) -> _Setting:
 
 
 _OF_PRODUCTS = (
-    # Widest first: to write one may change the narrower ones.
+    # Widest first: writing one may change the narrower ones.
     _precision("generic", "all"),
     _precision("cuda", "all"),
     _precision("mkldnn", "all"),
@@ -105,15 +105,15 @@ _OF_PRODUCTS = (
 
 
 class KernelSettings(NamedTuple):
-    """The settings under which an operator ran."""
+    """Settings under which an operator ran."""
 
     default_dtype: torch.dtype
     of_products: tuple[Any, ...] | None
-    """Values of `_OF_PRODUCTS`; None: it is no product, and they do not matter."""
+    """Values of `_OF_PRODUCTS`; None: the operator is not a product, so they do not matter."""
 
 
 def settings_now(*, is_product: bool) -> KernelSettings:
-    """The settings as they are."""
+    """Present settings."""
     return KernelSettings(torch.get_default_dtype(), _read() if is_product else None)
 
 
@@ -152,39 +152,39 @@ _Leaf = TypeVar("_Leaf")
 
 
 def has_plain_storage(t: Tensor) -> bool:
-    """Whether the bytes of `t` are in one storage of its own, where its strides say."""
+    """True if the bytes of `t` are in one storage, at the places that its strides give."""
     return t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_mkldnn) and has_storage(t)
 
 
 class Births:
-    """Storages to hold from their birth on, at the places that a plan has them born at. Not thread-safe."""
+    """Storages to hold from their birth on, recognized by their places of birth in a plan. Not thread-safe."""
 
     __slots__ = ("_hooks", "_places", "_ran", "_watched", "born")
 
     def __init__(self) -> None:
         self._places: Mapping[BirthPlace, int] = {}
         self._watched = frozenset[int]()
-        """Numbers of hooks behind which one is born."""
+        """Numbers of hooks so far in the step when one of them is born."""
         self._ran: Counter[str] = Counter()
-        """Operators since the last hook, by name; counted where a storage is to be held."""
+        """Number of operators since the last hook, by name. Counted only if a storage is to be held."""
         self._hooks = 0
         self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
-        """Those that were made since the last hook, each with the plan's number. Taken by whoever holds them."""
+        """Storages born and not taken yet, each with the plan's number and its value. `take` hands them to their holder."""
 
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
-        """Hold storages that are born at these places; each with the plan's number of the storage. Forgets what was born for
-        other ones."""
+        """Hold the storages that are born at `places`, which maps to the plan's number of the storage. Forgets storages born at
+        earlier places."""
         self.born.clear()
         self._places, self._watched = places, frozenset(place.hooks for place in places)
 
     def at_hook(self, hooks: int) -> None:
-        """Note that there were so many hooks in the step so far."""
+        """Note the number of hooks in the step so far."""
         self._hooks = hooks
         self._ran.clear()
 
     @property
     def are_due(self) -> bool:
-        """Whether one is born before the next hook: operators are to be noted."""
+        """True if a storage to hold is born before the next hook: operators must be noted."""
         return self._hooks in self._watched
 
     def note(self, operator: str, made: Iterable[Value]) -> None:
@@ -197,7 +197,7 @@ class Births:
                 self.born.append((number, value, storage))
 
     def take(self) -> list[tuple[int, Value, torch.UntypedStorage]]:
-        """Those that were born since this was asked last."""
+        """Return the storages born since the last call, and forget them."""
         born, self.born = self.born, []
         return born
 
@@ -217,7 +217,7 @@ class Geometry(NamedTuple):
         return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor at this place of `storage`, with a version counter of its own."""
+        """Return the tensor at this place of `storage`, with a version counter of its own."""
         flat = torch.empty(0, dtype=self.dtype, device=storage.device)
         t = flat.set_(storage, self.offset, self.shape, self.stride)
         if self.conj:
@@ -226,32 +226,32 @@ class Geometry(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Which of a call's tensors a value is in."""
+    """Position of a value among a call's tensors."""
 
     returned: bool
-    """Whether it is in what the call returned; False: in a tensor that it was given and wrote to."""
+    """True if it is in a tensor that the call returned; False: in an argument that the call wrote to."""
     position: int
 
 
 class Relied:
-    """What rests on the bytes of a value: autograd's handles, and what was dropped and is made from it. Note [Relied on].
+    """Dependents of a value's bytes: autograd's handles, and dropped storages recomputed from it. Note [Relied on].
 
-    It knows neither the value nor its call: a recipe that holds it holds no history of the step.
+    It refers neither to the value nor to its call, so a recipe that holds it holds no history of the step.
     """
 
     __slots__ = ("dependents", "handles", "reliance")
 
     def __init__(self) -> None:
         self.handles: list[weakref.ref[Any]] = []
-        """Autograd's handles that were not used yet."""
+        """Autograd's handles that are not used yet."""
         self.dependents: list[weakref.ref[Any]] = []
-        """Saved storages that were dropped."""
+        """Saved storages that were dropped and are recomputed from the bytes."""
         self.reliance: weakref.ref[Any] | None = None
-        """What watches the handles, where a recipe rests on them."""
+        """Watcher of the handles, if a recipe relies on them."""
 
     @property
     def by_autograd(self) -> bool:
-        """True if autograd will check the version of the bytes at a use to come."""
+        """True if autograd will check the version of the bytes at a later use."""
         return any(handle() is not None for handle in self.handles)
 
     def note_used(self, handle: object) -> None:
@@ -270,49 +270,49 @@ class Value:
         self, storage: weakref.ref[torch.UntypedStorage], nbytes: int, call: Call | None, result: Result | None, writes: int
     ) -> None:
         self.storage = storage
-        """The storage, by the same reference for all of its values."""
+        """Weak reference to the storage, the same one for all of its values."""
         self.nbytes = nbytes
         self.call = call
-        """The call that made it, in its tensor `result`; None: it was there before the watch saw its storage."""
+        """Call that made it, in its tensor `result`. None: it was made before the watch saw it, or unseen."""
         self.result = result
         self.writes = writes
-        """Number of writes to the storage that were seen, this value's own included."""
+        """Number of writes to the storage that were seen, including this value's own."""
         self.is_latest = True
-        """Whether no operator was seen that wrote to the storage since."""
+        """True if no later write to the storage was noticed."""
         self.tensor: weakref.ref[Tensor] | None = None
-        """A tensor over the storage by whose counter later writes are known, and its `version` when it was met."""
+        """Tensor over the storage whose version counter shows later writes. `version`: the counter without such writes."""
         self.version = 0
         self.claim: weakref.ref[Any] | None = None
-        """The claim on what autograd saved of it."""
+        """Holder of its bytes: a claim, or the handle of a kept tensor. None: no holder is known."""
         self.relied: Relied | None = None
-        """What rests on its bytes; None: nothing does."""
+        """Dependents of its bytes; None: there are none."""
 
     def relied_on(self) -> Relied:
-        """What rests on its bytes."""
+        """Return the dependents of its bytes, made if there are none yet."""
         if self.relied is None:
             self.relied = Relied()
         return self.relied
 
     @property
     def has_dependents(self) -> bool:
-        """Whether others are made from its bytes: whoever writes to it has them made first."""
+        """True if dropped storages are recomputed from its bytes: that must be done before a write to it."""
         return self.relied is not None and bool(self.relied.dependents)
 
     @property
     def is_uninitialised(self) -> bool:
-        """Whether it is memory as the allocator gave it, as far as operators tell."""
+        """True if it is uninitialised memory: the call that made it wrote nothing."""
         return self.call is not None and self.call.operation.facts.uninitialised
 
 
 class Argument(NamedTuple):
-    """A tensor that a call was given."""
+    """Tensor argument of a call."""
 
     value: Value
     geometry: Geometry
 
 
 class Operation:
-    """One operator that ran, without what it was given."""
+    """Operator that ran, without its arguments."""
 
     __slots__ = ("dropped", "facts", "func", "grad_enabled", "made_bytes", "number", "random_state", "settings")
 
@@ -321,18 +321,19 @@ class Operation:
         self.func = func
         self.facts = facts
         self.grad_enabled = torch.is_grad_enabled()
-        """Whether gradients were on: they are off inside a custom function's forward."""
+        """True if gradients were on. They are off inside a custom function's forward."""
         self.settings = settings_now(is_product=is_product(func))
         self.made_bytes = 0
         """Device memory of the storages that it made."""
         self.random_state: tuple[torch.Generator, Tensor] | None = None
-        """The generator that it drew from, and that one's state before."""
+        """Generator that it drew from, and the generator's state before."""
         self.dropped: list[tuple[Result, weakref.ref[Any]]] = []
-        """What is recomputed by it, with the tensor of the call that it is in: one replay is for all."""
+        """Dropped storages that it recomputes, each with its position among the call's tensors. One replay makes all of
+        them."""
 
 
 class Call(NamedTuple):
-    """An operator that ran, and what it was given."""
+    """Operator that ran, with its arguments."""
 
     operation: Operation
     args: Any
@@ -340,12 +341,12 @@ class Call(NamedTuple):
     kwargs: Any
 
     def arguments(self) -> list[Argument]:
-        """All tensors that it was given."""
+        """All tensor arguments of the call."""
         return list(leaves_of((self.args, self.kwargs), Argument))
 
 
 def leaves_of(nest: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
-    """The instances of `kind` in a nest of arguments or results, in order."""
+    """Yield the instances of `kind` in a nest of arguments or results, in order."""
     if isinstance(nest, kind):
         yield nest
     elif isinstance(nest, (tuple, list)):
@@ -356,7 +357,7 @@ def leaves_of(nest: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
 
 
 def map_leaves(nest: Any, kind: type[_Leaf], change: Callable[[_Leaf], Any]) -> Any:
-    """`nest` with `change(leaf)` in place of each instance of `kind`. What has none in it stays as it is."""
+    """Return `nest` with `change(leaf)` in place of each instance of `kind`. A flat tuple or list without one is not copied."""
     if isinstance(nest, kind):
         return change(nest)
     if isinstance(nest, (tuple, list)):
@@ -369,7 +370,7 @@ def map_leaves(nest: Any, kind: type[_Leaf], change: Callable[[_Leaf], Any]) -> 
 
 
 def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to, of those that it is given: those too that its schema does not name."""
+    """Tensor arguments that a call writes to, including those that its schema does not declare as written."""
     given = [args[i] for i in facts.mutated if i < len(args)]
     given += [kwargs[name] for name in facts.mutated_names if name in kwargs]
     if facts.hidden_writes:
@@ -378,7 +379,7 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def with_storages(t: Tensor) -> Iterable[Tensor]:
-    """`t`, if it has a storage, or the tensors that it consists of: a sparse one's indices and values."""
+    """`t` if it has a storage, or the tensors that it consists of, such as a sparse tensor's indices and values."""
     if t.layout is torch.strided and not t.is_nested:
         return (t,) if has_storage(t) else ()
     found: dict[int, Tensor] = {}
@@ -387,7 +388,7 @@ def with_storages(t: Tensor) -> Iterable[Tensor]:
 
 
 def tensors_of(nest: Any) -> list[Tensor]:
-    """The tensors of a nest of arguments or results, in order."""
+    """Tensors in a nest of arguments or results, in order."""
     return list(leaves_of(nest, Tensor))
 
 
@@ -397,13 +398,13 @@ def is_product(func: Any) -> bool:
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """The generator that a random operator draws from."""
+    """Generator that a random operator draws from."""
     given = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator))
     return next(given, None) or _default_generator(args, kwargs)
 
 
 def _default_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """The generator that a random operator draws from where it is given none: its device's own."""
+    """Generator that a random operator draws from if it is given none: the default generator of its device."""
     device = next((t.device for t in tensors_of(args)), None)
     if device is None:
         named = kwargs.get("device")
@@ -417,24 +418,23 @@ def _default_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.G
     return generators[index] if index < len(generators) else None
 
 
-# --- Notes how storages are made while a forward runs: for each value of a storage, the call that made it and what that was
-# given
+# --- Note how storages are made during a forward: for each value of a storage, the call that made it, with its arguments.
 #
-# A value is what a storage holds between two writes. An operator in place makes a new value of a storage from its old one. A
-# view makes none: each argument is noted as a value and its geometry over the storage. Values and calls hold no tensor, only
-# numbers: they go with the watch, at the end of the step at the latest.
+# A value is the content of a storage between two writes. An operator in place makes a new value of a storage from its old one.
+# A view makes none: each argument is noted as a value and its geometry over the storage. Values and calls hold no tensor, only
+# numbers. They are dropped with the watch, at the end of the step at the latest.
 
 
 class _Opaque(Exception):
-    """Raised for a tensor whose bytes are in no storage of its own."""
+    """Raised for a tensor whose bytes are not in a plain storage."""
 
 
 class CallWatch(StepMode):
-    """Notes calls on one thread. `before_write` is called before an operator writes to a value that others are made from.
+    """Note calls on one thread. `before_write` is called before an operator writes to a value that others are recomputed from.
 
-    Changes no bit: operators run as they are, but that under any dispatch mode autograd computes a few gradients by another
-    formula; it must be left before the backward of such an operator begins, which `must_leave` tells. It looks at nothing in a
-    backward, under a tracer, in a captured graph and in a forked child; what ran there it does not know. Not thread-safe.
+    Operators run unchanged. But under any dispatch mode autograd computes a few gradients by another formula. `must_leave` is
+    True after such an operator: leave the mode before its backward begins. Calls in a backward, under a tracer, in a captured
+    graph and in a forked child are not noted. Not thread-safe.
     """
 
     def __init__(
@@ -451,28 +451,28 @@ class CallWatch(StepMode):
         self._number = 0
         self.births = Births()
         self.after_forward: Callable[[], None] | None = None
-        """Called by hooks of a backward: what was noted for its forward alone may go."""
+        """Called by hooks of a backward: storages held only during the forward may be freed."""
         self.is_over = False
-        """Whether the step has ended, or has turned out to be one in which nothing is recomputed: it looks at nothing more."""
+        """True if the step has ended, or turned out to recompute nothing: no more calls are noted."""
         self.must_leave = False
-        """Whether it must be left before the step's backward: bits would change."""
+        """True if it must be left before the step's backward, because bits would change."""
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Leave it, whoever is above it. Does nothing where autograd has taken it away."""
+        """Leave it, also if other modes are above it. Does nothing if autograd has removed it."""
         if is_on(self):
             leave(self, kind, error, trace)
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
-        """The latest value of `storage`; None: it is not known."""
+        """Latest value of `storage`; None: not known."""
         value = self._latest.get(id(storage))
         return value if value is not None and value.storage() is storage and value.nbytes == storage.nbytes() else None
 
     def end(self) -> None:
-        """Look at nothing more, and forget what was noted."""
+        """Note nothing more, and forget the notes."""
         self.is_over = True
         self._latest.clear()
         self.births.born.clear()
@@ -482,7 +482,7 @@ class CallWatch(StepMode):
         self.births.hold(places)
 
     def at_hook(self, hooks: int) -> None:
-        """Note that there were so many hooks in the step so far."""
+        """Note the number of hooks in the step so far."""
         self.births.at_hook(hooks)
 
     def __torch_dispatch__(
@@ -494,7 +494,7 @@ class CallWatch(StepMode):
             return func(*args, **kwargs)
         for kind in types:
             if kind.__torch_dispatch__ is not PLAIN_DISPATCH:
-                return NotImplemented  # asks the subclass, with this mode still active for what it is made of
+                return NotImplemented  # torch asks the subclass, with this mode still active for its parts
         facts = self._facts[func]
         if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
@@ -518,7 +518,7 @@ class CallWatch(StepMode):
         self._note(call, written, out)
         return out
 
-    # --- what a call was given
+    # --- arguments of a call
 
     def _call(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         self._number += 1
@@ -537,32 +537,32 @@ class CallWatch(StepMode):
         return Argument(self.given(t), Geometry.of(t))
 
     def given(self, t: Tensor) -> Value:
-        """The latest value of the storage of `t`, a plain tensor: new where it was not known."""
+        """Latest value of the storage of `t`, a plain tensor; a new value if none was known."""
         if not has_plain_storage(t):
             raise _Opaque
         storage = t.untyped_storage()
         value = self.value_of(storage)
         if value is None or not self._is_as_seen(value, t):
             if value is not None:
-                value.is_latest = False  # something wrote to it where nobody looks
+                value.is_latest = False  # something wrote to it unseen
             value = self._latest[id(storage)] = Value(weakref.ref(storage), storage.nbytes(), None, None, 0)
             self._note_counter(value, t, writes=0)
         return value
 
     @staticmethod
     def _note_counter(value: Value, t: Tensor, *, writes: int) -> None:
-        """Note the counter of `t`, which the call that is running moves by `writes` when it is over."""
+        """Note the version counter of `t`, which the running call raises by `writes` when it ends."""
         if not t.is_inference():
             root = t if (base := t._base) is None else base
             value.tensor, value.version = weakref.ref(root), root._version + writes
 
     @staticmethod
     def _is_as_seen(value: Value, t: Tensor) -> bool:
-        """Whether the counter that is known tells of no other write than those that were seen."""
+        """True if the version counter shows no unseen write."""
         root = None if value.tensor is None else value.tensor()
         return root is None or root._version == value.version
 
-    # --- what it made
+    # --- values that a call made
 
     def _note(self, call: Call, written: Sequence[Tensor], out: Any) -> None:
         made = []
@@ -580,7 +580,7 @@ class CallWatch(StepMode):
             self.births.note(call.operation.func.name(), made)
 
     def _made(self, call: Call, result: Result, t: Tensor, before: Value | None) -> Value:
-        """Note a new value of the storage of `t`, the next that `call` wrote; `before`: the one that it had."""
+        """Note a new value of the storage of `t`, written by `call`. `before`: the storage's previous value."""
         storage = t.untyped_storage()
         reference, writes = (weakref.ref(storage), 0) if before is None else (before.storage, before.writes + 1)
         value = self._latest[id(storage)] = Value(reference, storage.nbytes(), call, result, writes)

@@ -1,18 +1,18 @@
-"""Tells what else runs where a recorder is active: whether it may record what comes, and whether it sees all that there is.
+"""State of torch's dispatch around a recorder: tells if the recorder may record, and if it sees the whole step.
 
-forked     -> another process: its locks may be held for ever, and the device is not its own
-capturing  -> a graph is captured: nothing may be asked of the device
-tracing    -> a tracer runs: what comes is fake, or goes on for its graph
-compiled   -> dynamo compiled: the step took the time that compiling takes, and runs other kernels the next time
-tracer_is_on()               -> the same for whoever has no step of its own to compare with
-in_backward()                -> whether autograd runs a backward on this thread
-is_on(mode), leave(mode), remove(mode)  -> a mode on this thread's stack, known by identity, whoever is above it
-StepMode                     -> the base of the modes that are on for a part of a step
-has_other_formula(call)      -> the mode has to be gone before the backward of this call begins
+forked     -> in a forked child: locks may be held for ever, and the device is not its own
+capturing  -> a graph is captured: the device must not be queried
+tracing    -> a tracer runs: tensors are fake, or operators go into the tracer's graph
+compiled   -> dynamo compiled: the step includes compile time, and runs other kernels the next time
+tracer_is_on()               -> as `tracing`, for a caller without a step's beginning to compare with
+in_backward()                -> True if autograd runs a backward on this thread
+is_on(mode), leave(mode), remove(mode)  -> a mode on this thread's stack, found by identity, also below other modes
+StepMode                     -> base of the modes that are on for a part of a step
+has_other_formula(call)      -> True: the mode must be left before the backward of this call begins
 
-While any dispatch mode is on, torch computes the gradient of some operators by another formula, one that rounds otherwise:
-autograd then does without writes in place and without shapes that hang on data (`isTensorSubclassLike` in torch's
-FunctionsManual.cpp). `tests/test_op_db.py` finds them: all of torch's operator samples, under a mode that does nothing.
+While any dispatch mode is on, torch computes the gradient of some operators by another formula, which rounds differently. That
+formula avoids in-place writes and data-dependent shapes (`isTensorSubclassLike` in torch's FunctionsManual.cpp).
+`tests/test_op_db.py` finds these operators: it runs all of torch's operator samples under a mode that does nothing.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from chameleon_mm.device.operators import OpCall, OpFacts
 _Key = torch._C._TorchDispatchModeKey
 
 SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-"""Function that autograd calls for what it saves, and the one that it calls for a use of that."""
+"""Pair of functions that autograd calls: at the save of a tensor, and at its use."""
 
 PLAIN_DISPATCH = Tensor.__torch_dispatch__
-"""`__torch_dispatch__` of classes that leave operators as they are."""
+"""`__torch_dispatch__` of classes that do not change operators."""
 
 _OF_ANY_INPUT = frozenset({"prod", "cumprod", "ormqr", "linalg_matrix_exp", "linalg_eig", "_linalg_eigh"})
-"""Operators whose gradient with respect to anything is another; of the last three the gradient's own gradient."""
+"""Operators with another formula for the gradient of any input; for the last three, for the gradient's own gradient."""
 
 _OF_ONE_INPUT = {"masked_fill": 2}
-"""Index of the only argument whose gradient is another, by operator."""
+"""Index of the only argument whose gradient has another formula, by operator."""
 
 
 class DispatchState:
-    """Process, capture and dispatch modes as they are where it is made and later. Takes no lock, and asks `device` for nothing
-    but `capturing`."""
+    """Process, capture and dispatch modes, compared with those at its construction. Takes no lock, and calls only `capturing`
+    of `device`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -67,26 +67,26 @@ class DispatchState:
 
     @property
     def tracing(self) -> bool:
-        """Whether a tracer that was not there from the beginning runs on this thread."""
+        """True if a tracer runs on this thread that was not there from the beginning."""
         return tracer_is_on(besides=self._fake_mode)
 
     @property
     def fake(self) -> bool:
-        """Whether it is a step of fake tensors that is recorded."""
+        """True if the recorded step is one of fake tensors."""
         return self._fake_mode is not None
 
     @property
     def compiled(self) -> bool:
-        """Whether dynamo has compiled anything since, on any thread."""
+        """True if dynamo has compiled anything since construction, on any thread."""
         return frames_compiled() != self._frames
 
 
 num_modes = torch._C._len_torch_dispatch_stack
-"""Function that returns the number of dispatch modes that are on, on this thread. A tracer is one of them."""
+"""Function that returns the number of active dispatch modes on this thread, tracers included."""
 
 
 def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
-    """Whether a tracer runs on this thread, other than the `FakeTensorMode` `besides`: what is made under it is fake, or part
+    """True if a tracer other than the `FakeTensorMode` `besides` runs on this thread: tensors made under it are fake, or part
     of its graph."""
     if num_modes() == 0:
         return False
@@ -95,37 +95,37 @@ def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether a backward runs on this thread."""
+    """True if a backward runs on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def saved_tensor_hooks_on_top() -> SavedTensorHooks | None:
-    """The innermost saved-tensor hooks of this thread, which are those that autograd calls; None: there are none."""
+    """Innermost saved-tensor hooks of this thread, which are those that autograd calls; None: there are none."""
     hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 def is_on(mode: TorchDispatchMode) -> bool:
-    """Whether `mode` is active on this thread."""
+    """True if `mode` is active on this thread."""
     return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(torch._C._len_torch_dispatch_stack()))
 
 
 def leave(
     mode: TorchDispatchMode, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Leave `mode`, which is on this thread's stack, and nothing else: torch itself takes away whichever is the innermost."""
+    """Leave `mode`, which is on this thread's stack, and no other. Torch itself would remove the innermost mode."""
     _with_innermost(mode, lambda: TorchDispatchMode.__exit__(mode, kind, error, trace))
 
 
 def remove(mode: TorchDispatchMode) -> None:
-    """Take `mode`, which was left before, off this thread's stack."""
+    """Remove `mode`, which was left before, from this thread's stack."""
     _with_innermost(mode, _pop_mode)
 
 
 def _with_innermost(mode: TorchDispatchMode, act: Callable[[], object]) -> None:
-    """Call `act` while `mode`, which is on this thread's stack, is the innermost that was entered."""
+    """Call `act` while `mode`, which is on this thread's stack, is the innermost entered mode."""
     above: list[TorchDispatchMode] = []
-    # A tracer's mode has a place of its own in the stack, above all that were entered: it is no innermost one.
+    # A tracer's mode has a place of its own in the stack, above all entered modes: it does not count as innermost.
     entered = [one for one in _get_current_dispatch_mode_stack() if not hasattr(one, "_mode_key")]
     while entered.pop() is not mode:
         above.append(_pop_mode())
@@ -135,19 +135,19 @@ def _with_innermost(mode: TorchDispatchMode, act: Callable[[], object]) -> None:
 
 
 def frames_compiled() -> int:
-    """Number of frames that dynamo was given to compile in this process; 0 where nobody imported it."""
+    """Number of frames that dynamo was given to compile in this process; 0 if dynamo was not imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])
 
 
 class StepMode(TorchDispatchMode):
-    """A dispatch mode that is on for a part of a step, and that hooks pause on their own thread."""
+    """Dispatch mode that is on for a part of a step. Hooks pause it on their own thread."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep what dynamo had compiled: under any other mode it leaves that to eager, whose bits are others."""
+        """Let dynamo run its compiled code: under any other mode it runs eager code, which computes other bits."""
         return True
 
     def __init__(self) -> None:
@@ -156,12 +156,12 @@ class StepMode(TorchDispatchMode):
 
     @property
     def is_paused(self) -> bool:
-        """Whether the operators of this thread are somebody else's than the model's."""
+        """True if the operators that run on this thread now are not the model's."""
         return bool(getattr(self._thread, "paused", 0))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which the operators of this thread are no part of the step. May be nested."""
+        """Context in which the operators of this thread are not part of the step. May be nested."""
         depth = getattr(self._thread, "paused", 0)
         try:
             self._thread.paused = depth + 1
@@ -170,19 +170,19 @@ class StepMode(TorchDispatchMode):
             self._thread.paused = depth
 
     def leave_if_on(self) -> None:
-        """Take the mode off this thread's stack, where autograd may have put it back after it was left."""
+        """Remove the mode from this thread's stack, if autograd put it back after it was left."""
         if is_on(self):
             remove(self)
 
 
 def may_have_other_formula(facts: OpFacts) -> bool:
-    """Whether a gradient of some call of the operator is computed otherwise under a dispatch mode."""
+    """True if, under a dispatch mode, some call of the operator has a gradient with another formula."""
     name = facts.name.removesuffix("_")
     return name in _OF_ANY_INPUT or name in _OF_ONE_INPUT
 
 
 def has_other_formula(call: OpCall) -> bool:
-    """Whether a gradient of the call's is computed otherwise under a dispatch mode."""
+    """True if, under a dispatch mode, a gradient of this call has another formula."""
     name = call.facts.name.removesuffix("_")
     if name in _OF_ANY_INPUT:
         return any(t.requires_grad for t in call.inputs.values())

@@ -1,22 +1,22 @@
-"""Records one step as a `Trace`: a dispatch mode writes down every operator, the saved-tensor hooks tell of saves and uses.
+"""Record one step as a `Trace`: a dispatch mode records every operator, and saved-tensor hooks report saves and uses.
 
     recorder = Recorder(device, model=model)
-    with recorder:                                   # entered after `device.compute()`, so that it comes first
+    with recorder:                                   # enter it after `device.compute()`, so that it sees operators first
         loss = model(x); loss.backward(); optimizer.step()
     trace = recorder.finish(fingerprint)
 
-What the hooks of whoever swaps call, in this order, one line each:
+Calls by the hooks that swap, in this order:
 
-    save:  recorder.sendable(traced)                 # of earlier saves: their operator is over
-           with recorder.paused(): ...               # all that swapping itself allocates and runs
-               recorder.restored(traced, storage)    # memory that holds its bytes again: the same tensor of the trace
-               with recorder.untimed(): ...          # where it makes compute wait or work
+    save:  recorder.sendable(traced)                 # for earlier saves whose operator is over
+           with recorder.paused(): ...               # around allocations and operators of swapping itself
+               recorder.restored(traced, storage)    # new memory that holds its bytes: the same tensor of the trace
+               with recorder.untimed(): ...          # around its waits and its kernels on compute
            traced = recorder.add_claim(storage)      # once for each claim on a storage
-           recorder.on_save([traced], feature)       # once for each call of autograd's, whatever was unwrapped in it
+           recorder.on_save([traced], feature)       # once for each hook call, also if a wrapper holds several tensors
     use:   ... recorder.on_use([traced], feature)
-    end:   recorder.retired(traced)                  # the claim is no more; any thread, at any time
+    end:   recorder.retired(traced)                  # the claim has ended; any thread, at any time
 
-It decides what is seen and when to give up, and holds the lock; `StepLog` writes it down.
+The recorder decides what to record and when to give up, and holds the lock. `StepLog` stores the step.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from chameleon_mm.record.retry import OomRetry, ReclaimSome
 from chameleon_mm.record.step_log import UNMOVABLE, OpTimes, StepLog, content_of, describe_tensor
 from chameleon_mm.record.storages import TracedStorage
 
-# --- Path of the module whose forward runs, as `named_modules` has it: found on the stack, with no hook on anybody's module
+# --- Path of the module whose forward runs, as in `named_modules`: found on the stack, without hooks on the user's modules
 #
-# Only frames of `nn.Module.__call__` are looked into: what they hold they hold until they return anyway, so that looking keeps
-# no tensor alive. A user's own frames are none of our business.
+# Only frames of `nn.Module.__call__` are read. They hold their locals until they return anyway, so reading them keeps no tensor
+# alive. The user's own frames are not read.
 
 _CALL = nn.Module._call_impl.__code__
 
 
 class ModuleNames:
-    """Names modules by their paths in `model`, where it is given and has them, else by those in the outermost one that runs."""
+    """Paths of modules in `model` if it is given and has them, else in the outermost running module."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._model = None if model is None else weakref.ref(model)
 
     def here(self) -> str:
-        """Path of the innermost module whose forward runs on this thread; that of the outermost one is its class."""
+        """Path of the innermost module whose forward runs on this thread; of a root, its class; "" if no module runs."""
         innermost: nn.Module | None = None
         outermost: nn.Module | None = None
         frame: FrameType | None = sys._getframe(1)
@@ -97,17 +97,18 @@ _INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
 
 
 class Recorder(StepMode):
-    """Records the step that begins with its construction and runs inside of it. For one step.
+    """Record the step that begins with its construction and runs inside of it. For one step.
 
-    `model` and `optimizers` name what is on `device` before the step; without them parameters are known by their class,
-    gradients as theirs, buffers and optimizer state by who writes them. `times` takes the operators' time (None: events on
-    the device). Where `reclaim_some` is given, an operator that finds no memory is run again after it: see `OomRetry`.
+    `model` and `optimizers` give the kinds of storages that are on `device` before the step. Without them, parameters are known
+    by class, gradients by their parameters, buffers and optimizer state by when they are written. `times` measures operators
+    (None: events on the device). If `reclaim_some` is given, an operator that finds no memory runs again after it: see
+    `OomRetry`.
 
-    Changes no bit of what it records, but that under any dispatch mode autograd picks other formulas for a few operators. What
-    dynamo compiles is compiled, and seen by the operators that are left of it and by what it saves. Where the recorder cannot
-    see all of the step, or must not look, `flaw` says so; it writes down no more, and the step goes on.
-    Holds no storage. Made under a `FakeTensorMode` it records the step that would have been. What a tracer runs in the middle
-    of the step is no part of it, nor is what a forked child does. Thread-safe.
+    Recording changes no bit, except that under any dispatch mode autograd uses other formulas for a few operators. Code that
+    dynamo compiles stays compiled: the recorder sees its remaining operators and its saves. If the recorder cannot see the
+    whole step, or must not look, it stops and `flaw` gives the reason; the step goes on. Holds no storage. Under a
+    `FakeTensorMode` it records the step that would run. Operators of a tracer in the middle of the step, or of a forked child,
+    are not part of it. Thread-safe.
     """
 
     def __init__(
@@ -126,12 +127,12 @@ class Recorder(StepMode):
         self._dispatch = DispatchState(device)
         self._flaw: str | None = None
         self.must_leave = False
-        """Whether it must be left before the step's backward: bits would change."""
+        """True if it must be left before the step's backward, because bits would change."""
         self._log = StepLog(device, model=model, optimizers=optimizers, times=times, is_hidden=is_hidden)
         self._table = self._log.table
         self._module_names = ModuleNames(model)
         self.modules: dict[int, str] = {}
-        """Path of the module that saved a tensor, by the number of the hook; others are left out."""
+        """Path of the module that saved a tensor, by hook number. Saves outside of modules are left out."""
         self._facts = OpFactsCache(GPU if self._dispatch.fake else self._device_type)
         self._retry = None if reclaim_some is None else OomRetry(device, self._reclaiming(reclaim_some))
         self._lock = threading.RLock()
@@ -139,12 +140,12 @@ class Recorder(StepMode):
 
     @property
     def oom_retries(self) -> int:
-        """Number of operators that were run again because they had found no memory."""
+        """Number of repeated runs of operators that had found no memory."""
         return 0 if self._retry is None else self._retry.retries
 
     @property
     def flaw(self) -> str | None:
-        """Reason why a plan must not be made from the step, as far as it has come; None: there is none."""
+        """Reason why no plan must be made from the step, as known so far; None: there is none."""
         if self._flaw is None and self._dispatch.compiled:
             return "dynamo compiled in it: it took longer, and ran other kernels, than steps like it will"
         return self._flaw
@@ -161,10 +162,10 @@ class Recorder(StepMode):
         if is_on(self):
             leave(self, kind, error, trace)
         elif entered and self._thread.backward not in (-1, torch._C._current_graph_task_id()):
-            # It was entered within a backward, and autograd has taken it away with the end of that.
+            # It was entered within a backward, and autograd removed it at the end of that backward.
             _push_mode(self)
             leave(self, kind, error, trace)
-        elif entered:  # torch's own modes take away the innermost: one that was left before took this for itself
+        elif entered:  # torch removes the innermost mode: a mode that was left before has removed this one
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
         else:
             self._give_up("it was left on a thread that had not entered it")
@@ -185,7 +186,7 @@ class Recorder(StepMode):
         for kind in types:
             if not issubclass(kind, FakeTensor):
                 if kind.__torch_dispatch__ is not PLAIN_DISPATCH:
-                    return NotImplemented  # asks the subclass, with this mode still active for what it is made of
+                    return NotImplemented  # torch asks the subclass, with this mode still active for its parts
             elif not dispatch.fake:
                 return func(*args, **kwargs)
         if self.is_paused:
@@ -212,7 +213,7 @@ class Recorder(StepMode):
         try:
             out = self._run(call)
         except Exception:
-            raise  # as it would without a trace: the operator did nothing
+            raise  # as without a recorder: the operator did nothing
         except BaseException:
             self._give_up(_INTERRUPTED)
             raise
@@ -222,7 +223,7 @@ class Recorder(StepMode):
         return out
 
     def _writes(self) -> bool:
-        """Whether what comes is to be recorded. Asked before any lock, and before anything is asked of the device."""
+        """True if the step is still recorded. Called before any lock is taken and before the device is queried."""
         if self._stopped or self._dispatch.forked:
             return False
         if self._dispatch.capturing:
@@ -232,35 +233,34 @@ class Recorder(StepMode):
 
     @contextmanager
     def _forgiving(self, call: OpCall) -> Iterator[None]:
-        """Context in which a tensor that cannot be looked at costs the trace, not the step."""
+        """Context in which an error in recording ends the trace, not the step."""
         try:
             yield
         except ChameleonError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is: the operator itself may well be right
-            # The text alone: a log record that kept the error would keep its frames, and the tensors that they hold.
+        except Exception as error:  # noqa: BLE001 - any error: the operator itself may well be right
+            # Only the text: a log record that keeps the error keeps its frames, and the tensors that they hold.
             _log.warning("chameleon_mm: no trace of this step: %s cannot be written down: %s", call.facts.name, str(error))
             self._give_up(f"{call.facts.name} could not be written down: {type(error).__name__}: {error}")
         except BaseException:
             self._give_up(_INTERRUPTED)
             raise
 
-    # --- what the hooks tell
+    # --- called by the hooks
 
     def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
         """Add a handle's claim on a saved storage of this device. Returns the storage's record, for the calls below.
 
-        The handle holds the storage by its object in Python, or by as many tensors of its own as it adds to `aliases`: what
-        anybody else holds keeps it from being released.
+        The handle holds the storage by its Python object, or by tensors of its own, whose number it adds to `aliases`. Any
+        other reference keeps the storage from being released.
         """
         if not self._writes():
-            return TracedStorage(UNMOVABLE, 0, -1, None, counted=False, owner=None)  # nobody's
+            return TracedStorage(UNMOVABLE, 0, -1, None, counted=False, owner=None)  # a dummy
         with self._lock:
             return self._log.add_claim(storage)
 
     def on_save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
-        """Record that autograd saved a tensor, in these storages: none or several are nobody's to move. Returns the hook's
-        number."""
+        """Record that autograd saved a tensor in these storages; only a single storage may move. Returns the hook's number."""
         if not self._sees_autograd():
             return NO_HOOK
         with self._lock:
@@ -277,39 +277,39 @@ class Recorder(StepMode):
             return self._log.use(used, feature)
 
     def all_sendable(self, traced: Iterable[TracedStorage | None]) -> None:
-        """Note as `sendable` does, of each."""
+        """Call `sendable` for each."""
         for one in traced:
             self.sendable(one)
 
     def sendable(self, traced: TracedStorage | None) -> None:
-        """Note that the operator that saved it is over, as the hook found that is running and has not been told of yet.
+        """Note that the operator that saved it is over. Called by the running hook, before its own `on_save` or `on_use`.
 
-        Told again where others save more of it: a copy that began before would lack their bytes.
+        Called again if other operators save more of it: a copy that began before would lack their bytes.
         """
         if traced is not None and traced.owner is self._table.owner:
             with self._lock:
                 traced.sendable = self._log.builder.num_hooks
 
     def restored(self, traced: TracedStorage | None, storage: torch.UntypedStorage) -> None:
-        """Note that `storage`, made inside of `paused()`, holds the bytes of a saved one again: it is the same in the trace."""
+        """Note that `storage`, made inside of `paused()`, holds the bytes of a saved one again: they are one in the trace."""
         if traced is not None and traced.owner is self._table.owner and self._writes():
             with self._lock:
                 self._table.restored(traced, storage)
 
     def retired(self, traced: TracedStorage | None) -> None:
-        """Note that a claim on it ended. Any thread may call this, in the middle of anything: it waits for no lock."""
+        """Note that a claim on it ended. Any thread may call this at any time: it waits for no lock."""
         if traced is not None and not self._stopped and traced.owner is self._table.owner:
             self._table.retired(traced)
 
     def hide(self, storage: torch.UntypedStorage) -> None:
-        """Note that `storage` is no part of the step from now on, as `is_hidden` tells."""
+        """Note that `storage` is not part of the step from now on: `is_hidden` is True for it."""
         if self._writes():
             with self._lock:
                 self._table.hide(storage)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which the operators of this thread are no part of the step. May be nested."""
+        """Context in which the operators of this thread are not part of the step. May be nested."""
         try:
             with super().paused():
                 yield
@@ -320,8 +320,7 @@ class Recorder(StepMode):
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Context in which the time that compute takes, for a wait for a copy or a kernel of swapping's own, is no
-        operator's."""
+        """Context for a wait for a copy, or a kernel of swapping, on compute: its time counts for no operator."""
         if self._writes():
             with self._lock:
                 self._log.times.pause()
@@ -333,14 +332,14 @@ class Recorder(StepMode):
                     self._log.times.resume()
 
     def stop(self) -> None:
-        """Stop recording: the step turned out to need no trace. Until it is left, it goes on running operators again that find
-        no memory."""
+        """Stop recording: the step turned out to need no trace. Until the recorder is left, operators that find no memory still
+        run again."""
         with self._lock:
             self._stopped = True
             self._log.forget()
 
     def _sees_autograd(self) -> bool:
-        """Whether the operators of whoever calls a hook now are seen too."""
+        """True if it is active on this thread, and so sees the operators around the hook that runs now."""
         if not self._writes():
             return False
         if not is_on(self):
@@ -349,7 +348,7 @@ class Recorder(StepMode):
         return True
 
     def _give_up(self, flaw: str) -> None:
-        """Stop recording, as what was recorded is not the step."""
+        """Stop recording because of `flaw`: the log is not the whole step."""
         if not self._dispatch.forked:
             self._flaw = self._flaw or flaw
             self.stop()
@@ -357,9 +356,9 @@ class Recorder(StepMode):
     # --- the end
 
     def finish(self, fingerprint: int = 0) -> Trace:
-        """Trace of the step, which is over; waits for the device. Call once, outside of `with recorder`.
+        """Return the trace of the finished step; waits for the device. Call once, outside of `with recorder`.
 
-        Raises `RuntimeError` after `stop`, the second time and where a flaw ended it, and what `Trace` raises.
+        Raises `RuntimeError` after `stop`, at a second call, or if a flaw ended it; also raises the errors of `Trace`.
         """
         with self._lock:
             if self._stopped:
@@ -372,7 +371,7 @@ class Recorder(StepMode):
         return trace
 
     def _reclaiming(self, reclaim_some: ReclaimSome) -> ReclaimSome:
-        """A callback that reclaims memory, holding the recorder weakly: the recorder holds what it makes."""
+        """Return a callback that reclaims memory. It holds the recorder weakly, because the recorder holds the callback."""
         me = weakref.ref(self)
 
         def free(nbytes: int, excluded: Sequence[torch.UntypedStorage]) -> bool:
@@ -385,20 +384,20 @@ class Recorder(StepMode):
         return free
 
 
-# --- Saved-tensor hooks for a recorded step in which nothing moves: they only tell the recorder
+# --- Saved-tensor hooks for a recorded step in which nothing moves: they only call the recorder
 #
-# For a plan without a GPU, under fake tensors, and wherever there is no executor. A saved tensor is kept as it is.
+# For a plan without a GPU, under fake tensors, and wherever there is no executor. A saved tensor is kept unchanged.
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
-"""Number of the thread's next differentiable operator: it moves once the one that saved is over. Note [Swap-out]."""
+"""Return the number of the thread's next differentiable operator: it grows once the saving one is over. Note [Swap-out]."""
 
 
 class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
-    """Tells `recorder` of every save and use on this thread and its backward.
+    """Report every save and use on this thread and in its backward to `recorder`.
 
-    Storages of `min_bytes` or more are told apart; what is smaller, a parameter, a leaf or a wrapper subclass is a hook call
-    about none. A call is known by its tensor's shape, strides and dtype. Eager's check for in-place writes is off inside:
-    record a step that is known to be right. Raises what `saved_tensors_hooks` does.
+    Storages of `min_bytes` or more are recorded. For smaller ones, parameters, leaves and wrapper subclasses, the hook call has
+    no storage. The feature of a call is its tensor's shape, strides and dtype. Eager's check for in-place writes is off inside:
+    record only a step that is known to be right. Raises the errors of `saved_tensors_hooks`.
     """
 
     def __init__(self, recorder: Recorder, *, min_bytes: int = 1) -> None:
@@ -407,14 +406,14 @@ class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _HookPair:
-    """The two hooks. Not the manager's own methods: with them it would hold itself."""
+    """Pair of hooks. They are not methods of the manager, which would then hold itself."""
 
     def __init__(self, recorder: Recorder, min_bytes: int) -> None:
         self._recorder = recorder
         self._min_bytes = min_bytes
         self._fresh: list[tuple[TracedStorage, int]] = []
         self._seen: set[Hashable] = set()
-        """Views that were saved, by the number of their storage, and storages that were saved whole."""
+        """Saved views, with the number of their storage, and storages saved whole."""
 
     def on_save(self, t: Tensor) -> _Handle:
         self._note_copyable()
@@ -422,7 +421,7 @@ class _HookPair:
         feature = content_of(describe_tensor(t))
         self._recorder.on_save([traced], feature)
         with self._recorder.paused():
-            # One of its own where that is counted below; a result by reference would keep its node, and so itself, alive.
+            # A tensor of its own if `aliases` counts it; a result held by reference would keep its node, and so itself, alive.
             kept = t if t.is_leaf and traced is None else t.detach()
             handle = _Handle(kept, traced, feature, self._recorder)
         if traced is not None:
@@ -443,7 +442,7 @@ class _HookPair:
             if t.numel() * t.element_size() == storage.nbytes()
             else (traced.number, (t.storage_offset(), t.stride(), t.shape))
         )
-        # A copy out has to begin after the last bytes were saved that no save before had.
+        # A copy out must begin after the last save of bytes that no earlier save had.
         if whole not in self._seen and view not in self._seen:
             self._seen.add(view)
             self._fresh.append((traced, _sequence_nr()))
@@ -465,7 +464,7 @@ class _HookPair:
 
 
 class _Handle:
-    """Handle that autograd holds: the tensor itself, detached, or by reference if it is a leaf."""
+    """Handle that autograd holds, with the tensor: detached, or the tensor itself if it is a leaf without a claim."""
 
     __slots__ = ("_recorder", "feature", "tensor", "traced")
 

@@ -1,11 +1,11 @@
-"""Runs an operator again that found no memory: plainly, then as often as something can be reclaimed for it.
+"""Run an operator again that found no memory: first as it is, then as often as memory can be reclaimed for it.
 
     out = retry.run(call)
         run -> OutOfMemoryError -> out of the except block -> generators as they were -> run again
             -> reclaim_some(nbytes, storages of the call)? -> generators as they were -> run again -> ...  -> raise
 
-Out of the block first, because an exception's traceback holds the tensors of the frames it passed. A plain retry can succeed:
-the allocator does not look again at what events held when it failed (pytorch#189504), and by then that is its own again.
+It leaves the block first: a traceback holds the tensors of the frames that it passed. A retry without a reclaim can succeed.
+The allocator does not check again the blocks that events held when it failed (pytorch#189504); by then they are free.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from chameleon_mm.device.operators import OpCall
 from chameleon_mm.units import parse_size
 
 ReclaimSome = Callable[[int, Sequence[torch.UntypedStorage]], bool]
-"""Reclaims device memory, `nbytes` of it or more where it can (0: not known how much), from none of the storages given. Returns
-whether it reclaimed anything: False ends the retries."""
+"""Reclaim device memory, `nbytes` or more if it can (0: amount not known), but none of the given storages. Returns True if it
+reclaimed anything; False ends the retries."""
 
 _TRIED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? (?:[KMGT]iB|B|bytes))")
 
 _ROUNDED_OFF = 1.01
-"""Factor for the rounding of the message, which gives three digits: what was asked for may be half a percent more."""
+"""Factor for the rounding in the message, which gives three digits: the request may be half a percent larger."""
 
 
 class RandomState:
-    """The states of torch's default generators, the host's and the device's where it has its own, and of `generators`."""
+    """States of `generators` and of torch's default generators: the host's, and the device's if it has its own."""
 
     __slots__ = ("_device", "_device_state", "_host_state", "_others")
 
@@ -47,7 +47,7 @@ class RandomState:
             self._device_state = torch.get_device_module(self._device).get_rng_state(self._device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The states of the default generators, "host" and, where the device has its own, "device", as torch takes them."""
+        """States of the default generators, in torch's format: "host" and, if the device has its own, "device"."""
         device = {} if self._device_state is None else {"device": self._device_state}
         return {"host": self._host_state, **device}
 
@@ -60,11 +60,11 @@ class RandomState:
 
 
 class OomRetry:
-    """Runs operators on `device`; those that may run twice do so when memory was short.
+    """Run operators on `device`, and run those that may run twice again if they found no memory.
 
-    Never one whose schema or reputation says that it writes what it was given, nor a collective, nor in a graph's capture;
-    and among several ranks none but torch's own, as others may be collectives that nobody knows. There the error goes on.
-    Random ones draw the same numbers again. Thread-safe if `reclaim_some` is.
+    An operator runs only once if, by schema or by name, it writes its arguments, if it is a collective, or in a graph's
+    capture. With several ranks, so does any that is not torch's own: it may be an unknown collective. Then the error
+    propagates. Random operators draw the same numbers again. Thread-safe if `reclaim_some` is.
     """
 
     def __init__(self, device: Device, reclaim_some: ReclaimSome) -> None:
@@ -73,7 +73,7 @@ class OomRetry:
         self._reclaim_some = reclaim_some
 
     def run(self, call: OpCall) -> Any:
-        """Run `call.run()`. Raises `torch.OutOfMemoryError` where nothing more can be reclaimed, or the operator may not run
+        """Run `call.run()`. Raises `torch.OutOfMemoryError` if nothing more can be reclaimed, or the operator may not run
         twice."""
         facts = call.facts
         if not (facts.repeatable and (facts.is_torchs_own or _is_alone())) or self._device.capturing():
@@ -94,11 +94,11 @@ class OomRetry:
                 if not self._reclaim_some(tried_bytes(failure), storages):
                     raise failure
         finally:
-            del failure  # raised, it holds this frame, and so the call's tensors: not to be held by it in turn
+            del failure  # once raised, it holds this frame and the call's tensors: avoid a reference cycle
 
     @staticmethod
     def _attempt(call: OpCall) -> torch.OutOfMemoryError | None:
-        """Run the call. Returns the failure, which holds no frame, so no tensor."""
+        """Run the call. Returns the failure, without frames and so without tensors, or None."""
         try:
             call.run()
         except torch.OutOfMemoryError as error:
@@ -117,7 +117,7 @@ def _generators(call: OpCall) -> Iterator[torch.Generator]:
 
 
 def tried_bytes(failure: torch.OutOfMemoryError) -> int:
-    """Bytes that were asked for, by the message, rounded up; 0 where it does not say."""
+    """Requested bytes according to the message, rounded up; 0 if the message does not say."""
     match = _TRIED.search(str(failure))
     return 0 if match is None else ceil(_bytes_of(match[1]) * _ROUNDED_OFF)
 

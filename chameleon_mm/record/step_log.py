@@ -1,4 +1,4 @@
-"""Log of a recorded step, of which its trace is made: operators, saves and uses, and the storages that they are about.
+"""Log of a recorded step, from which its trace is made: operators, saves, uses, and their storages.
 
     log = StepLog(device, model=model, optimizers=(), times=times)
     read, new = log.before(call); out = call.run(); log.after(call, read, new)      # a tick
@@ -7,16 +7,16 @@
 
     content = blake2b(name, each tensor's shape, strides and dtype, each plain argument)      # the same in every process
 
-    kind of a storage, as model and optimizer say: a parameter, a buffer, the gradient of a parameter, an optimizer's state
-    else by what it was seen to do:
-        lives on, written after the last backward            -> optimizer state
-        there before, lives on, written before that          -> buffer (running statistics)
+    kind of a storage, as given by model and optimizer: parameter, buffer, gradient of a parameter, optimizer state
+    otherwise by its use in the step:
+        outlives it, written after the last backward         -> optimizer state
+        there before, outlives it, written earlier           -> buffer (running statistics)
         there before                                         -> input
         made in the step: saved by autograd                  -> activation
                           else                               -> temporary
 
-Operators and hooks are in one log: both number ticks of one builder, and share one table. Addresses, numbers of objects and
-Python's own hashes are no part of a content: traces of two processes can be compared.
+Operators and hooks share one log: one builder numbers the ticks of both, and one table has their storages. A content has no
+addresses, object ids or Python hashes, so traces of two processes can be compared.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from chameleon_mm.record.dispatch_state import in_backward
 from chameleon_mm.record.storages import Readings, StorageTable, TracedStorage
 from chameleon_mm.units import MIB
 
-# --- Times each operator of a step on the device, without ever making the host wait inside the step
+# --- Time each operator of a step on the device. The host never waits inside the step.
 #
-# A timed event costs the host 5 us on a GPU, as much as an operator, so there is one for several of them, and a stretch is
-# divided in proportion to an estimate: the larger of what the bytes and what the FLOPs ask for. The simulator gives one for
+# A timed event costs the host 5 us on a GPU, as much as an operator, so there is one event for several operators. Their time is
+# divided in proportion to an estimate: the larger of the times for the bytes and for the FLOPs. The simulator has one event for
 # each.
 
 OPS_PER_EVENT = 16
-"""Operators per timed event on a GPU: 5 us of host time for each are then 3 % of what the dispatch mode takes."""
+"""Number of operators per timed event on a GPU. The event's 5 us of host time are then 3 % of the dispatch mode's time."""
 
 FLOPS_PER_BYTE = 200
-"""Operations that take as long as one byte of device memory: 197 on an A100 and 295 on an H100, in half precision."""
+"""FLOPs that take as long as one byte of device memory. In half precision: 197 on an A100, and 295 on an H100."""
 
 SHORTEST_KERNEL_BYTES = 4 * MIB
 """Bytes that device memory moves in the 2 us that the shortest kernel takes."""
@@ -61,7 +61,7 @@ SHORTEST_KERNEL_BYTES = 4 * MIB
 _READS_LENGTHS = {
     "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward", "_efficient_attention_backward",
 }  # fmt: skip
-"""Operators whose FLOPs torch counts by reading lengths from the device, for which the host would wait."""
+"""Operators whose FLOPs torch counts by reading lengths from the device: the host would wait."""
 
 
 @dataclass(slots=True)
@@ -75,9 +75,9 @@ class _Stretch:
 
 
 class EventTimes:
-    """Times by events on the current stream, one after every `ops_per_event` operators (None: each one on a simulated device).
+    """Operator times by events on the current stream, one per `ops_per_event` operators (None: `OPS_PER_EVENT`; simulated: 1).
 
-    Raises `ValueError` for less than one.
+    Raises `ValueError` below 1.
     """
 
     def __init__(self, device: Device, *, ops_per_event: int | None = None) -> None:
@@ -102,7 +102,7 @@ class EventTimes:
             self._current = _Stretch(self._close(stretch))
 
     def pause(self) -> None:
-        """Count what follows until `resume` as no operator's time."""
+        """Exclude the time until `resume` from the operators' times."""
         stretch, self._current = self._current, None
         if stretch is not None and stretch.ops:
             self._close(stretch)
@@ -111,14 +111,14 @@ class EventTimes:
         self._current = _Stretch(self._mark())
 
     def resolve(self) -> Iterator[tuple[int, float]]:
-        """Yield number and microseconds of each operator. The step is over; the host may wait for the device."""
+        """Yield number and microseconds of each operator. Call it after the step: the host may wait for the device."""
         self.pause()
         closed, self._closed = self._closed, []
         for stretch in closed:
             assert stretch.end is not None
             stretch.end.synchronize()
-            stretch.start.synchronize()  # on another stream it need not be over, and CUDA tells no time of a pending event
-            # Below 0 only where a stretch began on one stream and ended on another that was not as far.
+            stretch.start.synchronize()  # it may be pending on another stream: CUDA then gives no time
+            # Below 0 only if a stretch began on one stream and ended on another that was behind.
             elapsed_us = max(0.0, stretch.end.elapsed_us(stretch.start))
             total = sum(stretch.weights)
             for op, weight in zip(stretch.ops, stretch.weights, strict=True):
@@ -134,9 +134,9 @@ class EventTimes:
 
 
 class PricedTimes:
-    """Times by a price, for operators that do not run: fake tensors have shapes and no kernels.
+    """Operator times by a price, for operators that do not run: fake tensors have shapes and no kernels.
 
-    `price(flops, nbytes, dtype)` is what a kernel takes in microseconds: a `CostModel`'s `kernel_us`.
+    `price(flops, nbytes, dtype)`: time of a kernel in microseconds, such as a `CostModel`'s `kernel_us`.
     """
 
     def __init__(self, price: Callable[[int, int, torch.dtype], float]) -> None:
@@ -144,28 +144,28 @@ class PricedTimes:
         self._times: list[tuple[int, float]] = []
 
     def begin(self) -> None:
-        """Does nothing: no clock runs."""
+        """Do nothing: no clock runs."""
 
     def ran(self, op: int, call: OpCall) -> None:
         price = self._price(_flops(call), call.touched_bytes(), call.dtype) if call.facts.kernel else 0.0
         self._times.append((op, price))
 
     def pause(self) -> None:
-        """Does nothing: no clock runs."""
+        """Do nothing: no clock runs."""
 
     def resume(self) -> None:
-        """Does nothing: no clock runs."""
+        """Do nothing: no clock runs."""
 
     def resolve(self) -> Iterator[tuple[int, float]]:
         yield from self._times
 
 
 OpTimes = EventTimes | PricedTimes
-"""Takes the time of operators. Called by one thread at a time."""
+"""Source of operator times. Called by one thread at a time."""
 
 
 def weight_of(call: OpCall) -> float:
-    """Weight of a call's time in comparison with others, in bytes of device memory; 0 where it launches nothing."""
+    """Weight of a call's time in comparison with others, in bytes of device memory; 0 if it launches nothing."""
     if not call.facts.kernel:
         return 0.0
     return max(call.touched_bytes(), _flops(call) / FLOPS_PER_BYTE, SHORTEST_KERNEL_BYTES)
@@ -176,24 +176,24 @@ def _flops(call: OpCall) -> int:
         return 0
     try:
         return call.flops()
-    except Exception:  # noqa: BLE001 - a formula of torch's that does not know these arguments; an estimate must not end a step
+    except Exception:  # noqa: BLE001 - torch's formula may not support these arguments; an estimate must not end a step
         return 0
 
 
 # --- step log
 
 UNMOVABLE = -1
-"""Tensor number of a hook that is about no storage, or about several."""
+"""Tensor number of a hook with no storage, or with several."""
 
 _FRESH = ("lift_fresh", "lift")
-"""Operators that are given what was made just now, past every dispatch mode: `torch.tensor`."""
+"""Operators whose input was made just now, unseen by every dispatch mode, as in `torch.tensor`."""
 
 _PLAIN = (int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Size)
-"""Types whose `repr` says all there is, and nothing of this process."""
+"""Types whose `repr` is complete, and the same in every process."""
 
 
 class StepLog:
-    """The log of the step that begins now, parameters as in `Recorder`. Not thread-safe. Holds no storage."""
+    """Log of the step that begins now. Parameters as in `Recorder`. Not thread-safe. Holds no storage."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class StepLog:
         self.builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
         self.table = StorageTable(self.builder, allocated_bytes=self._start_bytes)
         self._contents: dict[str, int] = {}
-        """Hash of each signature that was met, computed once."""
+        """Hash of each signature, computed once."""
         self.times = EventTimes(device) if times is None else times
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
         self._last_backward = -1, -1
@@ -227,13 +227,13 @@ class StepLog:
     # --- operators
 
     def before(self, call: OpCall) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
-        """Note that `call` is about to run. Returns what it reads: storages that the table has, and those that it has not."""
+        """Note that `call` is about to run. Returns its inputs: storages in the table, and storages not in it."""
         self._update_table()
         self._update_phase()
         return self._look_up(call.inputs)
 
     def after(self, call: OpCall, read: list[TracedStorage], new_storages: list[torch.UntypedStorage]) -> None:
-        """Write down that `call` ran; the others are what `before` returned."""
+        """Record that `call` ran. `read` and `new_storages`: as `before` returned them."""
         self.table.record_deaths()
         given, written, inner = self._number(call, new_storages)
         name = call.func.name()
@@ -258,29 +258,29 @@ class StepLog:
         self.times.ran(op, call)
 
     def read_memory(self) -> None:
-        """Take a new reading of memory, so that what was allocated until now is not attributed to the next operator."""
+        """Take a new reading of memory, so that bytes allocated until now are not attributed to the next operator."""
         self.table.record_deaths()
         self._readings.take(self.table, tick=self.builder.num_ticks)
 
     # --- hooks
 
     def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
-        """Note that there is a new claim on `storage`. Returns the storage's record in the trace."""
-        if self.table.find(storage) is None:  # saved before any operator was given it
+        """Note a new claim on `storage`. Returns the storage's record in the trace."""
+        if self.table.find(storage) is None:  # saved before any operator got it as input
             if storage.device.type == self._device_type:
                 self._readings.take(self.table, [storage], tick=self.builder.num_ticks)
             else:
-                self.table.add(storage, born=-1, counted=False)  # not on the traced device, as what is fake: it is not counted
+                self.table.add(storage, born=-1, counted=False)  # not on the traced device, like a fake one: not counted
         return self.table.saved(storage)
 
     def save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
-        """Write down that autograd saved a tensor in these storages. Returns the hook's number."""
+        """Record that autograd saved a tensor in these storages. Returns the hook's number."""
         self._update_table()
         self._update_phase()
         return self.builder.save(self._only(saved), feature)
 
     def use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
-        """Write down that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
+        """Record that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
         self._update_table()
         traced = list(used)
         for one in traced:
@@ -296,7 +296,7 @@ class StepLog:
         self.table.forget()
 
     def finish(self, fingerprint: int) -> Trace:
-        """Trace of the step, which is over; waits for the device. Call once."""
+        """Return the trace of the finished step; waits for the device. Call once."""
         self._update_table()
         self._note_gradients()
         uncounted_bytes = self.table.end(fake=self._fake)
@@ -316,7 +316,7 @@ class StepLog:
     # --- storages
 
     def _look_up(self, tensors: Tensors) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
-        """Storages of the device that `tensors` lie in: those that the table has, and those that it has not."""
+        """Storages of `tensors` on the device: those that the table has, and those that it does not have."""
         known: dict[int, TracedStorage] = {}
         unknown: dict[int, torch.UntypedStorage] = {}
         for t in tensors.values():
@@ -341,8 +341,8 @@ class StepLog:
     def _number(
         self, call: OpCall, new_storages: list[torch.UntypedStorage]
     ) -> tuple[list[TracedStorage], list[TracedStorage], int]:
-        """Number the storages that the call was given and nobody knew, and those that it made. Returns the former, all that it
-        wrote, and how many bytes it held inside itself."""
+        """Number the unknown storages among the call's inputs, and those that it made. Returns the former, all storages that it
+        wrote, and its inner memory in bytes."""
         tick, fresh = self.builder.num_ticks, call.facts.name in _FRESH
         fake = any(isinstance(t, FakeTensor) for t in (*call.inputs.values(), *call.written.values()))
         written, unknown = self._look_up(call.written)
@@ -362,12 +362,12 @@ class StepLog:
         return list(given.values()), written, inner
 
     def _update_table(self) -> None:
-        """Record the storages that have died since the last call, then poll those that are watched."""
+        """Record the storages that died since the last call, then poll those that are watched."""
         self.table.record_deaths()
         self.table.poll()
 
     def _update_phase(self) -> None:
-        """Read whether a backward runs. When one has just ended, the gradients that it made are known."""
+        """Read whether a backward runs. If one has just ended, note the gradients that it made."""
         was_in_backward, self._in_backward = self._in_backward, in_backward()
         if was_in_backward and not self._in_backward:
             self._note_gradients()
@@ -382,13 +382,13 @@ class StepLog:
             self.table.expect(storage, kind)
 
     def _only(self, storages: Iterable[TracedStorage | None]) -> int:
-        """Number of the only storage among `storages`; `UNMOVABLE` where there is none or several."""
+        """Number of the only storage among `storages`; `UNMOVABLE` if there are none or several."""
         numbers = {traced.number for traced in storages if traced is not None and traced.owner is self.table.owner}
         return numbers.pop() if len(numbers) == 1 else UNMOVABLE
 
 
 def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
-    """Phases of the operators, with the optimizer's after the last backward, until something is saved again."""
+    """Phases of the operators, OPTIMIZER after the last backward until a tensor is saved again."""
     phases = trace.op_phase.copy()
     if last_op >= 0:
         saves = trace.hook_tick[~trace.hook_use & (trace.hook_tick > last_tick)]
@@ -399,12 +399,12 @@ def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
 
 
 def content_of(text: str) -> int:
-    """Hash of a text, 64 bits that are the same in every process."""
+    """64-bit hash of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def describe_tensor(t: Tensor) -> str:
-    """Text of shape, strides and dtype; a nested tensor's shape is not one, a sparse one has no strides."""
+    """Text of shape, strides and dtype. A nested tensor has no single shape, and a sparse one has no strides."""
     if t.is_nested:
         return f"nested {t.dtype}"
     if t.layout is not torch.strided:
@@ -421,18 +421,18 @@ def _describe(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {_describe(value[key])}' for key in sorted(value))}}}"
     if isinstance(value, (float, complex, *_PLAIN)):
         return repr(value)
-    return type(value).__name__  # a generator, a function: its repr would name an address
+    return type(value).__name__  # a generator, a function: its repr would contain an address
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """Gradients of the leaves among `parameters`: torch warns who asks any other tensor, which `functional_call` puts there."""
+    """Gradients of the leaves among `parameters`. Torch warns on `grad` of others, which `functional_call` puts there."""
     return [parameter.grad for parameter in parameters if parameter.is_leaf]
 
 
 def kinds_of(
     model: nn.Module | None, optimizers: Iterable[Optimizer], device_type: str
 ) -> Iterator[tuple[torch.UntypedStorage, TensorKind]]:
-    """Storages that a model and optimizers name, with their kinds. Of two kinds for one storage the later stands."""
+    """Yield the storages of a model and of optimizers, with their kinds. Of two kinds for one storage, the later counts."""
     named: list[tuple[Iterable[Any], TensorKind]] = []
     if model is not None:
         named.append((model.buffers(), TensorKind.BUFFER))
@@ -449,7 +449,7 @@ def kinds_of(
 
 
 def storages_of(values: Iterable[Any], device_type: str) -> list[torch.UntypedStorage]:
-    """Storages of the tensors in a nest of values, wrapper subclasses by what they wrap; anything else is passed over."""
+    """Storages of the tensors among `values`. Wrapper subclasses are unwrapped; other values are skipped."""
     found: Tensors = {}
     collect_tensors(_plain(values), device_type, found)
     return [t.untyped_storage() for t in found.values()]
@@ -466,7 +466,7 @@ def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def kind_seen(traced: TracedStorage, *, last_backward_op: int, last_backward_tick: int) -> TensorKind:
-    """Kind of a storage by what it did, once its step is over. -1 for both: the step had no backward."""
+    """Kind of a storage by its use in a finished step. `last_backward_op` and `last_backward_tick` -1: it had no backward."""
     if traced.kind is not None:
         return traced.kind
     before = traced.born < 0

@@ -1,24 +1,24 @@
-"""Table of the storages of one step: numbered by weak reference, with births, deaths, and what the device counts beside them.
+"""Table of the storages of one step, held by weak reference: numbers, births, deaths, and memory that only the device counts.
 
-    table.record_deaths()                 # before each tick: deaths so far end with the tick before
+    table.record_deaths()                 # before each tick: deaths so far belong to the tick before
     table.add(storage, born=tick)         # a new one: a callback of its weak reference notes its death
-    table.read(allocated_bytes, ...)      # what was never seen and is gone now was there before the step: a record of its own
+    table.read(allocated_bytes, ...)      # unseen memory that is gone now was there before the step: it gets its own record
 
-A storage that swapping dropped is not dead: it dies with its last device copy, once nobody claims it any more.
+A storage that swapping dropped is not dead. It dies once it has no device copies and no claims.
 
     claims:         0 --add_claim--> n --retired--> 0   handles that autograd holds
     device copies:  1 --died--> 0 --restored--> 1 ...   device memory that holds its bytes
     both 0: it dies
 
-    readings = Readings(device)           # the device's counters after every operator: how much it held inside itself
+    readings = Readings(device)           # the device's counters after every operator: the operator's inner memory
     inner_bytes = readings.take(table, new_storages, tick=..., made_bytes=...)
 
     allocated since the last reading                   growth of the cumulative count
     - results of the operator                          made_bytes
-    - what nobody knows and is still there             a library's workspace: later steps begin with it
-    = allocated and gone again                         what the operator held inside itself at its peak, or more
+    - unknown memory that is still there               a library's workspace: later steps begin with it
+    = allocated and freed again                        the operator's inner memory at its peak, or more
 
-More where it took one thing after another, and where another thread allocates meanwhile.
+It is more if the operator allocated several buffers one after another, or if another thread allocated meanwhile.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from chameleon_mm.units import allocated_size
 
 
 class Readings:
-    """Readings of one step, which begins now. Not thread-safe.
+    """Readings of the device's memory counters in one step, which begins now. Not thread-safe.
 
-    There is one after each operator: of several nobody could tell which one held what. On a GPU it takes the host 20 us, half
-    of what a short operator takes and a fifth of what recording one does, but where the C++ helper `memory` is built: the time
-    goes into the dictionary of all counters that torch makes. A peak would have to be reset before each operator, and is the
-    users'.
+    There is one reading after each operator: one for several could not be divided among them. On a GPU it takes the host 20 us,
+    half the time of a short operator and a fifth of recording one. Torch spends them on a dictionary of all counters, which the
+    C++ helper `memory`, if built, avoids. The peak counter would need a reset before each operator, and belongs to users.
     """
 
     def __init__(self, device: Device) -> None:
@@ -63,9 +62,9 @@ class Readings:
         fresh: bool = False,
         made_bytes: int = 0,
     ) -> int:
-        """Read the counters now and pass them to `table`, as `StorageTable.read` takes them. `made_bytes`: bytes of storages of
-        the table that were made since the last reading. Returns the bytes of others that were allocated since then and are gone
-        again."""
+        """Read the counters now and pass them to `table`, as `StorageTable.read` takes them. `made_bytes`: bytes of the table's
+        storages that were made since the last reading. Returns the bytes of other memory that was allocated since then and
+        freed again."""
         table.note_emptied()
         before, now = self._last, self._device.read_memory()
         freed_bytes = table.freed_bytes - self._freed_by_then
@@ -76,7 +75,7 @@ class Readings:
 
 
 class TracedStorage:
-    """One storage of the trace, whatever memory holds it. Keeps nothing alive."""
+    """Storage of the trace, independent of the memory that holds it. Keeps nothing alive."""
 
     __slots__ = (
         "aliases", "born", "claims", "counted", "dead", "device_copies", "emptied", "first_write", "kind", "last_write",
@@ -88,23 +87,23 @@ class TracedStorage:
         self.nbytes = nbytes
         self.born = born
         self.kind = kind
-        """Kind that it is known to have; None: what it is seen to do will tell."""
+        """Known kind; None: its use in the step will show it."""
         self.counted = counted
-        """Whether the device counts it: fake memory it does not."""
+        """True if the device counts it. Fake memory is not counted."""
         self.owner = owner
-        """Owner of the number: another recorder knows nothing of it."""
+        """Owner of the number, which means nothing to another recorder."""
         self.device_copies = 1
         self.claims = 0
         self.aliases = 0
-        """Number of tensors over it that handles hold themselves: they do not keep it from having one holder alone."""
+        """Number of tensors over it that handles hold themselves. They do not count as other holders."""
         self.emptied: Callable[[TracedStorage], None] = _nobody_asks
-        """To be called when its memory has gone and its storage stays. Any thread, at any time."""
+        """Function to call when its memory is freed and its storage stays. Any thread, at any time."""
         self.saved = self.used = self.released = self.dead = False
         self.sendable = NEVER
         self.use_hook = NEVER
         """Number of the hook of its latest use."""
         self.first_write = self.last_write = NEVER
-        """Numbers of operators."""
+        """Numbers of the first and of the last operator that wrote to it."""
 
     @property
     def charged_bytes(self) -> int:
@@ -116,32 +115,32 @@ def _nobody_asks(traced: TracedStorage) -> None:
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to one device copy that knows whose it is. Its callback is given the reference itself."""
+    """Weak reference to one device copy, with the record that owns it. Its callback gets the reference itself."""
 
     __slots__ = ("key", "over", "traced")
 
     key: int
     over: bool
-    """Whether the copy's end is recorded: it may be found before the callback is read."""
+    """True if the copy's end is recorded. That may happen before the callback's entry is read."""
     traced: TracedStorage
 
 
 class _Expected:
-    """A storage known to be there before the step, which no operator has touched yet."""
+    """Storage known to be there before the step, which no operator has touched yet."""
 
     __slots__ = ("kind", "nbytes", "rank", "ref")
 
     def __init__(self, storage: torch.UntypedStorage, kind: TensorKind, rank: int) -> None:
         self.rank = rank
-        """Number of storages expected before it: their order must not depend on what id the next storage happens to get."""
+        """Number of storages expected before it. Their order must not depend on the ids that storages happen to get."""
         self.ref = weakref.ref(storage)
         self.kind = kind
         self.nbytes = storage.nbytes()
 
 
 class StorageTable:
-    """Table of the storages of one step, written into `builder`. Not thread-safe, but for deaths and `retired`: those come
-    anywhere."""
+    """Table of the storages of one step, written into `builder`. Not thread-safe, except for deaths and `retired`, which may
+    come on any thread."""
 
     def __init__(self, builder: TraceBuilder, *, allocated_bytes: int) -> None:
         self.owner = object()
@@ -149,9 +148,9 @@ class StorageTable:
         self.traced: list[TracedStorage] = []
         self._refs: dict[int, _Ref] = {}
         self._held: list[_Ref] = []
-        """Storages that were saved, not used yet, and held by somebody beside their handle when last polled."""
+        """Saved storages that are not used yet and had holders other than their handles at the last poll."""
         self._held_after_use: dict[int, tuple[_Ref, int]] = {}
-        """Storages that autograd was given at a use and somebody held when last polled, with the use's hook, by number."""
+        """Storages given to autograd at a use that had other holders at the last poll, with the use's hook, by number."""
         self._expected: dict[int, _Expected] = {}
         self._num_expected = 0
         self._gone: list[_Expected] = []
@@ -161,16 +160,16 @@ class StorageTable:
         self._emptied: deque[TracedStorage] = deque()
         self._live_bytes = 0
         self.freed_bytes = 0
-        """Bytes of device memory that storages known here gave back so far."""
+        """Bytes of device memory that the table's storages freed so far."""
         self._unknown = allocated_bytes
-        """Bytes that the device counts beside the storages in the table, at the last reading."""
+        """Bytes that the device counted at the last reading in addition to the storages in the table."""
         self._lowest_unknown = allocated_bytes
-        """Bytes among them that were there before the step and still are. More than this came unseen: a library's workspace."""
+        """Bytes among them that were there before the step and still are. The rest came unseen: a library's workspace."""
 
-    # --- what is there
+    # --- known storages
 
     def expect(self, storage: torch.UntypedStorage, kind: TensorKind) -> None:
-        """Note that `storage` is of this kind. It gets a number when it is touched, or when it turns out to be gone."""
+        """Note that `storage` is of this kind. It gets a number when it is touched, or when it is found to be gone."""
         traced = self.find(storage)
         if traced is not None:
             traced.kind = kind
@@ -180,8 +179,8 @@ class StorageTable:
             self._num_expected += 1
 
     def find(self, storage: torch.UntypedStorage) -> TracedStorage | None:
-        """Find the record of a storage by its object, compared by a weak reference: ids are recycled. One that was resized
-        since is another from now on."""
+        """Find the record of a storage by its object, compared by a weak reference: ids are recycled. A storage that was
+        resized is another one from now on."""
         ref = self._refs.get(id(storage))
         if ref is None or ref() is not storage:
             return None
@@ -190,7 +189,7 @@ class StorageTable:
         return ref.traced
 
     def add(self, storage: torch.UntypedStorage, *, born: int, counted: bool) -> TracedStorage:
-        """Add a storage that `find` does not know. `born`: -1 before the step."""
+        """Add a storage that `find` does not know. `born`: its tick; -1: before the step."""
         expected = self._take_expected(storage)
         traced = self._record(storage.nbytes(), born, None if expected is None else expected.kind, counted=counted)
         self._add_copy(traced, storage)
@@ -201,7 +200,7 @@ class StorageTable:
     # --- ticks
 
     def record_deaths(self) -> None:
-        """Record deaths and retirements so far: they come after the tick that is the latest now. Call before every tick."""
+        """Record deaths and retirements so far, as after the latest tick. Call before every tick."""
         while self._deaths:
             ref = self._deaths.popleft()
             if self._refs.get(ref.key) is ref:
@@ -215,13 +214,13 @@ class StorageTable:
             self._end_if_gone(traced)
 
     def poll(self) -> None:
-        """Find which saved storages nobody but their handles holds any more, since the tick that is the latest now."""
+        """Find the saved storages that only their handles still hold. They count as released since the latest tick."""
         still: list[_Ref] = []
         for ref in self._held:
             storage, traced = ref(), ref.traced
             if storage is None or traced.used or traced.released:
                 continue
-            # The object in Python, which `storage` keeps alive, is one holder; tensors are the others.
+            # The Python object, which `storage` keeps alive, is one holder; tensors are the others.
             if torch._C._storage_Use_Count(storage._cdata) - 1 <= traced.aliases:
                 self._release(traced)
             else:
@@ -234,10 +233,11 @@ class StorageTable:
                 self._builder.released_after(hook)
 
     def read(self, allocated_bytes: int, new_storages: Sequence[torch.UntypedStorage], *, fresh: bool, tick: int) -> None:
-        """Note that the device counts `allocated_bytes` now. Number `new_storages`, which it counts and an operator was given.
+        """Note that the device counts `allocated_bytes` now. Number `new_storages`, which it counts and an operator took.
 
-        What it counts for the first time by this reading was made unseen just now (`torch.tensor` on a simulated device, which
-        counts at first sight): born at `tick`, as all are if `fresh`. Others were there before the step.
+        A storage that this reading counts for the first time was just made unseen: it is born at `tick`. Example:
+        `torch.tensor` on a simulated device, which counts at first sight. `fresh`: all are born at `tick`. Others were there
+        before the step.
         """
         self.note_emptied()
         seen_now = allocated_bytes - self._live_bytes - self._unknown
@@ -266,7 +266,7 @@ class StorageTable:
         return traced
 
     def restored(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
-        """Note that `storage` holds its bytes too. After a use autograd is given it."""
+        """Note that `storage` holds its bytes too. After a use, `storage` is the one that autograd got."""
         self.note_emptied()
         ref = self._refs.get(id(storage))
         if ref is not None and ref() is storage and ref.traced is traced and ref.over:
@@ -280,18 +280,18 @@ class StorageTable:
             self._held_after_use[traced.number] = self._refs[id(storage)], traced.use_hook
 
     def used(self, traced: TracedStorage) -> None:
-        """Note a use, at the hook that comes next. Whoever still holds the storage has held it since the use before."""
+        """Note a use, at the next hook. Other holders of the storage have then held it since the use before."""
         traced.used, traced.use_hook = True, self._builder.num_hooks
         held = self._held_after_use.get(traced.number)
         if held is not None and held[0].traced is traced:
             del self._held_after_use[traced.number]
 
     def retired(self, traced: TracedStorage) -> None:
-        """Note that a claim on it ended. Any thread may call this, in the middle of anything."""
+        """Note that a claim on it ended. Any thread may call this at any time."""
         self._retired.append(traced)
 
     def note_emptied(self) -> None:
-        """Note the storages whose memory has gone since the last call."""
+        """Note the storages whose memory was freed since the last call."""
         while self._emptied:
             traced = self._emptied.popleft()
             for ref in self._refs.values():
@@ -302,9 +302,9 @@ class StorageTable:
     # --- the end
 
     def end(self, *, fake: bool) -> int:
-        """End the step: number what is known to be there and was never touched. `fake`: the step's memory is.
+        """End the step: number the expected storages that are there and were never touched. `fake`: the step's memory is fake.
 
-        Returns the bytes of before the step that the device did not count.
+        Returns the bytes from before the step that the device did not count.
         """
         self.record_deaths()
         uncounted = sum(allocated_size(t.nbytes) for t in self.traced if t.born < 0 and not t.counted)
@@ -327,7 +327,7 @@ class StorageTable:
             watched.clear()
 
     def hide(self, storage: torch.UntypedStorage) -> None:
-        """End the record of a storage that from now on is no part of the step."""
+        """End the record of a storage that is not part of the step from now on."""
         ref = self._refs.get(id(storage))
         if ref is not None and ref() is storage:
             self._deaths.append(ref)
@@ -348,7 +348,7 @@ class StorageTable:
     def _resized(self, ref: _Ref, storage: torch.UntypedStorage) -> TracedStorage:
         before = ref.traced
         del self._refs[ref.key]
-        before.claims = 0  # whoever claims it finds other memory, or none
+        before.claims = 0  # its claims now find other memory, or none
         self._died(ref)
         resized = self._record(storage.nbytes(), self._builder.num_ticks, before.kind, counted=before.counted)
         self._add_copy(resized, storage)
@@ -379,8 +379,7 @@ class StorageTable:
             self._builder.dies(traced.number)
 
     def _record_unseen_deaths(self, nbytes: int) -> None:
-        """Record that `nbytes` of before the step are gone: what was expected and is no more, and beyond that what nobody
-        knew."""
+        """Record that `nbytes` from before the step are gone: expected storages that died, and beyond that unknown memory."""
         gone = self._gone + [expected for expected in self._expected.values() if expected.ref() is None]
         self._gone = []
         self._expected = {key: expected for key, expected in self._expected.items() if expected.ref() is not None}

@@ -120,7 +120,7 @@ class PinnedPool:
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = parse_size(nbytes, what="allocate")
-        if stream is not None:
+        if stream is not None and (isinstance(stream, type) or not hasattr(stream, "wait")):
             check_method("allocate", stream, "wait", "a stream of the pool's device, or None", "pass device.current_stream()")
         ledger = self._ledger
         with ledger.lock:

@@ -78,7 +78,7 @@ class NotedValue(Value):
         return self._call
 
     @property
-    def is_latest(self) -> bool:  # type: ignore[override]
+    def is_latest(self) -> bool:  # type: ignore[override]  # asked of the notes, in place of an attribute
         return bool(self._notes.noted.is_latest(self._number))
 
 
@@ -100,7 +100,7 @@ class CallNotes:
         self._storages: dict[int, Any] = {}
         me = weakref.ref(self)
         """Weak, for the helper: the garbage collector does not see the helper's references."""
-        self.noted: Any = helper.Notes(partial(_tell, me), device.torch_device.type == "cuda")
+        self.noted: Any = helper.Notes(partial(_tell, me), not device.simulated)
         self.births = Births()
         self.after_forward: Callable[[], None] | None = None
         self.is_over = False

@@ -227,7 +227,7 @@ def _products(device: torch.device) -> Iterator[tuple[tuple[str, ...], Run]]:
             for a, b, c in matrices(dtype)
         ],
     )
-    yield ("bmm",), lambda dtype: [lambda a=a, b=b: torch.bmm(a, b) for a, b, _ in matrices(dtype, (3,))]  # type: ignore[misc]
+    yield ("bmm",), lambda dtype: [lambda a=a, b=b: torch.bmm(a, b) for a, b, _ in matrices(dtype, (3,))]  # type: ignore[misc]  # as above
     yield (
         ("baddbmm",),
         lambda dtype: [

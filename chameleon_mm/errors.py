@@ -100,7 +100,7 @@ def check_keywords(what: str, given: Iterable[str], function: Callable[..., obje
 
 
 def describe(value: object) -> str:
-    """One line of text about `value` for an error message: None, numbers and strings in full, other objects by their type."""
+    """Describe `value` for an error message in one line: None, numbers and strings in full, other objects by their type."""
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     if value is None or isinstance(value, (bool, int, float, str)):

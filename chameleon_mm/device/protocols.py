@@ -43,13 +43,13 @@ class Stream(Protocol):
         """Name: `compute`, `d2h`, `h2d`, or the argument of `new_stream`."""
 
     def alloc(self, nbytes: int) -> Tensor:
-        """Allocate a flat uint8 tensor of device memory, owned by this stream: usable here at once, elsewhere after a wait.
+        """Allocate a flat uint8 tensor of this stream's device memory: usable here at once, on other streams after a wait.
 
         Raises `torch.OutOfMemoryError` if the device has too little memory left.
         """
 
     def free(self, buffer: Tensor) -> None:
-        """Mark `buffer` as handed back by this stream. Call it right before dropping the last reference.
+        """Hand `buffer` back at this point of the stream. Call it right before dropping the last reference.
 
         Every access on another stream must be ordered before this point of this stream: its event was waited on here, or the
         host saw it complete. The call costs nothing; the simulator reports it to its observer.

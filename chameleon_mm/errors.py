@@ -11,8 +11,8 @@ class ChameleonError(Exception):
 
 
 class InfeasibleBudget(ChameleonError, ValueError):
-    """No plan meets the HBM budget: it is below the memory that never moves (parameters, gradients, optimizer state, saved
-    tensors that are not swapped), or the host budget is too small."""
+    """No plan meets the budgets. The HBM budget is too small, because some memory never moves (parameters, gradients, optimizer
+    state); or the host budget is too small for it."""
 
     def __init__(self, message: str = "", *, smallest_bytes: int | None = None, smallest_host_bytes: int | None = None) -> None:
         super().__init__(message)

@@ -41,7 +41,7 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
 
     Fractions of a byte are rounded down, so that a budget is never exceeded: "112.3GiB" is 120581206835 bytes. `what` names
     the argument in the error. Raises `TypeError` for another type. Raises `ValueError` for text that is not a size, for a
-    negative size, and for a fraction without a unit or in B ("1.5"): a unit was probably left out.
+    negative size, and for a fraction of a byte ("1.5"), where a unit was probably left out.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f'{what}: expected an int of bytes or text such as "20GiB", got {size!r} ({type(size).__name__})')

@@ -116,10 +116,10 @@ def pack(
     """Enqueue a kernel that copies `buffers` into `staging`, each at its offset. Other bytes of `staging` are not written.
 
     All are (n,) uint8 and contiguous, on one device. `staging` is 16-byte aligned, and each buffer fits in it at its offset.
-    The device layer checks this. Buffers may overlap each other but not `staging`. Runs on torch's current stream of the current
-    device, which must be theirs. The caller keeps all alive until the kernel is done. `num_programs` is the maximum size of the
-    grid, so the maximum number of SMs in use. Raises `torch.OutOfMemoryError` before anything is enqueued if there is no memory
-    for the table.
+    The device layer checks this. Buffers may overlap each other but not `staging`. Runs on torch's current stream of the
+    current device, which must be theirs. The caller keeps all alive until the kernel is done. `num_programs` is the maximum
+    size of the grid, so the maximum number of SMs in use. Raises `torch.OutOfMemoryError` if there is no memory for the table,
+    before anything is enqueued.
     """
     _launch(pack_kernel, staging, buffers, offsets, num_programs, block_bytes)
 

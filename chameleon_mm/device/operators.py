@@ -88,11 +88,11 @@ _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_f
 """Namespaces whose operators communicate with other processes: a second run here would wait for a second run there."""
 
 _TORCHS_OWN = {"aten", "prims"}
-"""Namespaces whose operators have a tag if they draw random numbers. Other namespaces may not use the tag."""
+"""Namespaces whose operators have a tag if they draw random numbers. Others may lack the tag although they draw."""
 
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-"""Key of the kernel in which a composite operator calls its parts."""
+"""Key of the kernel in which a composite operator calls other operators."""
 
 FlopFormula = Callable[..., int]
 
@@ -135,7 +135,7 @@ class OpFacts:
 
     name: str
     composite: bool = False
-    """True if dense tensors run it as its parts, because the device has no kernel for it."""
+    """True if dense tensors run it decomposed into other operators, because the device has no kernel for it."""
     kernel: bool = False
     """True if it launches a kernel: it is not a view, a bare allocation or a shape query."""
     question: bool = False
@@ -200,7 +200,7 @@ def runs_in_parts(facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:
-    """Run a composite operator as its parts, which `mode` sees."""
+    """Run a composite operator as the operators that it consists of. `mode` sees these."""
     with mode:
         # Not `decompose`: it prefers Python decompositions, whose bits may differ from eager's.
         return func._op_dk(_COMPOSITE, *args, **kwargs)

@@ -5,12 +5,12 @@
     refused -> clear the error -> host_alloc(nbytes) -> refused -> HostMemoryExhausted with both reasons
     memory = pageable_memory(nbytes)                # ordinary memory, for when no more can be pinned
 
-Zeroing the pages is most of the work and runs in parallel. Registering takes the driver's locks and does not. The driver's
-calls are parameters, so this file needs no GPU.
+Zeroing the pages is most of the work and runs in parallel. Registering takes the driver's locks and is serial. The
+driver's calls are parameters, so this file needs no GPU.
 
 Note [Mapped while registered]: pages are unmapped when the last tensor over them is freed. They stay mapped in three cases:
-the driver still holds them (a new mapping there would already be registered); in a forked child (other memory may be there);
-at interpreter shutdown (the driver may be gone, and the system frees them anyway).
+while the driver holds them (a new mapping there would already be registered); in a forked child (they are absent there, and
+other memory may be in their place); at interpreter shutdown (the driver may be gone, and the system frees them anyway).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import Tensor
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
 from chameleon_mm.units import GIB, MIB, format_size
 
-# --- Host memory near the GPU: fresh pages come from the NUMA node of the GPU.
+# --- Host memory near the GPU: fresh pages come from the GPU's NUMA node.
 #
 # Copies to and from the other socket's memory cross the link between the sockets and run slower. mbind has three advantages
 # over set_mempolicy. Its policy belongs to the range, not to a thread, so all populating threads obey it. There is no policy of
@@ -48,8 +48,8 @@ from chameleon_mm.units import GIB, MIB, format_size
 _log = logging.getLogger(__name__)
 
 _MPOL_PREFERRED = 1
-"""Policy that prefers a node. If the node is full, it uses slower memory of other nodes; MPOL_BIND would kill the process as
-out of memory."""
+"""Policy that prefers a node. If the node is full, slower memory of other nodes is used. MPOL_BIND would instead end the
+process as out of memory."""
 
 _MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)

@@ -51,8 +51,8 @@ class Stream(Protocol):
     def free(self, buffer: Tensor) -> None:
         """Hand `buffer` back at this point of the stream. Call it right before dropping the last reference.
 
-        Every access on another stream must be ordered before this point of this stream: its event was waited on here, or the
-        host saw it complete. The call costs nothing; the simulator reports it to its observer.
+        Every access on other streams must be ordered before this point: its event was waited on here, or the host saw it
+        complete. The call costs nothing. The simulator reports it to its observer.
         """
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -162,8 +162,8 @@ class Device(Protocol):
         """True if the calling thread's current stream is being captured into a graph.
 
         Then call no other method of the device. An event query, a host wait or a memory reading breaks the capture, or says
-        nothing about the replay. A captured copy would be replayed without the host code that must follow it. Never waits,
-        never raises, starts no context. Always False on the simulator, which captures nothing.
+        nothing about the replay. A captured copy would be replayed without the host code that must follow it. This
+        method never waits, never raises, and starts no context. Always False on the simulator, which captures nothing.
         """
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
@@ -225,11 +225,11 @@ class Device(Protocol):
         """
 
 
-# --- Protocols of a hook in the device's allocator: it reclaims memory during an allocation that finds no free block
+# --- Protocols of a hook in the device's allocator: it reclaims memory during an allocation that finds no free block.
 #
-# Between two autograd hooks the model may allocate any amount. While a storage is copied to the host, it is lent to the
-# allocator, with the event after the copy and the stream that owns its memory. If the allocator finds no block, it makes the
-# owner wait for the event and takes the memory. Note [Reclaim].
+# Between two autograd hooks the model may allocate any amount. During its copy to the host, a storage is lent to the allocator,
+# with the event after the copy and the stream that owns the memory. If the allocator finds no block, it makes the owner wait
+# for the event and takes the memory. Note [Reclaim].
 
 
 class HeldStorage(Protocol):
@@ -240,11 +240,11 @@ class HeldStorage(Protocol):
         """True if the allocator has reclaimed its memory."""
 
     def withdraw(self) -> bool:
-        """Take the storage back, so that the allocator cannot reclaim it. Returns False if it already has. Call it once."""
+        """Take the storage back, so that it cannot be reclaimed any more. Returns False if it was reclaimed. Call it once."""
 
 
 class AllocatorHook(Protocol):
-    """Interface of a hook to which one session lends storages. Any thread may allocate; reclaiming takes no Python lock."""
+    """Interface of a hook to which one session lends storages. Any thread may allocate; reclaiming takes no lock of ours."""
 
     @property
     def reclaimed(self) -> int:
@@ -259,7 +259,7 @@ class AllocatorHook(Protocol):
         """
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
-        """Set the bytes that the allocator may reserve, and the bytes to be allocated until the next call (None: unknown).
+        """Set the maximum bytes that the allocator may reserve, and that are allocated until the next call (None: unknown).
 
-        Memory is short if the two together exceed the allocator's or the device's memory.
+        Memory is short if `growth_bytes` exceed the room below the limit, or the free memory of the device.
         """

@@ -254,8 +254,8 @@ class CudaAllocatorHook:
         self._hook.set_limits(limit, growth, self._history)
 
     def _note_history(self) -> None:
-        """Note whether torch records memory history. If so, each free may need the GIL for a Python stack, and a thread that
-        waits for the allocator may hold the GIL. Then only threads that hold the GIL themselves reclaim."""
+        """Note whether torch records memory history. If so, only threads that hold the GIL reclaim. Reason: each free may need
+        the GIL for a Python stack, while a thread that waits for the allocator may hold it."""
         history = bool(torch._C._cuda_isHistoryEnabled())
         if history != self._history:
             self._history = history
@@ -268,7 +268,7 @@ _MAX_KNOWN_STREAMS = 64  # torch has 32 per priority; other libraries may add so
 
 
 class CudaDevice:
-    """The CUDA GPU with an index (None: torch's current one). Thread-safe: backward runs on a thread of autograd.
+    """A CUDA GPU, by its index (None: torch's current one). Thread-safe: backward runs on a thread of autograd.
 
     `pack_programs` is the maximum number of programs of a pack kernel, so the maximum number of SMs that it takes from compute.
 
@@ -278,8 +278,8 @@ class CudaDevice:
 
     simulated = False
     block_slack_bytes = MIB
-    """Maximum slack of a block. torch's allocator does not split a cached block if the rest is at most this (`should_split` in
-    c10/cuda/CUDACachingAllocator.cpp), and counts the whole block as allocated."""
+    """Maximum slack of a block. torch's allocator does not split a cached block if the rest is at most this. It counts the
+    whole block as allocated. See `should_split` in c10/cuda/CUDACachingAllocator.cpp."""
 
     def __init__(self, index: int | None = None, *, pack_programs: int = PACK_PROGRAMS) -> None:
         self.packer = Packer(pack_programs)

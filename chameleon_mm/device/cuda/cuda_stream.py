@@ -159,7 +159,7 @@ class CudaStream:
         event.raw.wait(self.raw)
 
 
-# --- Events after all work of all streams: the driver records one per context; if it cannot, the host waits
+# --- Events after all work of all streams: the driver records one per context; if it cannot, the host waits.
 #
 # Events on torch's streams are not enough: other libraries have streams that torch does not know. Torch's streams are non-
 # blocking, so an event on the null stream does not come after them.

@@ -227,7 +227,7 @@ class Ledger:
         return died
 
     def _resized(self, buffer: Buffer, nbytes: int) -> None:
-        """Count a storage whose size has changed since it was last seen: its old block went back to its stream, and it has a
+        """Count a storage whose size has changed since it was last seen. Its old block went back to its stream, and it has a
         new one."""
         charge = 0 if buffer.host else allocated_size(nbytes)
         self.make_room(max(0, charge - buffer.charged_bytes))

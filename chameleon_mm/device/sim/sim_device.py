@@ -38,7 +38,7 @@ class SimCompute(TorchDispatchMode):
 
     Wrapper subclasses unwrap first, and composite operators are decomposed (in inference mode they arrive whole). So the mode
     prices the kernels that a GPU would launch. Raises errors of allocations and of the observer. An operator whose results do
-    not fit has run, like one that fails half-way on a GPU: its mutated inputs are changed, and its generator has advanced.
+    not fit has run, like one that fails half-way on a GPU. Its mutated inputs are changed, and its generator has advanced.
     """
 
     def __init__(self, machine: Machine) -> None:

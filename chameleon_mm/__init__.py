@@ -1,4 +1,4 @@
-"""Train models larger than the GPU's memory in eager PyTorch: swap activations to pinned host memory, exactly, overlapped.
+"""Train models larger than GPU memory in eager PyTorch: swap activations to pinned host memory, bit-exact and overlapped.
 
     import chameleon_mm as cm
 
@@ -9,14 +9,14 @@
                 loss = model(batch); loss.backward(); opt.step(); opt.zero_grad()
     print(session.report())
 
-Importing this starts no CUDA and imports neither cupy nor triton.
+Importing this package does not initialise CUDA and imports neither cupy nor triton.
 """
 
 from __future__ import annotations
 
-# Before torch, which imports NumPy from C++ and ignores whatever that raises: an interrupt (Ctrl-C) at that moment would be
-# lost, and NumPy left half imported, for some later line to fail on.
-import numpy as np  # noqa: F401 - for when it is imported, not for its names
+# Import NumPy before torch. torch imports NumPy from C++ and ignores all errors. A Ctrl-C at that moment would be lost, and a
+# later line would fail on a half-imported NumPy.
+import numpy as np  # noqa: F401 - imported here for the order, not for its names
 
 from chameleon_mm import integrations
 from chameleon_mm.api.attach import Attachment, attach

@@ -1,4 +1,4 @@
-"""Errors: each says what was expected, what it got and the way out, and is a built-in a caller would already catch."""
+"""Error classes, each derived from a built-in error. A message says what was expected, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ class ChameleonError(Exception):
 
 
 class InfeasibleBudget(ChameleonError, ValueError):
-    """The HBM budget cannot be met by swapping: it is below what never moves (parameters, gradients, optimizer state)."""
+    """No plan meets the budgets. The HBM budget is too small, because some memory never moves (parameters, gradients, optimizer
+    state); or the host budget is too small for it."""
 
     def __init__(self, message: str = "", *, smallest_bytes: int | None = None, smallest_host_bytes: int | None = None) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
-        """The smallest HBM budget for which there is a plan within the host budget; None: not known."""
+        """Smallest HBM budget that has a plan within the host budget; None if unknown."""
         self.smallest_host_bytes = smallest_host_bytes
-        """The pinned memory that a plan for this HBM budget needs, where that is what is missing."""
+        """Pinned memory that a plan for this HBM budget needs; None unless the host budget is too small."""
 
 
 class HostMemoryExhausted(ChameleonError, MemoryError):
-    """A pinned-host allocation passed its limit, or the machine could not pin that much."""
+    """A host allocation exceeded its limit, or the machine could not allocate or pin that much memory."""
 
 
 class BlockReleasedError(ChameleonError, ValueError):
-    """A pinned block was used, or a view of it asked for, after its release."""
+    """A pinned block was used, or a view of it was requested, after its release."""
 
 
 class BlockInUseError(ChameleonError, BufferError):
-    """A pinned block was to be released while a tensor, an array or a memoryview of it was alive."""
+    """A pinned block cannot be released while a tensor, an array or a memoryview of it is alive."""
 
 
 class BlockCorruptedError(ChameleonError, RuntimeError):
-    """A checking allocator found that somebody wrote beside a block."""
+    """A checking allocator found a write outside a block's bounds."""
 
 
 class PoolStateError(ChameleonError, RuntimeError):
@@ -46,20 +47,20 @@ class SessionClosedError(ChameleonError, RuntimeError):
 
 
 class TransferFailed(ChameleonError, RuntimeError):
-    """A copy between host and device could not be handed to the device."""
+    """A copy between host and device could not be enqueued."""
 
 
 class SwapMismatch(ChameleonError, RuntimeError):
-    """Verify mode found a saved tensor that came back with other bits than it went out with."""
+    """Verify mode found a saved tensor whose bits changed between swap-out and swap-in."""
 
 
 class RecomputeMismatch(ChameleonError, RuntimeError):
-    """A saved tensor that was recomputed has other bits than the original had. Gradients of the step are wrong; later steps do
-    not recompute that tensor."""
+    """The bits of a recomputed saved tensor differ from the original's. The step's gradients are wrong. Later steps do not
+    recompute that tensor."""
 
 
 class DeviceUnavailable(ChameleonError, RuntimeError):
-    """The device that was asked for is not on this machine, or not in a state in which it can be used."""
+    """The requested device is not on this machine, or is not in a usable state."""
 
 
 class NativeBuildError(ChameleonError, RuntimeError):
@@ -67,30 +68,29 @@ class NativeBuildError(ChameleonError, RuntimeError):
 
 
 class ProgramInterrupted(KeyboardInterrupt):
-    """The program that `chameleon-mm run` ran was interrupted, which was told: the process is to end as Python ends then."""
+    """An interrupt ended the program run by `chameleon-mm run` and was reported. The process must end as Python does then."""
 
 
-# --- Checks the types of arguments; a wrong one is refused in one line: what was expected, what came, what to do
+# --- Checks of argument types. The error is one line: what was expected, what was found, what to do
 #
 # check_type("pool", pool, PinnedPool, "a PinnedPool, or None for one of its own", "pass PinnedPool('8GiB')")
 # check_keywords("install", arguments, save_on_cpu)
 
 
 def check_type(name: str, value: object, kind: type, expected: str, way_out: str) -> None:
-    """Raise `TypeError` unless `value` is of `kind`. `name` is the argument's."""
+    """Raise `TypeError` unless `value` is an instance of `kind`. `name` is the argument's name."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}; {way_out}")
 
 
 def check_method(name: str, value: object, method: str, expected: str, way_out: str) -> None:
-    """Raise `TypeError` unless `value` is an object with that method: of a protocol, which many classes may keep."""
+    """Raise `TypeError` unless `value` is an instance with that method. For arguments of a protocol's type."""
     if isinstance(value, type) or not callable(getattr(value, method, None)):
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}; {way_out}")
 
 
 def check_keywords(what: str, given: Iterable[str], function: Callable[..., object], *, but: Iterable[str] = ()) -> None:
-    """Raise `TypeError` for a keyword among `given` that `function` does not take, or that is one of `but`. `what` is whose
-    keywords they are."""
+    """Raise `TypeError` for a keyword of `given` that `function` does not take, or that is in `but`. `what` begins the text."""
     known = [name for name in inspect.signature(function).parameters if name not in but]
     for name in given:
         if name not in known:
@@ -100,7 +100,7 @@ def check_keywords(what: str, given: Iterable[str], function: Callable[..., obje
 
 
 def describe(value: object) -> str:
-    """Text of `value` for an error message, in one line: in full where it is short by its nature, else by its type."""
+    """Describe `value` for an error message in one line: None, numbers and strings in full, other objects by their type."""
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -1,19 +1,19 @@
-"""Names of operators that give the same bits when they run again on the same inputs, by class.
+"""Sets of operators that return the same bits when they run again on the same inputs.
 
 base_name("aten::mul.Tensor")           "aten::mul"
-base_name(name) in DEFAULT              may run again, everywhere
+base_name(name) in DEFAULT              may run again on every device
 base_name(name) in PRODUCTS             may run again where a replay was tested bit for bit on the device
-base_name(name) in VIEWS                makes a view: nothing is computed, and nothing written
+base_name(name) in VIEWS                makes a view: computes nothing and writes nothing
 
-What is in no set may not run again: attention, collectives, custom operators, scatters with atomic additions. In-place variants
-are in where the others are: an operator that writes to its input is replayed on a copy.
+Operators in no set must not run again: attention, collectives, custom operators, scatters with atomic additions. In-place
+variants are in the same sets as the others: an operator that writes to its input is replayed on a copy.
 """
 
 from __future__ import annotations
 
 
 def base_name(op_name: str) -> str:
-    """The name of an operator without its overload, as the sets below have it."""
+    """Name of an operator without its overload, as in the sets below."""
     return op_name.partition(".")[0]
 
 
@@ -30,7 +30,7 @@ VIEWS = _aten(
     view_as_real _conj _neg_view unsafe_split unsafe_split_with_sizes unsafe_chunk set_data detach_ _nested_view_from_buffer
     """
 )
-"""Operators whose result lies in a storage that is there already: a trace has it among what they return; its bytes stay."""
+"""Operators whose result lies in an existing storage. A trace lists that storage as returned; its bytes do not change."""
 
 ELEMENTWISE = (
     _aten(
@@ -59,8 +59,8 @@ ELEMENTWISE = (
     )
     | frozenset({"prims::convert_element_type", "prims::device_put", "prims::view_of"})
 )
-"""Operators each of whose results comes of a few inputs alone: arithmetic, activations, casts, copies, comparisons, softmax,
-padding, pooling, gathers, and the factories that chains begin with."""
+"""Operators that compute each result element from few inputs: arithmetic, activations, casts, copies, comparisons, softmax,
+padding, pooling, gathers, and the factories that start a chain of operators."""
 
 NORMS = _aten(
     """
@@ -69,8 +69,8 @@ NORMS = _aten(
     sum var var_mean
     """
 )
-"""Normalisations and the reductions that hand-written ones consist of. Each sums in an order of its own that is the same each
-time. A batch norm that moves running statistics, or reads them, is told by what it reads and writes."""
+"""Normalisations, and the reductions used in hand-written ones. Each kernel sums in a fixed order. A batch norm that updates
+or reads running statistics is recognised by the tensors that it reads and writes."""
 
 RANDOM = _aten(
     """
@@ -78,10 +78,10 @@ RANDOM = _aten(
     rand_like randint randint_like randn randn_like random_ randperm rrelu_with_noise rrelu_with_noise_ uniform uniform_
     """
 )
-"""Operators that draw random numbers: the same ones, once the generator is where it was."""
+"""Operators that draw random numbers: the same numbers again if the generator's state is restored first."""
 
 BATCH_NORMS = _aten("cudnn_batch_norm miopen_batch_norm native_batch_norm")
-"""Those of `NORMS` that may not run again where they are given running statistics."""
+"""Operators of `NORMS` that must not run again if running statistics are passed."""
 
 EMBEDDING = _aten("embedding")
 
@@ -91,7 +91,7 @@ PRODUCTS = _aten(
     mkldnn_convolution mm mv _addmm_activation _grouped_mm _scaled_mm conv1d conv2d conv3d
     """
 )
-"""Matrix products and convolutions: kernels that split their sums may add them in another order each time."""
+"""Matrix products and convolutions: kernels that split a sum may add its parts in a different order each time."""
 
 DEFAULT = ELEMENTWISE | NORMS | RANDOM | EMBEDDING
-"""What may run again without a test of the device."""
+"""Operators that may run again without a test on the device."""

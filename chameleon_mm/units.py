@@ -1,6 +1,6 @@
-"""Sizes: `parse_size("20GiB") -> 21474836480` and back. Suffixes in names elsewhere: `_bytes`, `_us`, `_gbps` (1e9 B/s).
+"""Parse and format sizes: `parse_size("20GiB") -> 21474836480`. Units as name suffixes: `_bytes`, `_us`, `_gbps` (1e9 B/s).
 
-parse_size(format_size_up(nbytes)) >= nbytes        # what was printed may be given back as a budget
+parse_size(format_size_up(nbytes)) >= nbytes        # a printed size is large enough as a budget
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GIB = 1 << 30
 TIB = 1 << 40
 
 ALLOCATION_UNIT_BYTES = 512
-"""Unit to which the caching allocator rounds sizes up, and the simulator as it does."""
+"""Unit to which the caching allocator and the simulator round sizes up."""
 
 CHECKSUM_BYTES = 8
 
@@ -39,9 +39,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def parse_size(size: int | str, *, what: str = "size") -> int:
     """Bytes of `size`: an int of bytes, or text such as "20GiB", "1.5 MiB", "8GB" (KiB.. are 1024-based, KB.. 1000-based).
 
-    What is no whole number of bytes is rounded down, so that a budget is never passed: "112.3GiB" is 120581206835 bytes.
-    `what` names the argument in the error. Raises `TypeError` for another type, `ValueError` for text that is no size, for a
-    negative size, and for a fraction of bytes themselves ("1.5"), where a unit is likely to have been left out.
+    Fractions of a byte are rounded down, so that a budget is never exceeded: "112.3GiB" is 120581206835 bytes. `what` names
+    the argument in the error. Raises `TypeError` for another type. Raises `ValueError` for text that is not a size, for a
+    negative size, and for a fraction of a byte ("1.5"), where a unit was probably left out.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f'{what}: expected an int of bytes or text such as "20GiB", got {size!r} ({type(size).__name__})')
@@ -59,7 +59,7 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
 
 
 def whole_bytes(name: str, nbytes: int) -> int:
-    """Return `nbytes` as an int. `name` is the argument's. Raises `TypeError` for what is no whole number, NaN among it."""
+    """Return `nbytes` as an int. `name` is the argument's name. Raises `TypeError` for other types, all floats included."""
     try:
         return index(nbytes)
     except TypeError:
@@ -69,12 +69,12 @@ def whole_bytes(name: str, nbytes: int) -> int:
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is `nbytes` or more."""
+    """Return the smallest multiple of `multiple` that is at least `nbytes`."""
     return -(-nbytes // multiple) * multiple
 
 
 def allocated_size(nbytes: _Bytes) -> _Bytes:
-    """Device memory that a storage of `nbytes` takes; of an array of sizes, one by one."""
+    """Bytes of device memory that a storage of `nbytes` takes; elementwise for an array of sizes."""
     return (nbytes + (ALLOCATION_UNIT_BYTES - 1)) & -ALLOCATION_UNIT_BYTES  # a power of two
 
 
@@ -88,9 +88,9 @@ def format_size(nbytes: float) -> str:
 
 
 def format_size_up(nbytes: int) -> str:
-    """Text as `format_size` has it, its last digit rounded up, so that what is printed may be given back as a budget.
+    """Text like that of `format_size`, with the last digit rounded up, so that the printed size is large enough as a budget.
 
-    `parse_size` of it is `nbytes` or, by less than a hundredth, more. `nbytes` is 0 or more.
+    `parse_size` returns at least `nbytes` for it, and at most a hundredth more. `nbytes` is 0 or more.
     """
     for factor, unit in _SHOWN:
         if nbytes >= factor:

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its torch reference. Importing this package imports no Triton; importing a module of it does."""
+"""Triton kernels, each with a torch reference. Importing this package does not import Triton; importing its modules does."""

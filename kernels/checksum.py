@@ -1,16 +1,16 @@
 """Checksum of a buffer: 64 bits that depend on the value and the position of every byte.
 
     add_checksum(out, src, num_programs=132)        out[0] += checksum of src, modulo 2**64
-    checksum_reference(src)                         the same number, by torch operators
+    checksum_reference(src)                         the same checksum with torch operators
 
     checksum = sum over words i of  mix(word[i] ^ (i + 1) * STEP)           modulo 2**64
 
 `mix` is the finaliser of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014): a bijection
-in which each bit of the word changes each bit of the result with probability 1/2. A sum of weighted words would not do: the
-signs of two floats at odd positions change it by 2**63 each, whatever their weights, and cancel.
+in which each bit of the word changes each bit of the result with probability 1/2. A sum of weighted words would not do: with
+any odd weights, the sign changes of two floats at odd positions add 2**63 each and cancel.
 
-A sum does not depend on the order of its terms, so programs add theirs by an atomic add and the result is the same each time.
-The last word is filled up with zero bytes.
+A sum does not depend on the order of its terms, so programs use an atomic add and the result is the same each time.
+The last word is padded with zero bytes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ WORD = 8
 """Bytes of a word."""
 
 BLOCK_WORDS = 4096
-"""Words that a program takes at a time: 16 for each of 256 threads."""
+"""Words that a program processes at a time: 16 for each of 256 threads."""
 
 NUM_WARPS = 8
 
-STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as int64 has them
+STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # splitmix64's constants, as int64
 FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 SECOND = 0x94D049BB133111EB - (1 << 64)
 
 _REFERENCE_WORDS = 1 << 20
-"""Words that the reference takes at a time: it needs 16 bytes of memory for each."""
+"""Words that the reference processes at a time. It needs 16 bytes of memory for each."""
 
 __all__ = ["add_checksum", "checksum_kernel", "checksum_reference"]
 
@@ -53,7 +53,7 @@ def _mixed(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
 ) -> tl.tensor:
-    # Masks make logical shifts of the arithmetic ones.
+    # The masks turn arithmetic shifts into logical ones.
     x = word ^ ((at + 1) * STEP)
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * SECOND
@@ -76,7 +76,7 @@ def checksum_kernel(
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.int64)
     start = program * BLOCK
-    # Not `range`: the interpreter of Triton 3.6 makes ints of its bounds in a way that newer numpy refuses.
+    # Not `range`: the interpreter of Triton 3.6 converts its bounds to int in a way that newer NumPy rejects.
     while start < whole:
         at = start + tl.arange(0, BLOCK).to(tl.int64)
         inside = at < whole
@@ -93,11 +93,11 @@ def checksum_kernel(
 
 
 def add_checksum(out: Tensor, src: Tensor, *, num_programs: int) -> None:
-    """Enqueue the addition of the checksum of `src` to `out`.
+    """Enqueue a kernel that adds the checksum of `src` to `out`.
 
-    src: (n,) uint8, contiguous, 16-byte aligned. out: (1,) int64 on the same device: the device layer looks at that. Runs on
-    torch's current stream of the current device, which must be theirs; the caller keeps both alive until the stream has passed.
-    `num_programs` is the size of the grid.
+    src: (n,) uint8, contiguous, 16-byte aligned. out: (1,) int64 on the same device. The device layer checks this. Runs on
+    torch's current stream of the current device, which must be theirs. The caller keeps both alive until the kernel is done.
+    `num_programs` is the maximum size of the grid.
     """
     if src.numel():
         grid = (min(num_programs, -(-src.numel() // (WORD * BLOCK_WORDS))),)
@@ -108,7 +108,7 @@ def add_checksum(out: Tensor, src: Tensor, *, num_programs: int) -> None:
 
 
 def checksum_reference(src: Tensor) -> Tensor:
-    """Return the checksum of `src`, (n,) uint8, as an int64 without dimensions, by torch operators. Runs anywhere."""
+    """Return the checksum of `src`, (n,) uint8, as a 0-dimensional int64 tensor. Uses torch operators; runs on any device."""
     total = torch.zeros((), dtype=torch.int64, device=src.device)
     if src.data_ptr() % WORD or src.storage_offset() % WORD:
         src = src.clone()
@@ -125,7 +125,7 @@ def checksum_reference(src: Tensor) -> Tensor:
 
 
 def _mixed_reference(words: Tensor, number: Tensor) -> Tensor:
-    """Sum of `mix` of int64 `words`, whose positions count from 1 in `number`, which is overwritten."""
+    """Return the sum of `mix` over int64 `words`. `number` has their positions, counted from 1, and is overwritten."""
     x = number.mul_(STEP).bitwise_xor_(words)
     shifted = torch.empty_like(x)
     for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):

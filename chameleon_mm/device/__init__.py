@@ -1,9 +1,9 @@
-"""The device layer: three small protocols, a real GPU and a simulated one behind them.
+"""The device layer: three small protocols, implemented by a real GPU and by a simulated one.
 
-    device = resolve_device(None)              # CUDA where there is one, else the simulator; everything above is the same
+    device = resolve_device(None)              # CUDA if available, else the simulator; callers are the same for both
     h2d = device.new_stream("h2d")
 
-Importing it starts no CUDA and loads no CuPy; only building a `CudaDevice` does.
+Importing this package does not initialise CUDA or load CuPy. Building a `CudaDevice` does.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 def present_device() -> Device:
-    """The GPU where there is one, else a simulated one; for callers that say themselves which it is."""
+    """Return the GPU if there is one, else a simulated one, without a warning in the log."""
     return CudaDevice() if cuda_is_available() else SimDevice()
 
 
-@cache  # which is what makes it once per process
+@cache  # once per process
 def _say_simulating() -> None:
     build = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no driver or no visible GPU"
     _log.warning(
@@ -44,11 +44,11 @@ def _say_simulating() -> None:
 
 
 def resolve_device(device: Device | torch.device | str | None = None) -> Device:
-    """The device that `device` names: itself, or "cuda", "cuda:1", "sim", "sim:a100"; None is CUDA where there is one.
+    """Return the device for a `Device`, a `torch.device` or a name: "cuda", "cuda:1", "sim", "sim:a100".
 
-    Where there is none, None is the simulator, which a warning in the log says once per process.
-    Raises `ValueError` for another name, an unknown spec or a GPU index that there is not, `TypeError` for another type,
-    `RuntimeError` for "cuda" where there is none.
+    None is CUDA if available, else the simulator; a warning in the log says so once per process. Raises `ValueError` for
+    another name, an unknown spec or an invalid GPU index. Raises `TypeError` for another type, and `RuntimeError` for "cuda"
+    without a GPU.
     """
     if device is None:
         device = present_device()
@@ -66,7 +66,7 @@ def resolve_device(device: Device | torch.device | str | None = None) -> Device:
 
 
 def gpu_name(tensor: torch.Tensor) -> str | None:
-    """Name of the GPU that `tensor` is on, as `resolve_device` knows it; None: it is on none."""
+    """Name of the GPU that `tensor` is on, in the form that `resolve_device` accepts; None if it is not on a GPU."""
     return str(tensor.device) if tensor.device.type == "cuda" else None
 
 

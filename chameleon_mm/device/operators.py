@@ -1,19 +1,19 @@
-"""Facts about what an operator does to a GPU, from its schema and torch's table of kernels: for dispatch modes.
+"""Facts about what an operator does on a GPU, from its schema and torch's table of kernels. For dispatch modes.
 
 view, empty            -> no kernel: host time only
-composite              -> taken apart first, as autograd does outside of inference mode: runs_in_parts, run_in_parts
-mutated, overwritten   -> which arguments are written, and whether they are read before
+composite              -> decomposed first, as autograd does outside inference mode: runs_in_parts, run_in_parts
+mutated, overwrites    -> the arguments that are written, and whether they are read before
 host_reads             -> the host needs the result, so it waits
-repeatable, random     -> whether one that failed may run again, and whether its generator goes back first
+repeatable, random     -> whether a failed call may run again, and whether its generator is restored first
 
-    composite_on("aten::matmul", "cpu")           no dense kernel of the CPU's own: torch runs the composite one
-    composite_on("aten::silu_backward", "cpu")    has one, and a composite kernel beside it: runs as it is
-    own_kernel_for("aten::matmul", tensors)       nested tensors have a kernel of their own where dense ones have none
+    composite_on("aten::matmul", "cpu")           True: no dense CPU kernel, so torch runs the composite one
+    composite_on("aten::silu_backward", "cpu")    False: runs its CPU kernel, although a composite one exists
+    own_kernel_for("aten::matmul", tensors)       True for nested tensors: they have a kernel, dense tensors have none
 
-Below autograd torch runs the first kernel that there is of: the device's own, CompositeExplicitAutogradNonFunctional,
-CompositeExplicitAutograd, CompositeImplicitAutograd. Only the last is made of operators that autograd sees, too. Above, at
-autograd's keys, it is taken if no kernel of the device and no CompositeExplicitAutograd is there, so that a dispatch mode sees
-a composite operator whole in inference mode alone, and any other always. (c10's `OperatorEntry::computeDispatchTableEntry`.)
+Below autograd, torch runs the first kernel that exists of: the device's, CompositeExplicitAutogradNonFunctional,
+CompositeExplicitAutograd, CompositeImplicitAutograd. Only the last one calls operators that autograd also sees. At autograd's
+keys it runs if the device has no kernel and there is no CompositeExplicitAutograd kernel. So a dispatch mode sees a composite
+operator whole in inference mode only, and any other operator always. (c10's `OperatorEntry::computeDispatchTableEntry`.)
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from chameleon_mm import replayable
 from chameleon_mm.units import allocated_size, round_up
 
 GPU = "cuda"
-"""Type of device that a step of fake tensors is recorded for."""
+"""Device type for which a step of fake tensors is recorded."""
 
 CUDA_KERNELS = frozenset({"aten::_fused_rms_norm", "aten::mish_backward", "aten::silu_backward"})
-"""Operators that have a composite kernel and one of CUDA's: what a build of torch without CUDA cannot say.
+"""Operators with both a composite and a CUDA kernel. A torch build without CUDA cannot tell.
 
-From torch's CUDA build: all names of `torch._C._dispatch_get_all_op_names()` that `_dispatch_has_kernel_for_dispatch_key` has a
-kernel of for both "CompositeImplicitAutograd" and "CUDA". 2.11 has these, and the declarations of 2.13 say the same
+From torch's CUDA build: all names of `torch._C._dispatch_get_all_op_names()` for which `_dispatch_has_kernel_for_dispatch_key`
+is true for both "CompositeImplicitAutograd" and "CUDA". From 2.11; the declarations of 2.13 give the same set
 (torchgen/packaged/ATen/native/native_functions.yaml). `tests/test_composite.py` compares with both.
 """
 
@@ -50,18 +50,18 @@ _HOST_READS = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive",
     "unique_dim_consecutive", "repeat_interleave", "bincount",
 }  # fmt: skip
-"""Operators whose result, or its size, the host needs before it goes on: on a GPU each waits for the stream."""
+"""Operators whose result, or the size of it, the host needs at once: on a GPU each waits for the stream."""
 
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 _NO_KERNEL = _UNINITIALISED | {"set_", "resize_", "resize_as_", "_unsafe_view", "lift", "detach"}
-"""Operators that launch nothing, besides the views, which their schemas tell."""
+"""Operators that launch no kernel, besides the views, which schemas identify."""
 
 _ASKS_FOR_SHAPE = {
     "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
 }  # fmt: skip
-"""Operators that make a tensor like the one that they are given, and read nothing of it."""
+"""Operators that make a tensor like their argument without reading its elements."""
 
 _OVERWRITES = {
     "fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
@@ -73,32 +73,32 @@ _GATHERS = {"embedding", "index", "index_select", "gather"}
 """Operators that read no more of their source than they return."""
 
 _COPIES = {"copy_", "_to_copy", "clone"}
-"""Operators that are one copy, over the link where an end is pinned memory."""
+"""Operators that are a single copy; it crosses the link if one end is pinned memory."""
 
 BATCH_NORMS = frozenset(name.removeprefix("aten::") for name in replayable.BATCH_NORMS)
-"""Batch norms of which it is known what they write to: arguments `_RUNNING`, the running statistics, if `_TRAINING` says so."""
+"""Batch norms whose writes are known: the arguments `_RUNNING` (running statistics), if the argument `_TRAINING` is true."""
 _RUNNING, _TRAINING = slice(3, 5), 5
 
 _HIDDEN_WRITES = BATCH_NORMS | {
     "_batch_norm_impl_index", "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
 }  # fmt: skip
-"""Operators that update running statistics and do not say so; those of `c10d` do not say either what they write to."""
+"""Operators that update running statistics although their schema does not say so. `c10d` operators hide writes, too."""
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
-"""Namespaces whose operators talk to other processes: one that runs twice here would be waited for twice there."""
+"""Namespaces whose operators communicate with other processes: a second run here would wait for a second run there."""
 
 _TORCHS_OWN = {"aten", "prims"}
-"""Namespaces whose operators say by a tag whether they draw random numbers; another's may not know of the tag."""
+"""Namespaces whose operators have a tag if they draw random numbers. Others may lack the tag although they draw."""
 
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-"""Key of the kernel in which an operator that is made of others calls them."""
+"""Key of the kernel in which a composite operator calls other operators."""
 
 FlopFormula = Callable[..., int]
 
 
 def composite_on(name: str, device_type: str) -> bool:
-    """Whether dense tensors on a device of this type run the operator's composite kernel. name: with namespace and overload."""
+    """True if dense tensors on this type of device run the operator's composite kernel. name: with namespace and overload."""
     return (
         _has(name, _IMPLICIT)
         and not any(_has(name, key) for key in _BEFORE_IMPLICIT)
@@ -108,7 +108,7 @@ def composite_on(name: str, device_type: str) -> bool:
 
 
 def own_kernel_for(name: str, tensors: Iterable[Tensor]) -> bool:
-    """Whether one of `tensors` is nested, sparse or in another layout that has a kernel of its own for the operator."""
+    """True if one of `tensors` is nested, sparse or in another layout that has its own kernel for the operator."""
     return any(_has(name, key) for t in tensors for key in _keys_beside_dense(t))
 
 
@@ -135,53 +135,53 @@ class OpFacts:
 
     name: str
     composite: bool = False
-    """Whether dense tensors run it as the operators that it is made of: the device has no kernel of its own for it."""
+    """True if dense tensors run it decomposed into other operators, because the device has no kernel for it."""
     kernel: bool = False
-    """Whether it launches one: no view, no bare allocation, no question about a shape."""
+    """True if it launches a kernel: it is not a view, a bare allocation or a shape query."""
     question: bool = False
-    """Whether it only asks what a tensor is: nothing runs, and nothing is made."""
+    """True if it only queries properties of a tensor: it computes nothing and returns no tensor."""
     uninitialised: bool = False
     copies: bool = False
     asks_for_shape: bool = False
-    """Whether it reads no element of what it is given."""
+    """True if it reads no element of its arguments."""
     gathers: bool = False
     host_reads: bool = False
     in_place: bool = False
-    """Whether it returns nothing but what it was given."""
+    """True if it returns only its arguments."""
     overwrites: bool = False
-    """Whether what it mutates is not read."""
+    """True if it writes its mutated arguments without reading them."""
     mutated: tuple[int, ...] = ()
     mutated_names: tuple[str, ...] = ()
     repeatable: bool = False
-    """Whether one that failed may run again: it writes nothing that it was given, and talks to nobody."""
+    """True if a failed call may run again: it writes no argument and does not communicate with other processes."""
     is_torchs_own: bool = True
-    """Whether torch made it, so that all of it is known; another's may talk to other processes whatever its schema says."""
+    """True if it is part of torch, so its effects are known. Others may communicate although their schema does not say so."""
     hidden_writes: bool = False
-    """Whether it may write to what it is given although its schema does not say so."""
+    """True if it may write to arguments although its schema does not say so."""
     random: bool = False
     flops: FlopFormula | None = None
 
     @staticmethod
     def of(func: torch._ops.OpOverload[Any, Any] | torch._ops.HigherOrderOperator, device_type: str = "cpu") -> OpFacts:
-        """Facts of an overload where it runs on a device of this type, "cuda" on a machine without one, too; of a higher-order
-        operator, which has no schema, what is safe to assume of any."""
+        """Return the facts of an overload on a device of this type ("cuda" works without a GPU). A higher-order operator has no
+        schema and gets the safe assumptions."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             return OpFacts(func.name(), kernel=True, random=True)
         return _from_schema(func, device_type)
 
 
 def running_statistics(facts: OpFacts, args: Sequence[Any]) -> list[Any]:
-    """Running statistics that one of the `BATCH_NORMS` is given, or whatever stands for them; of other operators none."""
+    """Running statistics (or placeholders for them) in the arguments of one of the `BATCH_NORMS`; empty for other operators."""
     return [t for t in args[_RUNNING] if t is not None] if facts.name in BATCH_NORMS else []
 
 
 def updated_statistics(facts: OpFacts, args: Sequence[Any]) -> list[Tensor]:
-    """Running statistics that one of the `BATCH_NORMS` writes to; of other operators none."""
+    """Running statistics that one of the `BATCH_NORMS` writes to; empty for other operators."""
     return running_statistics(facts, args) if facts.name in BATCH_NORMS and any(args[_TRAINING : _TRAINING + 1]) else []
 
 
 class OpFactsCache(dict[Any, OpFacts]):
-    """Facts by operator, for one type of device: `facts[func]` reads an operator's schema the first time."""
+    """Facts by operator, for one device type: `facts[func]` reads an operator's schema on first use."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -193,16 +193,16 @@ class OpFactsCache(dict[Any, OpFacts]):
 
 
 def runs_in_parts(facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call runs the composite kernel: not where an argument's layout has a kernel of its own."""
+    """True if this call runs the composite kernel: no argument's layout has its own kernel."""
     if not facts.composite:
         return False
     return not own_kernel_for(func.name(), (t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)))
 
 
 def run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:
-    """Run a composite operator as the operators that it is made of, which `mode` sees."""
+    """Run a composite operator as the operators that it consists of. `mode` sees these."""
     with mode:
-        # Not `decompose`: that prefers Python decompositions, which need not give eager's bits.
+        # Not `decompose`: it prefers Python decompositions, whose bits may differ from eager's.
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
@@ -214,7 +214,7 @@ def _from_schema(func: torch._ops.OpOverload[Any, Any], device_type: str) -> OpF
     is_view = any(a is not None for a in aliases) and not written
     gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
     runs = gives_tensors or bool(written) or name in _HOST_READS
-    # `prim` are questions alone, which the dispatcher's table does not have: to ask it about one raises.
+    # `prim` operators are all queries. The dispatcher's table lacks them, and a lookup there raises.
     composite = namespace != "prim" and composite_on(func.name(), device_type)
     return OpFacts(
         name,
@@ -239,10 +239,10 @@ def _from_schema(func: torch._ops.OpOverload[Any, Any], device_type: str) -> OpF
 
 
 def _flop_formula(func: torch._ops.OpOverload[Any, Any]) -> FlopFormula | None:
-    """Floating-point operations as a function of the operator's arguments and `out_val`; None where torch counts none."""
-    from torch.utils import flop_counter  # imports triton where there is one: simulated and recorded steps alone need it
+    """Floating-point operations as a function of the operator's arguments and `out_val`; None if torch has no formula."""
+    from torch.utils import flop_counter  # imports triton if installed; only simulated and recorded steps need it
 
-    # The fused attention of CPU builds, which torch's registry lacks: same formulas as its CUDA one.
+    # Fused attention of CPU builds is missing in torch's registry: use the formulas of the CUDA one.
     if func.overloadpacket.__name__ == _CPU_FLASH:
         return lambda *args, **_: int(flop_counter.sdpa_flop_count(*(t.shape for t in args[:3])))
     if func.overloadpacket.__name__ == f"{_CPU_FLASH}_backward":
@@ -251,15 +251,14 @@ def _flop_formula(func: torch._ops.OpOverload[Any, Any]) -> FlopFormula | None:
     return formula
 
 
-# --- One call of an operator: the plain tensors that go in, those it mutates, those it writes
+# --- A call of an operator: its plain input tensors, the mutated ones, the written ones.
 #
 # For dispatch modes: the simulated compute and the recorder see the same calls.
 #
-# A mode's handler has to run them as eager would. A complex tensor's `conj()`, `mH` and `imag` may be views with a bit set,
-# which dispatch keys resolve before a kernel reads them. For the length of the handler torch excludes all keys above the
-# mode's, these among them: an operator that makes such a view inside itself then computes with numbers that are not
-# conjugated. `linalg.pinv` of a complex matrix is wrong in its first digit under any dispatch mode that does nothing at all.
-# So `lazy_bits_resolved`.
+# A mode's handler must run them as eager does. `conj()`, `mH` and `imag` of a complex tensor may be views with a bit set, which
+# dispatch keys resolve before a kernel reads them. During the handler torch excludes all keys above the mode's, these included.
+# So an operator that makes such a view internally computes with numbers that are not conjugated. Example: `linalg.pinv` of a
+# complex matrix is wrong in its first digit under a dispatch mode that does nothing. `lazy_bits_resolved` corrects this.
 
 _Key = torch._C.DispatchKey
 _RESOLVE = (_Key.Conjugate, _Key.Negative, _Key.ZeroTensor)
@@ -269,7 +268,7 @@ Tensors = dict[int, Tensor]
 
 
 def lazy_bits_resolved() -> torch._C._ForceDispatchKeyGuard:
-    """A context in which operators resolve the bits of what they make, as they do outside of dispatch modes."""
+    """Return a context in which operators resolve the bits of views that they make, as outside dispatch modes."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _RESOLVE:
         excluded = excluded.remove(key)
@@ -277,12 +276,12 @@ def lazy_bits_resolved() -> torch._C._ForceDispatchKeyGuard:
 
 
 def may_have_lazy_bits(tensors: Iterable[Tensor]) -> bool:
-    """Whether an operator that is given `tensors` may make views with such a bit: they begin with complex numbers."""
+    """True if an operator on `tensors` may make views with such a bit: some are complex, or have the negative bit."""
     return any(t.is_complex() or t.is_neg() for t in tensors)
 
 
 class OpCall:
-    """A call of an operator that is not composite. Of its tensors those count whose memory is of `device_type`, fake or not."""
+    """A call of an operator that is not composite. Only its tensors on `device_type` count, fake ones included."""
 
     __slots__ = ("args", "device_type", "facts", "func", "inputs", "kwargs", "mutated", "out", "written")
 
@@ -306,8 +305,8 @@ class OpCall:
             collect_tensors(updated_statistics(facts, args), device_type, self.mutated)
 
     def run(self) -> Any:
-        """Run it, once: what it returned and mutated is `written` afterwards. Torch function modes do not see it, as they see
-        no operator that C++ calls."""
+        """Run it, once. Afterwards `written` has the returned and mutated tensors. Torch function modes do not see the call, as
+        for any operator called from C++."""
         resolved = lazy_bits_resolved() if may_have_lazy_bits(self.inputs.values()) else nullcontext()
         with torch._C.DisableTorchFunction(), resolved:
             self.out = self.func(*self.args, **self.kwargs)
@@ -316,7 +315,7 @@ class OpCall:
         return self.out
 
     def read(self) -> list[Tensor]:
-        """Tensors that the operator reads: not those that it only overwrites, or whose shape it asks for."""
+        """Tensors that the operator reads, without those that it only overwrites or whose shape it queries."""
         if self.facts.asks_for_shape:
             return []
         if self.facts.overwrites:
@@ -325,27 +324,27 @@ class OpCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of what is written, which decides the rate of a product: half precision in, half precision out."""
+        """dtype of the written tensors. It decides the rate of a product: half precision in gives half precision out."""
         for t in (*self.written.values(), *self.inputs.values()):
             return t.dtype
         return torch.float32
 
     @property
     def non_blocking(self) -> bool:
-        """Whether a copy asks the host not to wait: `copy_(self, src, non_blocking)`, or by name."""
+        """True if a copy has `non_blocking` set: `copy_(self, src, non_blocking)`, or by keyword."""
         return bool(self.kwargs.get("non_blocking") or (self.facts.name == "copy_" and len(self.args) > 2 and self.args[2]))
 
     def flops(self) -> int:
-        """Floating-point operations of the call, once it has run; 0 where torch counts none."""
+        """Floating-point operations of the call, after it has run; 0 if torch has no formula."""
         formula = self.facts.flops
         return 0 if formula is None else self.ask(formula, out_val=self.out)
 
     def ask(self, formula: Callable[..., int], **more: Any) -> int:
-        """Number that a formula gives for the operator's own arguments; 0 where their sizes are no numbers.
+        """Evaluate a formula on the operator's arguments; 0 if their sizes are not numbers.
 
-        A formula asks for sizes. An irregular dimension of a nested tensor has none, a symbolic one no number, and a subclass
-        may refuse. The operator runs with them, so the formula must not fail. Plain tensors have sizes: an error for them is
-        raised.
+        A formula reads sizes. An irregular dimension of a nested tensor has no size, a symbolic dimension has no number, and a
+        subclass may refuse. The operator runs with such tensors, so the formula must not fail. For plain tensors, which have
+        sizes, an error is raised.
         """
         try:
             return int(formula(*self.args, **self.kwargs, **more))
@@ -355,15 +354,15 @@ class OpCall:
             return 0
 
     def touched_bytes(self) -> int:
-        """Bytes read and written by the call, once it has run, each tensor's by its own count."""
+        """Bytes read and written by the call, after it has run, counted per tensor."""
         written = sum(_nbytes(t) for t in self.written.values())
         read = sum(_nbytes(t) for t in self.read())
         return written + (min(read, 2 * written) if self.facts.gathers else read)
 
 
 def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> None:
-    """The strided tensors of a kind of device in a nest of arguments; of sparse ones their indices and values, of nested ones
-    the buffer that holds them all."""
+    """Add to `found` the strided tensors on `device_type` in nested arguments. For sparse tensors: their indices and values;
+    for nested tensors: their common buffer."""
     for value in values:
         if isinstance(value, Tensor):
             if value.device.type == device_type:
@@ -376,7 +375,7 @@ def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> 
 
 
 def have_plain_sizes(values: Iterable[Any]) -> bool:
-    """True if all tensors in a nest of arguments are torch's own strided ones."""
+    """True if all tensors in nested arguments are strided and of torch's own classes."""
     for value in values:
         if isinstance(value, Tensor):
             if type(value) not in (Tensor, Parameter) or value.layout is not torch.strided or value.is_nested:
@@ -387,7 +386,7 @@ def have_plain_sizes(values: Iterable[Any]) -> bool:
 
 
 def _nbytes(t: Tensor) -> int:
-    """Bytes of a tensor's elements, those that a stride of 0 repeats counted once, roughly: never more than its storage has."""
+    """Bytes of a tensor's elements, at most its storage's bytes: so elements that a stride of 0 repeats count about once."""
     return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
 
 
@@ -400,29 +399,28 @@ def _parts(sparse: Tensor) -> tuple[Tensor, ...]:
         return sparse.crow_indices(), sparse.col_indices(), sparse.values()
     if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
         return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
-    return ()  # MKL-DNN's own layout: no storage to look at
+    return ()  # MKL-DNN layout: has no storage
 
 
-# --- Device memory that operators take for themselves and give back before they end, by formula, for where none can be
-# measured
+# --- Scratch memory of operators, by formula: device memory that they allocate and free while they run.
 #
-# On a GPU the recorder measures it for every operator. On the simulator, whose kernels are a CPU's, and under fake tensors
-# there is nothing to measure: what a CPU kernel takes says nothing of a GPU's. So this is data, read in torch's sources, of
-# operators that take so much of it that it decides peaks. Not here: convolutions and matrix products, whose libraries choose a
-# workspace when they run; sorting and scanning, whose scratch memory is cub's; and whatever takes a few KiB.
+# On a GPU the recorder measures it for every operator. The simulator runs CPU kernels, whose scratch memory says nothing about
+# a GPU's, and fake tensors run no kernel. So formulas from torch's sources cover the operators whose scratch memory decides
+# peaks. Not covered: convolutions and matrix products, whose libraries choose a workspace at run time; sorting and scanning,
+# whose scratch memory is cub's; operators that need only a few KiB.
 
 _FOREACH_CHUNK = 65_536
-"""Elements that a block of a `_foreach` kernel takes: kChunkSize of aten/src/ATen/native/cuda/MultiTensorApply.cuh."""
+"""Elements per block of a `_foreach` kernel: kChunkSize of aten/src/ATen/native/cuda/MultiTensorApply.cuh."""
 
 _UNSORTED_INDICES = 3072
-"""Number of indices up to which an embedding's backward adds up without sorting them."""
+"""Maximum number of indices for which an embedding's backward does not sort them."""
 
 _ROWS_PER_PARTIAL_SUM = 10
 """NROWS_PER_THREAD of aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu."""
 
 
 def inner_bytes(call: OpCall) -> int:
-    """Bytes that a GPU's allocator counts at most while `call` runs, its inputs and results left out."""
+    """Maximum bytes that a GPU's allocator counts while `call` runs, without its inputs and results."""
     formula = _FORMULAS.get(call.facts.name)
     if formula is None or call.func.namespace != "aten":
         return 0
@@ -430,14 +428,14 @@ def inner_bytes(call: OpCall) -> int:
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> list[int]:
-    """Bytes of a bool for each element, whether it is -inf; a bool for each row, whether all are; the 0 that fills such rows.
-    From aten/src/ATen/native/transformers/attention.cpp; the CUDA build's allocator counts the same."""
+    """Bytes of: a bool per element (it is -inf); a bool per row (all are -inf); the 0 that fills such rows. From
+    aten/src/ATen/native/transformers/attention.cpp. The CUDA build's allocator counts the same."""
     size = x.size(dim) if x.dim() else 1
     return [x.numel(), x.numel() // size if size else 0, (x.dtype if dtype is None else dtype).itemsize]
 
 
 def _foreach_norm(tensors: list[Tensor], *_: object, **__: object) -> list[int]:
-    """Bytes of a partial norm for each chunk of the longest tensor, and as many for every other. From
+    """Bytes of the partial norms: for every tensor, one per chunk of the longest tensor. From
     aten/src/ATen/native/cuda/ForeachReduceOp.cu."""
     chunks = max(-(-t.numel() // _FOREACH_CHUNK) for t in tensors)
     return [len(tensors) * chunks * _summing_dtype(tensors[0].dtype).itemsize]
@@ -446,8 +444,8 @@ def _foreach_norm(tensors: list[Tensor], *_: object, **__: object) -> list[int]:
 def _embedding_dense_backward(
     grad: Tensor, indices: Tensor, num_weights: int, _padding_idx: int, scale_grad_by_freq: bool, **_: object
 ) -> list[int]:
-    """Bytes of the sorted indices and where they come from, with what sorting takes; their segments; and a row of the gradient,
-    in the dtype of sums, for each partial sum. From aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu."""
+    """Bytes of: sorted indices and their origins, with the sort's scratch memory; their segments; one gradient row per partial
+    sum, in the dtype of sums. From aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu."""
     n = indices.numel()
     if n <= _UNSORTED_INDICES and not scale_grad_by_freq:
         return []
@@ -461,9 +459,9 @@ def _embedding_dense_backward(
 def _flash_attention_backward(
     _grad: Tensor, query: Tensor, key: Tensor, *_: object, attn_mask: Tensor | None = None, **__: object
 ) -> list[int]:
-    """Bytes of the query's gradient in float32 and a number for each row, the rows rounded up to 128 and their length to 32 or
-    64; where keys have fewer heads, their gradients for every head. Only in half precision and without a mask: others run
-    another kernel. From `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
+    """Bytes of: the query's gradient in float32; one float32 per row; gradients of keys and values for every query head, if
+    keys have fewer heads. Rows are rounded up to 128, their length to 32 or 64. Only in half precision and without a mask: else
+    another kernel runs. From `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
     if query.dtype not in (torch.float16, torch.bfloat16) or attn_mask is not None:
         return []
     batch, heads, rows, width = query.shape
@@ -480,7 +478,7 @@ _FORMULAS: dict[str, Callable[..., list[int]]] = {
     "_safe_softmax": _safe_softmax,
     "_foreach_norm": _foreach_norm,
     "embedding_dense_backward": _embedding_dense_backward,
-    # Attention by its name on a CPU; the sizes are the GPU's.
+    # The CPU name of attention; the sizes are those of the GPU kernel.
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_attention_backward,
 }
-"""Sizes in bytes of what each operator allocates inside, by its name; called with the operator's own arguments."""
+"""Functions from an operator's arguments to the sizes in bytes of its internal allocations, by the operator's name."""

@@ -1,9 +1,9 @@
-"""Packs many buffers into one staging buffer: where each lies there, and the kernels that bring them there and back.
+"""Pack many buffers into one staging buffer: the offsets of the buffers, and the kernels that copy them there and back.
 
 offsets, nbytes = packed_offsets([t.numel() for t in sources])
 staging = compute.alloc(nbytes); compute.pack(staging, sources, offsets)
 
-packer.pack(staging, sources, offsets) or copy each by itself        # False: no kernel can do it here
+packer.pack(staging, sources, offsets)        # False: no kernel can run here, so copy each buffer by itself
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from chameleon_mm.units import CHECKSUM_BYTES
 
 
 def is_flat(t: Tensor) -> bool:
-    """Whether `t` is a buffer: (n,) uint8, contiguous."""
+    """True if `t` is a flat buffer: (n,) uint8, contiguous."""
     return t.dtype is torch.uint8 and t.dim() == 1 and t.is_contiguous()
 
 
 def check_flat(what: str, name: str, t: Tensor, on: torch.device | None = None) -> None:
-    """Raise `ValueError` unless `t` is a flat buffer, on the device `on` where one is given."""
+    """Raise `ValueError` unless `t` is a flat buffer, on the device `on` if given."""
     if not is_flat(t) or (on is not None and t.device != on):
         where = "" if on is None else f" on {on}"
         how = f"strides {t.stride()}" if t.layout is torch.strided else f"layout {t.layout}"
@@ -36,7 +36,7 @@ def check_flat(what: str, name: str, t: Tensor, on: torch.device | None = None) 
 
 
 def check_ends(what: str, dst: Tensor, src: Tensor, on: torch.device | None = None) -> None:
-    """Raise `ValueError` unless both are flat buffers of one size, on the device `on` where one is given."""
+    """Raise `ValueError` unless both are flat buffers of equal size, on the device `on` if given."""
     check_flat(what, "dst", dst, on)
     check_flat(what, "src", src, on)
     if dst.numel() != src.numel():
@@ -44,14 +44,14 @@ def check_ends(what: str, dst: Tensor, src: Tensor, on: torch.device | None = No
 
 
 def check_packed(what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int], on: torch.device) -> None:
-    """Raise `ValueError`, naming the buffer by its index, unless all are flat buffers on the device `on` and each has its
-    place, from its offset on, within `staging`."""
+    """Raise `ValueError` unless all are flat buffers on the device `on`, and each fits in `staging` at its offset. The message
+    names the buffer by its index."""
     if len(offsets) != len(buffers):
         raise ValueError(f"{what}: expected an offset for each of {len(buffers)} buffers, got {len(offsets)}")
     check_flat(what, "the staging buffer", staging, on)
     room = staging.numel()
     for i, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True)):
-        if not is_flat(buffer) or buffer.device != on:  # the name is not made for each
+        if not is_flat(buffer) or buffer.device != on:  # the name's text is built only for a failing one
             check_flat(what, f"buffer {i}", buffer, on)
         if offset < 0 or offset + buffer.numel() > room:
             raise ValueError(
@@ -63,40 +63,40 @@ def check_packed(what: str, buffers: Sequence[Tensor], staging: Tensor, offsets:
 _log = logging.getLogger(__name__)
 
 PACK_ALIGN_BYTES = 128
-"""Alignment of packed buffers, a cache line, which no two share: 16-byte accesses are aligned."""
+"""Alignment of packed buffers: one cache line, so that no two buffers share one and 16-byte accesses are aligned."""
 
 PACK_PROGRAMS = 16
-"""Programs of a pack kernel, so SMs at most: of an H200's 132 a share that compute can spare. Not measured."""
+"""Number of programs of a pack kernel, so its maximum of SMs: a share of an H200's 132 that compute can spare. Not measured."""
 
 
 class PackedOffsets(NamedTuple):
-    """The places of packed buffers."""
+    """Offsets of packed buffers."""
 
     offsets: list[int]
-    """Bytes from the start of the staging buffer to each."""
+    """Bytes from the start of the staging buffer to each buffer."""
     total_bytes: int
-    """Size of a staging buffer that holds all of them: up to the end of the last."""
+    """Size of a staging buffer that holds all of them, up to the end of the last one."""
 
 
 def packed_offsets(sizes: Sequence[int]) -> PackedOffsets:
-    """Places for buffers of `sizes` bytes in their order, each at the next multiple of 128."""
-    below, mask = PACK_ALIGN_BYTES - 1, -PACK_ALIGN_BYTES  # round_up, where a call would cost as much
+    """Return offsets for buffers of `sizes` bytes in their order, each at the next multiple of 128."""
+    below, mask = PACK_ALIGN_BYTES - 1, -PACK_ALIGN_BYTES  # `round_up` inlined: a call would cost as much
     offsets = list(accumulate([(nbytes + below) & mask for nbytes in sizes], initial=0))
     offsets.pop()
     return PackedOffsets(offsets, offsets[-1] + sizes[-1] if offsets else 0)
 
 
 class PackKernels(NamedTuple):
-    """The kernels that a packer launches, as `chameleon_mm.kernels.pack_kernels` has them."""
+    """Kernels that a packer launches, from `chameleon_mm.kernels.pack_kernels`."""
 
     pack: Callable[..., None]
     unpack: Callable[..., None]
 
 
 class Packer:
-    """Packs and unpacks by kernels, where they work, for all streams of a device. Thread-safe.
+    """Packs and unpacks with kernels, if they work, for all streams of a device. Thread-safe.
 
-    `num_programs` bounds the SMs that a kernel takes. Raises `ValueError` below 1.
+    `num_programs` is the maximum number of SMs that a kernel takes. Raises `ValueError` below 1.
     """
 
     def __init__(self, num_programs: int = PACK_PROGRAMS, load: Callable[[], PackKernels] | None = None) -> None:
@@ -108,12 +108,12 @@ class Packer:
         self._refused = False
 
     def pack(self, staging: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> bool:
-        """Pack as `Stream.pack` does on torch's current stream, what `check_packed` let pass. Returns whether it was done: not
-        where there is no kernel or no memory for its table, nor in memory that torch did not allocate."""
+        """Pack on torch's current stream as `Stream.pack` does, after `check_packed`. Returns False, with nothing done, if
+        there is no kernel, no memory for its table, or if torch did not allocate `staging`."""
         return self._launch("pack", staging, sources, offsets)
 
     def unpack(self, staging: Tensor, destinations: Sequence[Tensor], offsets: Sequence[int]) -> bool:
-        """Unpack as `Stream.unpack` does, otherwise as `pack`."""
+        """Unpack as `Stream.unpack` does, under the same conditions as `pack`."""
         return self._launch("unpack", staging, destinations, offsets)
 
     def _launch(self, what: str, staging: Tensor, buffers: Sequence[Tensor], offsets: Sequence[int]) -> bool:
@@ -128,11 +128,11 @@ class Packer:
             launch = kernels.pack if what == "pack" else kernels.unpack
             launch(staging, buffers, offsets, num_programs=self.num_programs)
         except torch.OutOfMemoryError:
-            return False  # for the table, which is allocated before a launch; copies need no memory
+            return False  # no memory for the table, which is allocated before the launch; copies need none
         return True
 
     def _working_kernels(self, device: torch.device) -> PackKernels | None:
-        """The kernels, once one of each has run: Triton may be missing, or lack what it compiles with."""
+        """Return the kernels, after a test run of each, or None: Triton or its compiler may be missing."""
         if self._kernels is None and not self._refused:
             try:
                 kernels = self._load()
@@ -142,9 +142,9 @@ class Packer:
                 self._kernels = kernels
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001  # a compiler fails in ways of its own, and copies do the same work
+            except Exception as error:  # noqa: BLE001  # compilers raise errors of many types; copies replace the kernels
                 self._refused = True
-                # The text alone: a log record that kept the error would keep its frames.
+                # Only the text: a log record with the error would keep its frames alive.
                 _log.warning("chameleon_mm: buffers are packed by a copy each, as the kernels cannot be used: %s", str(error))
         return self._kernels
 
@@ -155,10 +155,10 @@ def _triton_kernels() -> PackKernels:
     return PackKernels(pack, unpack)
 
 
-# --- Adds checksums of device memory to slots on the device: by one Triton kernel where Triton works, else by torch operators
+# --- Add checksums of device memory to slots on the device: with one Triton kernel if Triton works, else with torch operators
 
 CHECKSUM_PROGRAMS = 132 * 4
-"""Number of programs of a checksum kernel: four for each SM of an H200, as the kernel is in compute's own way. Not measured."""
+"""Number of programs of a checksum kernel: four per SM of an H200, because compute waits for the kernel. Not measured."""
 
 _Add = Callable[[Tensor, Tensor], None]
 
@@ -172,7 +172,7 @@ def check_sum(out: Tensor, src: Tensor, on: torch.device) -> None:
 
 
 def add_by_operators(out: Tensor, src: Tensor) -> None:
-    """Add the checksum of `src` to `out`, (1,) int64, by torch operators on the current stream."""
+    """Add the checksum of `src` to `out`, (1,) int64, with torch operators on the current stream."""
     from chameleon_mm.kernels.checksum import checksum_reference  # imports Triton
 
     with torch.no_grad():
@@ -186,19 +186,19 @@ class Checksummer:
         self._add: _Add | None = None
 
     def add(self, out: Tensor, src: Tensor) -> None:
-        """Enqueue on torch's current stream the addition of the checksum of `src` to `out`, as `Stream.add_checksum` does."""
+        """Add the checksum of `src` to `out` on torch's current stream, as `Stream.add_checksum` does."""
         number = out.view(torch.int64)
         if self._add is None:
             self._add = self._working(out.device)
         if src.data_ptr() % 16:
-            add_by_operators(number, src)  # memory that torch did not allocate
+            add_by_operators(number, src)  # torch did not allocate this memory
         else:
             self._add(number, src)
 
     @staticmethod
     def _working(device: torch.device) -> _Add:
-        """The kernel, if it runs here and gives what the operators give: Triton may be missing, or lack what it compiles
-        with."""
+        """Return the kernel if it runs and agrees with the operators, else the operators. Triton or its compiler may be
+        missing."""
         try:
             from chameleon_mm.kernels.checksum import add_checksum, checksum_reference
 
@@ -208,7 +208,7 @@ class Checksummer:
                 raise RuntimeError("it gave another checksum than torch's operators")
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # a compiler fails in ways of its own, and operators do the same work
+        except Exception as error:  # noqa: BLE001  # compilers raise errors of many types; operators replace the kernel
             _log.warning("chameleon_mm: checksums are taken by torch operators, as the kernel cannot be used: %s", str(error))
             return add_by_operators
         return lambda number, src: add_checksum(number, src, num_programs=CHECKSUM_PROGRAMS)

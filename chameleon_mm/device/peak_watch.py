@@ -1,13 +1,13 @@
-"""Bounds the peak of device memory in a stretch of time.
+"""Bounds on the peak of device memory in an interval of time.
 
-    watch = PeakWatch(device)       # the stretch begins
-    watch.note()                    # often: a reset of the device's peak is seen only so
+    watch = PeakWatch(device)       # the interval begins
+    watch.note()                    # call often: a reset of the device's peak is detected only here
     watch.end()
-    watch.peak(seen_bytes)          # at least, at most
+    watch.peak(seen_bytes)          # lower bound, upper bound
 
-A device tells its peak since the process began or somebody reset it. A peak that the process reached before says nothing of the
-stretch but that it was no higher; then what hooks saw is a lower bound. The library itself resets nothing: what a user reads is
-the user's.
+A device reports its peak since the process began or since the last reset. If that peak was reached before the interval, it is
+only an upper bound, and the bytes that hooks saw are the lower bound. The library itself never resets the peak, because users
+read it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from chameleon_mm.device.protocols import Device
 
 
 class Peak(NamedTuple):
-    """Bounds of a peak; it is known itself where both are the same."""
+    """Bounds of a peak. Equal bounds: the peak is known."""
 
     at_least_bytes: int
     at_most_bytes: int | None
-    """Upper bound; None: not known."""
+    """Upper bound; None if unknown."""
 
 
 def peak_between(before_bytes: int, after_bytes: int, seen_bytes: int) -> Peak:
-    """Bounds of the peak between two readings of the device's; `seen_bytes`: what was seen allocated in between."""
+    """Bounds of the peak between two readings of the device's peak. `seen_bytes`: most bytes seen allocated in between."""
     if after_bytes == before_bytes:
         return Peak(seen_bytes, max(seen_bytes, before_bytes))
     known = max(seen_bytes, after_bytes)
-    return Peak(known, known if after_bytes > before_bytes else None)  # None: somebody reset it in between
+    return Peak(known, known if after_bytes > before_bytes else None)  # None: it was reset in between
 
 
 class PeakWatch:
-    """Watches a device's peak over a stretch of time. A reset is seen where the device tells less than at the last `note`: note
-    often."""
+    """Watch of a device's peak over an interval. A reset is detected if the device reports less than at the last `note`, so
+    call `note` often."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._before_bytes = self.last_bytes = device.peak_allocated_bytes()
-        """The device's peak as it was noted last, which others only read."""
+        """The device's peak at the last `note`. Read-only for other classes."""
         self._most_bytes = device.allocated_bytes()
         self._was_reset = self._is_over = False
 
     def end(self) -> None:
-        """End the stretch: what comes later is no part of it."""
+        """End the interval. Later peaks do not count."""
         self.note()
         self._is_over = True
 
@@ -55,14 +55,14 @@ class PeakWatch:
             return
         now = self._device.peak_allocated_bytes()
         if now < self.last_bytes:
-            # Somebody reset it: what is told from here on is of this stretch alone, and what there was before that is lost.
+            # It was reset. Later readings are of this interval alone; the peak between the last `note` and the reset is lost.
             self._was_reset, self._before_bytes = True, 0
         if now > self._before_bytes:
             self._most_bytes = max(self._most_bytes, now)
         self.last_bytes = now
 
     def peak(self, seen_bytes: int) -> Peak:
-        """Bounds of the peak, as far as it was noted; `seen_bytes`: what was seen allocated at some moment."""
+        """Bounds of the peak until the last `note`. `seen_bytes`: bytes seen allocated at some moment of the interval."""
         at_least = max(self._most_bytes, seen_bytes)
         if self._was_reset:
             return Peak(at_least, None)

@@ -1,16 +1,16 @@
-"""Page-locked host memory, made the fast way, with a way out when the driver refuses.
+"""Page-locked host memory: the fast way to allocate it, and a fallback if the driver refuses.
 
-    memory = mmap(nbytes); madvise(huge pages, not for children); place(memory); populate(memory) on several threads
-    register(memory)                                # from here on the copy engines read and write it directly
-    refused -> clear the error it left behind -> host_alloc(nbytes) -> refused -> HostMemoryExhausted with both reasons
-    memory = pageable_memory(nbytes)                # ordinary memory: what is left where nothing more can be pinned
+    memory = mmap(nbytes); madvise(huge pages, not for children); prefer_pages(memory); populate(memory) on several threads
+    register(memory)                                # from here on the copy engines access it directly
+    refused -> clear the error -> host_alloc(nbytes) -> refused -> HostMemoryExhausted with both reasons
+    memory = pageable_memory(nbytes)                # ordinary memory, for when no more can be pinned
 
-Zeroing the pages is most of the work and parallel; registering takes the driver's locks and is not. The driver's calls come
-in as functions: this file needs no GPU.
+Zeroing the pages is most of the work and runs in parallel. Registering takes the driver's locks and is serial. The
+driver's calls are parameters, so this file needs no GPU.
 
-Note [Mapped while registered]: pages are unmapped when the last tensor over them goes, but never while the driver holds them
-(their addresses would come back registered), never in a forked child (they are not there, and something else may be), never
-while the interpreter ends (the driver may be gone; the system takes them anyway).
+Note [Mapped while registered]: pages are unmapped when the last tensor over them is freed. They stay mapped in three cases:
+while the driver holds them (a new mapping there would already be registered); in a forked child (they are absent there, and
+other memory may be in their place); at interpreter shutdown (the driver may be gone, and the system frees them anyway).
 """
 
 from __future__ import annotations
@@ -39,31 +39,30 @@ from torch import Tensor
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
 from chameleon_mm.units import GIB, MIB, format_size
 
-# --- Host memory near the GPU: fresh pages come from the NUMA node that the GPU hangs on
+# --- Host memory near the GPU: fresh pages come from the GPU's NUMA node.
 #
-# Copies to and from the other socket's memory cross the link between the sockets and run slower. Why mbind rather than
-# set_mempolicy: it belongs to the range and not to a thread, so it holds for whichever threads populate the pages, and there
-# is no policy of the caller's to put back; and the kernel's NUMA balancing does not move pages of a range with a policy of its
-# own.
+# Copies to and from the other socket's memory cross the link between the sockets and run slower. mbind has three advantages
+# over set_mempolicy. Its policy belongs to the range, not to a thread, so all populating threads obey it. There is no policy of
+# the caller to restore. The kernel's NUMA balancing does not move pages of a range that has a policy.
 
 _log = logging.getLogger(__name__)
 
 _MPOL_PREFERRED = 1
-"""Policy by which a node is preferred. Not MPOL_BIND: where the node is full, that ends a process out of memory while other
-nodes have some. This one is slower."""
+"""Policy that prefers a node. If the node is full, slower memory of other nodes is used. MPOL_BIND would instead end the
+process as out of memory."""
 
 _MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 Mbind = Callable[[int, int, int, "ctypes.Array[ctypes.c_ulong]", int, int], int]
-"""The system call: `(address, nbytes, mode, node mask, bits of the mask + 1, flags) -> errno`, 0 for done."""
+"""The system call: `(address, nbytes, mode, node mask, bits of the mask + 1, flags) -> errno`, 0 on success."""
 
 
 class PreferredNode:
-    """Asks the kernel to take the pages of a range, none of which has been touched, from `node`. Thread-safe.
+    """Asks the kernel to take the pages of an untouched range from `node`. Thread-safe.
 
-    Advice: it never raises, and a refusal leaves correct memory from whatever node the touching thread runs on. The first one
-    is logged. `mbind` is the system call.
+    It never raises. After a refusal the memory is still correct, but from the node of the thread that touches it first. The
+    first refusal is logged. `mbind` is the system call.
     """
 
     def __init__(self, node: int, mbind: Mbind | None = None) -> None:
@@ -74,11 +73,11 @@ class PreferredNode:
         self._refused = False
 
     def __call__(self, address: int, nbytes: int) -> None:
-        """Note the preference for `nbytes` at `address`, which is a page's."""
-        # One bit more than the mask has: the kernel takes one off.
+        """Set the preference for `nbytes` at the page-aligned `address`."""
+        # Pass the bits of the mask plus 1: the kernel subtracts 1.
         failure = self._mbind(address, nbytes, _MPOL_PREFERRED, self._mask, len(self._mask) * _WORD_BITS + 1, 0)
         if failure and not self._refused:
-            self._refused = True  # the next refusal would say the same
+            self._refused = True  # later refusals would repeat the message
             _log.warning(
                 "chameleon_mm: %s of pinned memory: expected pages of NUMA node %d, near the GPU, got %s from mbind. The "
                 "memory is good, copies may be slower: give the container CAP_SYS_NICE, or start the process by "
@@ -91,11 +90,11 @@ class PreferredNode:
 
 
 def near_node(pci_id: str | None, root: Path = Path("/")) -> int | None:
-    """The NUMA node of the device at `pci_id` ("0000:06:00.0"), if its memory is one of several that this process may use.
+    """Return the NUMA node of the device at `pci_id` ("0000:06:00.0"), or None if there is no use in preferring it.
 
-    None where the kernel ties the device to no node (-1, as in many virtual machines), where there is one node, and where the
-    node has no memory or is outside of the process's cpuset, which is logged: the process was kept off it on purpose. `root` is
-    where `proc` and `sys` lie. Never raises.
+    None if the kernel reports no node for the device (-1, as in many virtual machines), or if the process may use only one
+    node. Also None, with a line in the log, if the node has no memory or is outside the process's cpuset: this was set on
+    purpose. `root` is the parent directory of `proc` and `sys`. Never raises.
     """
     text = kernel_text(root / f"sys/bus/pci/devices/{pci_id}/numa_node") if pci_id else ""
     if not text.isdecimal():  # "-1", or no such file
@@ -115,7 +114,7 @@ def near_node(pci_id: str | None, root: Path = Path("/")) -> int | None:
 
 
 def _usable_nodes(root: Path) -> set[int]:
-    """Nodes that have memory, as far as the process's cpuset allows them; none where the kernel tells of none."""
+    """Nodes that have memory and that the process's cpuset allows; empty if the kernel lists none."""
     nodes = root / "sys/devices/system/node"
     present = numbers_in(kernel_text(nodes / "has_memory")) or numbers_in(kernel_text(nodes / "online"))
     for line in kernel_text(root / "proc/self/status").splitlines():
@@ -126,7 +125,7 @@ def _usable_nodes(root: Path) -> set[int]:
 
 
 def numbers_in(text: str) -> set[int]:
-    """Set of the numbers in a text such as "0-2,8"; what is no such list is none."""
+    """Set of the numbers in a text such as "0-2,8"; empty for any other text."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -137,15 +136,15 @@ def numbers_in(text: str) -> set[int]:
 
 
 def kernel_text(path: Path) -> str:
-    """Text of one of the kernel's files, without blanks around it; empty where it is absent or not ours to read."""
+    """Stripped text of one of the kernel's files; empty if it is absent or not readable."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:  # absent, or not ours to read
+    except OSError:  # absent or not readable
         return ""
 
 
 def _linux_mbind(machine: str | None = None) -> Mbind:
-    """The system call by its number: libc has no function for it, and libnuma is one more library to be there."""
+    """Return the system call by its number: libc has no function for it, and libnuma would be one more dependency."""
     number = _MBIND_NUMBERS.get(machine or platform.machine())
     if number is None:
         return lambda address, nbytes, mode, mask, max_node, flags: errno.ENOSYS
@@ -173,27 +172,27 @@ _PAGE_BYTES = 4096
 
 
 REGISTRATION_LIMIT_BYTES = 512 * GIB
-"""Size from which on one registration fails in the driver."""
+"""Size in bytes at and above which one registration fails in the driver."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 _HUGE_PAGE_BYTES = 2 * MIB
 _MIN_SLICE_BYTES = 32 * MIB  # below this a thread costs more than it saves
-_MAX_THREADS = 8  # memory bandwidth is used up by then
+_MAX_THREADS = 8  # more do not help: memory bandwidth is saturated
 
 Madvise = Callable[[int, int, int], int]
-"""`(address, nbytes, advice) -> errno`, 0 for done. Must let go of the GIL."""
+"""`(address, nbytes, advice) -> errno`, 0 on success. Must release the GIL."""
 
 PreferPages = Callable[[int, int], None]
-"""Called with `(address, nbytes)` of untouched pages: says which memory they should come from. Advice: never raises."""
+"""Called with `(address, nbytes)` of untouched pages, to set the memory that they should come from. Never raises."""
 
-_Pinned = tuple[Tensor, Callable[[], None]]  # the memory, and what gives it back
+_Pinned = tuple[Tensor, Callable[[], None]]  # the memory, and the function that frees it
 
 
 def pageable_memory(nbytes: int) -> Tensor:
-    """A flat, page-aligned uint8 tensor of `nbytes`; its contents are not defined. No torch operator makes it.
+    """Return a flat, page-aligned uint8 tensor of `nbytes` with undefined contents. No torch operator runs.
 
-    Raises `ValueError` for a negative size, `HostMemoryExhausted` where the machine does not give that much.
+    Raises `ValueError` for a negative size, `HostMemoryExhausted` if the machine has too little memory.
     """
     if nbytes < 0:
         raise ValueError(f"host memory: expected 0 bytes or more, got {nbytes}")
@@ -204,35 +203,34 @@ def pageable_memory(nbytes: int) -> Tensor:
             f"host memory: asked for {format_size(nbytes)}, which this machine does not give ({error}); ask for less"
         ) from error
     start = -raw.ctypes.data % _PAGE_BYTES
-    with torch._C._DisableTorchDispatch():  # or the simulator's active `compute()` would take it for device memory
+    with torch._C._DisableTorchDispatch():  # else the simulator's active `compute()` counts it as device memory
         return torch.from_numpy(raw[start : start + nbytes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinningCalls:
-    """Calls of a CUDA runtime that pinning needs. Each raises `RuntimeError` in the runtime's own words when it is refused."""
+    """CUDA runtime calls that pinning needs. Each raises `RuntimeError` with the runtime's message when it is refused."""
 
     register: Callable[[int, int], None] | None
-    """Page-lock `(address, nbytes)`; None where registered memory is unsupported or has another address on the device."""
+    """Page-lock `(address, nbytes)`. None if registered memory is unsupported or has another address on the device."""
 
     unregister: Callable[[int], None]
 
     host_alloc: Callable[[int], Tensor]
-    """A flat uint8 tensor of `nbytes` that the driver allocated page-locked."""
+    """Return a flat uint8 tensor of `nbytes` of page-locked memory allocated by the driver."""
 
     host_free: Callable[[Tensor], None]
 
     clear_error: Callable[[], None]
-    """Clear the error that a refused call leaves for whoever launches the next kernel. Never raises."""
+    """Clear the error that a refused call leaves: else the next kernel launch reports it. Never raises."""
 
 
 class PageLocker:
-    """Pins and unpins. What is pinned stays alive until `unpin`, even if the caller drops it: the driver holds its pages.
+    """Pins and unpins host memory. Pinned memory lives until `unpin`, even if the caller drops it: the driver holds its pages.
 
-    `threads` populate a large allocation (None: one per usable CPU, at most 8). `place` says where pages come from, before the
-    first touch; what the driver allocates itself comes from where the driver takes it. The driver is called inside a `scope()`.
-    Of a locker that is dropped, what was not unpinned stays pinned for the life of the process. Thread-safe. A forked child can
-    neither pin nor unpin.
+    `threads` populate a large allocation (None: one per usable CPU, at most 8). `prefer_pages` sets the node of pages before
+    their first touch, but not of memory that the driver allocates. Driver calls run inside a `scope()`. If the locker is
+    dropped, memory that was not unpinned stays pinned until the process ends. Thread-safe. A forked child cannot pin or unpin.
     """
 
     def __init__(
@@ -250,16 +248,16 @@ class PageLocker:
         self._prefer_pages = prefer_pages
         self._scope = scope
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # a pool that the collector ends in here unpins on this very thread
+        self._lock = threading.RLock()  # a pool collected in here unpins on this same thread
         self._live: dict[int, _Pinned] = {}
-        self._registered_at: set[int] = set()  # addresses; more than live ones, where the driver would not let go
+        self._registered_at: set[int] = set()  # addresses; includes freed ones that the driver refused to unregister
 
     def pin(self, nbytes: int) -> Tensor:
-        """A flat, page-aligned uint8 tensor of `nbytes` of page-locked memory. Its contents are not defined.
+        """Return a flat, page-aligned uint8 tensor of `nbytes` of page-locked memory with undefined contents.
 
-        It is one registration, and no other memory shares its pages: a copy inside of it never straddles two.
-        Raises `ValueError` for fewer than 1 byte; `HostMemoryExhausted` when neither way of pinning works; `DeviceUnavailable`
-        in a forked child.
+        It is one registration, and no other memory shares its pages: a copy inside it never spans two registrations.
+        Raises `ValueError` for fewer than 1 byte, `HostMemoryExhausted` if neither way of pinning works, and
+        `DeviceUnavailable` in a forked child.
         """
         if nbytes < 1:
             raise ValueError(f"pinned memory: expected 1 byte or more, got {nbytes}")
@@ -277,10 +275,10 @@ class PageLocker:
                 try:
                     memory, release = way(nbytes)
                 except (RuntimeError, OSError, OverflowError, MemoryError) as error:
-                    # Its text alone: a log record that kept the error would keep its frames, and the pages that they hold.
+                    # Only its text: a log record with the error would keep its frames and their pages alive.
                     reasons.append(str(error))
                     _log.warning("chameleon_mm: %s of pinned memory refused: %s", format_size(nbytes), reasons[-1])
-                    # Left behind, it would be raised by the next kernel launch of somebody who pinned nothing.
+                    # Else the next kernel launch of unrelated code would raise it.
                     self._calls.clear_error()
                     continue
                 with self._lock:
@@ -293,8 +291,8 @@ class PageLocker:
         )
 
     def unpin(self, memory: Tensor) -> None:
-        """Free what `pin` returned, whole. Device work on it must be complete: nothing here waits."""
-        if os.getpid() != self._pid:  # asked first: another thread may have held the lock when the process forked
+        """Free a whole tensor that `pin` returned. Device work on it must be complete: this does not wait."""
+        if os.getpid() != self._pid:  # before taking the lock: another thread may have held it at the fork
             return
         with self._lock:
             entry = self._live.get(memory.data_ptr())
@@ -321,7 +319,7 @@ class PageLocker:
             nbytes, threads=self._threads, madvise=self._madvise, prefer_pages=self._prefer_pages, held=held
         )
         address = memory.data_ptr()
-        # Before the driver is asked: an interrupt right after it would otherwise unmap pages that it holds.
+        # Before the driver call: else an interrupt right after the call would unmap pages that the driver holds.
         held.add(address)
         try:
             register(address, nbytes)
@@ -331,7 +329,7 @@ class PageLocker:
 
         def release() -> None:
             unregister(address)
-            held.remove(address)  # not where the driver refused: see Note [Mapped while registered]
+            held.remove(address)  # not reached if the driver refuses: see Note [Mapped while registered]
 
         return memory, release
 
@@ -343,15 +341,15 @@ class PageLocker:
 def populated_pages(
     nbytes: int, *, threads: int, madvise: Madvise, prefer_pages: PreferPages | None = None, held: Container[int] = frozenset()
 ) -> Tensor:
-    """A flat uint8 tensor over fresh anonymous pages that are all there (zero), in huge pages where the kernel has them.
+    """Return a flat uint8 tensor over fresh, populated, zeroed pages: huge pages if the kernel has them.
 
-    `prefer_pages` is told of them before the first touch. The tensor and its views keep the mapping, and so does `held` if the
-    address is in it when the last of them goes. Raises `OSError` when there is no such memory.
+    `prefer_pages` is called before the first touch. The tensor and its views keep the mapping. It also stays if the address is
+    in `held` when the last view is freed. Raises `OSError` if there is not enough memory.
     """
     memory = _mapped(nbytes, held)
     start = memory.data_ptr()
-    # Advice only: a kernel without either still gives correct memory. DONTFORK because fork() copies pinned pages at once, so
-    # that every data-loader worker would cost the whole pool; as with the driver's own, a child must not touch them.
+    # Advice: a kernel without it still gives correct memory. DONTFORK, because fork() copies pinned pages at once: every data-
+    # loader worker would cost the whole pool. A child must not touch these pages, nor those that the driver allocates.
     advise = _libc_madvise()
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         advise(start, nbytes, advice)
@@ -369,8 +367,8 @@ def populated_pages(
 
 
 def _mapped(nbytes: int, held: Container[int]) -> Tensor:
-    """A flat uint8 tensor over a mapping of its own. Not the mmap module's: that unmaps in a forked child too, where the range
-    is a hole that the child may have mapped something else into."""
+    """Return a flat uint8 tensor over a new mapping. The mmap module would not do: it unmaps in a forked child too. There the
+    range is a hole, in which the child may have mapped other memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype, libc.munmap.restype = ctypes.c_void_p, ctypes.c_int
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -386,13 +384,13 @@ def _mapped(nbytes: int, held: Container[int]) -> Tensor:
 
 
 def _unmap(munmap: Callable[[int, int], int], address: int, nbytes: int, held: Container[int], pid: int) -> None:
-    """Unmap the pages, as the last tensor over them is gone. See Note [Mapped while registered]."""
+    """Unmap the pages after the last tensor over them is freed. See Note [Mapped while registered]."""
     if os.getpid() == pid and address not in held:
         munmap(address, nbytes)
 
 
 def _populate(address: int, nbytes: int, madvise: Madvise) -> None:
-    """Make the pages exist: by advice, or, where the kernel knows no such advice, by writing them. Both let go of the GIL."""
+    """Populate the pages by advice, or by writing them if the kernel lacks that advice. Both release the GIL."""
     failure = madvise(address, nbytes, _MADV_POPULATE_WRITE)
     if failure in {errno.EINVAL, errno.ENOSYS, errno.EAGAIN}:
         ctypes.memset(address, 0, nbytes)
@@ -401,7 +399,7 @@ def _populate(address: int, nbytes: int, madvise: Madvise) -> None:
 
 
 def _libc_madvise() -> Madvise:
-    """madvise through ctypes, which lets go of the GIL; the mmap module's own does not."""
+    """Return madvise through ctypes, which releases the GIL; the mmap module's own does not."""
     call = ctypes.CDLL(None, use_errno=True).madvise
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     call.restype = ctypes.c_int
@@ -413,8 +411,8 @@ def _libc_madvise() -> Madvise:
 
 
 def _available_text() -> str:
-    """Text of the bytes that are available; "unknown" where nothing says: an error message must not raise its own error."""
-    import psutil  # here: not every import of the library pays for it
+    """Text of the available bytes, or "unknown" if they cannot be read: building an error message must not raise."""
+    import psutil  # here, so that importing the library does not import it
 
     with suppress(psutil.Error, OSError, RuntimeError):
         return format_size(int(psutil.virtual_memory().available))

@@ -1,13 +1,13 @@
-"""The three small protocols that a GPU and the simulator share.
+"""Three small protocols that the GPU and the simulator implement: `Event`, `Stream`, `Device`.
 
-    ready = compute.record()              # an event: everything enqueued on `compute` so far
-    d2h.wait(ready)                       # orders d2h after it, on the device; the host does not wait
+    ready = compute.record()              # an event after everything enqueued on `compute` so far
+    d2h.wait(ready)                       # d2h waits for it on the device; the host does not wait
     d2h.copy(host, hbm)
     done = d2h.record()
-    compute.wait(done); compute.free(hbm); del hbm      # the block is compute's again, in stream order
+    compute.wait(done); compute.free(hbm); del hbm      # compute may reuse the block, in stream order
 
-A buffer is a flat, contiguous `torch.uint8` tensor: device memory from `Stream.alloc`, pinned host memory (or a slice of
-it) from `Device.alloc_pinned`. A method belongs here only if the simulator can tell the truth about it.
+A buffer is a flat, contiguous `torch.uint8` tensor: device memory from `Stream.alloc`, or pinned host memory (or a slice of
+it) from `Device.alloc_pinned`. A method belongs here only if the simulator can implement it truthfully.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import Tensor
 
 @runtime_checkable
 class Event(Protocol):
-    """A point in a stream's work. Complete when everything enqueued on that stream before it is done."""
+    """A point in a stream's work. It is complete when everything enqueued on that stream before it is done."""
 
     def query(self) -> bool:
-        """Whether the event is complete now. Never waits. True orders the caller's later launches after the event."""
+        """True if the event is complete now. Never waits. True orders the caller's later launches after the event."""
 
     def synchronize(self) -> None:
-        """The host waits until the event is complete."""
+        """Block the host until the event is complete."""
 
     def elapsed_us(self, since: Event) -> float:
-        """Microseconds on the device from `since` to this event. Both must be `timed` and complete (`ValueError` otherwise)."""
+        """Microseconds on the device from `since` to this event. Raises `ValueError` unless both are `timed` and complete."""
 
 
 @runtime_checkable
@@ -40,73 +40,72 @@ class Stream(Protocol):
 
     @property
     def name(self) -> str:
-        """`compute`, `d2h`, `h2d`, or what `new_stream` was given."""
+        """Name: `compute`, `d2h`, `h2d`, or the argument of `new_stream`."""
 
     def alloc(self, nbytes: int) -> Tensor:
-        """A flat uint8 tensor of device memory that belongs to this stream: usable by it at once, by others after a wait.
+        """Allocate a flat uint8 tensor of this stream's device memory: usable here at once, on other streams after a wait.
 
-        Raises `torch.OutOfMemoryError` when the device has no such memory left.
+        Raises `torch.OutOfMemoryError` if the device has too little memory left.
         """
 
     def free(self, buffer: Tensor) -> None:
-        """Note that this stream hands `buffer` back: call it right before dropping the last reference.
+        """Hand `buffer` back at this point of the stream. Call it right before dropping the last reference.
 
-        Every access on other streams must be ordered before this point of this stream (their event waited on here, or seen
-        complete by the host). It costs nothing; the simulator tells its observer.
+        Every access on other streams must be ordered before this point: its event was waited on here, or the host saw it
+        complete. The call costs nothing. The simulator reports it to its observer.
         """
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Free the device memory of `storage` (`nbytes` is 0), or allocate `nbytes` for it, which has none.
+        """Free the device memory of `storage` (`nbytes` is 0), or allocate `nbytes` for a storage without memory.
 
-        The storage, and with it every tensor over it, stays. Its memory belongs to this stream as that of `alloc` does, and is
-        handed back as by `free`, under the same conditions. Raises `torch.OutOfMemoryError` with nothing changed.
+        The storage and every tensor over it stay. The memory belongs to this stream as after `alloc`. It is handed back as by
+        `free`, under the same conditions. Raises `torch.OutOfMemoryError` with nothing changed.
         """
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
-        """Enqueue an asynchronous copy between two flat uint8 tensors of equal size; the direction follows from where they
-        live. The caller keeps both alive until an event after the copy is complete or waited on. `speculative`: an operator
-        may write `src` meanwhile; what arrives is then undefined, and the caller knows not to use it. Raises `ValueError`
-        for unequal sizes or other dtypes or layouts."""
+        """Enqueue an asynchronous copy between two flat uint8 tensors of equal size. The direction follows from their memory.
+        The caller keeps both alive until an event after the copy is complete or waited on. `speculative`: an operator may
+        write `src` meanwhile; then the copied bytes are undefined and the caller must not use them. Raises `ValueError` for
+        unequal sizes, other dtypes or other layouts."""
 
     def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
-        """Enqueue a copy of all of `storage`, device memory, to the flat uint8 tensor `host` of pinned memory (`out`), or back.
-        As `copy` does, a copy out being speculative, without a tensor over the storage."""
+        """Enqueue a copy of all of `storage`, in device memory, to the pinned flat uint8 tensor `host` (`out`), or back. Like
+        `copy`, but without a tensor over the storage. A copy out is speculative."""
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        """Enqueue a kernel that copies each of `sources` to `dst` from its offset on; the other bytes of `dst` stay.
+        """Enqueue a kernel that copies each of `sources` into `dst` at its offset. The other bytes of `dst` do not change.
 
-        All are flat uint8 buffers in device memory and share no bytes, but sources may with one another. Offsets are bytes:
-        those of `packed_offsets` make accesses wide. In this stream's order, as an operator's work: the caller keeps the
-        buffers as for `copy`. Raises `ValueError`, naming the buffer by its index, before anything is enqueued.
+        All are flat uint8 buffers in device memory. `dst` shares no bytes with sources; sources may overlap. Offsets are in
+        bytes; those of `packed_offsets` allow wide accesses. The kernel runs in stream order. The caller keeps the buffers
+        alive as for `copy`. Raises `ValueError` with the buffer's index before anything is enqueued.
         """
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
-        """Enqueue a kernel that copies to each of `destinations`, whole, what lies in `src` from its offset on.
+        """Enqueue a kernel that fills each of `destinations` with the bytes of `src` at its offset.
 
-        The inverse of `pack`, under the same conditions; destinations share no bytes with anything.
+        The inverse of `pack`, under the same conditions. Destinations overlap neither each other nor `src`.
         """
 
     def add_checksum(self, out: Tensor, src: Tensor) -> None:
-        """Enqueue a kernel that adds the checksum of `src`, (n,) uint8, to the int64 that `out`, (8,) uint8, holds, modulo
-        2**64.
+        """Enqueue a kernel that adds the checksum of `src`, (n,) uint8, modulo 2**64 to `out`, (8,) uint8 that holds an int64.
 
         The checksum has 64 bits and depends on the value and the position of each byte: `kernels.checksum`. Both are flat
-        buffers in device memory. In this stream's order, as an operator's work: the caller keeps them as for `copy`. For
-        compute streams. Raises `ValueError` before anything is enqueued.
+        buffers in device memory. The kernel runs in stream order, on a compute stream. The caller keeps the buffers alive as
+        for `copy`. Raises `ValueError` before anything is enqueued.
         """
 
     def record(self, *, timed: bool = False) -> Event:
-        """An event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""
+        """Record an event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""
 
     def record_again(self, event: Event) -> None:
-        """Record an untimed event of this kind of stream once more: it is that of a later point from now on. For an event that
-        nobody has still to wait for."""
+        """Record an untimed event of this kind of stream again: it moves to this later point. No wait for its old point may be
+        still to come."""
 
     def wait(self, event: Event) -> None:
-        """Order this stream's later work after `event`, on the device. The host does not wait."""
+        """Order this stream's later work after `event` on the device. The host does not wait."""
 
     def is_current(self) -> bool:
-        """Whether it is the calling thread's current compute stream, and no graph is captured there."""
+        """True if this is the calling thread's current compute stream and captures no graph."""
 
 
 class MemoryReading(NamedTuple):
@@ -115,71 +114,71 @@ class MemoryReading(NamedTuple):
     allocated_bytes: int
     """Bytes in live tensors (not what the caching allocator reserves)."""
     cumulative_bytes: int
-    """Bytes ever allocated, never decreasing: their growth between two readings bounds the peak between them."""
+    """Total of all allocated bytes, never decreasing. Its growth between two readings bounds the peak between them."""
     peak_bytes: int
-    """Peak as `Device.peak_allocated_bytes` tells it."""
+    """Peak, as from `Device.peak_allocated_bytes`."""
     unused_bytes: int = 0
-    """Bytes of `allocated_bytes` that are set aside for a window of parameters, and not allocated."""
+    """Bytes of `allocated_bytes` that are set aside for a window of parameters and not allocated."""
 
 
 @runtime_checkable
 class Device(Protocol):
-    """One GPU, real or simulated."""
+    """A GPU, real or simulated."""
 
     @property
     def name(self) -> str:
-        """Name for people: "NVIDIA H200" or "simulated H200"."""
+        """Name to display: "NVIDIA H200" or "simulated H200"."""
 
     @property
     def simulated(self) -> bool: ...
 
     @property
     def driver(self) -> str:
-        """Versions of what carries the work out: figures measured under one driver say nothing of another."""
+        """Versions of driver and runtime. Times measured under one version are not valid for another."""
 
     @property
     def host_us(self) -> float:
-        """The host's clock in microseconds from some fixed point: real, or on the simulator virtual."""
+        """Host clock in microseconds since a fixed point: real time, or virtual time on the simulator."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Device of torch on which models and batches are put: `cuda:N`, or `cpu` for the simulator."""
+        """torch device for models and batches: `cuda:N`, or `cpu` for the simulator."""
 
     @property
     def capacity(self) -> int:
-        """Bytes of device memory that the allocator may hand out."""
+        """Bytes of device memory that the allocator may allocate."""
 
     @property
     def block_slack_bytes(self) -> int:
-        """The most bytes by which a block is larger than the request, rounded up to 512. 0: blocks are always cut."""
+        """Maximum bytes by which a block exceeds the request rounded up to 512. 0: blocks are always split."""
 
     def current_stream(self) -> Stream:
-        """The calling thread's compute stream. Ask on the thread and at the moment of use; never inside one's own
+        """Return the calling thread's compute stream. Call it on the thread and at the moment of use, never inside your own
         `with stream(...)`."""
 
     def new_stream(self, name: str) -> Stream: ...
 
     def capturing(self) -> bool:
-        """Whether the calling thread's current stream is being captured into a graph.
+        """True if the calling thread's current stream is being captured into a graph.
 
-        Nothing may then be asked of the device but this: an event query, a wait for the host or a reading of memory breaks a
-        capture or says nothing of the replay, and a copy would be replayed without the host that has to follow it. Never
-        waits, never raises, and starts no context. The simulator captures nothing: always False.
+        Then call no other method of the device. An event query, a host wait or a memory reading breaks the capture, or says
+        nothing about the replay. A captured copy would be replayed without the host code that must follow it. This
+        method never waits, never raises, and starts no context. Always False on the simulator, which captures nothing.
         """
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
-        """A flat uint8 tensor of `nbytes` of page-locked host memory (plain memory on the simulator).
+        """Allocate a flat, page-aligned uint8 tensor of `nbytes` of page-locked host memory (plain memory on the simulator).
 
-        Page-aligned. Raises `HostMemoryExhausted` (a `MemoryError`) saying what was asked and why it failed.
+        Raises `HostMemoryExhausted` (a `MemoryError`) with the request and the reason.
         """
 
     def free_pinned(self, memory: Tensor) -> None:
-        """Free what `alloc_pinned` returned, whole. All device work on it must be complete."""
+        """Free a whole tensor from `alloc_pinned`. All device work on it must be complete."""
 
     def alloc_pageable(self, nbytes: int) -> Tensor:
-        """A flat uint8 tensor of `nbytes` of ordinary host memory, for where no more can be pinned: slower, never wrong.
+        """Allocate a flat uint8 tensor of `nbytes` of ordinary host memory, for when no more can be pinned.
 
-        A copy to or from it may keep the host waiting. Its last reference frees it: keep one until device work on it is
+        A copy to or from it is slower and may block the host. Its last reference frees it: keep one until device work on it is
         complete. Raises `HostMemoryExhausted` (a `MemoryError`).
         """
 
@@ -187,80 +186,80 @@ class Device(Protocol):
         """Bytes of device memory in live tensors now (not what the caching allocator reserves)."""
 
     def read_memory(self) -> MemoryReading:
-        """Allocated bytes now and in all, in one call into the allocator: cheap enough for a hook."""
+        """Read the memory counters in one call into the allocator. Cheap enough for a hook."""
 
     def peak_allocated_bytes(self) -> int:
-        """The most `allocated_bytes` has been since the process or the last reset by the user."""
+        """Maximum of `allocated_bytes` since the process began or the user last reset it."""
 
     def peak_reserved_bytes(self) -> int | None:
-        """The most the caching allocator has reserved, or None where there is no such allocator (the simulator)."""
+        """Maximum of the bytes that the caching allocator reserved; None on the simulator, which has no such allocator."""
 
     def reset_peaks(self) -> None:
-        """Start both peaks again from now. For benchmarks and demos: the library itself never resets what a user reads."""
+        """Restart both peaks from now. For benchmarks and demos: the library itself never resets values that users read."""
 
     def release_unused(self) -> None:
-        """Give back to the driver what the caching allocator has reserved and nobody uses. Waits for the device. The simulator
+        """Return reserved but unused memory of the caching allocator to the driver. Waits for the device. The simulator
         reserves nothing."""
 
     def allocator_hook(self) -> AllocatorHook | None:
-        """A new hook in the device's allocator, to which storages may be lent; None where it has none."""
+        """Return a new hook in the device's allocator that storages can be lent to; None if the device has none."""
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor`'s memory is this device's (the simulator: a plain CPU tensor that is not pinned memory of its)."""
+        """True if `tensor` is in this device's memory. On the simulator: a plain CPU tensor outside its pinned memory."""
 
     def synchronize(self) -> None:
-        """The host waits for all streams of the device."""
+        """Block the host until all streams of the device are done."""
 
     def record_all(self) -> tuple[Event, ...]:
-        """Events after all work that the process has given to streams so far: those of every device in use, whoever made them.
-        For memory whose users are not known.
+        """Record events after all work of this process so far, on all streams of all devices in use, including streams of other
+        libraries. For memory whose users are unknown.
 
-        The host does not wait where the driver can record such an event, and the simulator always can. Else the host waits
-        until the work is done, and there is no event. Not while a graph is captured.
+        The host does not wait if the driver can record such an event; the simulator always can. Else the host waits until the
+        work is done, and the tuple has no event for it. Must not be called while a graph is captured.
         """
 
     def compute(self) -> AbstractContextManager[Any]:
-        """A context in which this thread's torch ops are this device's compute. Re-entrant.
+        """Return a context in which this thread's torch ops are this device's compute. Re-entrant.
 
-        On CUDA nothing needs doing. The simulator prices, counts and orders the CPU ops that run inside.
+        On CUDA it does nothing. The simulator prices, counts and orders the CPU ops that run inside.
         """
 
 
-# --- Protocols of a hook in the device's allocator, which reclaims memory in the middle of an allocation that finds none
+# --- Protocols of a hook in the device's allocator: it reclaims memory during an allocation that finds no free block.
 #
-# Between two hooks of autograd the model allocates as it likes. A storage that is being copied to the host is lent to the
-# allocator meanwhile, with the event after the copy and the stream that owns its memory. Where the allocator finds no block,
-# it makes the owner wait for the event and takes the memory. Note [Reclaim].
+# Between two autograd hooks the model may allocate any amount. During its copy to the host, a storage is lent to the allocator,
+# with the event after the copy and the stream that owns the memory. If the allocator finds no block, it makes the owner wait
+# for the event and takes the memory. Note [Reclaim].
 
 
 class HeldStorage(Protocol):
-    """A storage whose memory the allocator may reclaim: then it has none, and no bytes."""
+    """A storage whose memory the allocator may reclaim. After that, the storage has 0 bytes."""
 
     @property
     def reclaimed(self) -> bool:
-        """Whether the allocator has reclaimed its memory."""
+        """True if the allocator has reclaimed its memory."""
 
     def withdraw(self) -> bool:
-        """Take it back, so that the allocator reclaims it no more. Returns False where it has. Once."""
+        """Take the storage back, so that it cannot be reclaimed any more. Returns False if it was reclaimed. Call it once."""
 
 
 class AllocatorHook(Protocol):
-    """Interface of a hook to which one session lends storages. Any thread may allocate, and none of our locks is taken then."""
+    """Interface of a hook to which one session lends storages. Any thread may allocate; reclaiming takes no lock of ours."""
 
     @property
     def reclaimed(self) -> int:
-        """Number of storages that the allocator has reclaimed, so far."""
+        """Number of storages that the allocator has reclaimed so far."""
 
     def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream, tensors: int) -> HeldStorage | None:
-        """Hold `storage`, of `owner`'s memory, whose copy is complete at `done`; None: it is not one that may be held.
+        """Hold `storage`, in `owner`'s memory, whose copy is complete at `done`. Return None if it must not be held.
 
-        Its memory goes when nobody else refers to the storage than `tensors` tensors and one attribute of the caller, in one of
-        two ways: the copy is complete, or `owner` waits for it because memory is short. Until `withdraw` the caller gives it to
-        nobody.
+        The memory is reclaimed only while `tensors` tensors and one attribute of the caller are all that refers to the storage.
+        Also, the copy must be complete, or memory must be short; then `owner` waits for the copy. The caller passes the storage
+        to no other code before `withdraw`.
         """
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
-        """Set what the allocator may take from the device, and what may be allocated until this is set again (None: not known).
+        """Set the maximum bytes that the allocator may reserve, and that are allocated until the next call (None: unknown).
 
-        Memory is short where the two together pass what the allocator or the device has.
+        Memory is short if `growth_bytes` exceed the room below the limit, or the free memory of the device.
         """

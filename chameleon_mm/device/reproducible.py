@@ -1,10 +1,10 @@
-"""The same program twice, the same bits twice: torch's deterministic kernels, for as long as a block lasts.
+"""Deterministic kernels of torch inside a `with` block, so that two runs of a program give the same bits.
 
     with reproducible():
         first = train(...)
         second = train(...)                       # equal bit for bit, or an operator without such a kernel has raised
 
-Whoever compares a swapped run with an unswapped one needs it: without it the two may differ for reasons of their own.
+Comparisons of a swapped run with an unswapped run need it: without it, two runs may differ for other reasons.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Two runs of one program give the same bits inside: torch's deterministic mode, put back as it was afterwards.
+    """Set torch's deterministic mode inside, so that two runs of a program give the same bits. Restore the old mode afterwards.
 
-    On a GPU the backward of fused attention adds in whatever order threads finish unless asked not to. An operator that has no
-    deterministic kernel raises `RuntimeError` inside, naming itself; a mode that only warns is no way out, for under it
+    By default, the backward of fused attention on a GPU adds in the order in which threads finish. An operator without a
+    deterministic kernel raises `RuntimeError` with its name. The mode that only warns would not do: under it,
     memory-efficient attention keeps its faster order.
 
-    Matrix products need no environment variable: torch gives cuBLAS a workspace per handle and stream, and none of the
-    releases that this package runs on asks for CUBLAS_WORKSPACE_CONFIG any more (pytorch#161749).
+    Matrix products need no environment variable, because torch gives cuBLAS a workspace per handle and stream. No supported
+    torch release requires CUBLAS_WORKSPACE_CONFIG any more (pytorch#161749).
     """
-    flags: Any = torch.utils.deterministic  # its attribute is a property that torch adds at run time
+    flags: Any = torch.utils.deterministic  # torch adds `fill_uninitialized_memory` to the module at run time
     mode, fill = torch.get_deterministic_debug_mode(), flags.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
-    flags.fill_uninitialized_memory = False  # comes with the mode, changes no result and costs bandwidth
+    flags.fill_uninitialized_memory = False  # on with the mode by default; changes no result and costs bandwidth
     try:
         yield
     finally:

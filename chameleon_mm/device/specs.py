@@ -1,10 +1,10 @@
-"""Data sheets of GPUs with their sources: capacity, arithmetic, memory and link.
+"""Datasheets of GPUs with their sources: memory capacity, arithmetic, memory bandwidth and link rates.
 
     spec = spec_by_name("h200")
     gemm_us = flops / (spec.bf16_tflops * 1e6)
     copy_us = nbytes / (spec.h2d_gbps * 1e3)
 
-A link rate is either measured by someone who published it, or derived from such a measurement; the `source` says which.
+A link rate is a published measurement or is derived from one. `source` says which.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from chameleon_mm.units import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """One GPU by its datasheet. Rates are peaks in 1e9 bytes (`_gbps`) or 1e12 operations (`_tflops`) per second.
+    """Datasheet of a GPU. Rates are peaks in 1e9 bytes (`_gbps`) or 1e12 operations (`_tflops`) per second.
 
-    Raises `ValueError` for a figure that is not positive or a duplex rate that the directions cannot add up to.
+    Raises `ValueError` for a figure that is not positive, or if not max(h2d, d2h) < duplex <= h2d + d2h.
     """
 
     name: str
 
     hbm_bytes: int
-    """Device memory. Vendors mean 2**30 by "GB" here; drivers report 0.3-0.5 % less."""
+    """Device memory. A vendor's "GB" is 2**30 bytes here; drivers report 0.3-0.5 % less."""
 
     hbm_gbps: float
     """Device memory bandwidth."""
 
     bf16_tflops: float
-    """Dense tensor-core bfloat16 with float32 accumulation (half of a figure "with sparsity")."""
+    """Rate of dense tensor-core bfloat16 with float32 accumulation (half of a figure "with sparsity")."""
 
     fp32_tflops: float
-    """float32 outside the tensor cores."""
+    """Rate of float32 outside the tensor cores."""
 
     h2d_gbps: float
-    """Pinned host to device, nothing the other way."""
+    """Rate from pinned host memory to device, with the other direction idle."""
 
     d2h_gbps: float
-    """Rate from device to pinned host, nothing the other way."""
+    """Rate from device to pinned host memory, with the other direction idle."""
 
     duplex_gbps: float
-    """Both directions at once, added up: above either alone, below their sum."""
+    """Total rate of both directions at once: above either alone, at most their sum."""
 
     source: str
     """Origin of the figures, and which of them are derived."""
@@ -128,9 +128,9 @@ SPECS: dict[str, GpuSpec] = {
 
 
 def spec_by_name(name: str) -> GpuSpec:
-    """The spec called `name`; case, blanks, hyphens and underscores do not matter ("RTX 4090" is "rtx4090").
+    """Return the spec called `name`, ignoring case, blanks, hyphens and underscores ("RTX 4090" is "rtx4090").
 
-    Raises `ValueError` naming the known ones.
+    Raises `ValueError` for another name, with a list of the known ones.
     """
     key = name.lower().translate(str.maketrans("", "", " -_"))
     if key not in SPECS:

@@ -1,10 +1,10 @@
-"""Hides functions from dynamo, which after a graph break compiles whatever is called next, and knows no streams.
+"""Hide functions from dynamo. After a graph break, dynamo compiles the next function called, and it does not model streams.
 
 @uncompiled
 def __init__(self, ...): ...
-save = uncompiled(save)          # the function itself, not another one around it: its calls take no longer
+save = uncompiled(save)          # the same function, without a wrapper: calls take no longer
 
-import_dynamo()                  # before a dispatch mode's first operator would import it, in the middle of a hook
+import_dynamo()                  # call early: else a dispatch mode's first operator imports it in the middle of a hook
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ _DYNAMO = "torch._dynamo"
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Have dynamo leave `function`, one written in Python or a method of such, as it is, with all that it calls.
+    """Make dynamo skip `function`, a Python function or method, and all that it calls. Return it.
 
-    `torch.compiler.disable` does the same by a function around it, whose time would be a good part of a short hook's, and
-    imports dynamo.
+    `torch.compiler.disable` does the same with a wrapper, whose time is a large part of a short hook's time. It also imports
+    dynamo.
     """
     dynamo = torch._C._dynamo.eval_frame
     try:
         skip = dynamo._FrameAction.SKIP
         dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))  # this frame, and those below
-    except AttributeError:  # a torch that has it no more
+    except AttributeError:  # a torch without this API
         hidden: _Function = torch.compiler.disable(function)
         return hidden
     return function
 
 
 def import_dynamo() -> None:
-    """Import dynamo on a thread of its own, unless it is imported. Raises what its import raises.
+    """Import dynamo on a new thread unless it is imported. Raises what the import raises.
 
-    torch has every dispatch mode import it at the mode's first operator. That import calls `torch.fx.wrap`, whose frame has
-    itself in a variable and so stays, with all frames that it was called from and all their variables, until the garbage
-    collector runs: imported in a save hook, the tensor that is saved, its handle and its block. A thread has other frames.
+    Every dispatch mode imports it at the mode's first operator. The import calls `torch.fx.wrap`, whose frame refers to itself.
+    That frame, all its callers and their variables live until the garbage collector runs. In a save hook these are the saved
+    tensor, its handle and its block. On another thread they are not among the callers.
     """
     if _DYNAMO in sys.modules:
         return
     thread = threading.Thread(target=_try_import_dynamo, name="chameleon_mm: import of dynamo")
-    with suppress(RuntimeError):  # while the interpreter ends, no thread begins
+    with suppress(RuntimeError):  # no thread can start during interpreter shutdown
         thread.start()
         thread.join()
-    importlib.import_module(_DYNAMO)  # only where it failed is there anything left to do, which raises
+    importlib.import_module(_DYNAMO)  # does nothing unless the import failed: then it raises
 
 
 def _try_import_dynamo() -> None:
-    with suppress(Exception):  # nobody could be told here
+    with suppress(Exception):  # no caller here to raise to; `import_dynamo` imports again and raises
         importlib.import_module(_DYNAMO)

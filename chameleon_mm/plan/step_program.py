@@ -1,16 +1,16 @@
-"""Compile a plan into one row per hook: the form in which a running step reads it.
+"""Compile a plan into one row per hook, the form that a running step reads.
 
     program = StepProgram.of(trace, plan, Keys(features, save_of, classes))
     program.rows[hook]          # Row(key, kind, number, ops, growth, is_checked, ins)
 
-    hook        key                                          kind      ops, in the order of `swap_plan.py`
+    hook        key                                          kind      ops, ordered as in `swap_plan.py`
     save 0      (Tensor, (8, 256), float32, 1)               FIRST     -
     save 1      (Parameter, (256, 256), float32, 1)          KEPT      -
     save 2      (Tensor, (8, 256), float32, 2)               AGAIN     -
     save 3      (Tensor, (8, 64), float32, 1)                FIRST     OUT 0
-    use 4       3                                            USE       RECLAIM 0, and behind the use: IN 0
+    use 4       3                                            USE       RECLAIM 0; after the use: IN 0
 
-A step that is the compiled one, hook for hook, finds its row by counting: `hook += 1`.
+A step with the same hooks as the compiled one finds its row by counting: `hook += 1`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from chameleon_mm.plan.trace import BirthPlace, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import memory_curve
 
 KEPT, FIRST, AGAIN, USE, END = range(5)
-"""Kinds of rows: the save of a tensor that no plan moves, a storage's first save, a later save of it, a use, the step's end."""
+"""Kinds of rows: save of a tensor that no plan moves, first save of a storage, later save of it, use, end of the step."""
 
 RECLAIM, RELEASE, OUT, DROP = range(4)
-"""Ops. `RECLAIM`: wait for a copy out and free the memory. `RELEASE`: free it without a copy, because the host has the bytes.
-`OUT`: copy out. `DROP`: free it without a copy, because operators make the bytes again."""
+"""Ops. `RECLAIM`: wait for the copy out, then free the memory. `RELEASE`: free it without a copy, as the host has the bytes.
+`OUT`: copy out. `DROP`: free it without a copy, as operators recompute the bytes."""
 
 Op = tuple[int, int, int]
-"""Op, number of the storage, number of its last bytes that move."""
+"""Op, number of the storage, number of bytes that move (the storage's last ones)."""
 
 _FIXED, _NEW = -1, 0
-"""Values for "hooks since the storage's last save" in a feature: a storage that never moves, and a first save."""
+"""Values of "hooks since the storage's last save" in a feature: for a storage that never moves, and for a first save."""
 
 _SAVE_PARTS = 5
-"""Number of parts of a save's feature, at least. A use has two."""
+"""Minimum number of parts of a save's feature. A use's feature has two."""
 
 _NEVER = 1 << 62
 
@@ -53,55 +53,55 @@ class Row(NamedTuple):
     """Work of one hook."""
 
     key: Hashable = None
-    """Save: (class, sizes, dtype, operators since the last save). Use: the hook of its save. None: counting is not enough to
-    know the hook by, its whole feature has to be compared."""
+    """Save: (class, sizes, dtype, operators since the last save). Use: the hook of its save. None: no key identifies the hook,
+    so its whole feature must be compared."""
     kind: int = KEPT
     number: int = -1
-    """Number of the storage in the trace, -1 for a tensor that no plan moves."""
+    """Number of the storage in the trace; -1 for a tensor that no plan moves."""
     ops: tuple[Op, ...] = ()
     """Ops before the hook's own storage is used, in order."""
     growth: int = 0
-    """Bytes as `PlannedMemory.growth_until_next_check`."""
+    """Growth in bytes until the next check, from `PlannedMemory.growth_until_next_check`."""
     is_checked: bool = False
-    """Whether memory is checked at this hook."""
+    """True if memory is checked at this hook."""
     ins: tuple[int, ...] = ()
     """Numbers of the storages whose copies back start after the hook's own use."""
 
 
 class Keys(NamedTuple):
-    """What a step's hooks are known by."""
+    """Data that identify the hooks of a step."""
 
     features: Sequence[tuple[Hashable, ...]]
-    """By hook, as the light profiler has them."""
+    """Features from the light profiler, by hook."""
     save_of: Sequence[int]
-    """The save of each use, negative for a save, and for the use of what an earlier step saved."""
+    """Hook of the save that each use belongs to. Negative for a save, and for the use of a tensor saved in an earlier step."""
     plain_classes: AbstractSet[Hashable]
-    """Classes of tensors that are no wrappers."""
+    """Tensor classes that are not wrapper subclasses."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepProgram:
-    """A plan by hook, for any number of steps, which do not change it."""
+    """A plan in rows, one per hook. Steps read it and do not change it."""
 
     plan: SwapPlan
     rows: tuple[Row, ...]
-    """Rows by hook, and one behind the last, which is no hook's."""
+    """Rows by hook, and an `END` row after the last hook's."""
     nbytes: tuple[int, ...]
     """Bytes of each storage of the trace."""
     allocated_bytes: Int64s
-    """(ticks,) most bytes allocated during each tick."""
+    """(ticks,) maximum of the bytes allocated during each tick."""
     backs: AbstractSet[tuple[int, int]]
-    """Hooks at which memory is taken for copies back, each with the storage's number."""
+    """Pairs of the hook at which memory is allocated for a copy back, and the storage's number."""
     held: Mapping[BirthPlace, int]
-    """Numbers of the storages that nobody saves and that are held for recomputations, by where they are written."""
+    """Numbers of the unsaved storages that are held for recomputations, by the place of their last write."""
     first_due: int
-    """First hook at which anything is due."""
+    """First hook that has ops or copies back."""
 
     @classmethod
     def of(cls, trace: Trace, plan: SwapPlan, keys: Keys | None = None) -> StepProgram:
-        """Compile `plan`, which was made for `trace`. `keys`: None where sizes are open, so that no hook is known by its key.
+        """Compile `plan`, which was made for `trace`. `keys`: None if the trace has open sizes; then no hook has a key.
 
-        Raises `ValueError` for the plan of another trace.
+        Raises `ValueError` for a plan made for another trace.
         """
         plan.check_made_for(trace)
         unknown = [action.tensor for action in plan.actions if not 0 <= action.tensor < len(trace.tensor_bytes)]
@@ -134,7 +134,7 @@ class StepProgram:
         )
 
     def number_at(self, hook: int) -> int | None:
-        """Number of the storage whose first save `hook` is; None: of none that may move."""
+        """Number of the storage whose first save is at `hook`; None if it is not the first save of a storage that may move."""
         row = self.rows[min(hook, len(self.rows) - 1)]
         return row.number if row.kind == FIRST else None
 
@@ -158,7 +158,7 @@ def _due(plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dic
 
 
 def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
-    """Rows of the step's hooks, without what is due there."""
+    """Rows of the step's hooks with their key, kind and number only."""
     rows: list[Row] = []
     seen: set[int] = set()
     for hook, (number, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
@@ -170,7 +170,7 @@ def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
 
 
 def _key(keys: Keys, hook: int, kind: int) -> Hashable:
-    """What the hook is known by; None: by its whole feature."""
+    """Key of the hook; None if its whole feature must be compared."""
     feature = keys.features[hook]
     if len(feature) < _SAVE_PARTS:
         save = keys.save_of[hook]
@@ -182,15 +182,15 @@ def _key(keys: Keys, hook: int, kind: int) -> Hashable:
 
 
 def _memory(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[Int64s, Int64s]:
-    """What is allocated at most during each tick, and by how much it grows until the next check, by hook."""
-    moves = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # of a wrong plan: the others never come
+    """Return the maximum allocated bytes by tick, and the growth in bytes until the next check by hook."""
+    moves = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # a wrong plan has moves that never happen
     memory = PlannedMemory(trace, memory_curve(trace))
     allocated = memory.allocated(moves)
     return allocated, memory.growth_until_next_check(moves, allocated)
 
 
 def _memory_of_recomputations(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s, Int64s]:
-    """The same for a plan that recomputes: what a recomputation takes belongs to the hook at which it is."""
+    """Like `_memory`, for a plan that recomputes. Memory of a recomputation counts at the hook where it runs."""
     rewritten = rewritten_for(recipes, plan)
     moves = rewritten.moves_of(plan.swaps)
     memory = PlannedMemory(rewritten.trace, memory_curve(rewritten.trace), rewritten.hook_of)
@@ -201,7 +201,7 @@ def _memory_of_recomputations(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s,
 
 
 def _birth_places(recipes: Recipes, plan: SwapPlan) -> dict[BirthPlace, int]:
-    """Where what is held is written last: by then it is what recomputations read."""
+    """Places of the last writes to held storages. After its last write, a storage has the bytes that recomputations read."""
     trace, places = recipes.trace, {}
     for action in plan.held:
         tick = int(recipes.last_write[action.tensor])

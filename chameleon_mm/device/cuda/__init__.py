@@ -1,8 +1,8 @@
-"""A real GPU: torch's streams, events and allocator; copies and pinning by CuPy where it is installed, else by torch.
+"""A real GPU: torch's streams, events and allocator; copies and pinning by CuPy if installed, else by torch.
 
     device = CudaDevice(); h2d = device.new_stream("h2d")
 
-The only package that talks to torch.cuda, CuPy or CUDA's own bindings. Importing it starts nothing.
+The only package that calls torch.cuda, CuPy or CUDA's own bindings. Importing it does not initialise CUDA.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A real GPU: torch's current stream, statistics and allocator, and what its streams share.
+"""A real GPU: torch's current stream, statistics and allocator, and objects shared by the streams of a device.
 
-current_stream()  = torch's, wrapped once
+current_stream()  = torch's current stream, wrapped once
 alloc_pinned(n)   = mmap + populate + cudaHostRegister, else cudaHostAlloc        # see pinning.py
-read_memory()     = the caching allocator's own counters
-CupyPinning()     = what an allocator of pinned memory for CuPy needs of CuPy
+read_memory()     = counters of the caching allocator
+CupyPinning()     = CuPy calls for an allocator of pinned memory for CuPy
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from chameleon_mm.units import MIB
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import HeldStorage
 
-# --- The GPUs that torch sees, told without a context on any of them where that can be
+# --- The GPUs that torch sees, found without a context on any of them where possible
 #
 # for gpu in visible_gpus(): gpu.name, gpu.total_bytes, gpu.pci_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleGpu:
-    """One GPU as torch sees it."""
+    """Properties of a GPU that torch sees."""
 
     index: int
     name: str
     total_bytes: int
     capability: str
     pci_id: str | None
-    """PCI address as sysfs names it, "0000:06:00.0"; None where torch does not tell."""
+    """PCI address in the form of sysfs, "0000:06:00.0"; None if torch does not report it."""
 
 
 def cuda_is_available() -> bool:
-    """Whether torch can use a CUDA GPU here. Starts no context on any of them."""
+    """True if torch can use a CUDA GPU here. Starts no context on any GPU."""
     return torch.cuda.is_available()
 
 
 def visible_gpus() -> list[VisibleGpu]:
-    """The GPUs that torch sees, in its order; none where there is no CUDA. Starts CUDA where there is."""
+    """Return the GPUs that torch sees, in its order; empty without CUDA. Initialises CUDA if available."""
     gpus = []
     for index in range(torch.cuda.device_count() if cuda_is_available() else 0):
         about = torch.cuda.get_device_properties(index)
@@ -74,28 +74,27 @@ def visible_gpus() -> list[VisibleGpu]:
 
 
 def pci_id(about: Any) -> str | None:
-    """PCI address of a GPU by its properties, as sysfs names it, or None where torch does not tell."""
-    # Not in torch's type stubs, and not in every build.
+    """PCI address of a GPU from its properties, in the form of sysfs; None if torch does not report it."""
+    # These attributes are missing in torch's type stubs and in some builds.
     domain, bus, slot = (getattr(about, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
     return None if bus is None else f"{domain or 0:04x}:{bus:02x}:{slot or 0:02x}.0"
 
 
-# --- Bytes that torch's caching allocator has handed out on a GPU: by the C++ helper `memory` where it is built, else by
-# torch
+# --- Bytes allocated by torch's caching allocator on a GPU: read by the C++ helper `memory` if it is built, else by torch
 
 Reading = tuple[int, int, int]
-"""Bytes allocated now; in all; the most at once: the last two since the process began or somebody reset them in torch."""
+"""Allocated bytes: now; in total; at the peak. The last two count since the process began or since a reset in torch."""
 
 
 def reader(index: int) -> Callable[[], Reading]:
-    """Function that reads the memory of the GPU number `index`, for a process that has initialised CUDA."""
+    """Return a function that reads the memory of GPU `index`. CUDA must be initialised."""
     of_torch = partial(torch_reader, index)
     module = None if torch.version.cuda is None else native.load("memory")
     if module is None:
         return of_torch
     helper: Callable[[], Reading] = partial(module.read, index)
-    # An allocator that is put in torch's place may count where the helper does not look. The two are compared up to five times,
-    # as another thread may allocate between the readings.
+    # An allocator that replaces torch's may use counters that the helper does not read, so compare both. Try up to five times:
+    # another thread may allocate between the readings.
     with suppress(RuntimeError):
         if any(helper() == of_torch() for _ in range(5)):
             return helper
@@ -103,13 +102,13 @@ def reader(index: int) -> Callable[[], Reading]:
 
 
 def torch_reader(index: int) -> Reading:
-    """Read by torch alone, which makes dictionaries of all that the allocator counts."""
-    # The nested form: torch.cuda.memory_allocated and its like flatten and sort a hundred keys to return one of them.
+    """Read with torch alone, which builds dictionaries of all the allocator's counters."""
+    # The nested form: torch.cuda.memory_allocated and similar calls flatten and sort a hundred keys to return one of them.
     found = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
     return int(found["current"]), int(found["allocated"]), int(found["peak"])
 
 
-# --- CuPy's binding of the CUDA runtime, where it can be used, and the calls that page-lock host memory, of it or of torch
+# --- CuPy's binding of the CUDA runtime, if usable, and the calls that page-lock host memory, by CuPy or by torch
 
 ATTR_HOST_REGISTER_SUPPORTED = 99
 """cudaDevAttrHostRegisterSupported."""
@@ -121,13 +120,13 @@ _ATTR_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
 def cupy_runtime(index: int) -> Any:
-    """CuPy's CUDA runtime if it is installed and answers for this device, else None."""
+    """Return CuPy's CUDA runtime if CuPy is installed and works with this device, else None."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its remarks on import are about compilers and libraries that are not used here
+            warnings.simplefilter("ignore")  # its warnings on import concern compilers and libraries not used here
             from cupy.cuda import runtime
 
-        runtime.deviceGetAttribute(ATTR_HOST_REGISTER_SUPPORTED, index)  # refused by a CuPy for another CUDA than the driver's
+        runtime.deviceGetAttribute(ATTR_HOST_REGISTER_SUPPORTED, index)  # fails if CuPy's CUDA does not suit the driver
     except (ImportError, RuntimeError) as error:
         _log.info("chameleon_mm: copies and pinning go through torch, as CuPy cannot be used: %s", error)
         return None
@@ -135,16 +134,16 @@ def cupy_runtime(index: int) -> Any:
 
 
 def pinning_calls(runtime: Any, index: int) -> PinningCalls:
-    """The calls of CuPy's runtime, or of torch's where `runtime` is None."""
+    """Return the calls of CuPy's runtime, or of torch's if `runtime` is None."""
 
     def clear_error() -> None:
-        # The error is kept per thread and runtime, and torch has no call that reads it: a kernel launch does, and raises it.
+        # The runtime keeps the error per thread, and torch has no call that reads it. A kernel launch reads and raises it.
         try:
             torch.ones(1, device=torch.device("cuda", index))
         except RuntimeError as error:
             _log.debug("chameleon_mm: cleared a CUDA error that a refused pinning left behind: %s", error)
 
-    # Without the second, a kernel would need another address for the memory than the one its tensor has.
+    # Without the second attribute, a kernel would need another address for the memory than its tensor has.
     wanted = (ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER)
     ask = driver_attribute if runtime is None else runtime.deviceGetAttribute
     registers = all(ask(attribute, index) for attribute in wanted)
@@ -152,9 +151,9 @@ def pinning_calls(runtime: Any, index: int) -> PinningCalls:
         return PinningCalls(
             register=_torch_register if registers else None,
             unregister=_torch_unregister,
-            # torch rounds this up to a power of two and keeps it in a cache of its own: right, if wasteful, as a last resort.
+            # torch rounds this up to a power of two and caches it: wasteful, but correct as a last resort.
             host_alloc=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True),
-            host_free=lambda memory: None,  # goes back to that cache with its last reference
+            host_free=lambda memory: None,  # returns to that cache when its last reference is dropped
             clear_error=clear_error,
         )
 
@@ -172,8 +171,8 @@ def pinning_calls(runtime: Any, index: int) -> PinningCalls:
 
 
 def driver_attribute(attribute: int, index: int) -> int:
-    """Value of a GPU's attribute by the driver, 0 where it does not tell. torch has no call for it; the driver's numbers are
-    the runtime's."""
+    """Value of a GPU's attribute from the driver, 0 if it reports none. torch has no call for it. The driver numbers attributes
+    as the runtime does."""
     driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it already
     gpu, value = ctypes.c_int(), ctypes.c_int()
     known = driver.cuDeviceGet(ctypes.byref(gpu), index) == 0
@@ -195,16 +194,16 @@ def _check(call: str, status: Any) -> None:
         raise RuntimeError(f"{call}: {runtime.cudaGetErrorString(status)} ({int(status)})")
 
 
-# --- The hook in torch's caching allocator on a GPU: the C++ helper `reclaim`, where it is built
+# --- The hook in torch's caching allocator on a GPU: the C++ helper `reclaim`, if it is built.
 #
-# The allocator calls it inside malloc on every miss of its pools, before it asks the driver for more: `device/reclaim.cpp`.
+# The allocator calls it inside malloc on every miss of its pools, before it asks the driver for memory: `device/reclaim.cpp`.
 
 SEGMENT_BYTES = 20 * MIB
 """Bytes by which torch's allocator grows for a small request (`kLargeBuffer` in c10/core/AllocatorConfig.h)."""
 
 
 def helper() -> ModuleType | None:
-    """The C++ helper, or None where it is not built or not for this torch."""
+    """Return the C++ helper, or None if it is not built for this torch."""
     return None if torch.version.cuda is None else native.load("reclaim")
 
 
@@ -227,11 +226,11 @@ class CudaAllocatorHook:
 
     @property
     def waits(self) -> int:
-        """Number of storages among them whose copies were not complete: their streams were made to wait."""
+        """Number of reclaimed storages whose copies were not complete, so that their streams had to wait."""
         return int(self._hook.waits)
 
     def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream, tensors: int) -> HeldStorage | None:
-        """Hold as `AllocatorHook.hold` does; not what another allocator than torch's own made."""
+        """Hold as `AllocatorHook.hold` does. Return None for memory that torch's own allocator did not allocate."""
         if not isinstance(done, CudaEvent) or not isinstance(owner, CudaStream):
             raise TypeError(f"hold: expected an event and a stream of CUDA, got {type(done).__name__}, {type(owner).__name__}")
         self._note_history()
@@ -242,8 +241,8 @@ class CudaAllocatorHook:
         return held
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
-        """Set limits as `AllocatorHook.set_limits` does, within the process's share of the device. Growth that is not known is
-        taken to be half of the limit."""
+        """Set limits as `AllocatorHook.set_limits` does, within the process's share of the device. Unknown growth counts as
+        half of the limit."""
         self._note_history()
         if (limit_bytes, growth_bytes) == self._asked:
             return
@@ -255,8 +254,8 @@ class CudaAllocatorHook:
         self._hook.set_limits(limit, growth, self._history)
 
     def _note_history(self) -> None:
-        """Note whether torch records memory history: with that the allocator may want Python's stack for every free, and for it
-        the GIL, which whoever waits for the allocator may hold. Then only threads that hold it themselves reclaim."""
+        """Note whether torch records memory history. If so, only threads that hold the GIL reclaim. Reason: each free may need
+        the GIL for a Python stack, while a thread that waits for the allocator may hold it."""
         history = bool(torch._C._cuda_isHistoryEnabled())
         if history != self._history:
             self._history = history
@@ -265,22 +264,22 @@ class CudaAllocatorHook:
 
 # --- cuda device
 
-_MAX_KNOWN_STREAMS = 64  # torch itself has 32 per priority; more come only from other libraries
+_MAX_KNOWN_STREAMS = 64  # torch has 32 per priority; other libraries may add some
 
 
 class CudaDevice:
-    """One CUDA GPU by its index (None: torch's current one). Thread-safe: backward runs on a thread of autograd's.
+    """A CUDA GPU, by its index (None: torch's current one). Thread-safe: backward runs on a thread of autograd.
 
-    `pack_programs` is how many programs a kernel that packs may have, so how many SMs it takes from compute at most.
+    `pack_programs` is the maximum number of programs of a pack kernel, so the maximum number of SMs that it takes from compute.
 
-    Raises `DeviceUnavailable` (a `RuntimeError`) where torch sees no GPU or runs another allocator than its own,
-    `ValueError` for an index that there is not, and for `pack_programs` below 1.
+    Raises `DeviceUnavailable` (a `RuntimeError`) if torch sees no GPU or does not use its native allocator.
+    Raises `ValueError` for an invalid index, and for `pack_programs` below 1.
     """
 
     simulated = False
     block_slack_bytes = MIB
-    """Slack of a block: torch's allocator hands out a cached block whole where cutting it would leave no more (`should_split`
-    in c10/cuda/CUDACachingAllocator.cpp), and counts all of it as allocated."""
+    """Maximum slack of a block. torch's allocator does not split a cached block if the rest is at most this. It counts the
+    whole block as allocated. See `should_split` in c10/cuda/CUDACachingAllocator.cpp."""
 
     def __init__(self, index: int | None = None, *, pack_programs: int = PACK_PROGRAMS) -> None:
         self.packer = Packer(pack_programs)
@@ -295,25 +294,25 @@ class CudaDevice:
         if index is not None and not 0 <= index < count:
             raise ValueError(f"CudaDevice: expected an index from 0 to {count - 1}, got {index}")
         if (backend := torch.cuda.get_allocator_backend()) != "native":
-            # Others count differently: the cumulative count would stand still, and a budget would not hold.
+            # Others count differently: the cumulative count would not grow, and a budget would be exceeded.
             raise DeviceUnavailable(
                 f"CudaDevice: expected torch's native caching allocator, got {backend!r}: unset the backend option"
             )
         self.index = torch.cuda.current_device() if index is None else index
         self.cupy_runtime = cupy_runtime(self.index)
-        """CuPy's binding of the CUDA runtime, or None where it is not installed or does not work with this driver."""
+        """CuPy's binding of the CUDA runtime, or None if it is not installed or does not work with this driver."""
         self.torch_device = torch.device("cuda", self.index)
         self._known_streams: dict[int, CudaStream] = {}
         node = near_node(pci_id(torch.cuda.get_device_properties(self.index)))
         self._locker = PageLocker(
             pinning_calls(self.cupy_runtime, self.index),
             prefer_pages=None if node is None else PreferredNode(node),
-            # Made current so that a process that uses GPU 1 does not start a context on GPU 0.
+            # Make the device current, so that a process that uses GPU 1 starts no context on GPU 0.
             scope=partial(torch.cuda.device, self.index),
         )
         self._read_allocated = reader(self.index)
         self._counted = (0, 0)
-        """Bytes allocated in all before the last reset of torch's statistics, and since then until the last reading."""
+        """Total bytes allocated before the last reset of torch's statistics, and from then until the last reading."""
 
     @property
     def name(self) -> str:
@@ -331,9 +330,9 @@ class CudaDevice:
 
     @property
     def capacity(self) -> int:
-        """Bytes that the caching allocator may come to hold: what it holds now and what is free, under the process's fraction.
+        """Maximum bytes that the caching allocator can reserve: reserved plus free bytes, at most the process's fraction.
 
-        Memory of other processes and of CUDA's own context is in neither, so it is left out as it should be.
+        This leaves out memory of other processes and of CUDA's own context, as intended.
         """
         free, total = torch.cuda.mem_get_info(self.index)
         held = self._reserved("current")
@@ -344,9 +343,9 @@ class CudaDevice:
         return f"<CudaDevice {self.index}, {self.name}>"
 
     def current_stream(self) -> CudaStream:
-        """Return the stream as `Device.current_stream` does. Cheap enough for a hook: no `torch.cuda.Stream` is built for one
-        that was seen before."""
-        # The driver's handle tells streams apart as torch's own number does, and asking for it takes no tuple. In torch 2.11 to
+        """Return the stream as `Device.current_stream` does. Cheap enough for a hook: a `torch.cuda.Stream` is built only for a
+        new stream."""
+        # The driver's handle identifies a stream as torch's number does, and reading it builds no tuple. True for torch 2.11 to
         # 2.13.
         handle = torch._C._cuda_getCurrentRawStream(self.index)
         known = self._known_streams.get(handle)
@@ -360,9 +359,9 @@ class CudaDevice:
         return CudaStream(self, torch.cuda.Stream(device=self.index), name)
 
     def capturing(self) -> bool:
-        # Asked of the thread's current device, which during a capture is the one that captures. If that is another GPU than
-        # this one, yes is right too: by default a capture forbids its thread the same calls on all of them.
-        return bool(torch._C._cuda_isCurrentStreamCapturing())  # as torch.cuda.is_current_stream_capturing, a call less
+        # This asks the thread's current device, which is the capturing one during a capture. True is also right if that is
+        # another GPU: by default a capture forbids its thread the same calls on all GPUs.
+        return bool(torch._C._cuda_isCurrentStreamCapturing())  # torch.cuda.is_current_stream_capturing with one call less
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         return self._locker.pin(nbytes)
@@ -377,10 +376,10 @@ class CudaDevice:
         return self._read_allocated()[0]
 
     def read_memory(self) -> MemoryReading:
-        """Read memory as `Device.read_memory` does. A user's reset of torch's accumulated statistics loses what was allocated
-        between the last reading and the reset, and never turns the cumulative count back."""
-        # Without a lock: a finaliser that reads may run in the middle of this, on this thread. What was counted is taken before
-        # the reading, so that only a reset makes the reading smaller.
+        """Read memory as `Device.read_memory` does. If the user resets torch's accumulated statistics, bytes allocated between
+        the last reading and the reset are lost. The cumulative count never decreases."""
+        # No lock: a finaliser that reads may interrupt this on the same thread. `_counted` is loaded before the reading, so
+        # that only a reset makes the reading smaller.
         counted = self._counted
         before_resets, last = counted
         now, ever, peak = self._read_allocated()
@@ -414,14 +413,14 @@ class CudaDevice:
         torch.cuda.synchronize(self.index)
 
     def record_all(self) -> tuple[CudaEvent, ...]:
-        """Record as `Device.record_all` does. The host waits with a driver older than CUDA 12.5."""
+        """Record as `Device.record_all` does. With a driver older than CUDA 12.5, the host waits."""
         return events_after_all_work()
 
     def compute(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def is_current(self) -> bool:
-        """Whether this is the calling thread's current device."""
+        """True if this is the calling thread's current device."""
         return torch.cuda.current_device() == self.index
 
     def _reserved(self, which: str) -> int:
@@ -432,12 +431,12 @@ _ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 
 
 class CupyPinning:
-    """What an allocator of pinned memory for CuPy needs of CuPy. Raises `DeviceUnavailable` where it is not installed."""
+    """CuPy calls for an allocator of pinned memory for CuPy. Raises `DeviceUnavailable` if CuPy is not installed."""
 
     def __init__(self) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # as in cuda_device.py
+                warnings.simplefilter("ignore")  # as in `cupy_runtime`
                 from cupy import cuda
         except ImportError as error:
             raise DeviceUnavailable(
@@ -446,10 +445,10 @@ class CupyPinning:
         self._cuda = cuda
 
     def pointer(self, memory: Any) -> Any:
-        """A `PinnedMemoryPointer` to the start of `memory`, which it holds: an object with `ptr` and `size`."""
+        """Return a `PinnedMemoryPointer` to the start of `memory`, an object with `ptr` and `size`. It keeps `memory` alive."""
         return self._cuda.PinnedMemoryPointer(memory, 0)
 
     def out_of_memory(self) -> Exception:
-        """The error at which CuPy, with a warning, copies from ordinary memory: no more can be pinned."""
+        """Return the error that says no more can be pinned. On it, CuPy warns and copies from ordinary memory."""
         error: Exception = self._cuda.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION)
         return error

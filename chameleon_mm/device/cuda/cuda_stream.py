@@ -1,8 +1,8 @@
-"""A stream of a GPU, and its events: ordered work, handed to the driver.
+"""Streams of a GPU and their events.
 
-stream.alloc(n)         = torch.empty on that stream        # the caching allocator: stream-ordered, OOM as torch raises it
+stream.alloc(n)         = torch.empty on that stream        # the caching allocator: stream-ordered, raises torch's OOM error
 stream.copy(d, s)       = cudaMemcpyAsync(d, s, n, default, stream)
-stream.pack, unpack     = one Triton kernel on that stream, where Triton works, else copies         # see packing.py
+stream.pack, unpack     = one Triton kernel on that stream if Triton works, else copies             # see packing.py
 stream.record()         = an untimed event; stream.wait(e) = cudaStreamWaitEvent
 """
 
@@ -52,7 +52,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A `torch.cuda.Stream` of one device. It is never made current for longer than one allocation or copy."""
+    """A `torch.cuda.Stream` of one device. It is made current only for one allocation, copy or kernel at a time."""
 
     __slots__ = ("_device", "_handle", "name", "raw")
 
@@ -66,7 +66,7 @@ class CudaStream:
         return f"<CudaStream {self.name} of {self._device.torch_device}, {self._handle:#x}>"
 
     def alloc(self, nbytes: int) -> Tensor:
-        """Allocate as `Stream.alloc` does. On the current stream, the usual case, without any switch."""
+        """Allocate as `Stream.alloc` does. If this is the current stream, the usual case, no stream switch is needed."""
         current = self._device.current_stream()
         scope: AbstractContextManager[Any] = (
             nullcontext() if current.raw.stream_id == self.raw.stream_id else torch.cuda.stream(self.raw)
@@ -75,15 +75,15 @@ class CudaStream:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def free(self, buffer: Tensor) -> None:
-        """Does nothing: when the last reference goes, the block is at once the allocating stream's again, in stream order."""
+        """Do nothing: once the last reference is dropped, the allocating stream may reuse the block, in stream order."""
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Resize as `Stream.resize` does: the caching allocator's block, on this stream."""
+        """Resize as `Stream.resize` does, with a block of the caching allocator on this stream."""
         with self._as_current():
             storage.resize_(nbytes)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
-        """Copy as `Stream.copy` does. A speculative copy is a copy like any other here: only the simulator could mind."""
+        """Copy as `Stream.copy` does. `speculative` has no effect here; only observers of the simulator use it."""
         check_ends("copy", dst, src)
         if dst.numel():
             self._copy(dst, src)
@@ -101,7 +101,7 @@ class CudaStream:
         runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self._handle)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        """Pack as `Stream.pack` does. Whether ends share bytes only the simulator checks."""
+        """Pack as `Stream.pack` does. Overlap of buffers is checked only on the simulator."""
         check_packed("pack", sources, dst, offsets, self._device.torch_device)
         with self._as_current():
             if self._device.packer.pack(dst, sources, offsets):
@@ -126,14 +126,14 @@ class CudaStream:
     def _copy(self, dst: Tensor, src: Tensor) -> None:
         runtime = self._device.cupy_runtime
         if runtime is not None:
-            # No dispatcher, no stream switch, no GIL while the driver works.
+            # No dispatcher, no stream switch, and the GIL is released during the driver call.
             runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), dst.numel(), _MEMCPY_DEFAULT, self._handle)
         else:
             with torch.cuda.stream(self.raw):
                 dst.copy_(src, non_blocking=True)
 
     def _as_current(self) -> AbstractContextManager[Any]:
-        """Context that makes this stream, and with it its device, current: kernels start there. Does nothing where they are."""
+        """Context that makes this stream and its device current, so that kernels start there. Does nothing if they are."""
         if self._device.current_stream().raw.stream_id == self.raw.stream_id and self._device.is_current():
             return nullcontext()
         return torch.cuda.stream(self.raw)
@@ -144,7 +144,7 @@ class CudaStream:
         return CudaEvent(event, timed=timed)
 
     def record_again(self, event: Event) -> None:
-        """Record as `Stream.record_again` does. Raises `TypeError` for another kind's event."""
+        """Record as `Stream.record_again` does. Raises `TypeError` for an event of another kind of device."""
         if not isinstance(event, CudaEvent):
             raise TypeError(f"record_again: expected an event of a CUDA stream, got {type(event).__name__}: use one device")
         event.raw.record(self.raw)
@@ -159,18 +159,18 @@ class CudaStream:
         event.raw.wait(self.raw)
 
 
-# --- Events after all work of all streams: a context's, which the driver records, or none after the host has waited
+# --- Events after all work of all streams: the driver records one per context; if it cannot, the host waits.
 #
-# Events on torch's own streams would not do. Other libraries have streams that torch does not know, and torch's are non-
-# blocking, so that no event on the null stream comes after them.
+# Events on torch's streams are not enough: other libraries have streams that torch does not know. Torch's streams are non-
+# blocking, so an event on the null stream does not come after them.
 
 _log = logging.getLogger(__name__)
 
 
 def events_after_all_work() -> tuple[CudaEvent, ...]:
-    """Events after what this process has given to every device so far. Without such events the host waits, and there are none.
+    """Record events after all work of this process so far, on every device. A device without such events: the host waits.
 
-    A device that the process has no context on has done nothing. Pinned memory is every device's, so all are asked.
+    Devices without a context of this process have no work. All devices count, because all of them can access pinned memory.
     """
     events: list[CudaEvent] = []
     for index in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
@@ -187,7 +187,7 @@ def events_after_all_work() -> tuple[CudaEvent, ...]:
 
 
 def _record_context(event: torch.cuda.Event) -> bool:
-    """Record all work of the current context in `event`, which has been recorded there. Returns whether the driver did."""
+    """Record all work of the current context in `event`, which was recorded there before. Return True if the driver did."""
     driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it already
     try:
         record = driver.cuCtxRecordEvent

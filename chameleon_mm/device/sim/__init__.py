@@ -1,4 +1,4 @@
-"""A simulated GPU for everything above the device layer: same code, no hardware."""
+"""A simulated GPU: code above the device layer runs on it unchanged, without hardware."""
 
 from __future__ import annotations
 

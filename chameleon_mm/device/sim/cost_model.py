@@ -1,16 +1,16 @@
-"""Times of the work of a GPU that is only a line in a table: an operator by a roofline, a copy by the engines of its link.
+"""Times of work on a GPU, computed from its datasheet: a roofline for operators, one engine per link direction for copies.
 
     kernel_us = max(floating-point operations / rate of the dtype, bytes touched / memory bandwidth, shortest kernel)
 
-    start = max(when the stream is ready, when the engine is free)
-    end   = start + latency + bytes at this direction's rate, or at what the other direction leaves while it is busy
+    start = max(time when the stream is ready, time when the engine is free)
+    end   = start + latency + bytes / rate       # rate: this direction's, or the rest of duplex while the other is busy
 
-FLOPs come from torch's own `flop_counter` registry, bytes from the tensors the operator reads, plus those it writes.
-A roofline, no more: it knows no cache, no fusion and no tail effect. Rates are scaled to what large kernels reach in practice.
+FLOPs come from torch's own `flop_counter` registry. Bytes are those of the tensors that the operator reads and writes.
+The roofline has no cache, no fusion and no tail effect. Rates are scaled to the share that large kernels reach in practice.
 
-The link has one engine per direction, each FIFO. Times are fixed when a copy is issued. A copy that starts beside one already
-going the other way gets the rest of the duplex rate; the earlier one keeps its own. The sum is the link's measured duplex rate,
-which is what plans depend on.
+The link has one FIFO engine per direction. Times are fixed when a copy is issued. A copy that starts during one in the other
+direction gets the rest of the duplex rate; the earlier copy keeps its rate. The sum is the link's measured duplex rate, on
+which plans depend.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from chameleon_mm.device.specs import GpuSpec
 _HALF = (torch.bfloat16, torch.float16)
 
 COPY_LATENCY_US = 3.1
-"""Fixed cost of one DMA copy on a PCIe 5 GPU: 4 MiB reach 53.2 of 55.4 GB/s, so 90 % of the rate comes at 1.6 MB."""
+"""Fixed cost of one DMA copy on a PCIe 5 GPU: 4 MiB reach 53.2 of 55.4 GB/s, so 90 % of the rate is reached at 1.6 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Prices of one GPU's work, in virtual microseconds."""
+    """Costs of a GPU's work in virtual microseconds."""
 
     spec: GpuSpec
     matmul_efficiency: float = 0.7
@@ -40,7 +40,7 @@ class CostModel:
     memory_efficiency: float = 0.85
     """Share of the memory bandwidth that streaming kernels reach."""
     shortest_kernel_us: float = 2.0
-    """No kernel takes less, however small."""
+    """Minimum device time of a kernel."""
     launch_us: float = 5.0
     """Host time of one eager operator that launches a kernel."""
     view_us: float = 1.5
@@ -52,8 +52,8 @@ class CostModel:
     triton_launch_us: float = 10.0
     """Host time of one launch of a Triton kernel: published as 9-11 us."""
     packed_tensor_us: float = 0.3
-    """Host time of each buffer that a kernel packs or unpacks, for its row in the table. Assumed: a CPU took
-    0.6, of which half are checks, with 64 buffers."""
+    """Host time per buffer that a kernel packs or unpacks, for its row in the table. Assumed: a CPU took 0.6 us with 64
+    buffers, half of it for checks."""
 
     def __post_init__(self) -> None:
         for name in ("matmul_efficiency", "memory_efficiency"):
@@ -73,7 +73,7 @@ class CostModel:
 
 
 def touched_bytes(t: Tensor) -> int:
-    """Bytes that an operator touches of `t`: its elements, or what lies between the first and the last where that is less."""
+    """Bytes of `t` that an operator touches: those of its elements, or the span from first to last element if that is less."""
     count = t.numel()
     if count == 0 or t.is_contiguous():
         return count * t.element_size()
@@ -82,7 +82,7 @@ def touched_bytes(t: Tensor) -> int:
 
 
 class Span(NamedTuple):
-    """One copy's time on its engine, in virtual microseconds."""
+    """Start and end of a copy on its engine, in virtual microseconds."""
 
     start_us: float
     end_us: float
@@ -91,7 +91,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class CopyEngine:
-    """The copy engine of one direction. `rate_gbps` alone, `shared_gbps` while the other direction is busy (1e9 bytes a
+    """Copy engine of one direction. Its rate is `rate_gbps`, or `shared_gbps` while the other direction is busy (1e9 bytes per
     second)."""
 
     rate_gbps: float
@@ -100,7 +100,7 @@ class CopyEngine:
     spans: deque[Span] = field(default_factory=deque)
 
     def schedule(self, nbytes: int, ready_us: float, other: CopyEngine) -> Span:
-        """Queue a copy that may start at `ready_us`; returns when it runs."""
+        """Queue a copy that may start at `ready_us`. Return its start and end."""
         start = max(ready_us, self.free_at_us)
         clock = start + COPY_LATENCY_US
         left = float(nbytes)
@@ -119,13 +119,13 @@ class CopyEngine:
         return span
 
     def forget_before(self, now_us: float) -> None:
-        """Drop spans that nothing issued from now on can run beside."""
+        """Drop spans that end before `now_us`: no later copy can overlap them."""
         while self.spans and self.spans[0].end_us < now_us:
             self.spans.popleft()
 
 
 def _advance(clock_us: float, left_bytes: float, rate_gbps: float, at_most_us: float) -> tuple[float, float]:
-    """Move bytes at a rate for at most a time: the new clock and what is left."""
+    """Move bytes at a rate for at most `at_most_us`. Return the new clock and the bytes left."""
     per_us = rate_gbps * 1e3
     needed = left_bytes / per_us
     if needed <= at_most_us:

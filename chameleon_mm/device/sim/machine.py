@@ -1,11 +1,11 @@
-"""The works of one simulated GPU: clocks, memory and link, and what each call of a stream or of the host does to them.
+"""State of a simulated GPU: its clocks, memory and link, and how stream and host calls change them.
 
     launch:  host_us += its cost;  stream.ready_us = max(ready, host_us) + its time
-    copy:    time from the engine of its direction
+    copy:    time from the copy engine of its direction
     pack:    time of one kernel
-    each:    the observer is told, and moves the bytes
+    each:    the observer sees it and moves the bytes
 
-Everything here runs under `lock`; all threads count as one host.
+Everything here runs under `lock`. All threads count as one host.
 """
 
 from __future__ import annotations
@@ -26,80 +26,81 @@ from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel, Span, touched_bytes
 from chameleon_mm.units import allocated_size, format_size
 
-# --- Observer of a simulated device: it is told of the work in the order of issue, and may refuse it or move its bytes later
+# --- Observer of a simulated device: it sees the work in the order of issue. It may refuse work or move its bytes later.
 #
-# `SimObserver` itself accuses nobody. The tests' observer, which detects races, is no part of the library.
+# `SimObserver` itself checks nothing. The tests' observer, which detects races, is not part of the library.
 
 
 class SimObserver:
-    """Observer that finds nothing, and moves the bytes of a copy when it is issued.
+    """Observer that checks nothing and moves the bytes of a copy when it is issued.
 
-    Methods run under the device's lock, `released` alone in any line of any thread. What they raise, the observed call raises.
+    Methods run under the device's lock, except `released`, which may run at any line of any thread. The observed call raises
+    what they raise.
     """
 
     machine: Machine
-    """The device's machine, from `attach_observer` on."""
+    """The device's machine, set by `attach_observer`."""
 
     def seen(self, buffer: Buffer) -> None:
-        """A storage is seen for the first time."""
+        """Called when a storage is seen for the first time."""
 
     def launch(self, stream: SimStream) -> None:
-        """Work follows on `stream`, after all that the host has done and seen complete."""
+        """Called before work on `stream`. The work comes after all that the host has done and seen complete."""
 
     def access(self, stream: SimStream, buffer: Buffer, t: Tensor, *, write: bool, label: str) -> None:
-        """An operator or a kernel on `stream` reads or writes `t`, which lies in `buffer`."""
+        """Called when an operator or a kernel on `stream` reads or writes `t`, which lies in `buffer`."""
 
     def host_access(self, buffer: Buffer, t: Tensor, *, write: bool, label: str) -> None:
-        """The host reads or writes `t`, which lies in `buffer`, pinned memory."""
+        """Called when the host reads or writes `t`, which lies in the pinned memory `buffer`."""
 
     def check_move(self, what: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """The pairs `(dst, src)` are to be moved by one call `what`: "copy", "pack" or "unpack"."""
+        """Check the pairs `(dst, src)` before the call `what` ("copy", "pack" or "unpack") moves them."""
 
     def move(self, stream: SimStream, what: str, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool) -> None:
-        """Move the bytes of the pairs `(dst, src)`, in any order, by the time that the next work after them begins."""
+        """Move the bytes of the pairs `(dst, src)`, in any order, before the next work after them begins."""
         if self.machine.moves_bytes:
             for dst, src in pairs:
                 ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.numel())
 
     def passed(self, streams: Sequence[SimStream]) -> object:
-        """Return a mark of all work so far on `streams`, and of what the host has seen complete."""
+        """Return a mark of all work so far on `streams`, and of all work that the host has seen complete."""
 
     def stream_waits(self, stream: SimStream, mark: object) -> None:
-        """`stream` is ordered after `mark`, which `passed` returned."""
+        """Called when `stream` is ordered after `mark`, a result of `passed`."""
 
     def host_waits(self, mark: object) -> None:
-        """The host has seen the work before `mark` complete."""
+        """Called when the host has seen the work before `mark` complete."""
 
     def allocated(self, stream: SimStream, storage: torch.UntypedStorage) -> None:
-        """`stream` was handed memory with nothing in it yet: a block that it may still work on."""
+        """Called when `stream` gets uninitialised memory. Earlier work of the stream may still use the block."""
 
     def freed(self, stream: SimStream, tensor: Tensor) -> None:
-        """`stream` hands back its memory if the caller alone holds it."""
+        """Called when `stream` hands back the tensor's memory, provided that only the caller refers to it."""
 
     def emptied(self, stream: SimStream, storage: torch.UntypedStorage) -> None:
-        """`stream` hands back the memory of `storage`, which stays."""
+        """Called when `stream` hands back the memory of `storage`. The storage itself stays."""
 
     def host_freed(self, buffer: Buffer) -> None:
-        """The host is about to free pinned memory."""
+        """Called before the host frees pinned memory."""
 
     def released(self, buffer: Buffer) -> None:
-        """The memory of a storage that died, or was resized by others, goes back to the stream that it belongs to."""
+        """Called when the memory of a storage goes back to its stream, because it died or other code resized it."""
 
     def settled(self) -> None:
-        """All memory released so far is accounted for."""
+        """Called when all memory released so far is counted."""
 
 
 # --- Every storage that the simulated device has seen, by weak reference
 
 
 def plain_bytes(nbytes: int) -> Tensor:
-    """Memory of the simulator's own making, which no active mode sees, prices or replaces."""
+    """Return memory for the simulator itself, which no active dispatch mode sees, prices or replaces."""
     with torch._C._DisableTorchDispatch():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class Buffer:
-    """One storage: device memory (`host` False) or pinned host memory."""
+    """Record of a storage, in device memory (`host` False) or pinned host memory."""
 
     __slots__ = ("address", "charged_bytes", "freed", "host", "nbytes", "note", "ref")
 
@@ -111,7 +112,7 @@ class Buffer:
         self.host = host
         self.charged_bytes = 0
         self.freed = False
-        """True of pinned memory that was given back although the storage is still there."""
+        """True if pinned memory was freed while its storage still exists."""
         self.note: Any = None
         """For the observer."""
 
@@ -121,7 +122,7 @@ def _address(buffer: Buffer) -> int:
 
 
 class Ledger:
-    """Every storage seen, what is allocated now and at most, and the deaths that are still to be counted."""
+    """Every storage seen, current and peak bytes allocated, and storages that died but are not counted yet."""
 
     observer: SimObserver
 
@@ -135,16 +136,16 @@ class Ledger:
         self._deaths: deque[tuple[int, Buffer]] = deque()
 
     def find(self, storage: torch.UntypedStorage) -> Buffer | None:
-        """Find the storage's buffer if it was seen before. Keyed by the object, compared by a weak reference: ids are
-        recycled."""
+        """Find the storage's buffer by the object's id, or by an address in pinned memory; None if it is unknown. A weak
+        reference confirms an id, because ids are reused."""
         buffer = self._buffers.get(id(storage))
         if buffer is not None and buffer.ref() is storage:
             return buffer
-        if not self._host or storage.device.type != "cpu":  # a fake tensor's is "meta": it has no address to be asked for
+        if not self._host or storage.device.type != "cpu":  # a fake tensor's storage is "meta" and has no address
             return None
         try:
             address = storage.data_ptr()
-        except RuntimeError:  # a functorch wrapper's: no memory of its own
+        except RuntimeError:  # a functorch wrapper's storage has no memory
             return None
         at = bisect_right(self._host, address, key=_address) - 1
         if at < 0:
@@ -153,9 +154,9 @@ class Ledger:
         return buffer if address < buffer.address + buffer.nbytes and buffer.ref() is not None else None
 
     def adopt(self, storage: torch.UntypedStorage, *, host: bool = False) -> Buffer:
-        """The storage's buffer, charged for on first sight and when it has grown since the last.
+        """Return the storage's buffer. Count its bytes when it is first seen, and again if its size has changed since.
 
-        Raises `torch.OutOfMemoryError` when it does not fit, with nothing changed.
+        Raises `torch.OutOfMemoryError` with nothing changed if it does not fit.
         """
         nbytes = storage.nbytes()
         buffer = self.find(storage)
@@ -170,14 +171,14 @@ class Ledger:
         buffer = Buffer(weakref.ref(storage, self._on_death(key)), nbytes, host=host, address=address)
         self._buffers[key] = buffer
         if host:
-            self._host = [known for known in self._host if known.ref() is not None]  # a dead one may lie where this one does
+            self._host = [known for known in self._host if known.ref() is not None]  # a dead one may have this address
             insort(self._host, buffer, key=_address)
         self._charge(buffer, charge)
         self.observer.seen(buffer)
         return buffer
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Give the storage's block back, or give it one. Raises as `adopt` does."""
+        """Free the storage's block, or allocate one. Raises as `adopt` does."""
         self.adopt(storage)
         if nbytes:
             self.make_room(allocated_size(nbytes))
@@ -186,7 +187,7 @@ class Ledger:
         self.adopt(storage)
 
     def make_room(self, nbytes: int) -> None:
-        """Raise `torch.OutOfMemoryError` as the caching allocator does when `nbytes` more do not fit."""
+        """Raise `torch.OutOfMemoryError`, as the caching allocator does, if `nbytes` more do not fit."""
         if nbytes and self.allocated_bytes + nbytes > self.capacity:
             raise torch.OutOfMemoryError(
                 f"out of memory on the simulated device. Tried to allocate {format_size(nbytes)}. It has a capacity of "
@@ -195,14 +196,14 @@ class Ledger:
             )
 
     def lend(self, nbytes: int) -> None:
-        """Charge `nbytes` that an operator has for itself and frees again. Raises `torch.OutOfMemoryError` when they do not
+        """Count `nbytes` of scratch memory that an operator allocates and frees. Raises `torch.OutOfMemoryError` if they do not
         fit."""
         self.make_room(nbytes)
         self.cumulative_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes + nbytes)
 
     def settle(self) -> None:
-        """Count the deaths so far."""
+        """Subtract the bytes of the storages that died so far."""
         if not self._deaths:
             return
         while self._deaths:
@@ -216,18 +217,18 @@ class Ledger:
 
     def _on_death(self, key: int) -> Callable[[object], None]:
         def died(_: object) -> None:
-            # Runs in the middle of any line of any thread, so it only notes the death: settle() does the rest.
+            # Runs at any line of any thread, so it only notes the death: settle() does the rest.
             dead = self._buffers.get(key)
             if dead is None or dead.ref() is not None:
-                return  # that id belongs to another storage by now
+                return  # another storage has that id now
             self.observer.released(dead)
             self._deaths.append((key, dead))
 
         return died
 
     def _resized(self, buffer: Buffer, nbytes: int) -> None:
-        """Note that a storage has another size than when it was last seen: its old block went back to its owner, it has a new
-        one."""
+        """Count a storage whose size has changed since it was last seen. Its old block went back to its stream, and it has a
+        new one."""
         charge = 0 if buffer.host else allocated_size(nbytes)
         self.make_room(max(0, charge - buffer.charged_bytes))
         self.observer.released(buffer)
@@ -244,13 +245,12 @@ class Ledger:
 
 
 # --- Streams and events of the simulated device: the time of all work is fixed when it is issued
-#
-# copy(dst, src):  when it runs is known now (engine, ready time); the observer moves the bytes record():        the stream's
-# time, and the observer's mark wait(event):     times joined
+# copy(dst, src):  start and end are fixed now (engine, ready time); the observer moves the bytes
+# record():        the stream's time and the observer's mark; wait(event): the later of both times
 
 
 class SimEvent:
-    """A point in a simulated stream's work: its virtual time, and the observer's mark of what it is ordered after."""
+    """A point in a simulated stream's work: its virtual time, and the observer's mark of the work before it."""
 
     __slots__ = ("machine", "mark", "time_us", "timed")
 
@@ -261,17 +261,17 @@ class SimEvent:
         self.timed = timed
 
     def query(self) -> bool:
-        """Whether the host's clock has passed the event. True orders all that the host does and launches later."""
+        """True if the host's clock has passed the event. True orders all later host work and launches after it."""
         return self.machine.host_sees(self, wait=False)
 
     def synchronize(self) -> None:
-        """Move the host's clock to the event, if it is not there yet."""
+        """Advance the host's clock to the event's time, if it is earlier."""
         self.machine.host_sees(self, wait=True)
 
     def elapsed_us(self, since: Event) -> float:
         """Virtual microseconds from `since` to this event.
 
-        Raises `ValueError` unless both are timed, complete and of one device.
+        Raises `ValueError` unless both are timed, complete and from the same device.
         """
         if not isinstance(since, SimEvent) or since.machine is not self.machine or not (self.timed and since.timed):
             raise ValueError("elapsed_us: expected two timed events of one simulated device; record them with timed=True")
@@ -281,7 +281,7 @@ class SimEvent:
 
 
 class SimStream:
-    """A queue of simulated work. `for_copies`: no operators run on it."""
+    """A queue of simulated work. `for_copies`: True if no operators run on it."""
 
     __slots__ = ("_machine", "for_copies", "name", "ready_us")
 
@@ -299,7 +299,7 @@ class SimStream:
         return self._machine.allocate(self, nbytes)
 
     def free(self, buffer: Tensor) -> None:
-        """Free as `Stream.free` does: it counts as allocated until the last reference goes."""
+        """Free as `Stream.free` does. The buffer counts as allocated until its last reference is dropped."""
         self._machine.free(self, buffer)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -312,14 +312,14 @@ class SimStream:
 
     def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
         """Copy as `Stream.copy_storage` does. Raises `ValueError` as `copy` does."""
-        with torch._C._DisableTorchDispatch():  # an active mode would take it for an operator of the model's
+        with torch._C._DisableTorchDispatch():  # an active mode would count it as an operator of the model
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         dst, src = (host, whole) if out else (whole, host)
         self.copy(dst, src, speculative=out)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        """Pack as `Stream.pack` does, for one launch and the bytes' way through device memory. Raises `ValueError` also for
-        host memory."""
+        """Pack as `Stream.pack` does. It costs one launch, and the time to read and write the bytes in device memory. Raises
+        `ValueError` also for host memory."""
         self._machine.pack(self, "pack", sources, dst, offsets)
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
@@ -327,8 +327,8 @@ class SimStream:
         self._machine.pack(self, "unpack", destinations, src, offsets)
 
     def add_checksum(self, out: Tensor, src: Tensor) -> None:
-        """Add as `Stream.add_checksum` does, for one launch and one reading of the bytes. Raises `ValueError` also for host
-        memory and on a stream of copies."""
+        """Add as `Stream.add_checksum` does. It costs one launch and the time to read the bytes. Raises `ValueError` also for
+        host memory, and on a stream for copies."""
         check_sum(out, src, torch.device("cpu"))
         self._machine.add_checksum(self, out, src)
 
@@ -337,7 +337,7 @@ class SimStream:
         return self._machine.record((self,), timed=timed)
 
     def record_again(self, event: Event) -> None:
-        """Record as `Stream.record_again` does. Raises `TypeError` for another kind's event."""
+        """Record as `Stream.record_again` does. Raises `TypeError` for an event of another kind of device."""
         if not isinstance(event, SimEvent):
             raise TypeError(f"record_again: expected an event of the simulator, got {type(event).__name__}: use one device")
         now = self._machine.record((self,))
@@ -347,8 +347,8 @@ class SimStream:
         return self._machine.current_stream() is self
 
     def wait(self, event: Event) -> None:
-        """Wait as `Stream.wait` does. Raises `TypeError` for another kind's event, `ValueError` for another simulated
-        device's."""
+        """Wait as `Stream.wait` does. Raises `TypeError` for an event of another kind of device, `ValueError` for one of
+        another simulated device."""
         if not isinstance(event, SimEvent):
             raise TypeError(f"wait: expected an event of the simulator, got {type(event).__name__}: use one device throughout")
         if event.machine is not self._machine:
@@ -358,11 +358,11 @@ class SimStream:
 
 # --- machine
 
-_MEMORY = torch.device("cpu")  # where simulated memory lies
+_MEMORY = torch.device("cpu")  # device of simulated memory
 
 
 class Machine:
-    """State of a simulated GPU. `moves_bytes` off: memory is counted and copies take their time, and nobody writes a byte."""
+    """State of a simulated GPU. `moves_bytes` False: memory is counted and copies take time, but no bytes are written."""
 
     def __init__(self, capacity: int, cost: CostModel, *, moves_bytes: bool = True) -> None:
         self.lock = threading.RLock()
@@ -384,7 +384,7 @@ class Machine:
         observer.machine = self
 
     def current_stream(self) -> SimStream:
-        """The stream on which the calling thread's operators run."""
+        """Return the stream on which the calling thread's operators run."""
         stream: SimStream = getattr(self._thread, "stream", self._default)
         return stream
 
@@ -422,7 +422,7 @@ class Machine:
                 self.host_waits_for(stream)
 
     def host_memory(self, memory: Tensor) -> None:
-        """Note pinned memory: `memory` is all of it."""
+        """Register pinned memory. `memory` is all of its storage."""
         with self.lock:
             self.ledger.adopt(memory.untyped_storage(), host=True)
 
@@ -443,7 +443,7 @@ class Machine:
     # --- streams
 
     def record(self, streams: Sequence[SimStream] | None = None, *, timed: bool = False) -> SimEvent:
-        """Record an event after all work on `streams`; None: on every stream."""
+        """Record an event after all work on `streams`, or on every stream if None."""
         with self.lock:
             self.host_us += self.cost.event_us
             streams = streams or self._streams
@@ -502,9 +502,9 @@ class Machine:
             self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
 
     def pack(self, stream: SimStream, what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> None:
-        """Run one pack or unpack kernel, as `what` says."""
+        """Run one kernel: `what` is "pack" or "unpack"."""
         check_packed(what, buffers, staging, offsets, _MEMORY)
-        with torch._C._DisableTorchDispatch():  # an active mode would take it for an operator of the model's
+        with torch._C._DisableTorchDispatch():  # an active mode would count it as an operator of the model
             parts = [staging.narrow(0, at, buffer.numel()) for buffer, at in zip(buffers, offsets, strict=True)]
         pairs = list(zip(parts, buffers, strict=True) if what == "pack" else zip(buffers, parts, strict=True))
         self.observer.check_move(what, pairs)
@@ -525,7 +525,7 @@ class Machine:
             self.run_kernel(stream, self.cost.device_copy_us(total))
 
     def add_checksum(self, stream: SimStream, out: Tensor, src: Tensor) -> None:
-        """Run one kernel, on a compute stream, in program order."""
+        """Run one checksum kernel on a compute stream, in program order."""
         if stream.for_copies:
             raise ValueError(
                 f"checksum: expected a compute stream, got {stream.name}, which is for copies: use current_stream()"
@@ -546,7 +546,7 @@ class Machine:
         return self.ledger.adopt(end.untyped_storage())
 
     def transfer(self, stream: SimStream, nbytes: int, *, to_host: bool, from_host: bool) -> None:
-        """Take the time of a copy: on the link's engine, or inside device memory."""
+        """Add the time of a copy to the stream: on a copy engine of the link, or inside device memory."""
         ready = max(stream.ready_us, self.host_us)
         if to_host == from_host:
             stream.ready_us = ready + self.cost.device_copy_us(nbytes)
@@ -564,7 +564,7 @@ class Machine:
         stream.ready_us = max(stream.ready_us, self.host_us) + price_us
 
     def access(self, stream: SimStream, tensors: Iterable[Tensor], *, write: bool, label: str) -> int:
-        """Note that `stream` reads or writes these tensors now. Returns their bytes."""
+        """Report to the observer that `stream` reads or writes these tensors now. Returns the bytes touched."""
         total = 0
         for t in tensors:
             self.observer.access(stream, self._adopt(t), t, write=write, label=label)
@@ -572,6 +572,6 @@ class Machine:
         return total
 
     def host_access(self, tensors: Iterable[Tensor], *, write: bool, label: str) -> None:
-        """Note that the host itself reads or writes these tensors of pinned memory: before all that it launches from now on."""
+        """Report to the observer that the host accesses these tensors in pinned memory, before all its later launches."""
         for t in tensors:
             self.observer.host_access(self._adopt(t), t, write=write, label=label)

@@ -1,4 +1,4 @@
-"""A GPU that is not there: the same calls, with virtual clocks, counted memory and a capacity.
+"""A simulated GPU: the same calls as a real one, with virtual clocks, counted memory and a capacity.
 
 device = SimDevice("h200", hbm_bytes="2GiB")
 with device.compute():                     # CPU ops are its compute: counted, priced, ordered
@@ -26,26 +26,26 @@ from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.device.uncompiled import import_dynamo
 from chameleon_mm.units import parse_size
 
-# --- The model's own CPU ops as the simulated GPU's compute: a dispatch mode that orders, counts and prices each of them
-#
-# reads   -> each input's bytes                                                    (before the operator runs) run     -> the
-# real CPU operator: the numbers are real writes  -> results and mutated inputs; new storages are charged for, and may not fit;
-# so is what it takes for itself meanwhile time    -> host: launch cost; stream: max(its time, host's) + price of the kernel
+# --- The model's CPU ops as the simulated GPU's compute: a dispatch mode that orders, counts and prices each of them
+# reads   -> each input's bytes, before the operator runs
+# run     -> the real CPU operator, with real numbers
+# writes  -> results and mutated inputs; new storages and scratch memory are counted, and may not fit
+# time    -> host: launch cost; stream: max(its time, the host's) + the kernel's time
 
 
 class SimCompute(TorchDispatchMode):
-    """While active, this thread's CPU ops run on a simulated device's current stream.
+    """Mode in which this thread's CPU ops run on a simulated device's current stream.
 
-    Wrapper subclasses take themselves apart first, composite operators are taken apart (in inference mode they arrive whole):
-    what is priced is what a GPU would launch. Raises what an allocation or an observer raises; an operator whose
-    results do not fit has run, as one that fails half-way on a GPU has: what it mutated is mutated, its generator has moved.
+    Wrapper subclasses unwrap first, and composite operators are decomposed (in inference mode they arrive whole). So the mode
+    prices the kernels that a GPU would launch. Raises errors of allocations and of the observer. An operator whose results do
+    not fit has run, like one that fails half-way on a GPU. Its mutated inputs are changed, and its generator has advanced.
     """
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         import_dynamo()
         self.machine = machine
-        self._facts = OpFactsCache("cpu")  # whose kernels run, and decide what they give
+        self._facts = OpFactsCache("cpu")  # the CPU's kernels run and decide the results
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,7 +55,7 @@ class SimCompute(TorchDispatchMode):
             if issubclass(kind, FakeTensor):
                 return func(*args, **kwargs)  # no memory, no kernel
             if is_traceable_wrapper_subclass_type(kind):
-                return NotImplemented  # asks the subclass, with this mode still active for what it is made of
+                return NotImplemented  # the subclass handles it, with this mode still active for its inner tensors
         facts = self._facts[func]
         if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
@@ -77,8 +77,8 @@ class SimCompute(TorchDispatchMode):
             return out  # a factory under a FakeTensorMode: no memory, no kernel
         if call.inputs or call.written:
             with machine.lock:
-                machine.ledger.settle()  # what died while the operator ran makes room for its results
-                for t in call.written.values():  # all of them first: whether they fit comes before whether they race
+                machine.ledger.settle()  # storages that died while the operator ran make room for its results
+                for t in call.written.values():  # all of them first: check that they fit before the observer checks for races
                     machine.ledger.adopt(t.untyped_storage())
                 if facts.kernel:
                     machine.ledger.lend(inner_bytes(call))
@@ -92,7 +92,7 @@ class SimCompute(TorchDispatchMode):
         return out
 
     def _run_on_host(self, call: OpCall) -> Any:
-        """Pinned memory alone: on a GPU's machine the host does it, at once, in its own program order."""
+        """Run an operator on pinned memory only. With a real GPU, the host also runs it at once, in program order."""
         label = f"{call.facts.name} on the host"
         self.machine.host_access(call.read(), write=False, label=label)
         out = call.run()
@@ -122,10 +122,10 @@ class SimDevice:
     """A simulated GPU: virtual clocks, two copy engines and a capacity.
 
     `spec` names a GPU (`chameleon_mm.device.SPECS`) or is a `GpuSpec`; `hbm_bytes` overrides its capacity.
-    `moves_bytes` off: memory is counted and copies take their time, but none of it is written, so that it takes no physical
-    memory; for steps whose operators compute nothing either.
-    Thread-safe; all threads count as one host. What runs outside `compute()` is not seen: its tensors count from their first
-    copy on, its accesses never. Work that lacks a wait, or uses freed memory, gets no error unless an observer raises one.
+    `moves_bytes` False: memory is counted and copies take time, but no bytes are written, so no physical memory is used. For
+    steps whose operators compute nothing either. Thread-safe; all threads count as one host.
+    Work outside `compute()` is not seen: its tensors count from their first copy on, its accesses never. A missing wait or a
+    use of freed memory raises no error, unless an observer raises one.
     Raises `ValueError` for an unknown spec or size.
     """
 
@@ -164,11 +164,11 @@ class SimDevice:
 
     @property
     def host_us(self) -> float:
-        """The host's virtual clock, in microseconds: what launching has cost so far, and what it waited for."""
+        """Host's virtual clock in microseconds: the cost of its launches so far, and its waits."""
         return self._machine.host_us
 
     def attach_observer(self, observer: SimObserver) -> None:
-        """Tell `observer` of all work from now on, and no other. Call it before the device's first work."""
+        """Make `observer` the only observer of all work from now on. Call it before the device's first work."""
         self._machine.observe(observer)
 
     def __repr__(self) -> str:
@@ -180,7 +180,7 @@ class SimDevice:
         return self._host_memory(nbytes)
 
     def alloc_pageable(self, nbytes: int) -> Tensor:
-        """Allocate as `Device.alloc_pageable` does: priced as pinned memory is, for want of a measured rate."""
+        """Allocate as `Device.alloc_pageable` does. Priced like pinned memory, because no rate was measured."""
         return self._host_memory(nbytes)
 
     def _host_memory(self, nbytes: int) -> Tensor:
@@ -189,11 +189,11 @@ class SimDevice:
         return memory
 
     def free_pinned(self, memory: Tensor) -> None:
-        """Free as `Device.free_pinned` does. Raises `ValueError` for all but a whole, live allocation."""
+        """Free as `Device.free_pinned` does. Raises `ValueError` unless `memory` is a whole, live allocation."""
         self._machine.forget_host_memory(memory)
 
     def is_host_memory(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in memory that `alloc_pinned` or `alloc_pageable` gave."""
+        """True if the tensor lies in memory from `alloc_pinned` or `alloc_pageable`."""
         buffer = self._machine.ledger.find(tensor.untyped_storage())
         return buffer is not None and buffer.host
 
@@ -201,7 +201,7 @@ class SimDevice:
         return tensor.is_cpu and tensor.layout is torch.strided and not self.is_host_memory(tensor)
 
     def allocated_bytes(self) -> int:
-        """Count as `Device.allocated_bytes` does, each storage rounded up to 512."""
+        """Count as `Device.allocated_bytes` does, with each storage rounded up to 512 bytes."""
         with self._machine.lock:
             self._machine.ledger.settle()
             return self._machine.ledger.allocated_bytes
@@ -226,7 +226,7 @@ class SimDevice:
             return MemoryReading(ledger.allocated_bytes, ledger.cumulative_bytes, ledger.peak_bytes)
 
     def allocator_hook(self) -> AllocatorHook | None:
-        """None: its allocator reclaims nothing by itself."""
+        """Return None: this device's allocator has no hook."""
         return None
 
     # --- streams
@@ -238,18 +238,18 @@ class SimDevice:
         return self._machine.make_stream(name, for_copies=True)
 
     def capturing(self) -> bool:
-        """False: there are no graphs here."""
+        """Return False: the simulator has no graphs."""
         return False
 
     def new_compute_stream(self, name: str = "compute") -> SimStream:
-        """Another stream for `stream(...)`."""
+        """Return a new compute stream for `stream(...)`."""
         return self._machine.make_stream(name, for_copies=False)
 
     @contextmanager
     def stream(self, stream: SimStream) -> Iterator[SimStream]:
         """Make `stream` this thread's current compute stream, as `torch.cuda.stream` does.
 
-        From then on it works in program order. Autograd on CPU knows no streams: a backward runs where it is called.
+        From then on it works in program order. Autograd on CPU has no streams: backward runs on the caller's current one.
         """
         before = self.current_stream()
         self._machine.make_current(stream)
@@ -265,17 +265,17 @@ class SimDevice:
         return (self._machine.record(),)
 
     def copy_spans(self, direction: str) -> tuple[Span, ...]:
-        """The copies of "d2h" or "h2d" that lie latest on their engine: those that a copy issued now may run beside."""
+        """Latest copies on the engine of "d2h" or "h2d": those that a copy issued now may overlap."""
         return self._machine.copy_spans(direction)
 
     def compute(self) -> AbstractContextManager[SimDevice]:
-        """Context as `Device.compute`: this thread's CPU ops, and those of a backward it starts, run on `current_stream()`."""
+        """Return a context as `Device.compute` does: CPU ops of this thread, backward included, run on `current_stream()`."""
         return _Compute(self, self._machine)
 
 
 class _Compute:
-    """Context manager as an object rather than a generator: one that a thread left behind must not end its mode on whichever
-    thread drops it."""
+    """Context manager of `SimDevice.compute`. Not a generator: an abandoned generator would end its mode on the thread that
+    drops it."""
 
     def __init__(self, device: SimDevice, machine: Machine) -> None:
         self._device = device
@@ -294,4 +294,4 @@ class _Compute:
         if mode is not None:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as above
         if error[0] is None:
-            self._device.allocated_bytes()  # what an observer found when a block was freed is raised here at the latest
+            self._device.allocated_bytes()  # raises the observer's errors about freed blocks, here at the latest

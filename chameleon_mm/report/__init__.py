@@ -1,3 +1,3 @@
-"""Figures of a session and of its steps, and reports of them as text, JSON, HTML and a trace."""
+"""What a session did: figures of each step, and reports of them as text, JSON, HTML and a trace."""
 
 from __future__ import annotations

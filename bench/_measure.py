@@ -207,7 +207,7 @@ class Results:
         return lines
 
     def _waived(self) -> dict[str, str]:
-        """Reason -> what it stands for: whole rows by their names, else columns by their titles."""
+        """Reason -> cells that it waives: whole rows by their names, else columns by their titles."""
         cells: dict[str, list[tuple[Row, Column]]] = {}
         for row in self.rows:
             for column in self.columns:

@@ -43,7 +43,7 @@ LIVE = (256, 100_000)
 TRACES = Path(__file__).resolve().parent / "traces"
 
 _SMALLEST, _LARGEST, _PAIRS = 4 * KIB, 256 * KIB, 1000
-_MOST_PINNED = 1000  # blocks of torch's, of which 100,000 would pin 8 GB
+_MOST_PINNED = 1000  # torch's blocks: 100,000 of them would pin 8 GB
 
 _TIME = (
     Column(key="pool", title="PinnedPool us", formula="CPU time of PinnedBlock.release + PinnedPool.allocate"),

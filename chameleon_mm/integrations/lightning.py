@@ -1,7 +1,7 @@
 """Swaps in Lightning's `Trainer`. Fabric's loops take `chameleon_mm.api.attach(fabric.setup(model, ...))`.
 
     swap = SwapCallback(hbm_budget="20GiB")
-    Trainer(callbacks=[swap]).fit(module, data)    # attached as training begins, detached as it ends
+    Trainer(callbacks=[swap]).fit(module, data)    # attached when training begins, detached when it ends
     print(swap.report())
 
 A step lasts from the start of a batch to the end of the first batch in which an optimizer stepped, automatically or manually:

@@ -154,8 +154,8 @@ class SwapReport(Counters):
     planned_recompute_us: float | None
     """Part of `planned_step_us` in which operators run again."""
     planned_bytes: dict[str, int]
-    """Bytes of saved tensors that may leave the device, by that plan's action: "kept", "swapped", "recomputed". "held" is not
-    saved by autograd, but held as the input of recomputation. Empty: there is no plan."""
+    """Bytes of saved tensors that may leave the device, by that plan's action: "kept", "swapped", "recomputed". "held": bytes
+    that autograd did not save, kept as inputs of recomputation. Empty: there is no plan."""
     measured_step_us: float | None
     """Median time of the latest such steps; None: none was timed."""
     prefetches_timed: int | None

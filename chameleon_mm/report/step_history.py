@@ -48,7 +48,7 @@ class StepFigures:
     simulated: bool
     """True if times are those of a simulated device."""
     step_us: float | None = None
-    """Time from the step's begin to its end on the device's clock; None: the step was not timed, nor were the times below."""
+    """Time from the step's begin to its end on the device's clock; None: the step was not timed, nor were its copies."""
     host_us: float
     """Time from the step's begin to its end by the host's clock, maybe far ahead of the device's; virtual on the simulator."""
     peak_hbm_bytes: int

@@ -38,7 +38,7 @@ SEQ_STEP = 64
 """Tokens by which rows grow: kernels work on multiples of it."""
 
 MOST = 1 << 20
-"""Largest size that is tried, in steps (of 1 or `SEQ_STEP`): the memory of some models does not grow with it."""
+"""Largest size that is tried, in steps (of 1 or `SEQ_STEP`): the memory of some models does not grow with their size."""
 
 _STEPS = 2
 """Steps that a session runs at an answer: the first by the default rule, the second by a plan."""

@@ -112,7 +112,7 @@ def _add_session_arguments(beside: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
-    """Run the command and return the exit code: 0 if the step fits the budgets, with a plan or without; else 1.
+    """Run the command and return the exit code: 0 if the step, or with --largest any size, fits the budgets; else 1.
 
     Raises `ValueError` for bad usage, if possible before anything is built, and `OSError` if the file cannot be written.
     """

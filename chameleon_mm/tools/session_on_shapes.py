@@ -1,4 +1,4 @@
-"""Predicts a session's first steps on a GPU that is absent, by running them on shapes alone.
+"""Predicts a session's first steps on an absent GPU, by running them on shapes alone.
 
     run = run_session(RunRequest(build=build, spec=spec, swapped=Swapped(optimizer=True, parameters=True), ...))
     run.steps[0], run.steps[-1]        the first step, by the default rule, and one that follows a plan: time and peak

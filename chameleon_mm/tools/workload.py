@@ -276,7 +276,7 @@ def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = Non
 # Built with random weights under fake tensors, which take no memory; labels = input_ids, no cache of keys and values.
 
 _MOST_TOKENS = 4096
-"""Maximum default length of a row in tokens: a context of 128k is what a model can read, not what it is trained on."""
+"""Maximum default length of a row in tokens: models that can read 128k tokens are not trained on rows of that length."""
 
 
 def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:

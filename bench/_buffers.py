@@ -1,10 +1,10 @@
-"""Memory for copy benchmarks: device, pinned and pageable, filled with random bytes, given back in order.
+"""Memory for copy benchmarks: device, pinned and pageable, filled with random bytes, freed in order.
 
     with Buffers(device) as buffers:
         hbm, host = buffers.on_device(n), buffers.pinned(n)
-        ...                                   # the end waits for the device, then gives everything back
+        ...                                   # the end waits for the device, then frees everything
 
-Random, never zeros: links and memories that compress, and pages that were never touched, make zeros faster than real data.
+Bytes are random: zeros would be faster than real data, because of compression and of pages that were never touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PATTERN_BYTES = 1 << 20
 
 
 class Buffers:
-    """A context that owns flat uint8 buffers of one device and of its host. Allocation errors pass through."""
+    """Context that owns flat uint8 buffers of one device and of its host. Allocation errors pass through."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class Buffers:
             self._device.free_pinned(self._pinned.pop())
 
     def on_device(self, nbytes: int) -> Tensor:
-        """Device memory of the compute stream, filled; usable by every stream at once, since the host waited."""
+        """Filled device memory of the compute stream. Every stream may use it at once, because the host waited."""
         buffer = self._compute.alloc(nbytes)
         self._on_device.append(buffer)
         with self._device.compute():
@@ -49,18 +49,18 @@ class Buffers:
         return buffer
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Pinned host memory, filled."""
+        """Filled pinned host memory."""
         buffer = self._device.alloc_pinned(nbytes)
         self._pinned.append(buffer)
         return _fill(buffer)
 
     def pageable(self, nbytes: int) -> Tensor:
-        """Ordinary host memory, filled, and so resident."""
+        """Filled pageable host memory; it is resident because it is filled."""
         return _fill(torch.empty(nbytes, dtype=torch.uint8))
 
 
 def _fill(host: Tensor) -> Tensor:
-    # A pattern over and over: drawing a GiB of random bytes on one core takes seconds.
+    # A repeated pattern: drawing a GiB of random bytes on one core takes seconds.
     pattern = torch.randint(0, 256, (min(_PATTERN_BYTES, host.numel()),), dtype=torch.uint8)
     for piece in host.split(_PATTERN_BYTES):
         piece.copy_(pattern[: piece.numel()])

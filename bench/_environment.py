@@ -1,10 +1,10 @@
-"""What a number needs beside it before it means anything.
+"""Header of a result file: the environment without which its numbers mean nothing.
 
     header = environment("copy", device)     # schema, device, simulated, stand_in, commit, dirty, versions, date
     path = results / result_name("copy", device.name)
     write_record(path, header | {...})       # not into bench/results, if it ran on the CUDA stand-in
 
-The commit is read from the checkout the code runs from, never passed in: a result cannot claim another tree.
+The commit is read from the checkout that the code runs from, never passed in: a result cannot claim another tree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GIT_TIMEOUT_S = 10
 
 
 def environment(theme: str, device: Device) -> dict[str, Any]:
-    """The header of a result file: what ran (`theme`), on which device, from which commit, with which versions, when (UTC)."""
+    """Header of a result file: theme, device, commit, versions, host and date (UTC)."""
     return {
         "schema": f"chameleon_mm.bench.{theme}/1",
         "theme": theme,
@@ -44,7 +44,7 @@ def environment(theme: str, device: Device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the installed distributions that decide a figure; what is not installed is not listed."""
+    """Versions of Python and of the installed distributions that may change a figure."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -55,7 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What the kernel calls the first processor; the architecture where it does not say."""
+    """Name of the first processor, from the kernel; the architecture if the kernel gives none."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -65,10 +65,10 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def checkout_root() -> Path | None:
-    """The directory of the checkout this module runs from, or None for an installed wheel.
+    """Directory of the checkout that this module runs from; None: an installed wheel.
 
-    Resolving first follows the link from the package to `bench/`. A wheel may lie inside somebody else's repository (a
-    virtual environment in a project), whose commit would be a lie here: so the directory must be this project's.
+    Resolving first follows the link from the package to `bench/`. A wheel may be inside another project's repository (in a
+    virtual environment), whose commit would be wrong here. The directory must therefore be this project's.
     """
     root = Path(__file__).resolve().parents[1]
     return root if (root / "pyproject.toml").is_file() and (root / "chameleon_mm" / "bench").exists() else None
@@ -89,7 +89,7 @@ def commit(root: Path | None = None) -> dict[str, Any]:
 
 
 def _git(git: str, root: Path, *arguments: str) -> str | None:
-    # safe.directory: a checkout that was copied to a machine may belong to another user there, and git refuses those.
+    # safe.directory: a checkout copied to a machine may belong to another user there, and git refuses such a checkout.
     command = [git, "-c", f"safe.directory={root}", "-C", str(root), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
@@ -99,20 +99,20 @@ def _git(git: str, root: Path, *arguments: str) -> str | None:
 
 
 def result_name(theme: str, device_name: str, date: str | None = None) -> str:
-    """`<theme>_<device>_<date>.json`: lower case, one hyphen for whatever a file name should not hold; `date` as YYYY-MM-DD,
-    today in UTC by default."""
+    """`<theme>_<device>_<date>.json`, in lower case; a hyphen replaces characters that a file name should not have. `date`:
+    YYYY-MM-DD, today in UTC by default."""
     slug = re.sub(r"[^a-z0-9.]+", "-", device_name.lower()).strip("-") or "unknown"
     return f"{theme}_{slug}_{date or datetime.now(UTC).date().isoformat()}.json"
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write `record` to `path` as JSON, making the folder where it is missing."""
+    """Write `record` to `path` as JSON, and make the folder if it is missing."""
     write_text(path, json.dumps(record, indent=1) + "\n", record)
 
 
 def write_text(path: Path, text: str, header: Mapping[str, Any]) -> None:
-    """Write `text`, a form of the result with this `header`, to `path`. Raises `ValueError` for a result of the CUDA stand-in
-    in bench/results."""
+    """Write `text`, a form of the result with this `header`, to `path`. Raises `ValueError` if `path` is in bench/results and
+    the result is of the CUDA stand-in."""
     check_place(path, root=checkout_root(), stand_in=bool(header.get("stand_in")))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Pictures that matplotlib draws, as text of an SVG: the same figures give the same text.
+"""Pictures drawn by matplotlib, as SVG text: the same figures give the same text.
 
-text = svg_of("title", (10, 6), draw)        # draw(figure) puts in axes and curves
+text = svg_of("title", (10, 6), draw)        # draw(figure) adds axes and curves
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def svg_of(title: str, inches: tuple[float, float], draw: Callable[[Figure], None]) -> str:
-    """SVG of a figure of so many inches, which `draw` fills. Needs matplotlib."""
+    """SVG of a figure of `inches` (width, height), which `draw` fills. Needs matplotlib."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure  # without pyplot: no state of the process, no display

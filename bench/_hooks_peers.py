@@ -1,4 +1,4 @@
-"""Steps of one chain of operators under hooks, and what those cost the host for each saved tensor.
+"""Steps of one chain of operators under hooks, and the hooks' host time for each saved tensor.
 
 peer = peers(device, saves)["stays, save_on_cpu"]
 sample = peer()          # fresh hooks; warm-up; then the median step: us per save, us per use, share that left the device
@@ -32,29 +32,29 @@ from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.units import KIB
 
 TENSOR_BYTES = 4 * KIB
-"""Bytes of each saved tensor. Few: what is measured is the host's work for a tensor, whatever its size."""
+"""Bytes of each saved tensor: few, because the host's work for a tensor is measured, and does not depend on its size."""
 
 ALONE = Thresholds(stay_below_bytes=0, pack_below_bytes=0)
-"""Each tensor has a copy of its own, as those of 1 MiB and more have."""
+"""Thresholds by which each tensor has its own copy, as tensors of 1 MiB and more have."""
 
 PLANNED_SHARE = 0.1
 """Share of the chain's bytes that a session that plans may hold: nearly all tensors leave the device by its plan."""
 
 FAR = LinkCost(d2h_gbps=1e-6, h2d_gbps=1e-6, duplex_gbps=2e-6)
-"""A link across which nothing is worth moving, so that plans drop what has to leave."""
+"""Link so slow that no copy is worth its time: plans drop and recompute all tensors that have to leave."""
 
 UNPLANNED_STEPS = 2
-"""Steps under `save_on_cpu` before those that are timed: the first pins memory, the second follows the first's order."""
+"""Steps under `save_on_cpu` before the timed ones: the first pins memory, the second follows the order of the first."""
 
 TIMED_STEPS = 5
 
 IDENTITY = "hooks that do nothing"
 
 BY_HAND = "moves, copies by hand"
-"""The least that any swap asks of the device, in order, and nothing else: no budget, no plan, one size, no views."""
+"""Way with only the device calls that any swap needs, in order: no budget, no plan, one size, no views."""
 
 DROPPED = "dropped, recomputed"
-"""The way in which tensors leave by a plan without moving: their operators run again in backward."""
+"""Way in which a plan drops tensors instead of moving them: their operators run again in backward."""
 
 
 class Sample(NamedTuple):
@@ -76,7 +76,7 @@ Peer = Callable[[], Sample]
 
 
 def peers(device: Device, saves: int) -> Mapping[str, Peer]:
-    """Every way by its name, the one that the others are compared with first."""
+    """All ways by name; the first is the reference of the others."""
     with device.compute():
         leaf = torch.zeros(TENSOR_BYTES // 4, device=device.torch_device, requires_grad=True)
     step = partial(_step, leaf, saves)
@@ -95,7 +95,7 @@ def peers(device: Device, saves: int) -> Mapping[str, Peer]:
 
 
 class _Timed:
-    """A hook, and the time inside of it. The operators around it take much longer, and vary by more than a hook takes."""
+    """Hook with the time spent inside it. The operators around it take much longer, and vary by more than a hook takes."""
 
     def __init__(self, hook: Callable[[Any], Any]) -> None:
         self._hook = hook
@@ -126,7 +126,7 @@ def _identity(device: Device, step: Step) -> Sample:
 
 
 class _ByHand:
-    """Each tensor to its own place in pinned memory and back, on streams of their own. Its block goes at the next save."""
+    """Copies each tensor to its own place in pinned memory and back, on separate streams; the next save frees its block."""
 
     def __init__(self, device: Device, host: Sequence[Tensor]) -> None:
         self._device, self._host = device, host
@@ -150,14 +150,14 @@ class _ByHand:
         compute = self._device.current_stream()
         self._let_go(compute)
         buffer = compute.alloc(TENSOR_BYTES)
-        self._h2d.wait(compute.record())  # what the block was last used for -> the copy into it
+        self._h2d.wait(compute.record())  # the last use of the block -> the copy into it
         self._h2d.copy(buffer, self._host[number])
         compute.wait(self._h2d.record())  # the copy -> the node that reads it
         return buffer.view(torch.float32).view(shape)
 
     def _let_go(self, compute: Stream) -> None:
         if self._leaving is not None:
-            compute.wait(self._leaving[1])  # the copy out -> what is allocated in its block next, and the copy back
+            compute.wait(self._leaving[1])  # the copy out -> the next allocation in its block, and the copy back
             compute.free(self._leaving[0])
             self._leaving = None
 
@@ -180,7 +180,7 @@ def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, threshold
     with hooks.pool, device.compute():
         with quiet(device):
             taken = [step(own) for _ in range(UNPLANNED_STEPS)]
-            before = hooks._executor.metrics.totals.bytes_swapped_out  # what it moved is in no report: there is no session
+            before = hooks._executor.metrics.totals.bytes_swapped_out  # no report has the bytes moved: there is no session
             taken += [step(own) for _ in range(TIMED_STEPS)]
         return _sample(
             taken, left=(hooks._executor.metrics.totals.bytes_swapped_out - before) / (TIMED_STEPS * saves * TENSOR_BYTES)
@@ -197,13 +197,13 @@ def _planned(
     thresholds: Thresholds,
     link: LinkCost | None = None,
 ) -> Sample:
-    """`link`: what plans take the link for, of a session that recomputes; None: a session that only swaps."""
+    """`link`: link that plans assume, in a session that recomputes; None: a session that only swaps."""
     chain_bytes = saves * TENSOR_BYTES
-    # Beside the chain's share: its gradient as it passes, what backward brings back, the sum's few bytes.
+    # Added to the chain's share: the current gradient, the tensors that backward brings back, the few bytes of the sum.
     hbm = None if budget is None else device.allocated_bytes() + int(budget * chain_bytes) + 16 * TENSOR_BYTES
     session = SwapSession(hbm, device=device, min_bytes=min_bytes, thresholds=thresholds, recompute=link is not None)
     if link is not None and session._adaptation is not None:
-        session._adaptation._link_cost = lambda: link  # no argument: nobody but this benchmark has to force a choice
+        session._adaptation._link_cost = lambda: link  # no public argument: only this benchmark forces the choice
     taken: list[tuple[float, float]] = []
     own = session._save, session._use
     with session.pool, session:
@@ -232,7 +232,7 @@ def _sample(taken: list[tuple[float, float]], *, left: float) -> Sample:
 
 @contextmanager
 def quiet(device: Device) -> Iterator[None]:
-    """Undisturbed, from a device that has nothing to do until it has nothing to do again."""
+    """Run undisturbed (`undisturbed`). The device is idle at the beginning and at the end."""
     device.synchronize()
     gc.collect()
     with undisturbed():

@@ -1,7 +1,7 @@
-"""Models that take batches of any length, and lengths as training has them.
+"""Models that take batches of any length, and distributions of lengths as in training.
 
 model = MODELS["llama"]()
-loss = model(tokens)                     # (rows, length), int64: next token, or the tokens that were masked
+loss = model(tokens)                     # (rows, length), int64: loss of the next token, or of masked tokens
 lengths_of("log-normal", 200, Random(0))
 """
 
@@ -80,7 +80,7 @@ class Llama(_Decoder):
 
 
 class _MixtureBlock(nn.Module):
-    """Attention, then each token through two of several experts: how many each gets hangs on the data."""
+    """Attention, then each token through two of several experts. The number of tokens per expert depends on the data."""
 
     def __init__(self, width: int, heads: int, experts: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ MODELS: dict[str, Callable[[], LengthModel]] = {"llama": Llama, "bert": Bert, "m
 
 
 def lengths_of(distribution: str, steps: int, rng: Random, *, longest: int = LONGEST) -> list[int]:
-    """Length of each of `steps` batches, from `SHORTEST` to `longest`. Raises `ValueError` for another distribution."""
+    """Length of each of `steps` batches, from `SHORTEST` to `longest`. Raises `ValueError` for an unknown distribution."""
     if distribution == "uniform":
         return [rng.randint(SHORTEST, longest) for _ in range(steps)]
     if distribution == "log-normal":
@@ -155,12 +155,12 @@ def lengths_of(distribution: str, steps: int, rng: Random, *, longest: int = LON
 
 
 def batch_of(model: LengthModel, shape: tuple[int, int], number: int) -> Tensor:
-    """Random tokens of the step with this number: (rows, length), int64, on the CPU."""
+    """Random tokens of step `number`: (rows, length), int64, on the CPU."""
     return torch.randint(0, model.vocabulary, shape, generator=torch.Generator().manual_seed(number))
 
 
 def training_step(model: LengthModel, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-    """Run a step, gradients freed at its end. Returns its loss."""
+    """Run a step and free its gradients. Returns its loss."""
     loss = model(batch)
     loss.backward()
     optimizer.step()

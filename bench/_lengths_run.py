@@ -1,4 +1,4 @@
-"""Runs a model on batches of changing lengths on a simulated GPU, in a session or without one, and notes each step."""
+"""Runs a model on batches of changing lengths on a simulated GPU, with or without a session, and records each step."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ MIN_BYTES = 8 * KIB
 SMALL_GPU = dataclasses.replace(
     SPECS["h200"], bf16_tflops=2.0, fp32_tflops=2.0, hbm_gbps=100.0, h2d_gbps=4.0, d2h_gbps=4.0, duplex_gbps=6.0
 )
-"""A GPU that is as slow as the models are small, so that copies and kernels take about as long as each other."""
+"""GPU that is as slow as the models are small, so that copies and kernels take similar times."""
 
 
 Shape = tuple[int, int]
 """Rows and length of a batch."""
 
 Train = Callable[[int, Shape], object]
-"""Trains on the batch of this number and shape."""
+"""Function that trains on the batch of a number and a shape."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthRun:
-    """A run of some steps."""
+    """Figures of a run, by step."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     parameters: list[Tensor] = dataclasses.field(default_factory=list)
     """Parameters after the last step."""
     peaks: list[int] = dataclasses.field(default_factory=list)
-    """Bytes allocated at most, by step."""
+    """Maximum bytes allocated in each step."""
     times_us: list[float] = dataclasses.field(default_factory=list)
     """Virtual time of each step."""
     kinds: list[str] = dataclasses.field(default_factory=list)
@@ -57,8 +57,8 @@ def run_lengths(
     prepare: Callable[[SwapSession, Train], None] | None = None,
     **given: Any,
 ) -> LengthRun:
-    """Train on batches of these shapes; `budget` None: without a session, else `given` is what it is given beside it.
-    `prepare`: what comes first in the session, and trains; it changes the parameters."""
+    """Train on batches of these shapes. `budget` None: without a session; `given`: more arguments of the session.
+    `prepare`: trains first in the session, and so changes the parameters."""
     device = SimDevice(SMALL_GPU, cost=CostModel(spec=SMALL_GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():

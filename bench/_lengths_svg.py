@@ -1,4 +1,4 @@
-"""The picture of a run whose lengths change: each step's length, its peak under the budget, and what kind of step it was."""
+"""Picture of a run whose lengths change: length, peak against the budget, and kind of each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LABELS = {
 
 
 def lengths_svg(session: LengthRun, unswapped: LengthRun, lengths: Sequence[int], hbm_budget_bytes: int, title: str) -> str:
-    """SVG of a run in a session beside the same without one. Needs matplotlib."""
+    """SVG of a run in a session, together with the same run without one. Needs matplotlib."""
 
     def draw(figure: Figure) -> None:
         memory, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))

@@ -1,4 +1,4 @@
-"""The training benchmark's model: a stack of Llama-shaped blocks, written as plain eager code writes them.
+"""Model of the training benchmark: a stack of Llama-shaped blocks in plain eager code.
 
     x = x + out(attention(rope(q), rope(k), v))          # q, k, v = projections of rms_norm(x)
     x = x + down(silu(gate(h)) * up(h))                  # h = rms_norm(x)
@@ -57,10 +57,10 @@ class Shape:
 
     @property
     def layer_saved_bytes(self) -> int:
-        """What one block keeps from forward to backward, without swapping; `e` is the size of `dtype`.
+        """Bytes that one block saves from forward to backward, without swapping; `e` is the size of `dtype`.
 
         Norms, twice: the input in fp32 (4 width), its quotient in `dtype` (e width), the result (e width). Attention: q and k
-        after RoPE, v, the output, and the output with heads side by side (5e width; kernels that write it so save the last).
+        after RoPE, v, the output, and the output with heads side by side (5e width; kernels with that layout save the last).
         SwiGLU: gate, silu(gate), up, their product (4e ffn).
         """
         e = DTYPES[self.dtype].itemsize
@@ -69,7 +69,7 @@ class Shape:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x**2) + eps) * weight, the statistics in fp32."""
+    """x / sqrt(mean(x**2) + eps) * weight, with statistics in fp32."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Rope(nn.Module):
 
 
 class Block(nn.Module):
-    """One block: attention, then SwiGLU, each on a normalised copy of the residual stream."""
+    """Attention, then SwiGLU, each on a normalised copy of the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """`shape.layers` blocks. With `checkpointed`, each keeps its input alone and runs again in backward."""
+    """Stack of `shape.layers` blocks. With `checkpointed`, each saves only its input and runs again in backward."""
 
     def __init__(self, shape: Shape, *, device: torch.device, checkpointed: bool = False) -> None:
         super().__init__()
@@ -143,5 +143,5 @@ class Stack(nn.Module):
 
 
 def noise(shape: Shape, device: torch.device) -> Tensor:
-    """Inputs, or what they are to become: [batch, seq, width]."""
+    """Random inputs or targets: [batch, seq, width]."""
     return torch.randn(shape.batch, shape.seq, shape.width, dtype=DTYPES[shape.dtype], device=device)

@@ -1,12 +1,12 @@
-"""How every benchmark here measures and writes down what it measured.
+"""Measurement and output of every benchmark here: samples, figures, tables, files.
 
     samples = interleave({"pinned": lambda: timed_us(stream, copy), "pageable": ...})   # same process, rotating order
     results = Results("copy", device, columns)
     results.add("H2D", {"bytes": n}, {"pinned": Figure.of(samples["pinned"], "us", simulated=...), "ratio": Waived("why")})
     results.deliver(args, console)
 
-A cell is a `Figure` or a `Waived` with its reason; a row that leaves a column out is an error. A simulated figure may only
-stand in a column that is marked simulated, and a measured one never may.
+A cell is a `Figure` or a `Waived` with its reason; a row without one of the columns is an error. Columns marked simulated have
+only simulated figures, all others only measured ones.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = ["Cell", "Column", "Figure", "Results", "Waived", "add_output_argument
 _Sample = TypeVar("_Sample")
 
 _SAME = 0.005
-"""Percentiles closer than this share of the median are not shown: they would be the same digits."""
+"""Percentiles closer to the median than this share of it are not shown: their digits would be the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A measured quantity: median of `count` samples, with its 20th and 80th percentile."""
+    """Quantity that was measured: median of `count` samples, and their 20th and 80th percentiles."""
 
     median: float
     p20: float
@@ -71,7 +71,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Waived:
-    """A quantity that could not be measured here, and why."""
+    """Reason why a quantity could not be measured here."""
 
     reason: str
 
@@ -91,22 +91,22 @@ Cell = Figure | Waived
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column of a result table."""
+    """Column of a result table."""
 
     key: str
     title: str
     """For people, with the unit and short, since tables fit 80 columns: "pinned GB/s"."""
     formula: str
-    """How a sample comes about: "bytes * copies / elapsed"."""
+    """Formula of a sample: "bytes * copies / elapsed"."""
     simulated: bool = False
-    """Figures of a simulator stand in such a column and in no other."""
+    """True if the column's figures are a simulator's; no other column has such figures."""
     on_stand_in: bool = False
-    """Whether its figures on the CUDA stand-in are what they would be on a GPU: bytes, counts, the host's own work. No other
-    column has figures there."""
+    """True if figures on the CUDA stand-in equal those on a GPU: bytes, counts, the host's own work. No other column has
+    figures there."""
 
 
 def columns(about: Mapping[str, tuple[str, str]], *, simulated: bool = False, on_stand_in: bool = False) -> tuple[Column, ...]:
-    """Columns of one kind, each by its key: title and formula."""
+    """Columns of one kind. `about`: key -> title and formula."""
     return tuple(
         Column(key=key, title=title, formula=formula, simulated=simulated, on_stand_in=on_stand_in)
         for key, (title, formula) in about.items()
@@ -121,9 +121,9 @@ class Row:
 
 
 class Results:
-    """The table of one theme on one device: rows of cells under fixed columns, as text and JSON.
+    """Table of one theme on one device: rows of cells under fixed columns, as text and JSON.
 
-    On the CUDA stand-in figures that only a GPU has are waived as they are added.
+    On the CUDA stand-in, figures that only a GPU has are waived when they are added.
     """
 
     def __init__(self, theme: str, device: Device, columns: Sequence[Column]) -> None:
@@ -133,8 +133,8 @@ class Results:
         self.notes: list[str] = []
 
     def add(self, name: str, params: Mapping[str, Any], cells: Mapping[str, Cell]) -> None:
-        """Append a row. Raises `ValueError` if `cells` are not exactly the columns, or a figure's `simulated` is not its
-        column's."""
+        """Append a row. Raises `ValueError` if the keys of `cells` are not exactly the columns, or if a figure's `simulated`
+        differs from its column's."""
         expected = {column.key for column in self.columns}
         if set(cells) != expected:
             raise ValueError(
@@ -151,7 +151,7 @@ class Results:
         self.rows.append(Row(name=name, params=dict(params), cells=kept))
 
     def _kept(self, column: Column, cell: Cell) -> Cell:
-        # A simulated figure beside it is the simulator's, and the same there as anywhere.
+        # A simulated figure in the same row is the simulator's, and the same on every machine.
         if self.header["stand_in"] and not (column.on_stand_in or column.simulated) and isinstance(cell, Figure):
             return Waived(NOT_MEASURED)
         return cell
@@ -168,21 +168,19 @@ class Results:
         }
 
     def deliver(self, args: argparse.Namespace, console: Console) -> None:
-        """Print the table, and write the file that `add_output_arguments` let the user ask for."""
+        """Print the table, and write the file that the user asked for by `add_output_arguments`."""
         self.show(console)
         if args.json:
             write_record(Path(args.json), self.to_dict())
 
     def show(self, console: Console) -> None:
-        """Print the table, then what its numbers depend on.
+        """Print the table, then the conditions of its numbers.
 
-        A column without one figure takes no room: the list below says that it is waived, and why.
+        A column without any figure is left out: the list below says that it is waived, and why.
         """
         measured = [c for c in self.columns if any(isinstance(row.cells[c.key], Figure) for row in self.rows)]
         table = Table(box=box.SIMPLE_HEAVY, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column(
-            "", no_wrap=True
-        )  # the name is what a row is read by: a figure and its spread may stand in two lines, it may not
+        table.add_column("", no_wrap=True)  # a row is found by its name, which may not wrap; a figure and its spread may
         for column in measured:
             table.add_column(_title(column), justify="right")
         for row in self.rows:
@@ -209,7 +207,7 @@ class Results:
         return lines
 
     def _waived(self) -> dict[str, str]:
-        """Reason -> what it stands for: whole rows by their names, else columns by their titles."""
+        """Reason -> cells that it waives: whole rows by their names, else columns by their titles."""
         cells: dict[str, list[tuple[Row, Column]]] = {}
         for row in self.rows:
             for column in self.columns:
@@ -228,12 +226,12 @@ def _title(column: Column) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits, more where they stand before the point; a whole number as it is."""
+    """Three digits, or all digits before the point; a whole number as it is."""
     return f"{value:.0f}" if abs(value) >= 99.95 or float(value).is_integer() else f"{value:#.3g}"
 
 
 def free_unused() -> None:
-    """Collects cycles and empties the allocator's cache, so that what is over holds no memory."""
+    """Collect cycles and empty the allocator's cache, so that earlier runs hold no memory."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
@@ -241,7 +239,7 @@ def free_unused() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Operators run on one thread."""
+    """Run operators on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -252,8 +250,8 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No collector: whoever makes more objects would pay for collecting those of all. And one thread of operators: others would
-    be found spinning until there is work, which counts as processor time."""
+    """Disable the garbage collector: the peer that makes most objects would pay for collecting those of all. Run operators on
+    one thread: idle threads would spin until there is work, which counts as processor time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -278,8 +276,8 @@ def interleave(
 ) -> dict[str, list[_Sample]]:
     """Sample every peer `repeats` times, after `warmup` rounds that do not count.
 
-    One round runs every peer once, starting one further each time, so that drift (clocks, heat, other tenants) and the
-    place in the round fall on all alike. After `limit_s` seconds of wall clock no further round starts, but one always counts.
+    One round runs every peer once, and each round starts one peer later: drift (clocks, heat, other tenants) and the place in
+    the round affect all peers alike. No round starts after `limit_s` seconds of wall clock, but one always counts.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(f"interleave: expected repeats >= 1 and warmup >= 0, got repeats={repeats}, warmup={warmup}")
@@ -298,7 +296,7 @@ def interleave(
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that every theme has: where it runs and where its table goes."""
+    """Add the options that every theme has: its device, and the file of its table."""
     parser.add_argument(
         "--device", metavar="DEVICE", help='"cuda", "cuda:1", "sim" or "sim:a100"; default: CUDA where there is one, else "sim"'
     )

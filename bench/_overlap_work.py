@@ -1,11 +1,11 @@
-"""The two sides of an overlap: operators on the compute stream, and traffic on streams of its own.
+"""Both sides of an overlap: operators on the compute stream, and traffic on other streams.
 
     traffic = copier(device, buffers, chunk_bytes)        # or packed_copies
     beside = Beside(traffic, operator, count, ("h2d",), units)
     interleave(beside.peers())          # compute alone | traffic alone | serial: compute, then traffic | together
 
-Traffic comes in units, a copy or a packed batch, which are spread over the operators: all first would leave compute waiting
-for the host.
+Traffic consists of units (a copy or a packed batch), which are spread over the operators: if all were issued first, compute
+would wait for the host.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from chameleon_mm.device.protocols import Device, Event, Stream
 PACKED_TENSORS = 64
 """Tensors in a packed batch."""
 
-_RING = 4  # chunks of pinned memory that copies rotate among, so that no single one sits in the processor's cache
+_RING = 4  # chunks of pinned memory that copies rotate among, so that none stays in the processor's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large the work is."""
+    """Sizes of the work."""
 
     gemm: int
     """Side of the square matrices."""
@@ -40,13 +40,13 @@ class Sizes:
     chunk_bytes: int
     """Size of one copy."""
     target_us: float
-    """How long the compute alone should take: the number of operators follows."""
+    """Target time of the compute alone; it determines the number of operators."""
     batches: int | None = None
-    """Number of packed batches in a run; None: it follows from the time of the compute beside them."""
+    """Number of packed batches in a run; None: determined by the time of the compute that runs with them."""
 
 
 class Sample(NamedTuple):
-    """One run: until everything was done, until the compute was, and until what ran beside it was."""
+    """Times of one run, from its start to the end of everything, of the compute, and of the traffic."""
 
     total_us: float
     compute_us: float
@@ -55,17 +55,17 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What runs beside compute: units on named streams of its own."""
+    """Traffic that runs at the same time as compute: units on named streams."""
 
     device: Device
     streams: dict[str, Stream]
     issue_one: Callable[[str, int], None]
-    """Enqueues a unit, the n-th, on the stream of that name."""
+    """Enqueues the n-th unit on the stream of a name."""
     packing: Stream | None = None
     """A further stream that works for each unit."""
 
     def issue(self, names: Sequence[str], turn: int) -> None:
-        """A unit on each of the streams `names`."""
+        """Enqueue a unit on each of the streams `names`."""
         for name in names:
             self.issue_one(name, turn)
 
@@ -77,7 +77,7 @@ class Traffic:
             self.packing.wait(after)
 
     def finish(self, names: Sequence[str], start: Event, compute_end: Event) -> Sample:
-        """Wait for everything; times from `start`."""
+        """Wait for everything, and return the times from `start`."""
         ends = [self.streams[name].record(timed=True) for name in names]
         for end in (*ends, compute_end):
             end.synchronize()
@@ -86,7 +86,7 @@ class Traffic:
         return Sample(max(compute_us, traffic_us), compute_us, traffic_us)
 
     def run(self, names: Sequence[str], units: int) -> Sample:
-        """Units alone."""
+        """Run units without compute."""
         start = self.device.current_stream().record(timed=True)
         self.start(names, start)
         for turn in range(units):
@@ -94,7 +94,7 @@ class Traffic:
         return self.finish(names, start, start)
 
     def run_us(self, names: Sequence[str], units: int) -> float:
-        """Time until the last of the units alone is done."""
+        """Time until the last unit is done, without compute."""
         return self.run(names, units).total_us
 
 
@@ -113,14 +113,14 @@ def copier(device: Device, buffers: Buffers, chunk_bytes: int) -> Traffic:
 
 
 def packed_copies(device: Device, buffers: Buffers, nbytes: int) -> Traffic:
-    """Batches as the library moves them: packed on a stream of their own, each carried to pinned memory by one copy.
+    """Batches as the library moves them: packed on a separate stream, each copied to pinned memory by one copy.
 
-    `nbytes` in a batch, a multiple of 64 * 128.
+    `nbytes`: size of a batch, a multiple of 64 * 128.
     """
     copies, packing = device.new_stream("d2h"), device.new_stream("pack")
     sources = buffers.on_device(nbytes).split(nbytes // PACKED_TENSORS)
     offsets, total = packed_offsets([t.numel() for t in sources])
-    # Two, so that one is packed while the other is copied; as many on the host, so that each copy has a place.
+    # Two, so that one is packed while the other is copied; two on the host, so that each copy has a place.
     staging = [buffers.on_device(total) for _ in range(2)]
     host = [buffers.pinned(total) for _ in range(2)]
     copied: list[Event | None] = [None, None]
@@ -128,9 +128,9 @@ def packed_copies(device: Device, buffers: Buffers, nbytes: int) -> Traffic:
     def issue_one(name: str, turn: int) -> None:
         slot = turn % 2
         if (before := copied[slot]) is not None:
-            packing.wait(before)  # the copy out of this staging buffer, before it is packed into again
+            packing.wait(before)  # the copy out of this staging buffer -> the next kernel that fills it
         packing.pack(staging[slot], sources, offsets)
-        copies.wait(packing.record())  # the kernel that fills it, before the copy out of it
+        copies.wait(packing.record())  # the kernel that fills it -> the copy out of it
         copies.copy(host[slot], staging[slot])
         copied[slot] = copies.record()
 
@@ -139,7 +139,7 @@ def packed_copies(device: Device, buffers: Buffers, nbytes: int) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The same compute and the same traffic, alone, in turn and together."""
+    """Runs of the same compute and traffic: each alone, one after the other, and together."""
 
     traffic: Traffic
     operator: Callable[[], None]
@@ -163,7 +163,7 @@ class Beside:
         for _ in range(self.count):
             self.operator()
         computed = stream.record(timed=True)
-        self.traffic.start(self.names, computed)  # not before the compute is done: that is what serial means
+        self.traffic.start(self.names, computed)  # traffic starts when the compute is done
         for turn in range(self.units):
             self.traffic.issue(self.names, turn)
         return self.traffic.finish(self.names, start, computed)
@@ -209,6 +209,6 @@ def compute_us(device: Device, operator: Callable[[], None], count: int) -> floa
 
 
 def count_for(run_us: Callable[[int], float], target_us: float) -> int:
-    """How many repetitions take about `target_us`, by the time that four of them take once they are warm."""
+    """Number of repetitions that take about `target_us`, by the time of four repetitions after a warm-up."""
     run_us(4)
     return max(4, round(4 * target_us / run_us(4)))

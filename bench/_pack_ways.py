@@ -1,4 +1,4 @@
-"""Every way to bring many tensors from the device to pinned memory, under one clock.
+"""Ways to copy many tensors from the device to pinned memory, timed alike.
 
     with Buffers(device) as buffers:
         work = Work.of(buffers, nbytes, count)                      # random bytes, and where each tensor goes
@@ -7,7 +7,7 @@
 
     start = compute.record(); the way; compute waits for it; end = compute.record()       # the same two events for all
 
-The loop is torch's own and runs on the current stream, which a GPU's pinned memory makes asynchronous too.
+The loop is torch's own, on the current stream; on a GPU it is asynchronous, too, because the memory is pinned.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ class Work:
     host: Tensor
     """(count * nbytes,) uint8, pinned: tensor i goes to byte i * nbytes."""
     staging: Tensor
-    """As large, on the device."""
+    """(count * nbytes,) uint8, on the device."""
 
     @classmethod
     def of(cls, buffers: Buffers, nbytes: int, count: int) -> Work:
-        """Memory from `buffers`. `nbytes` is a multiple of 512, so that packed tensors lie side by side."""
+        """Allocate from `buffers`. `nbytes` is a multiple of 512, so that packed tensors are adjacent."""
         tensors = list(buffers.on_device(nbytes * count).split(nbytes))
         host, staging = buffers.pinned(nbytes * count), buffers.on_device(nbytes * count)
         return cls(nbytes=nbytes, tensors=tensors, host=host, staging=staging)
 
     @property
     def places(self) -> list[Tensor]:
-        """Where each tensor goes, (nbytes,) uint8."""
+        """Destination of each tensor, (nbytes,) uint8."""
         return list(self.host.split(self.nbytes))
 
     @property
     def expected(self) -> Tensor:
-        """What `host` must hold afterwards, in memory of its own."""
+        """Bytes that `host` must hold afterwards, in separate memory."""
         return torch.cat([t.reshape(-1) for t in self.tensors]).cpu()
 
 
 class Sample(NamedTuple):
-    """One run of a way."""
+    """Figures of one run of a way."""
 
     gbps: float
-    """1e9 bytes a second, from when the first could begin until the last has arrived."""
+    """1e9 bytes a second, from the earliest begin of the first copy until the last has arrived."""
     host_us: float
-    """Host time per tensor, until all was handed over; what is spent waiting for the link to take more is left out."""
+    """Host time per tensor until all are handed over, without the time spent waiting for the link to take more."""
 
 
 Way = Callable[[Event], float]
-"""Enqueues all copies, none before the event, and orders the current stream after them. Returns what it took the host in us."""
+"""Enqueues all copies after the event, and orders the current stream after them. Returns the host's time in us."""
 
 
 def measured(device: Device, work: Work, way: Way) -> Sample:
@@ -83,7 +83,7 @@ def measured(device: Device, work: Work, way: Way) -> Sample:
 
 
 def is_exact(device: Device, work: Work, way: Way, expected: Tensor) -> bool:
-    """Whether `way` brings `work.expected` across: a rate of a wrong copy is no rate."""
+    """True if `way` copies exactly `work.expected`: the rate of a wrong copy means nothing."""
     work.host.zero_()
     measured(device, work, way)
     return torch.equal(work.host, expected)
@@ -97,11 +97,11 @@ NAMES: Mapping[str, tuple[str, str]] = {
     "pack": ("pack", f"one pack kernel of {PACK_PROGRAMS} programs into device memory, one copy"),
     "loop": ("loop", "a copy of its own for each tensor, asynchronous: copy_, and on the simulator Stream.copy"),
 }
-"""Way -> title of its column, and what it does."""
+"""Way -> title of its column, and description."""
 
 
 class Ways:
-    """All of `NAMES` for one work, with the streams and tables that each keeps from one run to the next."""
+    """All ways of `NAMES` for one work, with the streams and tables that they keep between runs."""
 
     def __init__(self, device: Device, work: Work) -> None:
         self._device, self._work = device, work
@@ -110,7 +110,7 @@ class Ways:
         self._offsets = packed_offsets([work.nbytes] * len(work.tensors)).offsets
 
     def by_name(self) -> dict[str, Way | Waived]:
-        """Each way, or why it cannot be."""
+        """Each way, or the reason why it is impossible."""
         table: dict[str, Way | Waived] = {"ours": self._ours, "pack": self._pack, "loop": self._loop}
         if len(self._work.tensors) == 1:
             table["pack"] = Waived("one block: there is nothing to pack")
@@ -129,13 +129,13 @@ class Ways:
             while begun < len(moves) and moves[begun].done is not None:
                 begun += 1
             if begun == len(moves) or (begun, moves[begun].next_byte) != before:
-                host_us += self._device.host_us - began_us  # it handed something over; else it only found the link busy
+                host_us += self._device.host_us - began_us  # it handed something over; else the link was busy
         if (done := moves[-1].done) is not None:
-            self._compute.wait(done)  # the lane is a FIFO: the end of the last is the end of all
+            self._compute.wait(done)  # the queue is a FIFO: the end of the last is the end of all
         return host_us
 
     def _carried(self, sources: Sequence[Tensor]) -> list[Move]:
-        """Packed groups, as the executor makes them: as many as fit one, packed by a kernel, in one move."""
+        """Packed groups, as the executor makes them: a kernel packs as many tensors as fit, and one move copies them."""
         work, moves, size = self._work, [], GROUP_BYTES // self._work.nbytes
         for first in range(0, len(sources), size):
             group = sources[first : first + size]
@@ -147,7 +147,7 @@ class Ways:
         return moves
 
     def _alone(self, sources: Sequence[Tensor]) -> list[Move]:
-        ready = self._compute.record()  # orders the copies after what wrote their sources
+        ready = self._compute.record()  # orders the copies after the operators that wrote their sources
         return [self._transfer.swap_out(place, t, [ready]) for place, t in zip(self._work.places, sources, strict=True)]
 
     def _pack(self, start: Event) -> float:

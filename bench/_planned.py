@@ -1,11 +1,11 @@
-"""What a session's plan had foreseen, beside what was measured, and beside what no plan can beat.
+"""Compares a session's plan with the measured steps, and both with the lower bound of any plan.
 
 add_planned(planned_table(device), ...)    step, peak, stall, recomputation:  predicted | measured | error
 add_classes(classes_table(device), ...)    bytes kept, swapped, recomputed, held, and what went out and was dropped after all
 add_bound(bound_table(device), ...)        budget | T* | share of it that the session reaches | the checkpointed run
 
-T* is `ideal` of the step that the session recorded, its operators' times scaled to add up to the step without swapping:
-what recording cost the host is in none of them then. Where the session recomputes, so does T*.
+T* is `ideal` of the step that the session recorded. Its operators' times are scaled to add up to the step without swapping, so
+that they exclude the host's cost of recording. T* includes recomputation if the session recomputes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _table(device: Device, about: Mapping[str, tuple[str, str]]) -> Results:
 
 
 def add_planned(table: Results, name: str, key: str, outcome: Outcome, baseline: PeerRun) -> None:
-    """The four rows of one planned session."""
+    """Add the four rows of one planned session."""
     if isinstance(outcome, Waived) or outcome.followed is None:
         why = outcome if isinstance(outcome, Waived) else NO_PLAN
         for quantity in QUANTITIES:
@@ -91,7 +91,7 @@ def classes_table(device: Device) -> Results:
 
 
 def add_classes(table: Results, name: str, key: str, outcome: Outcome) -> None:
-    """The row of one planned session."""
+    """Add the row of one planned session."""
     if isinstance(outcome, Waived) or outcome.followed is None:
         why = outcome if isinstance(outcome, Waived) else NO_PLAN
         table.add(name, {"peer": key}, dict.fromkeys(_keys(table), why))
@@ -105,7 +105,7 @@ def add_classes(table: Results, name: str, key: str, outcome: Outcome) -> None:
 
 
 def bound_table(device: Device) -> Results:
-    """Table of how near the runs come to T*: one row for each session."""
+    """Table of T* divided by the step time of the runs: one row for each session."""
     return _table(
         device,
         {
@@ -123,7 +123,7 @@ def bound_table(device: Device) -> Results:
 def add_bound(
     table: Results, name: str, share: float, run: Outcome, planned: Outcome, checkpointed: Outcome, baseline: PeerRun
 ) -> None:
-    """The row of the session `run`, whose T* is of the step that `planned` recorded: itself, if it plans."""
+    """Add the row of the session `run`. Its T* is of the step that `planned` recorded, which is `run` itself if that plans."""
     figure = partial(Figure.of, simulated=table.columns[0].simulated)
     budget = baseline.budget_for(share)
     cells: dict[str, Cell] = {"budget": figure([budget / GIB], "GiB")}
@@ -138,7 +138,7 @@ def add_bound(
 
 
 def ideal_step(planned: Outcome, baseline: PeerRun, budget: int) -> Ideal | Waived:
-    """T* within `budget`, or why there is none."""
+    """T* within `budget`, or the reason why there is none."""
     if isinstance(planned, Waived):
         return planned
     if planned.followed is None:

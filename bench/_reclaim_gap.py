@@ -1,12 +1,12 @@
 """Below the library, on a CUDA device: how soon the caching allocator has a block back, and how fast memory is pinned.
 
-    reclaim:  per layer: allocate, compute, copy out on a side stream, let go; by record_stream, or by a wait and a drop
+    reclaim:  per layer: allocate, compute, copy out on a side stream, free; by record_stream, or by a wait and a drop
               gap = free_requested -> free_completed of each block, in the allocator's own history
     pinning:  bytes / time of `Device.alloc_pinned`
 
     python3 -m chameleon_mm.bench._reclaim_gap --json gap.json
 
-Uses torch.cuda directly, which nothing else outside the device layer does: it asks about what lies below that layer.
+Uses torch.cuda directly, because it measures the parts below the device layer. No other code outside that layer does so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HISTORY_ENTRIES = 100_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 1 where there is no CUDA device."""
+    """Return exit code 0, or 1 if there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python3 -m chameleon_mm.bench._reclaim_gap", description=__doc__.splitlines()[0])
     add_output_arguments(parser)
     parser.set_defaults(device="cuda")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(device: Device) -> Report:
-    """Both tables."""
+    """Measure both tables."""
     # Products take longer than the copy of a block, so that copies keep up.
     nbytes, side, pinned_bytes = (2 * MIB, 256, 16 * MIB) if computes_on_cpu(device) else (64 * MIB, 8192, GIB)
     gaps = Results(
@@ -99,7 +99,7 @@ def _layers(way: str, nbytes: int, side: int) -> dict[str, Cell]:
             with torch.cuda.stream(d2h):
                 host.copy_(block, non_blocking=True)
             if way == BY_RECORD_STREAM:
-                block.record_stream(d2h)  # the very thing under test; the library never does it (Note [Reclaim])
+                block.record_stream(d2h)  # the call under test; the library never makes it (Note [Reclaim])
             else:
                 held.append((block, d2h.record_event()))
             del block
@@ -110,7 +110,7 @@ def _layers(way: str, nbytes: int, side: int) -> dict[str, Cell]:
             _let_go(held, compute)
         peak = torch.cuda.max_memory_allocated() - before
         torch.cuda.synchronize()
-        torch.empty(1, device="cuda")  # only an allocation makes the allocator look at its events
+        torch.empty(1, device="cuda")  # the allocator checks its events only at an allocation
         found = gaps_us(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()], nbytes)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,8 +1,8 @@
-"""Several tables of one theme under one header, and the bounds that they decide.
+"""Several tables of one theme under one header, and bounds that are checked by them.
 
 report = Report(header=environment("pack", device), tables={"rates": results, ...}, bounds=[Bound(...), ...])
 report.deliver(args, console)              # prints; writes what the user asked for
-return int(report.failed)                  # 1 only for a bound that no machine can excuse
+return int(report.failed)                  # 1 only if a bound is missed that does not depend on the machine
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Found = float | Waived
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A promise, and what this run found."""
+    """Limit that is promised, and the value that this run found."""
 
     name: str
     limit: float
     found: Found
     at_most: bool = True
-    """False: at least."""
+    """True: the limit is a maximum; False: a minimum."""
     unit: str = ""
     counted: bool = False
-    """Whether it follows from the code alone, so that missing it is a fault and no accident of the machine."""
+    """True if the value depends on the code alone: a missed bound is then a fault, not an accident of the machine."""
     on_stand_in: bool = False
-    """Whether the CUDA stand-in can tell, as it can what is counted: of times and rates it says nothing."""
+    """True if the CUDA stand-in gives the value, as it does for counts; it gives no times or rates."""
 
     @property
     def held(self) -> bool | None:
-        """None: not measured here."""
+        """True if the bound holds; None: not measured here."""
         if isinstance(self.found, Waived):
             return None
         return self.found <= self.limit if self.at_most else self.found >= self.limit
@@ -81,7 +81,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether a bound was missed that no machine can excuse."""
+        """True if a bound was missed that does not depend on the machine."""
         return any(bound.held is False and bound.counted for bound in self.bounds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Report:
         return {**self.header, "headline": self.headline, "tables": tables, "bounds": bounds}
 
     def show(self, console: Console) -> None:
-        """Print it. A table without one figure takes one line: what is waived, and why."""
+        """Print the report. A table without any figure takes one line: its name, and why it is waived."""
         for part, table in self.tables.items():
             cells = [cell for row in table.rows for cell in row.cells.values()]
             if any(isinstance(cell, Figure) for cell in cells):
@@ -119,7 +119,7 @@ class Report:
         return where
 
     def deliver(self, args: argparse.Namespace, console: Console) -> None:
-        """Print it, and write the file that `add_output_arguments` let the user ask for."""
+        """Print the report, and write the file that the user asked for by `add_output_arguments`."""
         self.show(console)
         if args.json:
             write_record(Path(args.json), self.to_dict())
@@ -131,18 +131,18 @@ def _on_stand_in(bound: Bound) -> Bound:
 
 
 def median_of(cell: Cell) -> Found:
-    """The median of a figure; a waived cell as it is."""
+    """Median of a figure; a waived cell as it is."""
     return cell.median if isinstance(cell, Figure) else cell
 
 
 def over(a: Found, b: Found) -> Found:
-    """`a / b`, waived where either is."""
+    """`a / b`; waived if either is."""
     if isinstance(a, Waived):
         return a
     return b if isinstance(b, Waived) else a / b
 
 
 def most(found: Sequence[Found]) -> Found:
-    """The largest of what was measured; waived where nothing was."""
+    """Maximum of the measured values; waived if nothing was measured."""
     measured = [value for value in found if not isinstance(value, Waived)]
     return max(measured) if measured else next(value for value in found if isinstance(value, Waived))

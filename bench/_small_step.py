@@ -1,15 +1,14 @@
-"""Host time of a small model's step in a session that has nothing to swap, beside the same step without a session.
+"""Host time of a small model's step in a session that has nothing to swap, and of the same step without a session.
 
 each round:     a new session, its warm-up, then some steps; as many without one; as many under hooks that do nothing
 x no session  = step / step without a session in the same round, each the mean of its steps
 
-The session times one step in 16, and so it does in a mean.
+The session times one step in 16, and that cost is in the mean.
 
-Hooks that do nothing show what autograd itself takes to call any.
+Hooks that do nothing show the time that autograd itself takes to call hooks.
 
-A GPU waits for its host where the model is small: whatever the session takes of the host is then the user's. The model is an
-MLP with two norms, whose step takes a host a few milliseconds at most; nothing that it saves is large enough to be worth
-moving.
+If the model is small, a GPU waits for its host: the session's host time then makes the step longer. The model is an MLP with
+two norms, whose step takes a host a few milliseconds at most. None of its saved tensors is large enough to be worth moving.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _COLUMNS = (
 
 
 def small_step(device: Device, *, repeats: int, seed: int) -> tuple[Results, Bound]:
-    """The table, and the bound on the ratio. On a simulator both are waived."""
+    """Measure the table, and the bound on the ratio. On a simulator both are waived."""
     table = Results("training", device, _COLUMNS)
     rows: dict[str, dict[str, Cell]]
     if device.simulated:
@@ -71,7 +70,7 @@ def small_step(device: Device, *, repeats: int, seed: int) -> tuple[Results, Bou
 
 
 def _sample(device: Device, name: str, seed: int) -> float:
-    """Microseconds of a step on the host: the mean of some."""
+    """Host time of a step in microseconds: the mean of `TIMED_STEPS` steps."""
     torch.manual_seed(seed)
     blocks = [
         (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)

@@ -1,4 +1,4 @@
-"""What runs on the CUDA stand-in of our tests never passes for a GPU's figure: times are waived, files lie elsewhere."""
+"""Keeps figures of the CUDA stand-in of our tests apart from a GPU's: times are waived, files are in another folder."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 from chameleon_mm.device import Device
 
 STAND_IN = "CUDA stand-in"
-"""Begins the name that the stand-in gives its device. No GPU is called that."""
+"""Beginning of the stand-in's device name. No GPU has such a name."""
 
 NOT_MEASURED = f"not measured: {STAND_IN}"
 
 
 def is_stand_in(device_name: str) -> bool:
-    """Whether a device of this name is the stand-in."""
+    """True if a device of this name is the stand-in."""
     return "stand-in" in device_name
 
 
 def computes_on_cpu(device: Device) -> bool:
-    """Whether a CPU does the work of `device`, so that sizes made for a GPU would take it hours."""
+    """True if a CPU does the work of `device`: sizes made for a GPU would take hours."""
     return device.simulated or is_stand_in(device.name)
 
 
 def check_place(path: Path, *, root: Path | None, stand_in: bool) -> None:
-    """Raise `ValueError` if `stand_in` and `path` is, or lies in, the folder of results of the checkout at `root`."""
+    """Raise `ValueError` if `stand_in` and `path` is in, or is, the folder of results of the checkout at `root`."""
     if stand_in and root is not None and path.resolve().is_relative_to(root / "bench" / "results"):
         raise ValueError(
             f"{path}: expected a folder other than bench/results, which holds what was measured on hardware, as this ran on "

@@ -1,4 +1,4 @@
-"""The demo's model on a simulated GPU, one step of it without swapping and one by a plan, both watched.
+"""Watches two steps of the demo's model on a simulated GPU, one without swapping and one by a plan.
 
 watched(spec, config, share) -> Comparison(unswapped, planned, plan)
 """
@@ -20,13 +20,13 @@ from chameleon_mm.plan.trace import Trace
 from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
 
 WARMUP_STEPS = 2
-"""Steps before the one that is watched: optimizer state is made in the first, and a session records it."""
+"""Steps before the watched one: the first makes optimizer state, and a session records it."""
 MOST_STEPS = 6
-"""Steps after which a session that follows no plan is not waited for any longer."""
+"""Maximum number of steps in which a session has to follow a plan."""
 
 
 class Swap(NamedTuple):
-    """Moments of one saved storage that moved, of the compute stream, and its copies."""
+    """Times on the compute stream, and copies, of one saved storage that moved."""
 
     save_us: float
     out: Copy
@@ -38,7 +38,7 @@ class Swap(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Comparison of one model's step without swapping with the same step by a plan."""
+    """Step of a model without swapping, and the same step by a plan."""
 
     device: str
     config: GPTConfig
@@ -48,10 +48,10 @@ class Comparison:
     plan: SwapPlan
     """The plan that the step followed."""
     trace: Trace
-    """Of which it was made."""
+    """Trace from which the plan was made."""
 
     def swaps(self) -> list[Swap]:
-        """What moved, in the order of the copies out: each engine copies in the order in which the plan queues."""
+        """Storages that moved, in the order of the copies out. Each engine copies in the order in which the plan queues."""
         step, actions = self.planned, sorted(self.plan.actions, key=lambda action: action.out_at)
         out, back = ([copy for copy in step.copies if copy.direction == way] for way in ("d2h", "h2d"))
         returned = dict(zip(sorted(actions, key=lambda action: (action.in_at, action.use_at)), back, strict=True))
@@ -66,7 +66,7 @@ class Comparison:
 
 @dataclass
 class _Training:
-    """The demo's model on random bytes, from a fixed seed. Made and used in `device.compute()`."""
+    """Demo's model on random bytes, from a fixed seed. Make and use it in `device.compute()`."""
 
     config: GPTConfig
     model: GPT = field(init=False)
@@ -95,11 +95,11 @@ class _Training:
 
 
 def watched(spec: str | GpuSpec, config: GPTConfig, share: float) -> Comparison:
-    """The step of `config` on a simulated `spec`, without swapping and by a plan within a budget that leaves `share` of the
-    memory that the step adds to what is kept between steps.
+    """Watch the step of `config` on a simulated `spec`, without swapping and by a plan. The budget is the memory kept between
+    steps and `share` of the memory that a step adds to it.
 
-    Seeds torch's default generator. Raises `InfeasibleBudget`, a `ValueError`, where the budget is too small, and `ValueError`
-    where no step followed a plan from its first hook to its last.
+    Seeds torch's default generator. Raises `InfeasibleBudget`, a `ValueError`, if the budget is too small, and `ValueError` if
+    no step followed a plan from its first hook to its last.
     """
     device = WatchedDevice(spec)
     with reproducible(), device.compute():
@@ -129,7 +129,7 @@ def watched(spec: str | GpuSpec, config: GPTConfig, share: float) -> Comparison:
 
 
 def _planned_step(device: WatchedDevice, session: SwapSession, training: _Training) -> tuple[Step, SwapPlan, Trace]:
-    executor, adaptation = session._executor, session._adaptation  # its hooks, to be watched; its plan is in no report
+    executor, adaptation = session._executor, session._adaptation  # hooks to watch, and the plan, which no report has
     assert adaptation is not None
     for _ in range(MOST_STEPS):
         _begin(device)

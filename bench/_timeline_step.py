@@ -6,8 +6,8 @@
         ...                                         # the step
     watch.step()                                    # all times in microseconds since the step began
 
-What is noted is read from the device's own clocks and counters, which costs it nothing: the step takes the time that it takes
-unwatched.
+All figures are read from the device's own clocks and counters, which takes no simulated time: a watched step takes as long as
+an unwatched one.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Step:
     kernels: tuple[Kernel, ...]
     copies: tuple[Copy, ...]
     hooks_us: tuple[float, ...]
-    """Moment of the compute stream after each hook."""
+    """Time of the compute stream after each hook."""
     readings: tuple[Reading, ...]
-    """Readings in the order in which they were taken; several may be of one moment."""
+    """Readings in the order in which they were taken; several may have the same time."""
     step_us: float
     peak_bytes: int
     """Peak by the device's own counter."""
@@ -73,7 +73,7 @@ class Step:
 
 
 class WatchedDevice(SimDevice):
-    """A `SimDevice` that notes every copy of the streams made by `new_stream`."""
+    """`SimDevice` that notes every copy of the streams made by `new_stream`."""
 
     def __init__(self, spec: str | GpuSpec) -> None:
         super().__init__(spec)
@@ -81,7 +81,7 @@ class WatchedDevice(SimDevice):
         """Copies so far, by the device's own clock."""
 
     def new_stream(self, name: str) -> SimStream:
-        return cast(SimStream, _NotingStream(super().new_stream(name), self))  # all else is passed on to the stream itself
+        return cast(SimStream, _NotingStream(super().new_stream(name), self))  # it passes all other calls on to the stream
 
     def note_copy(self, *, out: bool) -> None:
         """Note the copy that was just issued."""
@@ -110,7 +110,7 @@ class _NotingStream:
 
 
 class Watch(TorchDispatchMode):
-    """Mode that notes the operators of one step as they run, and `watched` hooks. Of one use, in `device.compute()`."""
+    """Mode that notes the operators of one step as they run, and the hooks of `hooks`. Use it once, in `device.compute()`."""
 
     def __init__(self, device: WatchedDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
@@ -127,7 +127,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._in_hook:  # the library's own: told from outside of the hook
+        if self._in_hook:  # an operator of the library: `_run_hook` notes the whole hook
             return func(*args, **(kwargs or {}))
         self._read()
         ready_us = self._stream.ready_us
@@ -141,12 +141,12 @@ class Watch(TorchDispatchMode):
         return result
 
     def hooks(self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]) -> AbstractContextManager[Any]:
-        """The context of saved-tensor hooks that do what `save` and `use` do, watched."""
+        """Context of saved-tensor hooks that call `save` and `use`, watched."""
 
         return saved_tensors_hooks(partial(self._run_hook, save), partial(self._run_hook, use))
 
     def step(self, *, stall_us: float = 0.0) -> Step:
-        """Return the record. To be called when the step has ended."""
+        """Return the record. Call it when the step has ended."""
         self._read()
         begin_us = self._begin_us
         copies = [

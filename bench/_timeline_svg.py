@@ -1,4 +1,4 @@
-"""The picture of a planned step: compute and copies over time, and device memory under the budget below them. Needs matplotlib.
+"""Picture of a planned step: compute and copies over time, and below them device memory and the budget. Needs matplotlib.
 
 text = timeline_svg(comparison)
 
@@ -30,21 +30,21 @@ _COPY, _OF_THE_STORAGE, _PLANNED, _UNSWAPPED, _TEXT = "#f7c99b", "#d94801", "#21
 
 
 class Mark(NamedTuple):
-    """A moment of the storage that is followed."""
+    """Time of an event of the followed storage."""
 
     name: str
     at_us: float
 
 
 def followed(swaps: Sequence[Swap]) -> Swap:
-    """The storage to follow: the one whose moments lie farthest apart. Raises `ValueError` where none moved."""
+    """Storage to follow: the one whose marks are farthest apart. Raises `ValueError` if none moved."""
     if not swaps:
         raise ValueError("expected a storage that moved, got none; choose another budget")
     return max(swaps, key=lambda swap: min(b.at_us - a.at_us for a, b in pairwise(marks(swap))))
 
 
 def marks(swap: Swap) -> tuple[Mark, ...]:
-    """The moments of a storage, in order."""
+    """Marks of a storage, in order."""
     return (
         Mark("save", swap.save_us),
         Mark("swap-out", swap.out.start_us),
@@ -55,7 +55,7 @@ def marks(swap: Swap) -> tuple[Mark, ...]:
 
 
 def timeline_svg(found: Comparison) -> str:
-    """The picture. Raises `ValueError` where no storage moved."""
+    """SVG of the picture. Raises `ValueError` if no storage moved."""
     swap = followed(found.swaps())
     budget = format_size(found.hbm_budget_bytes)
     title = (
@@ -93,7 +93,7 @@ def _draw_rows(axes: Axes, found: Comparison, swap: Swap) -> None:
 
 
 def _merged(kernels: Sequence[Kernel]) -> list[tuple[float, float]]:
-    """Begin and length in ms; kernels that follow each other at once are one bar: nobody can tell them apart."""
+    """Begin and length in ms. Kernels without a gap between them are one bar, since they look like one."""
     bars: list[tuple[float, float]] = []
     for kernel in kernels:
         if bars and kernel.start_us / 1e3 - sum(bars[-1]) < _MERGED_MS:

@@ -1,14 +1,14 @@
-"""The training benchmark's models, one of each family, with their data: small, in plain torch, blocks that may be checkpointed.
+"""Models of the training benchmark, one of each family, with data: small, in plain torch, with blocks that may be checkpointed.
 
 work = llama(Shape(...)); work = gpt2(Sizes(...)); work = vit(Sizes(...)); work = resnet(Sizes(...))
 model, loss = work.make(device, checkpointed)         # weights from torch's generator
 loss(*work.batch(device)).backward()                  # data from the same one
 
 llama   RMS norm, RoPE, SwiGLU, no biases (_llama.py)
-gpt2    LayerNorm, GELU, dropout, learned positions, biases; the vocabulary is the byte (tools/demo.py)
+gpt2    LayerNorm, GELU, dropout, learned positions, biases; the vocabulary is the 256 bytes (tools/demo.py)
 vit     patches by a convolution, a class token, LayerNorm, GELU, attention to all patches
-resnet  bottlenecks of convolutions with batch norm, ReLU in place, three stages; no pooling of maxima, whose backward
-        has no deterministic kernel on a GPU
+resnet  bottlenecks of convolutions with batch norm, ReLU in place, three stages; no max pooling, whose backward has no
+        deterministic kernel on a GPU
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chameleon_mm.bench._llama import DTYPES, Shape, Stack, noise
 from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
 
 CLASSES = 10
-"""Kinds of images that ViT and ResNet tell apart."""
+"""Classes of images that ViT and ResNet distinguish."""
 
 PATCHES = 16
 """Patches along a side of a ViT's image."""
@@ -35,7 +35,7 @@ STAGES = 3
 """Stages of a ResNet: each after the first has twice the width at half the side."""
 
 DROPOUT = 0.1
-"""Share that a GPT-2 drops, after the embedding and after each branch."""
+"""Share of values that a GPT-2 drops, after the embedding and after each branch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,13 @@ class Sizes:
     """Sizes of a model other than the Llama, and of one batch. Raises `ValueError` for sizes that cannot be built."""
 
     layers: int
-    """Blocks; of a ResNet: in each stage."""
+    """Blocks; for a ResNet, in each stage."""
     width: int
-    """Width of the residual stream; of a ResNet: inside the first stage's bottlenecks."""
+    """Width of the residual stream; for a ResNet, inside the first stage's bottlenecks."""
     heads: int = 1
     """Attention heads; a ResNet has none."""
     seq: int
-    """Tokens of a row; of an image: pixels of a side."""
+    """Tokens of a row; for an image, pixels of a side."""
     batch: int
     """Rows or images of a step."""
     dtype: str
@@ -76,7 +76,7 @@ class Workload:
     params: Mapping[str, Any]
     """Sizes, for programs."""
     make: Callable[[torch.device, bool], tuple[nn.Module, Loss]]
-    """Device, and whether blocks are checkpointed -> a new model, and the loss of a batch."""
+    """Device, True to checkpoint blocks -> a new model, and the loss of a batch."""
     batch: Callable[[torch.device], tuple[Tensor, ...]]
     """Device -> a new batch."""
 
@@ -161,7 +161,7 @@ def _of_images(about: str, sizes: Sizes, kind: Callable[[Sizes, bool], ViT | Res
 
 
 class Checkpointed(nn.Module):
-    """A block that keeps its input alone and runs again in backward."""
+    """Block that saves only its input and runs again in backward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def _blocks(blocks: nn.ModuleList, checkpointed: bool) -> nn.ModuleList:
 
 
 class ViT(nn.Module):
-    """A ViT: images [b, 3, side, side] to logits [b, CLASSES], read off a class token."""
+    """A ViT: images [b, 3, side, side] to logits [b, CLASSES], from a class token."""
 
     def __init__(self, sizes: Sizes, checkpointed: bool) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class ViTBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A ResNet: images [b, 3, side, side] to logits [b, CLASSES], with the stem that small images have."""
+    """A ResNet: images [b, 3, side, side] to logits [b, CLASSES], with a stem for small images."""
 
     def __init__(self, sizes: Sizes, checkpointed: bool) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class ResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1, 3 and 1 pixels, each with batch norm, beside a shortcut."""
+    """Convolutions of 1, 3 and 1 pixels, each with batch norm, and a shortcut."""
 
     def __init__(self, width: int, inner: int, stride: int) -> None:
         super().__init__()

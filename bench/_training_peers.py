@@ -1,4 +1,4 @@
-"""The training benchmark's peers: ways to hold activations, each a context around a run.
+"""Peers of the training benchmark: ways to hold activations, each a context around a run.
 
     with peer.over_run(device, model, budget) as around:       # budget: HBM bytes, for those that keep one
         for each step:
@@ -6,7 +6,7 @@
                 with around.forward(): loss = model.loss(x, target)
                 loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-A peer may not change the numbers it is compared by: the same model, data and optimizer run inside all of them.
+A peer may not change the numbers that it is compared by: all peers run the same model, data and optimizer.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from chameleon_mm.pool.pool import PinnedPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:
-    """What a peer puts around each step and around each forward inside it."""
+    """Contexts that a peer puts around each step, and around each forward inside it."""
 
     step: Callable[[], AbstractContextManager[Any]] = nullcontext
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     session: SwapSession | None = None
-    """Whose steps they are, where there is one: it knows what it planned."""
+    """Session of the steps, which knows its plan; None: there is no session."""
 
 
 SHARES = {1 / 2: "half", 1 / 4: "quarter", 1 / 8: "eighth"}
-"""Budgets that are tried, as shares of the activation memory of the run without swapping, with their names."""
+"""Budgets to try, as shares of the activation memory of the run without swapping, with their names."""
 
 UNPLANNED_SHARE = 1 / 4
-"""The budget that is tried without plans, too."""
+"""Budget that is also tried without plans."""
 
 PLANNED, SWAP_ONLY, UNPLANNED = "planned", "swap only", "unplanned"
-"""Ways to keep a budget: plans that swap and recompute, plans that only swap, and the default rule: everything moves."""
+"""Ways to keep a budget: plans that swap and recompute; plans that only swap; the default rule, by which everything moves."""
 
 _RULES = {
     PLANNED: "it records one step, plans, and follows the better of its plans, which swap and recompute",
@@ -58,33 +58,33 @@ OverRun = Callable[[Device, nn.Module, int], AbstractContextManager[Around]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One way to hold activations."""
+    """Way to hold activations."""
 
     key: str
-    """For programs: the row's `peer`."""
+    """Value of the row's `peer`, for programs."""
     name: str
     note: str
-    """What it does, for the table's footer."""
+    """Description for the table's footer."""
     over_run: OverRun
     """Device, model and HBM budget in bytes -> a context around the run."""
     checkpointed: bool = False
     ours: bool = False
-    """Whether it is chameleon_mm: its losses must equal those without swapping, or the benchmark fails."""
+    """True if the peer is chameleon_mm: its losses must equal those without swapping, or the benchmark fails."""
     share: float | None = None
-    """Of the activation memory of the run without swapping: what it may use. None: it keeps no budget."""
+    """Share of the unswapped run's activation memory that the peer may use. None: it keeps no budget."""
     way: str | None = None
-    """Way in which it keeps its budget: `PLANNED`, `SWAP_ONLY` or `UNPLANNED`. None: it keeps no budget."""
+    """Way in which the peer keeps its budget: `PLANNED`, `SWAP_ONLY` or `UNPLANNED`. None: it keeps no budget."""
 
     @property
     def planned(self) -> bool:
-        """Whether it profiles, plans and tries plans before its steps are what they will be."""
+        """True if the peer records, plans and tries plans before its steps are steady."""
         return self.way in (PLANNED, SWAP_ONLY)
 
 
 def peers(device: Device) -> tuple[Peer, ...]:
-    """Every peer, the one that the others are compared with first.
+    """All peers; the first is the reference of the others.
 
-    torch's own save_on_cpu comes last: what it pins stays in torch's cache until the process ends.
+    torch's own save_on_cpu comes last: the memory that it pins stays in torch's cache until the process ends.
     """
     stock = (
         Peer(
@@ -125,7 +125,7 @@ def peers(device: Device) -> tuple[Peer, ...]:
 
 
 def session_key(share: float, way: str) -> str:
-    """The key of the session that may use `share` of the activation memory, kept to in that way."""
+    """Key of the session that may use `share` of the activation memory, and keeps that budget in `way`."""
     key = f"swap_session_{SHARES[share]}"
     return key if way == PLANNED else f"{key}_{way.replace(' ', '_')}"
 
@@ -152,14 +152,14 @@ def _nothing(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Arou
 @contextmanager
 def _session(device: Device, model: nn.Module, hbm_budget: int, *, way: str) -> Iterator[Around]:
     session = SwapSession(hbm_budget, device=device, model=model, plans=way != UNPLANNED, recompute=way == PLANNED)
-    with session.pool, session:  # the pool ends with the run: what it pinned is host memory that the next peer needs
+    with session.pool, session:  # the pool ends with the run: the next peer needs the host memory that it pinned
         yield Around(step=session.step, session=session)
 
 
 @contextmanager
 def _ours_on_cpu(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
     with PinnedPool(max_bytes=None, device=device) as pool:
-        hooks = save_on_cpu(device=device, pool=pool)  # one for the whole run: it learns the order of use
+        hooks = save_on_cpu(device=device, pool=pool)  # one object for the whole run: it learns the order of use
         yield Around(forward=lambda: hooks)
 
 
@@ -175,7 +175,7 @@ def _modelled(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Aro
 
 
 class _Saved:
-    """What autograd holds in place of a saved tensor. Its end gives the host memory back to the cache."""
+    """Object that autograd holds in place of a saved tensor. When it is freed, its host memory returns to the cache."""
 
     __slots__ = ("__weakref__", "dtype", "host", "shape")
 
@@ -184,14 +184,14 @@ class _Saved:
 
 
 class ModelledSaveOnCpu:
-    """The copies of torch's `save_on_cpu(pin_memory=True)`, issued through the device protocol.
+    """Issues the copies of torch's `save_on_cpu(pin_memory=True)` through the device protocol.
 
         on save:  pinned memory (cached by power of two, as torch's host allocator does); compute.copy(host, tensor)
         on use:   buffer = compute.alloc(); compute.copy(buffer, host)
 
-    Both are on the compute stream, so every copy is ordered by its place in it, reuse of host memory included, and compute
-    waits for each: that is what there is to hide. Like the stock one it knows no storages (two views are two copies),
-    spares no parameters, and gives back contiguous tensors. Strides are lost and rounding with them.
+    Both are on the compute stream, which orders every copy, including reuse of host memory. Compute waits for each copy: that
+    time could be hidden. As in torch's, two views of a storage are two copies, parameters are copied, too, and the tensors
+    returned are contiguous. Strides are lost, and the rounding of operators may change with them.
     """
 
     def __init__(self, device: Device) -> None:
@@ -209,7 +209,7 @@ class ModelledSaveOnCpu:
             self._device.free_pinned(self._pinned.pop())
 
     def hooks(self) -> AbstractContextManager[None]:
-        """A context for one forward."""
+        """Context for one forward."""
         return torch.autograd.graph.saved_tensors_hooks(self._on_save, self._on_use)
 
     @torch.no_grad()

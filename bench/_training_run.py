@@ -1,10 +1,10 @@
-"""One peer's run in the training benchmark: a fresh model, optimizer and data by the same seed, timed step by step.
+"""Run of one peer in the training benchmark: a fresh model, optimizer and data by the same seed, timed step by step.
 
-    warm-up:  memory is pinned, optimizer state made; who plans records, plans and tries.  The host waits after each step.
-    steps:    between two timed events of the compute stream each; nobody waits
-    run = PeerRun(losses of both, times and peak of the steps, what a plan had foreseen)
+    warm-up:  pins memory, makes optimizer state; a peer that plans records, plans and tries. The host waits after each step.
+    steps:    each is between two timed events of the compute stream; the host does not wait
+    run = PeerRun(losses of both, times and peak of the steps, predictions of a plan)
 
-The wait lets a session read at once how long a plan on trial took, so that its trials end with the warm-up.
+The wait lets a session read the time of a plan on trial at once, so that its trials end within the warm-up.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from chameleon_mm.plan.trace import Trace
 from chameleon_mm.report.step_history import TIMED_EVERY
 
 WARMUP_STEPS = 2
-"""Of a peer that does not plan: the first step pins memory and makes the optimizer's state, the second follows the first."""
+"""Warm-up of a peer that does not plan: the first step pins memory and makes the optimizer's state, the second follows it."""
 
 PLANNED_WARMUP_STEPS = TIMED_EVERY
-"""Of one that plans, and of whom it is compared with: a recorded step and every trial there may be, and then the first step
-that counts is one that sessions time, so that its stall is known."""
+"""Warm-up of a peer that plans, and of the reference: a recorded step and all possible trials. The first step that counts is
+then one that sessions time, so that its stall is known."""
 
 SIMULATED_WARMUP_STEPS = 9
-"""On a simulator, where plans are foreseen to a few percent and a third one is rare: a recorded step, and two trials of two,
-each behind at most two steps in which recipes are proved."""
+"""Warm-up of such peers on a simulator, where predictions are right to a few percent and a third plan is rare: a recorded step,
+and two trials of two steps, each after at most two steps that prove recipes."""
 
 assert 1 + MOST_PLANS * SAMPLES <= PLANNED_WARMUP_STEPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """The plan that a session followed in the steps that count, and what came of it."""
+    """Plan that a session followed in the steps that count, and the figures of those steps."""
 
     plan: SwapPlan
     stall_us: float | None
-    """Compute's waits for copies, per step that was timed; None: none was."""
+    """Time that compute waited for copies, per timed step; None: none was timed."""
     steady: bool
-    """Whether no plan was on trial any more, and every step went by this one."""
+    """True if no plan was on trial any more, and every step followed this one."""
     trace: Trace
-    """Of which it was made."""
+    """Trace from which the plan was made."""
     link: LinkCost
-    """As the session's copies showed it by the end."""
+    """Link rates by the session's copies until the end."""
     replayable: frozenset[str]
-    """Base names of the operators that might run again; empty where the session only swaps."""
+    """Base names of the operators that may run again; empty if the session only swaps."""
     classes: Mapping[str, int]
     """Bytes that the plan keeps, swaps, recomputes and holds."""
     swapped_bytes: float
@@ -70,25 +70,25 @@ class Followed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRun:
-    """What one peer's run gave."""
+    """Figures of one peer's run."""
 
     losses: Tensor
     """[warm-up and timed steps], float32 on the CPU."""
     step_us: tuple[float, ...]
-    """Timed steps alone."""
+    """Times of the timed steps."""
     peak_allocated_bytes: int
-    """Of the whole run."""
+    """Maximum bytes in live tensors over the whole run."""
     peak_reserved_bytes: int | None
     steady_peak_bytes: int
-    """Of the timed steps: most bytes in live tensors."""
+    """Maximum bytes in live tensors over the timed steps."""
     kept_bytes: int
-    """In live tensors after the last step: parameters, optimizer state, one batch."""
+    """Bytes in live tensors after the last step: parameters, optimizer state, one batch."""
     followed: Followed | None = None
     """None: there was no plan to follow."""
 
     @property
     def activation_bytes(self) -> int:
-        """What a timed step needs at its peak beyond what is kept between steps."""
+        """Bytes that a timed step needs at its peak, without the bytes kept between steps."""
         return self.steady_peak_bytes - self.kept_bytes
 
     def budget_for(self, share: float) -> int:
@@ -97,7 +97,7 @@ class PeerRun:
 
 
 def warmup_steps(peer: Peer, device: Device) -> int:
-    """Steps of `peer` that do not count. The peer that all are compared with makes as many as any."""
+    """Number of steps of `peer` that do not count. The reference makes as many as any other peer."""
     if not peer.planned and peer.key != "no_swap":
         return WARMUP_STEPS
     return SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS
@@ -105,7 +105,7 @@ def warmup_steps(peer: Peer, device: Device) -> int:
 
 def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: int, hbm_budget: int) -> PeerRun:
     """Train a fresh model inside `peer`: its warm-up, then `steps` steps. Raises what the peer and the device raise."""
-    free_unused()  # a cycle of torch's keeps the last peer's optimizer and with it the model; cached blocks count as reserved
+    free_unused()  # a reference cycle in torch keeps the last peer's optimizer and model; cached blocks count as reserved
     device.reset_peaks()
     with reproducible(), device.compute():
         torch.manual_seed(seed)
@@ -122,7 +122,7 @@ def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: in
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            losses.append(loss.detach().clone())  # mse_loss leaves its mean in memory as large as what it is the mean of
+            losses.append(loss.detach().clone())  # mse_loss leaves its mean in memory as large as its input
 
         with peer.over_run(device, model, hbm_budget) as around:
             for _ in range(warmup_steps(peer, device)):
@@ -151,7 +151,7 @@ def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: in
 
 
 class _Watch:
-    """What a session does from now until `end`, in steps alone. The device is idle at both."""
+    """Figures of a session's steps from now until `end`. The device is idle at both times."""
 
     def __init__(self, session: SwapSession, adaptation: Adaptation) -> None:
         self._session, self._adaptation = session, adaptation
@@ -159,13 +159,13 @@ class _Watch:
 
     @classmethod
     def begin(cls, session: SwapSession) -> _Watch | None:
-        """None: a session that does not plan."""
-        # Not in its report: the stall that was foreseen, and the trace. This benchmark alone asks for them.
+        """Begin to watch `session`; None: it does not plan."""
+        # The report lacks the predicted stall and the trace, which only this benchmark needs.
         adaptation = session._adaptation
         return None if adaptation is None else cls(session, adaptation)
 
     def end(self) -> Followed | None:
-        """None: no plan was within the budget."""
+        """Return the figures; None: no plan was within the budget."""
         before, after = self._before, self._session.report()
         planned, plan = self._adaptation.latest, self._adaptation.latest_plan
         if planned is None or plan is None:

@@ -1,7 +1,7 @@
-"""Sizes of the training benchmark's models: what is tiny, what fills a GPU, and the options that change single ones.
+"""Sizes of the training benchmark's models: tiny ones, ones that fill a GPU, and options that change single sizes.
 
     workload = choose_workload(args, device)          # raises ValueError for sizes that cannot be built, and unused options
-    shape = choose_shape(args, device)                # the Llama's alone
+    shape = choose_shape(args, device)                # only the Llama's
 
 On a simulator the CPU does the work: sizes are tiny there, large enough that most activations are worth moving.
 """
@@ -19,10 +19,10 @@ from chameleon_mm.device.protocols import Device
 from chameleon_mm.pool.host_memory import available_host_bytes
 
 TINY: dict[str, Any] = {"layers": 10, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
-"""Llama: small enough for a CPU, large enough that every activation is worth moving (1 MiB and more); so many blocks that an
-eighth of them is more than what must be there at once."""
+"""Llama: small enough for a CPU, large enough that every activation is worth moving (1 MiB and more). It has so many blocks
+that an eighth of them needs more memory than the part that must be present at once."""
 FILL: dict[str, Any] = {"width": 4096, "heads": 32, "ffn": 14336, "seq": 4096, "batch": 4, "dtype": "bfloat16"}
-"""Llama: a block as in Llama 3 8B, without grouped heads; `fill_layers` says how many."""
+"""Llama: blocks as in Llama 3 8B, without grouped heads; `fill_layers` gives their number."""
 
 Sized = Mapping[str, Mapping[str, Any]]
 
@@ -49,7 +49,7 @@ OTHERS: Mapping[str, tuple[Callable[[Sizes], Workload], Sized]] = {
         },
     ),
 }
-"""Builders of each family but the Llama, and their sizes: `fill` as in GPT-2 large, ViT-L/14, and a ResNet of 38 layers."""
+"""Builders of each family except the Llama, and their sizes: `fill` as in GPT-2 large, ViT-L/14, and a ResNet of 38 layers."""
 
 MODELS = ("llama", *OTHERS)
 
@@ -69,7 +69,7 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_workload(args: argparse.Namespace, device: Device) -> Workload:
-    """The model and the sizes that `args` and the kind of device give. Raises `ValueError` for what cannot be built."""
+    """Model of the sizes in `args`, with defaults for the kind of device. Raises `ValueError` if they cannot be built."""
     if args.model == "llama":
         return llama(choose_shape(args, device))
     make, sized = OTHERS[args.model]
@@ -84,7 +84,7 @@ def choose_workload(args: argparse.Namespace, device: Device) -> Workload:
 
 
 def choose_shape(args: argparse.Namespace, device: Device) -> Shape:
-    """The Llama's sizes. Raises `ValueError` for what cannot be built."""
+    """Sizes of the Llama. Raises `ValueError` for sizes that cannot be built."""
     sizes = dict(TINY if _size(device) == "tiny" else FILL) | _given(args)
     if "layers" not in sizes:
         sizes["layers"] = fill_layers(Shape(layers=1, **sizes), device.capacity, available_host_bytes())
@@ -94,9 +94,9 @@ def choose_shape(args: argparse.Namespace, device: Device) -> Shape:
 def fill_layers(block: Shape, capacity: int, host_bytes: int) -> int:
     """Number of such blocks that fill a device without failing any peer, at least 2.
 
-    Device: layers * (state + saved) <= capacity / 2; the rest is for what backward and the optimizer need at their peak.
-    Host: layers * saved <= host_bytes / 4, for torch's save_on_cpu rounds every block up to a power of two, copies some
-    storages twice, and never gives back what it pinned, after ours has given back as much.
+    Device: layers * (state + saved) <= capacity / 2; the rest is for the peaks of backward and the optimizer.
+    Host: layers * saved <= host_bytes / 4. Reason: torch's save_on_cpu rounds every block up to a power of two, copies some
+    storages twice, and never frees the memory that it pinned; it runs after ours has freed as much.
     """
     by_device = capacity // 2 // (block.layer_state_bytes + block.layer_saved_bytes)
     by_host = host_bytes // 4 // block.layer_saved_bytes
@@ -109,5 +109,5 @@ def _size(device: Device) -> str:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """The sizes that were given by themselves."""
+    """Sizes that the user gave as options."""
     return {name: given for name in TINY if (given := getattr(args, name)) is not None}

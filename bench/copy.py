@@ -1,7 +1,7 @@
 """Copies between host and device: each way by size, pinned against pageable, and both ways at once.
 
 for size: interleave H2D and D2H from pinned and from pageable memory      -> GB/s, ratio
-          H2D and D2H together, a stream for each                          -> GB/s in total
+          H2D and D2H together, on a stream each                           -> GB/s in total
 
 chameleon-mm bench copy --sizes 1MiB,64MiB --json copy.json
 """
@@ -25,7 +25,7 @@ from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import GIB, KIB, MIB, format_size, parse_size
 
 _GPU_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1 * GIB)
-_CPU_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)  # every byte is moved for real by one core
+_CPU_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)  # one core really moves every byte
 _GPU_SAMPLE_BYTES = 256 * MIB
 _CPU_SAMPLE_BYTES = 4 * MIB
 _MAX_COPIES = 64
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Results:
-    """The table of `sizes` on `device`: a row for each direction, and one for both at once."""
+    """Measure `sizes` on `device`. Returns a table with a row for each direction, and one for both at once."""
     results = Results("copy", device, columns(_FORMULAS, simulated=device.simulated))
     results.notes.append("both ways: the bytes of both directions over the time from their common start until both are done")
     h2d, d2h = device.new_stream("h2d"), device.new_stream("d2h")
@@ -72,7 +72,7 @@ def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Result
         try:
             with Buffers(device) as buffers:
                 rows = _measure_size(device, buffers, h2d, d2h, size, copies, repeats)
-        except (HostMemoryExhausted, torch.OutOfMemoryError) as error:  # what cannot hold this much still has the other sizes
+        except (HostMemoryExhausted, torch.OutOfMemoryError) as error:  # a device too small for this size still has the others
             rows = [dict.fromkeys(_FORMULAS, Waived(str(error)))] * 3
         for name, cells in zip(names, rows, strict=True):
             results.add(name, params, cells)
@@ -80,8 +80,8 @@ def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Result
 
 
 def copies_per_sample(size: int, *, on_cpu: bool) -> int:
-    """How many copies of `size` bytes one sample issues back to back: enough that neither the events nor the last copy's tail
-    decide the figure, few enough that the driver's queue never fills up and makes the host wait."""
+    """Number of copies of `size` bytes that one sample issues back to back: enough that neither the events nor the last copy's
+    tail decide the figure, and so few that the driver's queue never fills up, which would make the host wait."""
     wanted = _CPU_SAMPLE_BYTES if on_cpu else _GPU_SAMPLE_BYTES
     return max(1, min(_MAX_COPIES, wanted // max(1, size)))
 
@@ -108,7 +108,7 @@ def _measure_size(
 
     def both_ways() -> float:
         start = device.current_stream().record(timed=True)
-        h2d.wait(start)  # neither direction may begin before the time that both are measured from
+        h2d.wait(start)  # neither direction may begin before the common start of both
         d2h.wait(start)
         for _ in range(copies):
             h2d.copy(hbm_in, pinned_in)
@@ -128,7 +128,7 @@ def _measure_size(
 
 
 def _row(device: Device, pinned: list[float], pageable: list[float] | Waived) -> dict[str, Cell]:
-    """The cells of one row."""
+    """Cells of a row."""
     figure = partial(Figure.of, simulated=device.simulated)
     cells: dict[str, Cell] = {"pinned": figure(pinned, "GB/s")}
     if isinstance(pageable, Waived):

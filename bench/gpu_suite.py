@@ -1,8 +1,8 @@
 """`make gpu`: the tests marked `gpu`, and the benches behind the twelve figures of docs/measure.md, within eight minutes.
 
-for part in PARTS:                 # each a process of its own, so that a crash or a hang of it takes nothing else with it
-    run it for as long as it may; keep its record; rewrite OUT/gpu_<device>_<date>.json
-the figures as one table; exit 1 if anything failed or could not be run
+for part in PARTS:                 # each in a separate process, so that its crash or hang ends nothing else
+    run it within its time; keep its record; rewrite OUT/gpu_<device>_<date>.json
+print the figures as one table; exit 1 if anything failed or could not be run
 on the CUDA stand-in of our tests: a rehearsal in small sizes, marked in its record, and never written to bench/results
 
 python3 -m chameleon_mm.bench.gpu_suite --out bench/results            # from a bare checkout
@@ -43,15 +43,15 @@ Status = Literal["passed", "failed", "not run"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A command and how long it may take."""
+    """Command, and limits of its time."""
 
     theme: str
     command: Sequence[str]
     """`{out}` stands for the file to write: a benchmark's record, or the JUnit report of tests."""
     cap_s: float
-    """Never more than this."""
+    """Maximum time."""
     least_s: float
-    """Not worth starting with less; kept free for it while earlier parts run."""
+    """Minimum time with which it is started; earlier parts leave it free."""
     rehearsal: Sequence[str] = ()
     """More arguments on the CUDA stand-in, where a CPU does the work."""
     is_tests: bool = False
@@ -63,15 +63,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a part."""
+    """Result of a part."""
 
     theme: str
     status: Status
     detail: str
-    """One line for the summary."""
+    """Line for the summary."""
     seconds: float = 0.0
     tail: str = ""
-    """The end of its output."""
+    """End of the part's output."""
     record: dict[str, Any] | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,19 +80,19 @@ class Outcome:
 
 
 class Wanted(NamedTuple):
-    """A figure of the table, and the cells of a part's record that it is."""
+    """Figure of the table, and the cells of a part's record that contain it."""
 
     name: str
     theme: str
     table: str | None
     """None: the record is one table."""
     rows: tuple[str, ...]
-    """Beginnings of rows' names, ours first, then its peers: of each the last row that begins so."""
+    """Beginnings of rows' names, ours first, then its peers. For each, the last row that begins so counts."""
     column: str
     unit: str
 
     def told(self, records: Mapping[str, Mapping[str, Any]]) -> str:
-        """The figure as text, with those of its peers by name; WAIVED, and why, where there is none."""
+        """Text of the figure and of its peers' by name; WAIVED and the reason if there is none."""
         record = records.get(self.theme)
         if record is None:
             return f"WAIVED: {self.theme} left no record"
@@ -117,7 +117,7 @@ _SMALL_LLAMA = ("--layers", "2", "--width", "64", "--heads", "2", "--ffn", "224"
 _TO_JSON = ("--device", "cuda", "--json", "{out}")
 _TESTS = (
     *_MODULE, "pytest", "-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors",
-    # Where a backward waits for ever on autograd's own thread, no timeout ends it: then the stacks are what there is to go by.
+    # No timeout ends a backward that waits for ever on autograd's own thread: the dumped stacks then show the cause.
     "--timeout=90", "-o", "faulthandler_timeout=60", "--junitxml={out}",
 )  # fmt: skip
 
@@ -130,7 +130,7 @@ PARTS = (
     Part(theme="hooks", command=(*_BENCH, "hooks", *_TO_JSON), cap_s=60, least_s=25, rehearsal=_FEW_SAVES),
     Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=170, least_s=130, rehearsal=_SMALL_LLAMA),
 )
-"""What runs, in this order. The first says which device there is: without its record nothing else starts."""
+"""Parts in the order in which they run. The first names the device: without its record nothing else starts."""
 
 _OURS = "quarter, planned"
 _PEERS = (_OURS, "checkpointing", "torch save_on_cpu")
@@ -150,11 +150,11 @@ FIGURES = (
     Wanted("plan, error of step", "training", _AGAINST, (f"{_OURS}: step",), "error", "%"),
     Wanted("plan, error of peak", "training", _AGAINST, (f"{_OURS}: peak",), "error", "%"),
 )
-"""What a run proves, at most twelve figures: docs/measure.md has them in a table."""
+"""Figures that a run proves, at most twelve: docs/measure.md has them in a table."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0 if every part passed, 1 otherwise."""
+    """Return exit code 0 if every part passed, else 1."""
     parser = argparse.ArgumentParser(prog="python3 -m chameleon_mm.bench.gpu_suite", description=__doc__.splitlines()[0])
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the JSON record")
     parser.add_argument(
@@ -195,15 +195,15 @@ def run_suite(parts: Sequence[Part], out: Path, budget_s: float, root: Path, con
             except ValueError as error:
                 console.print(str(error), style="red", markup=False, soft_wrap=True)
                 return 1
-            # After every part: whatever ends this run early, what is done stays told.
+            # After every part: if the run ends early, the record has all parts that are done.
             write_record(out / result_name("gpu", header["device"]), _record(header, outcomes, budget_s, root))
     _summary(outcomes, header, console)
     return 0 if all(outcome.status == "passed" for outcome in outcomes) else 1
 
 
 def allotted_s(part: Part, remaining_s: float, later: Sequence[Part]) -> float:
-    """Seconds that `part` may take: its cap, or what remains once every later part has kept its least, or its own least where
-    there is not enough for all. 0: do not start it."""
+    """Seconds that `part` may take: the time that remains without the least of every later part, at most its cap, at least its
+    own least. 0: do not start it."""
     if remaining_s < part.least_s:
         return 0.0
     free = remaining_s - sum(other.least_s for other in later)
@@ -211,7 +211,7 @@ def allotted_s(part: Part, remaining_s: float, later: Sequence[Part]) -> float:
 
 
 def run_part(part: Part, folder: Path, seconds: float, *, cwd: Path, rehearsal: bool = False) -> Outcome:
-    """Run `part` in `cwd` for at most `seconds`; it writes into `folder`. Never raises for what the part does."""
+    """Run `part` in `cwd` for at most `seconds`; it writes into `folder`. Raises nothing for failures of the part."""
     target, log = folder / f"{part.theme}.out", folder / f"{part.theme}.log"
     command = [argument.format(out=target) for argument in (*part.command, *(part.rehearsal if rehearsal else ()))]
     start = time.monotonic()
@@ -238,7 +238,7 @@ def run_part(part: Part, folder: Path, seconds: float, *, cwd: Path, rehearsal: 
 
 
 def read_record(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """The JSON record at `path` and what is wrong with it: absent, unreadable, without its environment, or simulated."""
+    """JSON record at `path`, and its fault: absent, unreadable, without its environment, or simulated."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -256,7 +256,7 @@ def read_record(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def read_tests(path: Path, returncode: int) -> tuple[dict[str, Any], str]:
-    """Counts and failures of a pytest run, by its JUnit report, and what is wrong: what failed, or that none passed."""
+    """Counts and failures of a pytest run, by its JUnit report, and its fault: the failures, or that no test passed."""
     cases = list(ET.fromstring(path.read_text(encoding="utf-8")).iter("testcase")) if path.exists() else []
     kinds: dict[str, list[str]] = {"failure": [], "error": [], "skipped": []}
     for case in cases:
@@ -274,23 +274,23 @@ def read_tests(path: Path, returncode: int) -> tuple[dict[str, Any], str]:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether the process ended in time. Its whole group is gone when this returns or raises."""
+    """True if the process ended in time. Its whole process group is ended when this returns or raises."""
     try:
         return _ended(process, seconds)
     finally:
-        # Its own group (start_new_session), and not collected yet, so that the number can be no other group's. Pytest writes
-        # what is done when it is interrupted.
+        # The process has its own group (start_new_session). It is not collected yet, so no other group can have its number.
+        # Pytest, when interrupted, writes the results of the tests that are done.
         with suppress(ProcessLookupError):
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.killpg(process.pid, number)
                 _ended(process, _GRACE_S)
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # one that hangs in the driver may outlive even that: go on without it
+        with suppress(subprocess.TimeoutExpired):  # a hang in the driver may survive even SIGKILL: go on without it
             process.wait(timeout=_GRACE_S)
 
 
 def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether the process ends within `seconds`. Leaves its exit status to be collected."""
+    """True if the process ends within `seconds`. Does not collect its exit status."""
     end_at = time.monotonic() + seconds
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() > end_at:
@@ -300,7 +300,7 @@ def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def figures(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """The table of the run, by name."""
+    """Figures of the run's table, by name."""
     records = {outcome.theme: outcome.record for outcome in outcomes if outcome.record is not None}
     return {wanted.name: wanted.told(records) for wanted in FIGURES}
 

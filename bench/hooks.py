@@ -1,19 +1,19 @@
-"""`chameleon-mm bench hooks`: what a saved tensor costs the host, by what becomes of it.
+"""`chameleon-mm bench hooks`: host time of a saved tensor, by the action taken on it.
 
     stays:               it is too small to move                             save_on_cpu | a planned step of SwapSession
-    moves, by hand:      the copies alone, in order: the least that any swap asks of the device
-    moves by the rule:   save_on_cpu, by a copy of its own | packed with others
+    moves, by hand:      only the copies, in order: the least that any swap needs of the device
+    moves by the rule:   save_on_cpu, by a separate copy | packed with others
     moves by plan:       a planned step of SwapSession that only swaps, the same two ways
     dropped by plan:     a planned step of SwapSession, its operator run again at its use
-    each beside hooks that do nothing, in the same round                     -> us, difference, ratio
+    each against hooks that do nothing, in the same round                    -> us, difference, ratio
 
     chameleon-mm bench hooks --device cuda --json hooks.json
 
-Times are the host's, measured, beside a simulated device and the CUDA stand-in too: both are part of what is timed then, and
-the table says so. Each hook is timed by itself: the operators around it take longer, and vary by more than it takes.
+Times are the host's and measured, even on a simulated device and the CUDA stand-in. These are then part of the time, and the
+table says so. Each hook is timed by itself: the operators around it take longer, and vary by more than it takes.
 
-    bounds:   what stays at most 4 us over hooks that do nothing, save and use together; what moves by plan at most 12 us at
-              its save and 8 us at its use
+    bounds over hooks that do nothing:   a tensor that stays: 4 us, save and use together
+                                         a tensor that moves by plan: 12 us at its save, 8 us at its use
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BOUNDS = (
     ("moves by plan, alone", "save_over", "save over a hook that does nothing", 12.0),
     ("moves by plan, alone", "use_over", "use over a hook that does nothing", 8.0),
 )
-"""Row, column, what it is, most us."""
+"""Row, column, description, maximum in us."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage, before anything is measured."""
-    for name, least in (("saves", 50), ("repeats", 1)):  # of a shorter chain a plan would leave too little to move
+    for name, least in (("saves", 50), ("repeats", 1)):  # a plan for a shorter chain would move too little
         if getattr(args, name) < least:
             raise ValueError(f"--{name}: expected {least} or more, got {getattr(args, name)}")
     device = resolve_device(args.device)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def bounds(results: Results, device: Device) -> list[Bound]:
-    """Bounds on the time of hooks, with the times that this run found."""
+    """Bounds on the time of hooks, with the times of this run."""
     cells = {row.name: row.cells for row in results.rows}
     return [
         Bound(
@@ -94,7 +94,7 @@ def bounds(results: Results, device: Device) -> list[Bound]:
 
 
 def measure(device: Device, *, saves: int, repeats: int) -> Results:
-    """The table: a row for each way, all taken in turn, so that drift falls on all alike."""
+    """Measure a table with a row for each way. Ways run in turn, so that drift affects all alike."""
     results = Results("hooks", device, COLUMNS)
     results.notes += [
         f"{saves} saved tensors in a step, {format_size(TENSOR_BYTES)} each; the host's work, not the link's",
@@ -109,7 +109,7 @@ def measure(device: Device, *, saves: int, repeats: int) -> Results:
 
 
 def cells(name: str, taken: Sequence[Sample], identity: Sequence[Sample]) -> Mapping[str, Cell]:
-    """Row of a table, from its samples and those of hooks that do nothing, round by round."""
+    """Cells of a row, from its samples and those of hooks that do nothing, round by round."""
     figure = partial(Figure.of, simulated=False)
     row: dict[str, Cell] = {
         "save": figure([sample.save_us for sample in taken], "us"),

@@ -6,7 +6,7 @@
 
     chameleon-mm bench lengths --svg lengths.svg
 
-Only on the simulator, whose GPU is made as slow as the models are small. The picture in docs/adaptation.md is this one.
+Runs only on the simulator, whose GPU is made as slow as the models are small. It draws the picture in docs/adaptation.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COLUMNS = columns(
     simulated=True,
 )
 MODEL, SHARE = "llama", 0.5
-"""What is trained; the budget as a share of the longest step's peak."""
+"""Model that is trained, and the budget as a share of the highest step's peak."""
 
 _NO_SESSION = Waived("no session: nothing is recorded")
 _NO_PLANS = Waived("plans=False: nothing is recorded")
@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run all three, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage."""
-    resolve_device(args.device)  # says what is wrong with one that is none
+    """Run all three, print, and write the files asked for. Returns 0. Raises `ValueError` for bad usage."""
+    resolve_device(args.device)  # raises for an unknown device, with the reason
     if args.device != "sim":
         raise ValueError(f"--device: expected sim, a small GPU of the benchmark's own, got {args.device!r}; leave it out")
     if args.steps < 1:

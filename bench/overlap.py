@@ -1,16 +1,16 @@
-"""Compute beside copies: what copies cost the compute they run beside, and how much of their own time disappears behind it.
+"""Compute and copies at the same time: slowdown of compute by copies, and the share of the copies' time that compute hides.
 
     hidden:     for work in (matrix products, a memory-bound loop), for ways in (H2D, D2H, both):
                     interleave: compute alone | copies alone | serial: compute, then copies | together: both from the same start
                     slowdown = compute beside copies / compute alone
                     hidden   = (serial - together) / copies alone      # the serial run of the same work, not a constant
-    saturated:  matrix products beside copies that last longer than they and never pause
-                    kept     = copies alone / copies beside compute
-    packed:     the same beside batches that are packed and copied out, as fast as the link takes them
+    saturated:  matrix products together with copies that last longer than the products and never pause
+                    kept     = copies alone / copies with compute
+    packed:     the same with batches that are packed and copied out, as fast as the link takes them
 
     chameleon-mm bench overlap --json overlap.json
 
-The simulator's streams take nothing from one another but the host's time to launch: it shows that, and no contention.
+On the simulator, streams share only the host's time to launch. Its figures show that time, and no contention.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from chameleon_mm.units import MIB, format_size
 WAYS: dict[str, tuple[str, ...]] = {"H2D": ("h2d",), "D2H": ("d2h",), "both ways": ("h2d", "d2h")}
 MAX_SLOWDOWN, MIN_KEPT = 1.01, 0.97
 
-_COPY_SHARE = 0.9  # of the compute's time: the engines are busy almost throughout, and all of it could be hidden
-_LONGER = 1.25  # copies last longer than the compute that is measured beside them: they never pause while it runs
+_COPY_SHARE = 0.9  # share of the compute's time: the engines are busy almost throughout, and all copies could be hidden
+_LONGER = 1.25  # copies last longer than the compute that is measured with them: they never pause while it runs
 _LIMIT_S = 3.0
 
 _GPU_SIZES = Sizes(gemm=8192, stream_elements=128 * MIB, dtype=torch.bfloat16, chunk_bytes=32 * MIB, target_us=30_000)
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure, print, write what was asked for. Returns 0; raises `ValueError` for an unknown device."""
+    """Measure, print, and write the files asked for. Returns 0; raises `ValueError` for an unknown device."""
     device = resolve_device(args.device)
     with console.status("measuring ..."):
         report = measure(device, sizes_for(device), repeats=args.repeats)
@@ -90,15 +90,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def sizes_for(device: Device) -> Sizes:
-    """Work that `device` does in milliseconds."""
+    """Sizes of work that `device` does in milliseconds."""
     if is_stand_in(device.name):
         return _STAND_IN_SIZES
     return _CPU_SIZES if device.simulated else _GPU_SIZES
 
 
 def measure(device: Device, sizes: Sizes, *, repeats: int = 7) -> Report:
-    """Every table, and the bounds on the saturated link, packed copies included."""
-    # Virtual time repeats itself exactly, which the second round shows; what the CUDA stand-in takes is not looked at.
+    """Measure every table, and the bounds on the saturated link, including packed copies."""
+    # Virtual time repeats itself exactly, which the second round shows; times of the CUDA stand-in are not used.
     repeats = min(repeats, 2) if computes_on_cpu(device) else repeats
     tables = {
         "hidden": Results("overlap", device, _columns(device, "compute", "copies", "slowdown", "hidden")),
@@ -141,7 +141,7 @@ def measure(device: Device, sizes: Sizes, *, repeats: int = 7) -> Report:
 
 
 def bounds(device: Device, *tables: Results) -> list[Bound]:
-    """What matrix products may lose to copies, packed ones included, and copies to them."""
+    """Bounds on the slowdown of matrix products by copies, including packed ones, and of copies by matrix products."""
     waived: Found = Waived(f"measured on a CUDA GPU alone; this run is on a {device.name}")
     found = []
     for row in (row for table in tables for row in table.rows):
@@ -152,8 +152,8 @@ def bounds(device: Device, *tables: Results) -> list[Bound]:
 
 
 def derive(device: Device, samples: Mapping[str, Sequence[Sample]], nbytes: int) -> dict[str, Cell]:
-    """The cells of one row from the samples of its peers, round by round: with a serial run what is hidden, else what is
-    kept."""
+    """Cells of a row from the samples of its peers, round by round. They contain the hidden share if there is a serial run,
+    else the kept share."""
     rounds = list(zip(samples["compute"], samples["copies"], samples["together"], strict=True))
     figures = {"slowdown": ([together.compute_us / compute.compute_us for compute, _, together in rounds], "1")}
     if "serial" in samples:

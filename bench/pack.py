@@ -1,12 +1,12 @@
-"""`chameleon-mm bench pack`: many tensors to pinned memory, by every way there is, and what packing costs the host.
+"""`chameleon-mm bench pack`: rate of many tensors to pinned memory by each way, and the host time of packing.
 
     rates:    n x size, and single blocks      -> GB/s by way
     host:     the same runs                                            -> host us per tensor by way
-    bounds:   what is promised, each held or not
+    bounds:   the promised limits, each held or not
 
     chameleon-mm bench pack --json pack.json --svg pack.svg
 
-On a simulator all figures are simulated, and marked so; what it cannot tell is WAIVED, bounds included.
+On a simulator all figures are simulated and marked so. Figures and bounds that it cannot give are WAIVED.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 SIZES_BYTES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB)
 SINGLES_BYTES = (16 * MIB, 64 * MIB, 256 * MIB)
-_CPU_SINGLES_BYTES = (16 * MIB,)  # every byte is moved for real by one core
+_CPU_SINGLES_BYTES = (16 * MIB,)  # one core really moves every byte
 
 MULTIPLE_BYTES = 512
-"""Of which every size is a multiple: packed tensors lie side by side then."""
+"""Divisor of every size, so that packed tensors are adjacent."""
 
 _GPU_TOTAL_BYTES = 64 * MIB
 _CPU_TOTAL_BYTES = 16 * MIB
@@ -54,7 +54,7 @@ _LINK_BYTES = 16 * KIB
 
 
 class Case(NamedTuple):
-    """A row: so many tensors of `nbytes` each."""
+    """Row of the table: a number of tensors of `nbytes` each."""
 
     nbytes: int
     tensors: int
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure, print, write what was asked for. Returns 1 if a way delivered another byte, else 0.
+    """Measure, print, and write the files asked for. Returns 1 if a way delivered a wrong byte, else 0.
 
     Raises `ValueError` for bad usage, before anything is measured.
     """
@@ -100,15 +100,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def cases(device: Device, sizes: Sequence[int] = SIZES_BYTES) -> list[Case]:
-    """All rows: `sizes`, then single blocks. Fewer bytes where a CPU moves them all."""
+    """All rows: `sizes`, then single blocks. Fewer bytes if a CPU moves them all."""
     many = [Case(size, _count(device, size)) for size in sizes]
     return many + [Case(size, 1) for size in (_CPU_SINGLES_BYTES if computes_on_cpu(device) else SINGLES_BYTES)]
 
 
 def measure(device: Device, rows: Sequence[Case], *, repeats: int = 7) -> Report:
-    """The tables of `rows` on `device`, and the bounds on what they show."""
+    """Measure the tables of `rows` on `device`, and the bounds on their figures."""
     if computes_on_cpu(device):
-        repeats = min(repeats, 2)  # virtual time repeats itself, which the second round shows; the CUDA stand-in's is no figure
+        repeats = min(repeats, 2)  # virtual time repeats itself, which the second round shows; the stand-in's is not used
     ways = columns(NAMES, simulated=device.simulated)
     rates, host = (Results(f"pack, {what}", device, ways) for what in ("GB/s", "host us per tensor"))
     rates.notes.append("GB/s: size * tensors / time between two events around everything / 1e9")
@@ -118,7 +118,7 @@ def measure(device: Device, rows: Sequence[Case], *, repeats: int = 7) -> Report
         try:
             with Buffers(device) as buffers:
                 taken, exact = _sample(device, Work.of(buffers, case.nbytes, case.tensors), repeats)
-        except (HostMemoryExhausted, torch.OutOfMemoryError) as error:  # what cannot hold this much still has the other rows
+        except (HostMemoryExhausted, torch.OutOfMemoryError) as error:  # a device too small for this row still has the others
             taken, exact = dict.fromkeys(NAMES, Waived(str(error))), {}
         wrong += list(exact.values()).count(False)
         params = {"bytes": case.nbytes, "tensors": case.tensors, "exact": exact}
@@ -133,7 +133,7 @@ def measure(device: Device, rows: Sequence[Case], *, repeats: int = 7) -> Report
 
 
 def rate_bounds(device: Device, rates: Results) -> list[Bound]:
-    """Single blocks and many small ones beside the loop, and beside the link."""
+    """Bounds on single blocks and on many small ones, against the loop and against the link."""
     single = [row for row in rates.rows if row.params["tensors"] == 1]
     many = {row.params["bytes"]: row for row in rates.rows if row not in single}
     no_row: Found = Waived("no such row was measured") if not device.simulated else _no_gpu(device)
@@ -155,7 +155,7 @@ def rate_bounds(device: Device, rates: Results) -> list[Bound]:
 
 
 def host_bound(device: Device, host: Results) -> Bound:
-    """The whole of packing, where a kernel is launched."""
+    """Bound on the host time of packing per tensor, including the kernel's launch."""
     many = [row for row in host.rows if row.params["tensors"] > 1]
     smallest = min(many, key=lambda row: int(row.params["bytes"]), default=None)
     found: Found = Waived("no many tensors were measured") if smallest is None else median_of(smallest.cells["pack"])
@@ -164,7 +164,7 @@ def host_bound(device: Device, host: Results) -> Bound:
 
 
 def picture(rates: Results, device: Device) -> str:
-    """GB/s of every way by size, of many tensors, as SVG. Needs matplotlib."""
+    """SVG of the GB/s of each way by size, for many tensors. Needs matplotlib."""
     rows = [row for row in rates.rows if row.params["tensors"] > 1]
     how = "simulated, no GPU took part" if device.simulated else "measured"
 

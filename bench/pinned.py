@@ -1,11 +1,11 @@
-"""`chameleon-mm bench pinned`: what a block of `PinnedPool` costs, in time and in memory, against torch's pinned cache.
+"""`chameleon-mm bench pinned`: time and memory of a block of `PinnedPool`, against torch's pinned cache.
 
-    time:   with 256 and 100,000 blocks live, one is released and another allocated, over and over    -> us
-    waste:  recorded training steps are played to both; the most bytes reserved / the most bytes live -> ratio
-    bounds: what the pool promises, each held or not
+    time:   with 256 and 100,000 blocks live, repeatedly release one and allocate another              -> us
+    waste:  replay recorded training steps on both; maximum of bytes reserved / maximum of bytes live  -> ratio
+    bounds: limits that the pool promises, each held or not
 
-Times are the host's own: the pool runs on a device that gives addresses without memory, and its events are complete. torch's
-cache pins for real, so it is timed on a CUDA GPU alone. Waste is counted, the same on every machine.
+Times are the host's own: the pool runs on a device that gives addresses without memory, and its events are complete. Torch's
+cache really pins memory, so it is timed only on a CUDA GPU. Waste is counted, and the same on every machine.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from chameleon_mm.units import GIB, KIB, TIB
 MAX_POOL_US, MAX_GROWTH, MAX_RESERVED_RATIO = 5.0, 3.0, 1.10
 
 LIVE = (256, 100_000)
-"""Live blocks: what one training step holds, and far more than that."""
+"""Numbers of live blocks: as many as one training step holds, and far more than that."""
 
 TRACES = Path(__file__).resolve().parent / "traces"
 
 _SMALLEST, _LARGEST, _PAIRS = 4 * KIB, 256 * KIB, 1000
-_MOST_PINNED = 1000  # blocks of torch's, of which 100,000 would pin 8 GB
+_MOST_PINNED = 1000  # torch's blocks: 100,000 of them would pin 8 GB
 
 _TIME = (
     Column(key="pool", title="PinnedPool us", formula="CPU time of PinnedBlock.release + PinnedPool.allocate"),
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure, print, write what was asked for. 1 if a bound is missed that does not depend on the machine, else 0.
+    """Measure, print, and write the file asked for. Returns 1 if a bound is missed that does not depend on the machine, else 0.
 
     Raises `ValueError` for bad usage, before anything is measured.
     """
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def measure(device: Device, live: Sequence[int] = LIVE, *, repeats: int = 9) -> Report:
-    """Both tables, and the bounds on them. Without a GPU they bear the processor's name: no figure is the simulator's."""
+    """Measure both tables, and the bounds on them. Without a GPU they have the processor's name: no figure is simulated."""
     header, tables = environment("pinned", device), {"time": times(device, live, repeats=repeats), "waste": waste(device)}
     if device.simulated:
         header |= {"device": processor_name(), "simulated": False}
@@ -88,7 +88,7 @@ def measure(device: Device, live: Sequence[int] = LIVE, *, repeats: int = 9) -> 
 
 
 def time_bounds(table: Results) -> list[Bound]:
-    """The time of a pair where the fewest blocks are live, and its growth to where the most are."""
+    """Bounds on the time of a pair with the fewest live blocks, and on its growth to the most live blocks."""
     bounds = []
     for key, what in (("pool", "PinnedPool"), ("event", "PinnedPool with an event")):
         few, many = (median_of(table.rows[place].cells[key]) for place in (0, -1))
@@ -107,17 +107,17 @@ def waste_bounds(table: Results) -> list[Bound]:
 
 
 class AddressesOnly(SimDevice):
-    """A device whose pinned memory has sizes and no bytes."""
+    """Device whose pinned memory has sizes and no bytes."""
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def free_pinned(self, memory: Tensor) -> None:
-        """Nothing was taken."""
+        """Do nothing: there is no memory to free."""
 
 
 class _Instant:
-    """A stream, and an event on it that is complete: what the pool itself takes, without the device's part."""
+    """Stream, and also a complete event on it: times are then the pool's own, without the device's part."""
 
     name = "instant"
 
@@ -125,14 +125,14 @@ class _Instant:
         return True
 
     def synchronize(self) -> None:
-        """It is complete."""
+        """Do nothing: the event is complete."""
 
     def wait(self, event: object) -> None:
-        """Whatever it is, it is complete."""
+        """Do nothing: every event is complete."""
 
 
 def times(device: Device, live: Sequence[int], *, repeats: int) -> Results:
-    """A row for each number of live blocks: microseconds to release one and allocate another."""
+    """Table with a row for each number of live blocks: microseconds to release one and allocate another."""
     table = Results("pinned time", device, _TIME)
     table.notes.append(f"blocks of {_SMALLEST} to {_LARGEST} bytes, evenly in the logarithm; peers interleaved")
     instant: Any = _Instant()
@@ -155,19 +155,19 @@ def times(device: Device, live: Sequence[int], *, repeats: int) -> Results:
 
 
 def _churn(live: int, allocate: Callable[[int], Any], release: Callable[[Any], object]) -> Callable[[], float]:
-    """A function that replaces 1,000 of `live` blocks and returns microseconds of CPU time for each. The places and sizes are
-    the same for every peer."""
+    """Return a function that replaces 1,000 of `live` blocks and returns microseconds of CPU time for each. The places and
+    sizes are the same for every peer."""
     draw = random.Random(0)
     work = [(draw.randrange(live), int(_SMALLEST * (_LARGEST // _SMALLEST) ** draw.random())) for _ in range(_PAIRS)]
     blocks = [allocate(work[place % _PAIRS][1]) for place in range(live)]
 
     def pair_us() -> float:
-        gc.disable()  # as timeit does: a collection would fall on whichever peer is running
+        gc.disable()  # as timeit does: a collection would slow the peer that happens to run
         try:
             start = time.thread_time()
             for place, size in work:
                 release(blocks[place])
-                blocks[place] = None  # dropping it is how torch's is released
+                blocks[place] = None  # torch's tensor is released by dropping it
                 blocks[place] = allocate(size)
             return (time.thread_time() - start) / _PAIRS * 1e6
         finally:
@@ -180,7 +180,7 @@ def _churn(live: int, allocate: Callable[[int], Any], release: Callable[[Any], o
 
 
 def waste(device: Device) -> Results:
-    """A row for each of the recorded steps in `bench/traces`."""
+    """Table with a row for each trace of recorded steps in `bench/traces`."""
     table = Results("pinned waste", device, _WASTE)
     for path in sorted(TRACES.glob("*.jsonl.gz")):
         trace = read_trace(path)
@@ -193,7 +193,7 @@ def waste(device: Device) -> Results:
 
 
 def read_trace(path: Path) -> list[tuple[int, int]]:
-    """The calls of recorded steps, in order: `(block, nbytes)` for an allocation, `(block, -nbytes)` for the release."""
+    """Calls of recorded steps, in order: `(block, nbytes)` for an allocation, `(block, -nbytes)` for the release."""
     with gzip.open(path, "rt", encoding="ascii") as file:
         _, *entries = (json.loads(line) for line in file)
     sizes = {entry[1]: entry[2] for entry in entries if entry[0] == "+"}
@@ -201,7 +201,7 @@ def read_trace(path: Path) -> list[tuple[int, int]]:
 
 
 def played(trace: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The most bytes live in `trace`, as asked for, and the most that a pool reserves for it."""
+    """Maximum of requested live bytes in `trace`, and maximum of bytes that a pool reserves for it."""
     live = peak = 0
     blocks: dict[int, Any] = {}
     with PinnedPool(TIB, AddressesOnly()) as pool:
@@ -216,8 +216,8 @@ def played(trace: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def reserved_by_torch(trace: Sequence[tuple[int, int]]) -> int:
-    """The most bytes that torch's pinned cache reserves for `trace`: a request takes a power of two of bytes, and what was
-    reserved for one size serves that size alone (aten/src/ATen/core/CachingHostAllocator.h)."""
+    """Maximum bytes that torch's pinned cache reserves for `trace`. A request takes a power of two of bytes, and memory
+    reserved for one size serves only that size (aten/src/ATen/core/CachingHostAllocator.h)."""
     reserved = 0
     unused: Counter[int] = Counter()
     for _, nbytes in trace:

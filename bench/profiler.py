@@ -1,16 +1,16 @@
-"""`chameleon-mm bench profiler`: what it costs the host to watch a step, by every way there is.
+"""`chameleon-mm bench profiler`: host time of watching a step, by each way of watching.
 
-    a chain of operators, each of which saves one tensor: no hooks | hooks alone | light profiler, of a step that is known and
-    of one that is new | a dispatch mode that does nothing | the call watch, under which steps that recompute run their forward
-    | call notes, the same in C++, where that is built | the detailed recorder
+    a chain of operators, each of which saves one tensor: no hooks | hooks alone | light profiler, of a known step and of a new
+    one | a dispatch mode that does nothing | the call watch, under which steps that recompute run their forward | call notes,
+    the same in C++, if built | the detailed recorder
     bounds: light profiler at most 1.2 us per saved tensor (its save and its use) over hooks that do nothing, and 90 % below
-            the detailed recorder. Of a step that is known, as nearly all are
+            the detailed recorder; for a known step, as nearly all are
 
     chameleon-mm bench profiler --json profiler.json
 
-Times are the host's, measured, also beside a simulated device, whose own accounting is left out; nothing is simulated. What a
-way needs before and after the step (to be made, to be read) is not in its time, but for the light profiler's own `begin_step`,
-`follow` and `end_step`: there is no step without them. Hooks alone hand out handles as the light profiler's do.
+Times are the host's and measured, even on a simulated device, whose own accounting is left out; nothing is simulated. The time
+of a way excludes its setup before the step and its evaluation after it, except the light profiler's `begin_step`, `follow` and
+`end_step`, which every step needs. Hooks alone hand out handles as the light profiler's do.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _COLUMNS = (
 
 Step = Callable[[], None]
 Watch = Callable[[Step], float]
-"""Runs the step, watched. Returns the host's processor time in us."""
+"""Runs a step and watches it. Returns the host's processor time in us."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure, print, write what was asked for. Returns 0: a bound that a busy machine misses is no fault."""
+    """Measure, print, and write the files asked for. Returns 0: a bound that a busy machine misses is no fault."""
     for name in ("saves", "repeats"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: expected 1 or more, got {getattr(args, name)}")
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def measure(device: Device, *, saves: int, repeats: int) -> Report:
-    """The table and the bounds on it. Takes the ways in turn, so that drift falls on all alike."""
+    """Measure the table, and the bounds on it. Ways run in turn, so that drift affects all alike."""
     step = chain(device, saves)
     ways = {name: partial(way, step) for name, way in peers(device).items()}
     taken = interleave(ways, warmup=_WARMUP, repeats=repeats, limit_s=_LIMIT_S)
@@ -107,7 +107,7 @@ def measure(device: Device, *, saves: int, repeats: int) -> Report:
 
 
 def cells(name: str, taken: Mapping[str, list[float]], saves: int) -> dict[str, Cell]:
-    """The row of a way, from its samples and those of hooks alone, round by round."""
+    """Cells of a way's row, from its samples and those of hooks alone, round by round."""
     over = [(us - hooks) / saves for us, hooks in zip(taken[name], taken[HOOKS], strict=True)]
     compared = Waived("it is what the others are compared with")
     return {
@@ -117,7 +117,7 @@ def cells(name: str, taken: Mapping[str, list[float]], saves: int) -> dict[str, 
 
 
 def bounds(rows: Mapping[str, Mapping[str, Cell]]) -> list[Bound]:
-    """What the light profiler may take, by itself and beside the detailed recorder."""
+    """Bounds on the light profiler's time, by itself and relative to the detailed recorder."""
     light, detailed = (median_of(rows[name]["over"]) for name in (LIGHT, DETAILED))
     below = light if isinstance(light, Waived) else detailed if isinstance(detailed, Waived) else 1 - light / detailed
     return [
@@ -127,7 +127,7 @@ def bounds(rows: Mapping[str, Mapping[str, Cell]]) -> list[Bound]:
 
 
 def chain(device: Device, saves: int) -> Step:
-    """An operator after the other, each of which saves its input: `saves` in all, into as many storages."""
+    """Chain of `saves` operators, each of which saves its input, in a storage of its own."""
     x = torch.zeros(2, 3, 4, device=device.torch_device, requires_grad=True)
 
     def step() -> None:
@@ -141,7 +141,7 @@ def chain(device: Device, saves: int) -> Step:
 
 
 def peers(device: Device) -> Mapping[str, Watch]:
-    """Every way by its name."""
+    """All ways by name."""
     timed = partial(_timed_us, device)
     return {
         NO_HOOKS: timed,
@@ -172,12 +172,12 @@ class PassThrough(TorchDispatchMode):
 
 
 def keep(t: Tensor) -> Tensor:
-    """The hook that does nothing, of a save and of a use."""
+    """Hook that does nothing, for both save and use."""
     return t
 
 
 def _timed_us(device: Device, step: Step) -> float:
-    """Processor time, all threads': what other tenants of the machine take, and what the host waits for, is not in it."""
+    """Processor time of all threads. It excludes other users of the machine, and the host's waits."""
     device.synchronize()
     with undisturbed():
         start = time.process_time_ns()
@@ -191,9 +191,9 @@ def _hooks(timed: Watch, step: Step) -> float:
 
 
 def _light(timed: Watch, known: dict[Step, StepRecord] | None, step: Step) -> float:
-    """As the executor calls it: which storage it is and whether it was saved before is known there, and costs nothing here.
+    """Call the light profiler as the executor does, which knows the storage and whether it was saved before, at no cost here.
 
-    `known`: by step, what it was the last time, to be followed this time. None: every step is a new one.
+    `known`: step -> its last record, which this step follows. None: every step is a new one.
     """
     light = LightProfiler()
     followed = None if known is None else known.get(step)

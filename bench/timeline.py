@@ -5,7 +5,7 @@
 
     chameleon-mm bench timeline --svg timeline.svg
 
-Only on a simulator: the clocks of its streams are read without changing them. The picture in the README is this one.
+Runs only on a simulator: reading the clocks of its streams does not change them. It draws the picture in the README.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = columns(
 )
 CONFIG = GPTConfig(layers=4, width=64, heads=2, context=8192)
 SHARE = 0.62
-"""Of the memory that a step adds, what the budget leaves."""
+"""Share of the memory that a step adds which the budget leaves."""
 
 _NONE_MOVED = Waived("nothing is copied without swapping")
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run both steps, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage."""
+    """Run both steps, print, and write the files asked for. Returns 0. Raises `ValueError` for bad usage."""
     device = resolve_device(args.device)
     if not isinstance(device, SimDevice):
         raise ValueError(f"--device: expected a simulated GPU, whose clocks can be read, got {device.name}; take sim:h200")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def table(found: Comparison, device: SimDevice) -> Results:
-    """Both steps, a row each."""
+    """Table with a row for each of both steps."""
     results = Results("timeline", device, COLUMNS)
     config = found.config
     results.notes += [

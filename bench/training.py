@@ -1,16 +1,16 @@
-"""`chameleon-mm bench training`: what each way of holding activations costs one model, in one process.
+"""`chameleon-mm bench training`: time and memory of each way of holding activations, for one model, in one process.
 
-    small model: host time of a step without a session | in one that has nothing to swap
+    small model: host time of a step without a session | in a session that has nothing to swap
     for peer in (no swap, checkpointing, SwapSession at three budgets with and without recomputation, and once without plans,
                  our save_on_cpu, torch's):
         run = run_peer(...)                      # same seed; fresh model, AdamW, data; warm-up, then timed steps
     peers:   step time, ratio to no swap, peaks, share of losses that have the bits of the run without swapping
-    planned: step, peak, stall and recomputation as the plan has them | as measured | error
+    planned: step, peak, stall and recomputation as the plan predicts | as measured | error
     classes: bytes that the plan keeps, swaps, recomputes, holds
-    bound:   T* | the share of it that each reaches
+    bound:   T* | T* / step time of each session
 
-The model is a Llama, a GPT-2, a ViT or a ResNet in small (`--model`). On a simulator the tensors are computed on the CPU, tiny,
-and times and peaks are simulated: they show how the peers order, not what a GPU does.
+The model is a small Llama, GPT-2, ViT or ResNet (`--model`). On a simulator, tensors are tiny and computed on the CPU; times
+and peaks are simulated: they show the order of the peers, not a GPU's figures.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.units import GIB
 
 SMALL_REPEATS = 5
-"""Samples of a small model's step under each way of watching it."""
+"""Number of samples of a small model's step for each way to run it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run every peer, show the tables, write them where `args` say. 1 if a peer of ours changed a loss, else 0.
+    """Run every peer, print, and write the file asked for. Returns 1 if our peer changed a loss or the first did not run.
 
     Raises `ValueError` for bad usage, before anything is trained.
     """
@@ -83,10 +83,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def fresh_device(name: str | None) -> Device:
-    """One per peer: on the simulator its clock starts at nothing, on CUDA it is the same GPU again.
+    """Return a device for one peer: on the simulator a new one, whose clock starts at 0; on CUDA the same GPU again.
 
-    A simulated one has a host that takes no time: operators as small as a CPU can afford would leave a GPU waiting for its
-    host, as those of a model that fills it do not.
+    The host of a simulated device takes no time. With operators as small as a CPU can compute, a GPU would wait for its host,
+    which it does not with a model that fills it.
     """
     device = resolve_device(name)
     if not isinstance(device, SimDevice):
@@ -97,11 +97,11 @@ def fresh_device(name: str | None) -> Device:
 
 
 class Comparison:
-    """Runs of a model on a device, by every peer that was run so far."""
+    """Runs of a model on a device, by all peers so far."""
 
     def __init__(self, device: Device, work: Workload, args: argparse.Namespace) -> None:
         self.baseline: PeerRun | None = None
-        """The run without swapping; None: not yet, or it did not fit."""
+        """Run without swapping; None: it has not run yet, or did not fit."""
         self._device = device
         self._work = work
         self._args = args
@@ -117,12 +117,12 @@ class Comparison:
         self._outcomes: dict[str, Outcome] = {}
 
     def watch_small_model(self) -> None:
-        """Measure what a session with nothing to swap takes of a small model's step."""
+        """Measure the host time that a session with nothing to swap adds to a small model's step."""
         self._small, bound = small_step(self._device, repeats=SMALL_REPEATS, seed=self._args.seed)
         self._bounds.append(bound)
 
     def run(self, peer: Peer) -> None:
-        """Run `peer`, or say why it did not run. The first one is what the others are compared with."""
+        """Run `peer`, or add the reason why it did not run. The first peer is the reference of the others."""
         outcome = self._attempt(peer)
         first = not self._outcomes
         self._outcomes[peer.key] = outcome
@@ -143,7 +143,7 @@ class Comparison:
             add_planned(self._planned, peer.name, peer.key, outcome, baseline)
             add_classes(self._classes, peer.name, peer.key, outcome)
         if peer.share is not None:
-            # What keeps a budget without a plan has recorded no step: T* is of the one that swaps within the same.
+            # A peer that keeps a budget without a plan has recorded no step: T* is of the swap-only peer with that budget.
             planned = outcome if peer.planned else self._outcomes[session_key(peer.share, SWAP_ONLY)]
             checkpointed = self._outcomes["checkpoint"]
             add_bound(self._bound, peer.name, peer.share, outcome, planned, checkpointed, baseline)
@@ -159,7 +159,7 @@ class Comparison:
             )
 
     def report(self) -> Report:
-        """All that there is so far."""
+        """Report of all runs so far."""
         tables = {
             "peers": self._peers,
             "planned against measured": self._planned,
@@ -172,7 +172,7 @@ class Comparison:
         return Report(header=environment("training", self._device), tables=shown, bounds=self._bounds)
 
     def write(self) -> None:
-        """Keep what there is, where a file was asked for."""
+        """Write the report so far, if a file was asked for."""
         if self._args.json:
             write_record(Path(self._args.json), self.report().to_dict())
 
@@ -186,7 +186,7 @@ class Comparison:
 
 
 def _with_a_plan(peer: Peer, outcome: Outcome) -> Outcome:
-    """`outcome`, unless it is of a session that was to plan and found nothing within its budget: it has not kept that then."""
+    """`outcome`, or `NO_PLAN` for a session that found no plan within its budget, and so did not keep the budget."""
     if peer.planned and isinstance(outcome, PeerRun) and outcome.followed is None:
         return NO_PLAN
     return outcome
@@ -231,6 +231,6 @@ def _cells(outcome: Outcome, baseline: PeerRun | None, device: Device) -> dict[s
 
 
 def _changed_losses(outcome: PeerRun, baseline: PeerRun) -> int:
-    """The run without swapping has at least as many."""
+    """Number of losses whose bits differ from the baseline's, which has at least as many losses."""
     before = baseline.losses[: len(outcome.losses)]
     return int((outcome.losses.view(torch.int32) != before.view(torch.int32)).sum())

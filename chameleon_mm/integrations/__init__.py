@@ -1,4 +1,4 @@
-"""Modules that attach swapping to a training framework, one for each; a framework is imported with its module.
+"""Modules that attach swapping to training frameworks, one each. Importing a module imports its framework.
 
     import chameleon_mm as cm
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def load_framework(name: str) -> Any:
-    """The package `name`, which is the name of our extra, too. Raises `ImportError` where it is not installed."""
+    """Import the package `name`, which is also the name of our extra. Raises `ImportError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

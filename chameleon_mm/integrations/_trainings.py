@@ -1,9 +1,9 @@
-"""The trainings that one callback is attached to, one after the other.
+"""Trainings that one callback attaches to, one after the other.
 
 trainings = Trainings("SwapCallback", session_args)
-trainings.begin(key, model, optimizer)     # attached; `key` is an object of this training's alone
-trainings.expect(key)                      # at each step: a RuntimeError where another one is attached, or none
-trainings.end(key)                         # detached
+trainings.begin(key, model, optimizer)     # attaches; `key` is an object that only this training has
+trainings.expect(key)                      # at each step: RuntimeError unless this training is attached
+trainings.end(key)                         # detaches
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from chameleon_mm.units import parse_size
 
 
 class Trainings:
-    """Attaches one training at a time, and detaches what the one before has left.
+    """Attaches one training at a time, and detaches the one before if it is still attached.
 
-    A training that raised may tell nobody. What it left attached goes as the next one begins, or as this object does.
+    A training that raised may never call `end`. It is detached when the next one begins, or when this object is freed.
     """
 
     def __init__(self, what: str, session_args: dict[str, Any], *, optimizer_state: bool) -> None:
         """`what`: the name of the callback, for errors. Raises `TypeError` and `ValueError` for arguments that `SwapSession`
-        will not take."""
+        rejects."""
         check_type("optimizer_state", optimizer_state, bool, "True or False", "pass one of the two")
         check_keywords(what, session_args, SwapSession, but=("model", "optimizer"))
         for name, value in session_args.items():
@@ -76,7 +76,7 @@ class Trainings:
         self._finalizer.atexit = False
 
     def expect(self, key: object) -> None:
-        """Raise `RuntimeError` unless `key`'s training is the one that is attached."""
+        """Raise `RuntimeError` unless the training of `key` is attached."""
         if self._key is not key:
             raise RuntimeError(
                 f"{self._what}: expected to be one of the trainer's callbacks before training begins, and in one training at a "
@@ -84,12 +84,12 @@ class Trainings:
             )
 
     def end(self, key: object) -> None:
-        """Detach, if `key`'s training is the one that is attached."""
+        """Detach if the training of `key` is attached."""
         if self._key is key:
             self.detach()
 
     def detach(self) -> None:
-        """Detach whatever is attached, on the thread that trained."""
+        """Detach the attached training, if any. Call it on the thread that trained."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._key = None

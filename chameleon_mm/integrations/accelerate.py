@@ -25,10 +25,10 @@ accelerate = load_framework("accelerate")
 def attach(
     accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **session_args: Any
 ) -> Attachment:
-    """Swap what training of `model` keeps for backward: `chameleon_mm.api.attach`, with what `accelerator.prepare` returned.
+    """Swap the tensors that `model` saves for backward: `chameleon_mm.api.attach`, for a model from `accelerator.prepare`.
 
-    `optimizer` and `session_args` are those of `SwapSession`; a prepared optimizer is unwrapped. Raises `TypeError` for what is
-    no `Accelerator`, `ValueError` for a model that it has not prepared, and what `chameleon_mm.api.attach` raises.
+    `optimizer` and `session_args` are those of `SwapSession`; a prepared optimizer is unwrapped. Raises `TypeError` if
+    `accelerator` is no `Accelerator`, `ValueError` if it has not prepared `model`, and what `chameleon_mm.api.attach` raises.
     """
     check_type("accelerator", accelerator, accelerate.Accelerator, "an accelerate.Accelerator", "pass the loop's own")
     check_type("model", model, nn.Module, "a torch.nn.Module", "pass what accelerator.prepare returned")

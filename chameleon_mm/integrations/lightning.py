@@ -1,11 +1,11 @@
 """Swaps in Lightning's `Trainer`. Fabric's loops take `chameleon_mm.api.attach(fabric.setup(model, ...))`.
 
     swap = SwapCallback(hbm_budget="20GiB")
-    Trainer(callbacks=[swap]).fit(module, data)    # attached as training begins, detached as it ends
+    Trainer(callbacks=[swap]).fit(module, data)    # attached when training begins, detached when it ends
     print(swap.report())
 
-A step is all that happens from the start of a batch to the end of the first one in which an optimizer stepped, automatic or
-manual: Lightning calls `training_step` past the module's forward, and inside of the optimizer's step.
+A step lasts from the start of a batch to the end of the first batch in which an optimizer stepped, automatically or manually:
+Lightning calls `training_step` inside the optimizer's step, and not through the module's forward.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def _callback_class() -> Any:
 
 
 class SwapCallback(_callback_class()):  # type: ignore[misc]  # mypy does not follow lightning
-    """Swaps what a `LightningModule` keeps for backward, while `Trainer.fit` runs.
+    """Swaps the tensors that a `LightningModule` saves for backward, while `Trainer.fit` runs.
 
     `session_args` are those of `SwapSession`. With `optimizer_state`, the state of the module's one optimizer is in host memory
-    between its steps. One callback is for one training at a time, any number of them after each other.
+    between its steps. A callback serves one training at a time, any number of them one after the other.
 
     Raises `TypeError` and `ValueError` for arguments that `SwapSession` refuses; `fit` raises `InfeasibleBudget` before its
-    first step where the budget is below what lies on the device.
+    first step if the budget is below the memory already allocated on the device.
     """
 
     def __init__(self, *, optimizer_state: bool = False, **session_args: Any) -> None:
         self._trainings = Trainings("SwapCallback", session_args, optimizer_state=optimizer_state)
         self._steps_before = 0
-        """Optimizer steps before the batch that runs."""
+        """Number of optimizer steps before the running batch."""
 
     def report(self) -> SwapReport:
         """Report of the latest training; see `SwapSession.report`. Raises `RuntimeError` before the first."""
@@ -59,7 +59,7 @@ class SwapCallback(_callback_class()):  # type: ignore[misc]  # mypy does not fo
             self._trainings.attachment.end_step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detach, if this training is the one that is attached."""
+        """Detach if this training is attached."""
         self._trainings.end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

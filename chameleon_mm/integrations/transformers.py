@@ -1,8 +1,8 @@
-"""Swaps in Hugging Face's `Trainer`, and in the trainers that are made of it.
+"""Swaps in Hugging Face's `Trainer`, and in trainers derived from it.
 
 swap = SwapCallback(hbm_budget="20GiB")
 trainer = Trainer(model, args, train_dataset=data, callbacks=[swap])
-trainer.train()                    # attached as it begins, detached as it ends
+trainer.train()                    # attached when it begins, detached when it ends
 print(swap.report())
 """
 
@@ -16,14 +16,14 @@ from chameleon_mm.report.report import SwapReport
 
 
 class SwapCallback(load_framework("transformers").TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """Swaps what the model of a `Trainer` keeps for backward, while `train` runs.
+    """Swaps the tensors that the model of a `Trainer` saves for backward, while `train` runs.
 
     `session_args` are those of `SwapSession`. With `optimizer_state`, the state of the trainer's optimizer is in host memory
-    between its steps. One callback is for one training at a time, any number of them after each other.
+    between its steps. A callback serves one training at a time, any number of them one after the other.
 
-    A training that raises tells no callback: what it left attached goes as the callback's next training begins, as the
-    callback does, or with `detach`. Raises `TypeError` and `ValueError` for arguments that `SwapSession` refuses; `train`
-    raises `InfeasibleBudget` before its first step where the budget is below what lies on the device.
+    A training that raises calls no callback. It is detached when the callback's next training begins, when the callback is
+    freed, or by `detach`. Raises `TypeError` and `ValueError` for arguments that `SwapSession` refuses; `train` raises
+    `InfeasibleBudget` before its first step if the budget is below the memory already allocated on the device.
     """
 
     def __init__(self, *, optimizer_state: bool = False, **session_args: Any) -> None:
@@ -34,7 +34,7 @@ class SwapCallback(load_framework("transformers").TrainerCallback):  # type: ign
         return self._trainings.report()
 
     def detach(self) -> None:
-        """End swapping after a training that raised, on the thread that trained. Does nothing where nothing is attached."""
+        """End swapping after a training that raised. Call it on the thread that trained. Without a training, do nothing."""
         self._trainings.detach()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -47,9 +47,9 @@ class SwapCallback(load_framework("transformers").TrainerCallback):  # type: ign
         self._trainings.begin(state, kwargs["model"], [] if optimizer is None else [optimizer])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that this training is the one that is attached."""
+        """Check that this training is attached."""
         self._trainings.expect(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detach, if this training is the one that is attached."""
+        """Detach if this training is attached."""
         self._trainings.end(state)

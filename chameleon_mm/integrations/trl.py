@@ -1,4 +1,4 @@
-"""Swaps in TRL's trainers, in place of their own `activation_offloading`, which is left off.
+"""Swaps in TRL's trainers, in place of their own `activation_offloading`, which stays off.
 
 trainer = SFTTrainer(model, SFTConfig(...), train_dataset=data, callbacks=[SwapCallback(hbm_budget="20GiB")])
 trainer.train()

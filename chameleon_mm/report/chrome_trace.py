@@ -18,7 +18,7 @@ from chameleon_mm.swap.metrics import CopySpan, StepSpan, TimedSpans
 from chameleon_mm.units import format_size
 
 PID = 2_000_000_000
-"""Number of our process in the file: larger than any that an operating system gives, so that it is nobody else's."""
+"""Number of our process in the file: larger than any that an operating system assigns, so it is unique."""
 
 STEPS, COMPUTE, D2H, H2D = 1, 2, 3, 4
 """Numbers of the tracks."""
@@ -30,7 +30,7 @@ _WAITS = {"out": "wait for a swap out", "in": "wait for a swap in", "recompute":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceData:
-    """All that the file holds."""
+    """Contents of the file."""
 
     device: str
     simulated: bool
@@ -38,7 +38,7 @@ class TraceData:
     timed: TimedSpans
     hbm_budget_bytes: int
     about: Mapping[str, Any]
-    """Figures that are told beside the events."""
+    """Figures that the file holds besides the events."""
 
 
 def write_trace(path: str | Path, data: TraceData) -> None:
@@ -52,9 +52,9 @@ def write_trace(path: str | Path, data: TraceData) -> None:
 def _unix_ns_at_zero(data: TraceData) -> int | None:
     """Wall clock at the beginning of the first timed step; None: no step was timed.
 
-    A device reaches the beginning of a step once the host has given it that, so each step tells that zero was not earlier than
-    so and so; the latest of these bounds is off by no more than the device was behind the host then. A simulated clock runs at
-    a pace of its own: it is put where the first step that is kept began.
+    The device begins a step only after the host has enqueued its beginning. Each step therefore gives a lower bound of zero:
+    `unix_ns - start_us`. The largest bound is off by at most the device's delay behind the host at that step. A simulated clock
+    runs at its own pace: its zero is set by the first step that is kept.
     """
     bounds_ns = [step.unix_ns - round(step.start_us * 1e3) for step in data.timed.steps]
     if not bounds_ns:
@@ -92,8 +92,8 @@ def _events(data: TraceData) -> Iterator[dict[str, Any]]:
 
 
 def readings(timed: TimedSpans) -> list[tuple[float, int, int]]:
-    """Time, device memory and pinned memory of the readings of memory, in order: each as long after its step's beginning as the
-    host was when it took it. Those of steps that are kept no more, or have not ended, are left out."""
+    """(time, device bytes, pinned bytes) of each memory reading, in order. A reading is placed as long after its step's
+    beginning as on the host's clock. Readings of steps that are no longer kept, or have not ended, are left out."""
     steps: list[StepSpan] = sorted(timed.steps, key=lambda step: step.host_us)
     begins_us = [step.host_us for step in steps]
     found = []

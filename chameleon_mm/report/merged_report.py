@@ -1,10 +1,10 @@
 """Report of all ranks, merged from the reports of each.
 
-    merged = merge_reports(reports)               # SwapReports, or what their `to_dict()` gave, through JSON or not
+    merged = merge_reports(reports)               # SwapReports, or their `to_dict()`, even read back from JSON
     print(merged); merged.to_dict(); merged.plans_agree; merged.differences
 
-Reports are brought together by whoever has them: from a file of each rank, or by `torch.distributed.gather_object` after
-training. Nothing here talks to a rank.
+The caller collects the reports: from a file of each rank, or by `torch.distributed.gather_object` after training. Nothing here
+communicates with a rank.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SUMMED = (
     "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "bytes_recomputed", "bytes_held", "fallbacks",
     "pageable_swap_outs", "oom_retries", "steps_run_again", "budget_misses", "peak_host_bytes", "host_reserved_bytes",
 )  # fmt: skip
-"""Figures whose total is the sum over ranks. Pinned memory among them: ranks of one machine share its memory."""
+"""Figures whose total is the sum over ranks. Pinned memory is one of them: ranks of one machine share its memory."""
 
 _WORST = ("peak_hbm_bytes", "stall_us", "late_us", "recompute_us", "planned_step_us", "measured_step_us")
-"""Figures of which the largest counts: each rank has a device of its own, and all wait for the slowest."""
+"""Figures whose total is the maximum over ranks: each rank has its own device, and all wait for the slowest."""
 
 _PLAN_WORDS = {
     "operators": "their steps have other operators, as parts of a pipeline have",
     "sizes": "their steps have the same operators on other sizes",
     "plan": "their steps are the same, and they chose otherwise, as budgets or measured times differ",
 }
-"""Reasons why plans differ, by the first digest that does."""
+"""Reasons why plans differ, by the first digest that differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class MergedReport:
     ranks: tuple[dict[str, Any], ...]
     """Report of each rank as a dictionary, ordered by rank."""
     totals: dict[str, Any]
-    """Sums of bytes and counts over ranks; of peaks, stalls and times the largest; None: no rank measured it."""
+    """Sums of bytes and counts over ranks, maxima of device peaks and times (None: not measured), and the minimum of steps."""
     plans_agree: bool | None
-    """Whether all ranks follow the same plan; None: none has one, or reports are missing."""
+    """True if all ranks follow the same plan; None: none has one, or reports are missing."""
     differences: tuple[str, ...]
-    """Sentences that say what the ranks differ in, or whose report is missing."""
+    """Sentences about differences between the ranks, and about missing reports."""
 
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of all figures, ready for JSON."""
@@ -79,9 +79,9 @@ class MergedReport:
 
 
 def merge_reports(reports: Iterable[SwapReport | Mapping[str, Any]]) -> MergedReport:
-    """Merge the reports of the ranks of one job, in any order: `SwapReport`s, or what their `to_dict()` gives.
+    """Merge the reports of the ranks of one job, in any order: `SwapReport`s, or their `to_dict()`.
 
-    Raises `ValueError` for none at all, for what is no report, and for two of one rank or of jobs of different sizes.
+    Raises `ValueError` for no report at all, for an object that is no report, for two of one rank, and for jobs of other sizes.
     """
     ranks = sorted((_figures(report) for report in reports), key=lambda figures: int(figures["rank"]))
     if not ranks:
@@ -116,7 +116,7 @@ def _figures(report: SwapReport | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unlike(ranks: list[dict[str, Any]]) -> list[str]:
-    """Sentences for what all ranks of a job have in common, mostly, and these have not."""
+    """Sentences about the budget, device and number of steps, if ranks differ in them."""
     told = (("hbm_budget_bytes", "hbm_budget", format_size), ("device", "device", str), ("steps", "steps completed", str))
     found = []
     for name, label, show in told:
@@ -127,7 +127,7 @@ def _unlike(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _plans(ranks: list[dict[str, Any]]) -> tuple[bool | None, str | None]:
-    """Whether all follow one plan, and a sentence that says how they differ."""
+    """True if all follow one plan (None: none has one), and a sentence about how the plans differ."""
     planned = [rank for rank in ranks if "plan" in rank["plan_digests"]]
     if not planned:
         return None, None

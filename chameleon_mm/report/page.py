@@ -1,9 +1,9 @@
-"""The report's page: one HTML file of its own, which asks no network for anything.
+"""Page of a report: a single HTML file that needs no network.
 
     text = page_html(device="H200", simulated=True, rows=..., figures=..., picture=..., steps=...)
 
-The shapes and the figures are in it as they are; a script adds what tells the number under the pointer, the zoom, and the table
-of tensors. It works with JSON in the page.
+Shapes and figures need no script. A script adds the readout of the number under the pointer, the zoom, and the table of
+tensors, from JSON in the page.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from chameleon_mm.report.step_picture import (
 from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import format_size, format_us
 
-# --- Shapes of the page's charts as SVG text. Each chart is 1000 wide for its whole stretch of time, and 100 high
+# --- Shapes of the page's charts as SVG text. Each chart is 1000 wide for its whole interval of time, and 100 high
 #
-# The browser stretches them to the width that there is. What was drawn can be worked out again from the coordinates.
+# The browser stretches them to the available width. The drawn values can be computed back from the coordinates.
 
 WIDTH, HEIGHT = 1000, 100
 
 MOST_POINTS = 3_000
-"""Points of a curve. Where there are more, each point is the most of a stretch of time."""
+"""Maximum number of points of a curve. If there are more, each point is the maximum of an interval of time."""
 
 CSS = {"in part": "part"}
-"""Classes of kinds whose names are none."""
+"""CSS classes of kinds whose names are no valid class."""
 
 
 def number(value: float) -> str:
-    """Text of a coordinate, to a thousandth, without zeros at its end."""
+    """Text of a coordinate, to a thousandth, without trailing zeros."""
     return f"{value:.3f}".rstrip("0").rstrip(".") or "0"
 
 
 def thinned_memory(memory: Memory) -> Memory:
-    """`memory` in at most `MOST_POINTS` points, each the most of its stretch where there are more."""
+    """Reduce `memory` to at most `MOST_POINTS` points, each the maximum of its interval if there are more."""
     if len(memory.at_us) <= MOST_POINTS:
         return memory
     edges = np.linspace(0.0, memory.end_us, MOST_POINTS, endpoint=False)
@@ -64,7 +64,7 @@ def thinned_memory(memory: Memory) -> Memory:
 
 
 def lane(name: str, bars: Iterable[Bar], end_us: float, label: str) -> str:
-    """SVG of one engine: a path for each kind of bar, and an empty one for the bars of a tensor that is picked."""
+    """SVG of one engine: a path for each kind of bar, and an empty path for the bars of the picked tensor."""
     by_kind: dict[str, list[str]] = {}
     for bar in bars:
         start, end = _x(bar.start_us, end_us), _x(bar.end_us, end_us)
@@ -102,7 +102,7 @@ def memory_shapes(planned: Memory, unswapped: Memory, budget_bytes: int, end_us:
 
 
 def strip(name: str, steps: Sequence[tuple[str, float | None]], most: float, label: str, *, line: Sequence[float] = ()) -> str:
-    """SVG of a bar for each step, (class, value) each; None: there is no value. `line`: a level for each step as well."""
+    """SVG with a bar for each step, given as (class, value); None: no value. `line`: a level for each step."""
     width = WIDTH / max(len(steps), 1)
     by_class: dict[str, list[str]] = {}
     for i, (css, value) in enumerate(steps):
@@ -142,7 +142,7 @@ def columns(bars: Sequence[Bar], *, kinds: bool = False) -> Mapping[str, list[fl
 
 
 def _curve(memory: Memory, end_us: float, most_bytes: int) -> str:
-    """Path of steps: each number holds until the next."""
+    """Path of a step function: each value holds until the next."""
     at_us, nbytes = memory.at_us.tolist(), memory.nbytes.tolist()
     steps = "".join(
         f"{'M' if not i else 'H'}{_x(us, end_us)}{' ' if not i else 'V'}{_y(value, most_bytes)}"
@@ -201,7 +201,7 @@ def step_section(picture: StepPicture | None) -> str:
 
 
 def _frame(picture: StepPicture) -> tuple[float, int]:
-    """Time and bytes that the chart goes to."""
+    """Maximum time and bytes on the chart's axes."""
     most = max(picture.hbm_budget_bytes, picture.planned.peak_bytes, picture.unswapped.peak_bytes)
     return max(picture.planned.end_us, picture.unswapped.end_us), int(most * 1.05)
 
@@ -210,7 +210,7 @@ _BARS = {
     "forward": "forward", "backward": "backward", "optimizer": "optimizer", RECOMPUTE: "recomputed", STALL: "compute waits",
     SWAPPED: "copy", IN_PART: "copy of a part", HELD: "copy of what is held",
 }  # fmt: skip
-"""Kinds of bars, and what the legend calls them."""
+"""Kinds of bars, and their names in the legend."""
 
 
 def _legend(picture: StepPicture) -> str:
@@ -242,7 +242,7 @@ def _rounded(values: Iterable[float]) -> list[float]:
 # --- Section of the page about all steps: each one's kind, peak against budget, time and stall
 
 MOST_STEPS = 1_000
-"""Steps on the page, the latest ones: a bar for each is a pixel wide."""
+"""Maximum number of steps on the page, the latest ones: each bar is then a pixel wide."""
 
 _STEP_CLASS = {
     StepKind.PLANNED: "planned-step",
@@ -288,18 +288,18 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
 # --- Section of the page about the planned step's tensors: a table that the script fills, sorts and filters
 
 MOST_TENSORS = 8_000
-"""Tensors in the page's table, the largest ones: 5000 make a page of 2 MiB."""
+"""Maximum number of tensors in the page's table, the largest ones: 5000 make a page of 2 MiB."""
 
 _COLUMNS = (
     ("name", "tensor"), ("does", "plan"), ("bytes", "size"), ("moved_bytes", "crosses"), ("saved_us", "made"),
     ("away_us", "away"), ("back_us", "back"), ("used_us", "used"), ("stall_us", "stall"),
     ("measured_stall_us", "waited"),
 )  # fmt: skip
-"""Columns of the table of tensors, and what stands above them."""
+"""Columns of the table of tensors, and their headings."""
 
 
 def tensor_section(picture: StepPicture | None) -> str:
-    """HTML of the section; nothing where there is no plan."""
+    """HTML of the section; empty if there is no plan."""
     if picture is None or not picture.tensors:
         return ""
     kinds = [kind for kind in WHAT_PLANS_DO if any(row.does == kind for row in picture.tensors)]
@@ -352,8 +352,8 @@ def page_html(
     picture: StepPicture | None,
     steps: Sequence[StepFigures],
 ) -> str:
-    """Text of the page. `rows`: label and text of each figure; `figures`: the report's dict; `picture`: the step planned last,
-    None where there is none."""
+    """Text of the page. `rows`: label and text of each figure; `figures`: the report's dict; `picture`: the step planned last;
+    None: there is none."""
     title = f"Swap report: {device}"
     clock = "All times are of the simulator's virtual clock." if simulated else "Times are of the device's clock."
     parts = {
@@ -379,7 +379,7 @@ def _file(name: str) -> str:
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """JSON that ends no script, whatever a name holds."""
+    """JSON that cannot end the page's script element, even if a name contains markup."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,9 +1,9 @@
-"""Report of what a session did: text for people, a dict for programs, an HTML page, a trace for Perfetto.
+"""Report of a session: text for people, a dict for programs, an HTML page, a trace for Perfetto.
 
     report = session.report()
     print(report); report.to_dict(); report.save_html("swap.html"); report.save_trace("swap.json")
 
-A figure that was not measured is None in the dict and "not measured" in the text. Simulated times say so.
+A figure that was not measured is None in the dict and "not measured" in the text. Simulated times are labelled so.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from chameleon_mm.report.step_picture import PlannedStepData, picture_of
 from chameleon_mm.swap.metrics import CopySpan, Counters, Metrics, StepKind, TimedSpans
 from chameleon_mm.units import format_size, format_us
 
-# --- Rank of this process in its job, and whether its budgets are those of the others: told without waiting for any of them
+# --- Rank of this process in its job, and comparison of its budgets with those of the other ranks: no rank waits
 #
-# The first rank that enters its n-th session leaves its budgets in the store, and the others compare theirs with them. There
-# is no collective in it, and no wait: a rank that never comes is waited for by nobody.
+# The first rank that enters its n-th session writes its budgets to the store, and the others compare theirs with them. There
+# is no collective and no wait: a rank that never arrives blocks no other.
 
 _log = logging.getLogger(__name__)
 
@@ -43,27 +43,27 @@ _KEY = "chameleon_mm/sessions"
 
 
 class Rank(NamedTuple):
-    """Place of a process among those that train together."""
+    """Rank of a process, and number of processes that train together."""
 
     number: int = 0
     of: int = 1
 
     @classmethod
     def here(cls) -> Rank:
-        """This process's place in the default process group; the only one where there is none."""
+        """Rank of this process in the default process group; the only rank if there is no group."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
 
 
 class Ranks:
-    """The ranks of a job, as one session of this process knows them. Raises nothing: training does not depend on it."""
+    """Ranks of a job, as one session of this process knows them. Raises nothing: training does not depend on it."""
 
     def __init__(self, *, host_budget_bytes: int | None) -> None:
-        """`host_budget_bytes`: as the caller gave it; None: each rank's share of what is available, which differs."""
+        """`host_budget_bytes`: as the caller gave it; None: each rank's share of available memory, which differs."""
         self.rank = Rank()
         self.problems: tuple[str, ...] = ()
-        """Sentences about budgets that the ranks, or this machine, have not together."""
+        """Sentences about budgets that differ among ranks, or exceed this machine's memory together."""
         self._host_budget_bytes = host_budget_bytes
 
     def enter(self, hbm_budget_bytes: int) -> None:
@@ -75,10 +75,10 @@ class Ranks:
             _log.warning("chameleon_mm: %s", problem)
 
     def _beyond_the_machine(self) -> str | None:
-        """Sentence for a host budget that the machine has not for all of its ranks; None: it has, or nothing tells."""
+        """Sentence about a host budget that the machine cannot give to all its ranks; None: it can, or that is unknown."""
         try:
             ranks, available = local_ranks(), available_host_bytes()
-        except ValueError:  # a malformed LOCAL_WORLD_SIZE, which a budget that is given does not need
+        except ValueError:  # a malformed LOCAL_WORLD_SIZE: a given budget does not need it
             return None
         budget = self._host_budget_bytes
         if budget is None or ranks == 1 or not 0 < available < ranks * budget:
@@ -90,7 +90,7 @@ class Ranks:
         )
 
     def _unlike_the_first(self, hbm_budget_bytes: int) -> str | None:
-        """Sentence for budgets that the first rank in the store has otherwise; None: it has the same, or there is no store."""
+        """Sentence about budgets that differ from the first rank's in the store; None: none do, or there is no store."""
         if self.rank.of == 1:
             return None
         mine = {"rank": self.rank.number, "hbm_budget": hbm_budget_bytes, "host_budget": self._host_budget_bytes}
@@ -110,10 +110,10 @@ class Ranks:
 
 
 def _first(mine: dict[str, Any]) -> dict[str, Any]:
-    """Entry of the rank that entered a session of this number first: `mine`, if this is it."""
+    """Entry of the rank that first entered a session of this number: `mine`, if that is this rank."""
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"{_KEY}/{mine['rank']}", 1)
-    # Sets it where nobody has, and answers with what is there: one question, whatever the number of ranks.
+    # Sets the entry if there is none, and returns the entry: one request, however many ranks there are.
     entry: Any = json.loads(store.compare_set(f"{_KEY}/number/{number}", "", json.dumps(mine)))
     return entry if isinstance(entry, dict) else mine
 
@@ -125,7 +125,7 @@ def _size(nbytes: Any) -> str:
 # --- report
 
 _NOT_FIGURES = frozenset({"spans", "timed", "planned", "step_figures"})
-"""Fields that are for the page and the trace alone."""
+"""Fields that only the page and the trace use."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,29 +139,29 @@ class SwapReport(Counters):
     detailed_steps: int
     """Steps recorded operator by operator."""
     plans: int
-    """Plans made, those that were tried against one another and those for what turned out to be more memory included."""
+    """Plans made, including those that were tried against one another, and those made when memory turned out larger."""
     plan_cache_hits: int
-    """Steps that agreed, hook for hook, with one that had a plan when they began."""
+    """Steps that agreed, hook for hook, with a known step that had a plan when they began."""
     steps_by_phase: dict[str, int]
-    """Ended steps by kind: "recorded" in detail, "planned" from the first hook to the last, "partly_planned", "by_rule" where
-    no plan was followed, "failed" by an exception."""
+    """Ended steps by kind: "recorded" in detail, "planned" from the first hook to the last, "partly_planned", "by_rule" if no
+    plan was followed, "failed" by an exception."""
     planning_us: float
     """Host time spent on making plans."""
     planned_step_us: float | None
-    """Predicted time of a step under the plan for the step that was recorded last; None: there is none."""
+    """Predicted time of a step under the plan for the step that was recorded last; None: there is no plan."""
     planned_peak_bytes: int | None
-    """The most device memory of such a step, by the same simulation."""
+    """Maximum device memory of such a step, by the same simulation."""
     planned_recompute_us: float | None
-    """Time of `planned_step_us` in which operators run again."""
+    """Part of `planned_step_us` in which operators run again."""
     planned_bytes: dict[str, int]
-    """Bytes of what autograd saves that may leave the device, by what that plan does with them: "kept", "swapped",
-    "recomputed"; and "held": what nobody saved, for others to be recomputed from it. Empty: there is no plan."""
+    """Bytes of saved tensors that may leave the device, by that plan's action: "kept", "swapped", "recomputed". "held": bytes
+    that autograd did not save, kept as inputs of recomputation. Empty: there is no plan."""
     measured_step_us: float | None
-    """Median time of the latest of such steps; None: none was timed."""
+    """Median time of the latest such steps; None: none was timed."""
     prefetches_timed: int | None
     """Prefetches in timed steps that were used, each counted at its first use."""
     prefetches_late: int | None
-    """Prefetches among them that compute had to wait for."""
+    """Prefetches of `prefetches_timed` that compute had to wait for."""
     late_us: float | None
     """Time that compute waited for late prefetches. A part of `stall_us`."""
     hidden_fraction: float | None
@@ -173,36 +173,36 @@ class SwapReport(Counters):
     recompute_us: float | None
     """Time in which compute recomputed dropped storages, in timed steps."""
     peak_hbm_bytes: int
-    """The most device memory allocated while the session was open; where `peak_hbm_at_most_bytes` differs, a lower bound."""
+    """Maximum device memory allocated while the session was open; a lower bound if `peak_hbm_at_most_bytes` differs."""
     peak_hbm_at_most_bytes: int | None
-    """An upper bound of it; None: not known. Both are the peak where it is known, that is where the process had not reached it
-    before, and nobody reset the device's peak meanwhile."""
+    """Upper bound of that maximum; None: not known. Both equal the peak if it is known: the process had not reached it before,
+    and the device's peak was not reset meanwhile."""
     hbm_budget_bytes: int
     peak_host_bytes: int
-    """The most pinned memory that live blocks held."""
+    """Maximum pinned memory in live blocks."""
     host_reserved_bytes: int
-    """Pinned memory that the pool has got from the device."""
+    """Pinned memory that the pool has obtained from the device."""
     host_bytes_wanted: int | None
-    """The most pinned memory that a step needs by its plan, over all known steps; None: none has a plan."""
+    """Maximum pinned memory that a step needs by its plan, over all known steps; None: none has a plan."""
     kept_by_reason: dict[str, int]
     """Saved tensors that stayed on the device, by reason."""
     not_recomputed_by_reason: dict[str, int]
-    """Storages that a plan would have recomputed and that were swapped or kept instead, by reason."""
+    """Storages that a plan would have recomputed, but that were swapped or kept instead, by reason."""
     recipes_banned: tuple[str, ...]
-    """Names of the operators of recipes that made other bits than the original had: those recipes are not used any more."""
+    """Names of the operators of recipes whose bits differed from the original: those recipes are no longer used."""
     lowered_budget_bytes: int | None
-    """The tighter budget within which steps run since then; None: no step was run again."""
+    """Tighter budget of all steps since a step was run again; None: none was."""
     problems: tuple[str, ...]
-    """Sentences that say what is wrong with how the session is used, each with what to do."""
+    """Sentences about wrong uses of the session, each with what to do."""
     rank: int = 0
-    """Number of this process among those that train together, and `world_size`, how many there are."""
+    """Number of this process among the `world_size` processes that train together."""
     world_size: int = 1
     plan_digests: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Digests of the step that was planned last, and of its plan: ranks that do the same have the same. Empty: none was."""
+    """Digests of the step that was planned last, and of its plan: equal on ranks that do the same. Empty: none was planned."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
-    """The latest timed copies, for the trace and the page, as the three below."""
+    """Latest timed copies. This field and the three below are for the trace and the page."""
     timed: TimedSpans = dataclasses.field(default_factory=TimedSpans, repr=False)
-    """The latest of what else was timed."""
+    """Latest timed steps and waits, and readings of memory."""
     planned: PlannedStepData | None = dataclasses.field(default=None, repr=False, compare=False)
     """Trace and plan of the step that was planned last; None: there is no plan."""
     step_figures: tuple[StepFigures, ...] = dataclasses.field(default=(), repr=False)
@@ -224,7 +224,7 @@ class SwapReport(Counters):
         step_figures: tuple[StepFigures, ...] = (),
         rank: Rank = Rank(),  # noqa: B008 - it never changes
     ) -> SwapReport:
-        """Report of the figures as they stand in `metrics` and `pool` now."""
+        """Report of the present figures in `metrics` and `pool`."""
         spans = metrics.resolve()
         totals = metrics.totals
         timed = totals.timed_steps > 0
@@ -261,7 +261,7 @@ class SwapReport(Counters):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of every figure, ready for JSON: all but what was timed or planned one by one."""
+        """Dictionary of every figure, ready for JSON, without the fields for the page and the trace."""
         figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_FIGURES}
         copies = {name: dict(value) for name, value in figures.items() if isinstance(value, dict)}
         texts = {name: list(value) for name, value in figures.items() if isinstance(value, tuple)}
@@ -269,7 +269,7 @@ class SwapReport(Counters):
 
     @property
     def budget_held(self) -> bool | None:
-        """Whether the device's memory stayed within the budget while the session was open; None: not known."""
+        """True if the device's memory stayed within the budget while the session was open; None: not known."""
         if self.peak_hbm_bytes > self.hbm_budget_bytes:
             return False
         at_most = self.peak_hbm_at_most_bytes
@@ -324,7 +324,7 @@ class SwapReport(Counters):
         return format_size(self.bytes_reclaimed) + inside
 
     def _peak(self) -> str:
-        """Text of the peak as far as it is known, the budget, and whether that was held."""
+        """Text of the peak as far as it is known, of the budget, and whether the budget was held."""
         budget = f"budget {format_size(self.hbm_budget_bytes)}"
         at_most = self.peak_hbm_at_most_bytes
         known = at_most == self.peak_hbm_bytes
@@ -353,7 +353,7 @@ class SwapReport(Counters):
         return f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
 
     def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
-        """Rows of what the latest plan predicted, and what was measured."""
+        """Rows of the latest plan's predictions, and of the measured time."""
         if self.planned_step_us is None or self.planned_peak_bytes is None:
             return [("latest plan", "none")]
         recompute_us = self.planned_recompute_us
@@ -366,7 +366,7 @@ class SwapReport(Counters):
         ]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:
-        """Rows of what was dropped and recomputed; none where no plan asked for it."""
+        """Rows about dropped and recomputed storages; empty if no plan asked for any."""
         refused = ", ".join(f"{count} {reason}" for reason, count in self.not_recomputed_by_reason.items())
         rows = [("not recomputed after all", refused)] if refused else []
         if self.recipes_banned:
@@ -385,12 +385,12 @@ class SwapReport(Counters):
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
     def save_html(self, path: str | Path) -> None:
-        """Write a page of its own, for any browser and without a network: memory, compute and copies over the step that was
-        planned last, what its plan does with each tensor, all steps, and the figures. docs/step_page.md says how to read it.
+        """Write a self-contained page, for any browser without a network: memory, compute and copies over the step planned
+        last, the plan's action on each tensor, all steps, and the figures. docs/step_page.md says how to read it.
         """
         picture = None
         if self.planned is not None:
-            with suppress(ValueError):  # what nobody can carry out is not foreseen either, as in `PlannedStep`
+            with suppress(ValueError):  # a plan that cannot be carried out has no picture, as in `PlannedStep`
                 picture = picture_of(self.planned)
         page = page_html(
             device=self.device,
@@ -403,7 +403,7 @@ class SwapReport(Counters):
         Path(path).write_text(page, encoding="utf-8")
 
     def save_trace(self, path: str | Path) -> None:
-        """Write the latest of what was timed as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:
+        """Write the latest timed spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:
         a track each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
         """
         told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
@@ -420,7 +420,7 @@ class SwapReport(Counters):
 
 
 def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
-    """Figures of a report about plans; None: the session makes none."""
+    """Figures of a report about plans. `adaptation` None: the session makes no plans."""
     planned = None if adaptation is None else adaptation.latest
     followed = None if planned is None else planned.current
     plan = None if followed is None else followed.program.plan

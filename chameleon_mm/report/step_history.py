@@ -1,11 +1,11 @@
-"""History of a session's steps: how many began and ended, what each took, and the most memory of all of them.
+"""History of a session's steps: how many began and ended, the figures of each, and the memory peak over all of them.
 
     history.open()                           # the session begins
-    timed = history.begin(hbm_budget_bytes)  # a step does; then the executor's
-    history.end(executor.end_step(...))      # its figures: at once, or once the device has come to the end of a timed one
+    timed = history.begin(hbm_budget_bytes)  # a step begins, before the executor's
+    history.end(executor.end_step(...))      # its figures: at once, or when the device has finished a timed step
     history.close(wait=True); history.figures()
 
-Nothing waits for the device between steps: figures of a timed step are told at a later boundary, and in the steps' order.
+Nothing waits for the device between steps: figures of a timed step are reported at a later boundary, in the steps' order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from chameleon_mm.units import format_size, format_us
 if TYPE_CHECKING:
     from rich.console import Console
 
-# --- Figures of one step of a session: what it took, moved and waited for
+# --- Figures of one step of a session: time, memory, bytes moved, waits
 #
-# figures.peak_hbm_bytes <= figures.hbm_budget_bytes       # did this step fit? figures.stall_us, figures.copy_us
-# # None: the step was not timed; on a GPU one in sixteen is figures.to_dict()                                        # for
-# JSON
+# figures.peak_hbm_bytes <= figures.hbm_budget_bytes       # did this step fit?
+# figures.stall_us, figures.copy_us                        # None: the step was not timed; on a GPU one in sixteen is
+# figures.to_dict()                                        # for JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +43,23 @@ class StepFigures:
     """Figures of a step that ended. Bytes are bytes, `_us` microseconds of the device's clock (virtual on the simulator)."""
 
     index: int
-    """Number of the step, from 0 on; every step that began has one, so that a step that ran again has two."""
+    """Number of the step, from 0 on. Every step that began has a number, so a step that ran again has two."""
     kind: StepKind
     simulated: bool
-    """Whether times are those of a simulated device."""
+    """True if times are those of a simulated device."""
     step_us: float | None = None
-    """Time from the step's begin to its end, as the device saw it; None: it was not timed, nor anything else of it."""
+    """Time from the step's begin to its end on the device's clock; None: the step was not timed, nor were its copies."""
     host_us: float
     """Time from the step's begin to its end by the host's clock, maybe far ahead of the device's; virtual on the simulator."""
     peak_hbm_bytes: int
-    """The most device memory allocated in the step; where `peak_hbm_at_most_bytes` differs, a lower bound: what hooks saw."""
+    """Maximum device memory allocated in the step; a lower bound, seen by hooks, if `peak_hbm_at_most_bytes` differs."""
     peak_hbm_at_most_bytes: int | None
-    """Upper bound of it; None: not known. Both are the peak in a step that took more than any before it in the process."""
+    """Upper bound of that maximum; None: not known. Both equal the peak in a step that took more than any before it."""
     hbm_budget_bytes: int
     host_bytes: int
-    """The most pinned memory that live blocks of the session's pool held in the step."""
+    """Maximum pinned memory that live blocks of the session's pool held in the step."""
     bytes_out: int
-    """Bytes of saved tensors that left the device in the step: of `bytes_swapped_out`. `bytes_in`: that came back."""
+    """Part of `bytes_swapped_out`: bytes of saved tensors that left the device in the step. `bytes_in`: bytes that returned."""
     bytes_in: int
     stall_us: float | None = None
     """Time that compute waited for copies."""
@@ -70,7 +70,7 @@ class StepFigures:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Share of the copies' time during which compute did not wait for them; None where none was timed."""
+        """Share of the copies' time during which compute did not wait for them; None if none was timed."""
         return None if self.copy_us is None or self.stall_us is None else hidden_fraction(self.stall_us, self.copy_us)
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class StepFigures:
         return {**dataclasses.asdict(self), "kind": self.kind.value, "hidden_fraction": self.hidden_fraction}
 
 
-# --- Tells whoever wants to know what each step of a session took: lines on stderr, or a function
+# --- Reports of each step's figures while a session runs: lines on stderr, or calls of a function
 
 _log = logging.getLogger(__name__)
 
@@ -93,10 +93,10 @@ _KIND_WIDTH = max(len(str(kind)) for kind in StepKind)
 
 
 class Progress:
-    """Tells the figures of steps. An error in whatever it calls is logged, does not stop the training, and ends the telling."""
+    """Reports the figures of steps. An error in the called function is logged and ends the reports, but not the training."""
 
     def __init__(self, progress: object = False) -> None:
-        """Raises `TypeError` for what is neither True nor False nor a function."""
+        """Raise `TypeError` if `progress` is neither True nor False nor a function."""
         self._tell: Callable[[StepFigures], object] | None = None
         if progress is True:
             self._tell = StepLines()
@@ -110,16 +110,16 @@ class Progress:
 
     @property
     def is_listened_to(self) -> bool:
-        """Whether anybody would be told."""
+        """True if figures are reported to anything."""
         return self._tell is not None
 
     def tell(self, figures: StepFigures) -> None:
-        """Tell the figures of a step."""
+        """Report the figures of a step."""
         if self._tell is None:
             return
         try:
             self._tell(figures)
-        except Exception:  # noqa: BLE001 - somebody else's function: a mistake in it must not end a long training
+        except Exception:  # noqa: BLE001 - a user's function: a mistake in it must not end a long training
             self._tell = None
             # The text alone: a log record that kept the error would keep its frames, and the tensors that they hold.
             said = traceback.format_exc()
@@ -129,11 +129,11 @@ class Progress:
 class StepLines:
     """Writes a line for each step: in colour where stderr is a terminal, as plain text elsewhere.
 
-    Lines, and no live display: a program has one of those at most, and it may be the user's own.
+    There is no live display: a program can have only one, and it may be the user's own.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        """`console`: one to write to instead of stderr."""
+        """`console`: console to write to instead of stderr."""
         from rich.console import Console
 
         self._console = console or Console(stderr=True, highlight=False, force_jupyter=False)
@@ -171,18 +171,18 @@ def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
 
 ALWAYS_TIMED_STEPS = 3
 TIMED_EVERY = 16
-"""Steps are timed in full up to the first, then one in so many of the second: on a GPU, timing a copy or a wait costs two timed
-events of 5 us on the host."""
+"""The first `ALWAYS_TIMED_STEPS` steps are timed in full, then one in `TIMED_EVERY`: on a GPU, timing a copy or a wait costs
+two timed events of 5 us on the host."""
 
 MAX_FIGURES = 10_000
-"""Latest steps whose figures are kept: a few MB."""
+"""Maximum number of latest steps whose figures are kept: a few MB."""
 
 MAX_PENDING = 64
-"""Steps that ended and whose figures are not complete, at most: the oldest one's are told without its times then."""
+"""Maximum number of ended steps whose figures are incomplete: beyond it, the oldest is reported without its times."""
 
 
 class StepHistory:
-    """Steps of one session. Not thread-safe, but for `figures`: the thread that trains begins and ends steps."""
+    """Steps of one session. Only `figures` is thread-safe: the thread that trains begins and ends steps."""
 
     def __init__(self, device: Device, executor: Executor, pool: PinnedPool, progress: Progress) -> None:
         self.completed = self.begun = 0
@@ -193,19 +193,19 @@ class StepHistory:
         self._progress = progress
         self._watch: PeakWatch | None = None
         self._seen_bytes = 0
-        """The most that was allocated at any check of memory before the step that runs."""
+        """Maximum bytes allocated at any check of memory before the running step."""
         self._running: tuple[int, int, float, int, int] | None = None
-        """The running step's number and budget, and as it began the host's clock and the bytes that went out and came in so
-        far; None: there is none, or the device could not be asked."""
+        """Number and budget of the running step; host's clock and total bytes out and in at its beginning. None: no step runs,
+        or the device could not be asked."""
         self._pending: deque[tuple[StepFigures, StepSums | None]] = deque()
-        """Steps that ended, and that no one was told of: their figures without times, and the times, which are not complete."""
+        """Ended steps that were not reported yet: their figures without times, and their times, which are incomplete."""
         self._figures: deque[StepFigures] = deque(maxlen=MAX_FIGURES)
-        """Figures of the latest steps that were told."""
+        """Figures of the latest steps that were reported."""
 
     # --- the session's peak
 
     def open(self) -> None:
-        """Begin to watch the device's peak, or begin anew."""
+        """Start to watch the device's peak, or start anew."""
         self.note_peak()
         self._watch = PeakWatch(self._device)
         self._seen_bytes = self._executor.budget.peak_seen_bytes = 0
@@ -216,7 +216,7 @@ class StepHistory:
             self._watch.note()
 
     def end_peak(self) -> None:
-        """End the stretch of time whose peak is watched."""
+        """End the interval whose peak is watched."""
         if self._watch is not None and not sys.is_finalizing():
             self._watch.end()
 
@@ -228,7 +228,7 @@ class StepHistory:
     # --- steps
 
     def begin(self, hbm_budget_bytes: int) -> bool:
-        """Begin a step, before the executor does. Returns whether it is to be timed."""
+        """Begin a step, before the executor does. Returns True if the step is to be timed."""
         index, self.begun = self.begun, self.begun + 1
         totals, budget = self._metrics.totals, self._executor.budget
         self._running = None
@@ -245,7 +245,7 @@ class StepHistory:
         return self._device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
 
     def end(self, kind: StepKind | None) -> None:
-        """End the step, of `kind` by what the executor says, when it is over for everybody else. Tells what is complete."""
+        """End the step, after all other parts have. `kind`: as the executor returns it. Reports steps that are complete."""
         step, self._running = self._running, None
         if step is None or kind is None or self._watch is None:
             self.note_peak()
@@ -271,7 +271,7 @@ class StepHistory:
         self._settle()
 
     def close(self, *, wait: bool) -> None:
-        """Tell all that is not told yet. `wait`: where somebody listens, first wait for the device, so that it is complete."""
+        """If there is a listener, report all remaining steps. `wait`: first wait for the device, so that they are complete."""
         if not self._pending or sys.is_finalizing() or not self._executor.hook_lock.may_ask_device():
             return
         if self._progress.is_listened_to:
@@ -281,11 +281,11 @@ class StepHistory:
             self._settle(all_of_them=True)
 
     def figures(self) -> tuple[StepFigures, ...]:
-        """Figures of the latest steps that ended, oldest first; without times where the device is not done. Never waits."""
+        """Figures of the latest steps that ended, oldest first; without times if the device is not done. Never waits."""
         return (*self._figures.copy(), *starmap(self._with_times, self._pending.copy()))
 
     def _settle(self, *, all_of_them: bool = False) -> None:
-        """Tell the figures of the oldest steps, as far as they are complete."""
+        """Report the figures of the oldest steps, as far as they are complete."""
         pending = self._pending
         while pending and (
             all_of_them or len(pending) > MAX_PENDING or (sums := pending[0][1]) is None or self._metrics.is_complete(sums)
@@ -296,7 +296,7 @@ class StepHistory:
                 self._progress.tell(figures)
 
     def _with_times(self, figures: StepFigures, sums: StepSums | None) -> StepFigures:
-        """The figures with the step's times, where those are complete."""
+        """Add the step's times to the figures, if they are complete."""
         if sums is None or not self._metrics.is_complete(sums):
             return figures
         return replace(

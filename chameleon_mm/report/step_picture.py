@@ -1,10 +1,10 @@
-"""Picture of the step that was planned last, as plain data: what its plan does with each tensor, and what that comes to.
+"""Picture of the step that was planned last, as plain data: the plan's action on each tensor, predicted memory and times.
 
-    source = PlannedStepData.of(planned, ...)     # of what is immutable: keep it
+    source = PlannedStepData.of(planned, ...)     # made of immutable data: keep it
     picture = picture_of(source)                  # simulates the plan once
     picture.memory, picture.compute, picture.copies, picture.tensors
 
-All times are those that the plan's simulation predicts, but for `measured_*`.
+All times are predictions of the plan's simulation, except `measured_*`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
 from chameleon_mm.replayable import VIEWS, base_name
 from chameleon_mm.swap.metrics import StepTime
 
-# --- Names of a trace's storages for people: where they were saved, by the module's path where it is known, and what made
-# them
+# --- Names of a trace's storages for people: path of the module that saved them, if known, and the operator that made them
 #
-# Two storages of one name are told apart by a number: "gelu #2".
+# A number distinguishes storages of the same name: "gelu #2".
 
 
 def names_of(trace: Trace, numbers: Sequence[int], modules: Mapping[int, str]) -> dict[int, str]:
@@ -73,17 +72,17 @@ def _modules(trace: Trace, modules: Mapping[int, str]) -> dict[int, str]:
 
 KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD = "kept", "swapped", "in part", "recomputed", "held"
 WHAT_PLANS_DO = (KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD)
-"""What a plan does with a storage. "in part": its last bytes are swapped, and the first stay."""
+"""Actions of a plan on a storage. "in part": its last bytes are swapped, its first bytes stay."""
 
 _Done = tuple[str, Action]
-"""What a plan does with a storage, and by which action."""
+"""Element of `WHAT_PLANS_DO`, and the plan's action on the storage."""
 
 STALL, RECOMPUTE = "stall", "recompute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedStepData:
-    """Trace and plan of a step, and what was measured of steps like it by now."""
+    """Trace and plan of a step, and the times measured so far of steps like it."""
 
     trace: Trace
     plan: SwapPlan
@@ -91,7 +90,7 @@ class PlannedStepData:
     modules: Mapping[int, str]
     """Path of the module in which each hook of the step was called, by the hook's number; others are left out."""
     predicted: bool
-    """Whether nobody recorded a step of these sizes: its trace was worked out from those of others."""
+    """True if no step of these sizes was recorded: its trace was computed from traces of other sizes."""
     times_us: tuple[float, ...]
     """Times of the latest steps that followed the plan and were timed in full."""
     latest: StepTime | None
@@ -99,7 +98,7 @@ class PlannedStepData:
 
     @classmethod
     def of(cls, planned: PlannedStep) -> PlannedStepData | None:
-        """What is known of `planned` now; None: it has no plan."""
+        """Data of `planned` at this moment; None: it has no plan."""
         current, link = planned.current, planned.link
         if current is None or link is None:
             return None
@@ -116,40 +115,40 @@ class PlannedStepData:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Stretch of time in which an engine is busy, or compute waits."""
+    """Interval of time in which an engine is busy, or compute waits."""
 
     kind: str
-    """Phase of the operators, `RECOMPUTE` or `STALL`; of a copy: what the plan does with the tensor."""
+    """Phase of the operators, `RECOMPUTE` or `STALL`; for a copy, the plan's action on the tensor."""
     start_us: float
     end_us: float
     tensor: int
-    """Number of the tensor in the trace that it is about; -1: of none."""
+    """Number in the trace of the tensor that the bar is about; -1: none."""
     nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """A storage that may move, or that is held, and what the plan does with it."""
+    """Storage that may move or is held, and the plan's action on it."""
 
     tensor: int
     name: str
     nbytes: int
     does: str
-    """One of `WHAT_PLANS_DO`."""
+    """Element of `WHAT_PLANS_DO`."""
     moved_bytes: int
     """Bytes that cross the link one way."""
     saved_us: float
-    """Predicted time at which it is made, 0 where it was there before, as all times here counted from the step's beginning."""
+    """Predicted time at which it is made; 0: it existed before. All times here are counted from the step's beginning."""
     away_us: float | None
-    """Predicted time at which its device memory goes back; None: it stays."""
+    """Predicted time at which its device memory is freed; None: it stays."""
     back_us: float | None
-    """Predicted time at which it is there again."""
+    """Predicted time at which it is on the device again."""
     used_us: float
-    """Predicted time of its first use in backward, of one that is held that of the first recomputation that reads it."""
+    """Predicted time of its first use in backward; if it is held, of the first recomputation that reads it."""
     stall_us: float
     """Predicted time that compute waits for its copies."""
     measured_stall_us: float | None
-    """Time that compute waited for them in the latest step that was timed in full; None: none was."""
+    """Time that compute waited for its copies in the latest step that was timed in full; None: none was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,7 +166,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPicture:
-    """One step under its plan, as predicted."""
+    """Prediction of one step under its plan."""
 
     step_us: float
     stall_us: float
@@ -177,7 +176,7 @@ class StepPicture:
     planned: Memory
     unswapped: Memory
     compute: tuple[Bar, ...]
-    """What compute does, in order: operators by phase, those that run again, waits."""
+    """Bars of compute, in order: operators by phase, operators that run again, waits."""
     out: tuple[Bar, ...]
     """Copies to the host, in the order of the engine that runs them."""
     back: tuple[Bar, ...]
@@ -190,7 +189,7 @@ class StepPicture:
 
 
 def picture_of(source: PlannedStepData) -> StepPicture:
-    """Picture of the step. Raises `ValueError` where nobody could carry the plan out, as `simulate` does."""
+    """Picture of the step. Raises `ValueError` if the plan cannot be carried out, as `simulate` does."""
     trace, plan = source.trace, source.plan
     timeline = simulate(trace, plan, source.link)
     does = _what_is_done(plan)
@@ -213,12 +212,12 @@ def picture_of(source: PlannedStepData) -> StepPicture:
 
 
 def _copies(trace: Trace, spans: Sequence[EngineSpan], does: Mapping[int, _Done]) -> tuple[Bar, ...]:
-    """Bars of one engine, each of the kind of what the plan does with its tensor."""
+    """Bars of one engine. The kind of each is the plan's action on its tensor."""
     return tuple(Bar(_kind(trace, span.tensor, does), span.start_us, span.end_us, span.tensor, span.nbytes) for span in spans)
 
 
 def _memory(tick_us: Float64s, nbytes: Int64s, end_us: float, start_bytes: int) -> Memory:
-    """Memory by moments: what several ticks of one moment need is one number, the most of them; runs of one number are one."""
+    """Memory over time. Ticks at the same moment become one point, their maximum; equal neighbours become one point."""
     if not len(tick_us):
         return Memory(at_us=np.zeros(1), nbytes=np.array([start_bytes], np.int64), end_us=end_us)
     at_us, first = np.unique(tick_us, return_index=True)
@@ -227,11 +226,11 @@ def _memory(tick_us: Float64s, nbytes: Int64s, end_us: float, start_bytes: int) 
     return Memory(at_us=at_us[changes], nbytes=most[changes], end_us=end_us)
 
 
-# --- what compute does
+# --- bars of compute
 
 
 def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
-    """Bars of compute's row. Neighbours of one kind are one bar; a wait is a bar for each tensor that is waited for."""
+    """Bars of compute's row. Neighbours of one kind are one bar; each tensor that compute waits for has its own bar."""
     begin_us: list[float] = [*timeline.tick_us.tolist(), timeline.step_us]
     op_us = dict(zip(trace.op_tick.tolist(), trace.op_us.tolist(), strict=True))
     phases = dict(zip(trace.op_tick.tolist(), trace.op_phase.tolist(), strict=True))
@@ -252,7 +251,7 @@ def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
 
 
 def _stalls_by_tick(trace: Trace, timeline: Timeline) -> dict[int, list[tuple[int, float]]]:
-    """Tensors that compute waits for at each tick, and how long, in order."""
+    """Tensors that compute waits for at each tick, and the time of each wait, in order."""
     found: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for stall in timeline.stalls:
         found[int(trace.hook_tick[stall.hook])].append((stall.tensor, stall.us))
@@ -260,7 +259,7 @@ def _stalls_by_tick(trace: Trace, timeline: Timeline) -> dict[int, list[tuple[in
 
 
 def _add(bars: list[Bar], bar: Bar) -> None:
-    """Add `bar`, as a part of the last one where it is of its kind and begins where that ends."""
+    """Add `bar`. Merge it with the last bar if that is of the same kind and ends where `bar` begins."""
     last = bars[-1] if bars else None
     if bar.end_us <= bar.start_us:
         return
@@ -274,7 +273,7 @@ def _add(bars: list[Bar], bar: Bar) -> None:
 
 
 def _what_is_done(plan: SwapPlan) -> dict[int, _Done]:
-    """What the plan does with each tensor that it has an action for. What is held and swapped is held."""
+    """Action of the plan on each tensor that has one. A tensor that is both held and swapped counts as held."""
     done: dict[int, _Done] = {action.tensor: (SWAPPED, action) for action in plan.swaps if not action.again}
     done |= {action.tensor: (RECOMPUTED, action) for action in plan.recomputed}
     return done | {action.tensor: (HELD, action) for action in plan.held}
@@ -285,7 +284,7 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
     candidates = Candidates.of(trace)
     first_use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
     swaps = {action.tensor: action for action in plan.swaps if not action.again}
-    # Tensors that are no candidates are here for their action: they are held, or swapped between two uses alone.
+    # Tensors that are no candidates are listed for their action: they are held, or swapped only between two uses.
     numbers = list(dict.fromkeys((*first_use, *swaps, *(action.tensor for action in plan.held))))
     names, tick_us = names_of(trace, numbers, source.modules), timeline.tick_us
     arrives_us = {span.tensor: span.end_us for span in reversed(timeline.in_spans)}  # the first of several

@@ -1,9 +1,9 @@
-"""The command line: arguments in, text out. Everything it prints comes from below.
+"""The command line: arguments in, text out. All output comes from the commands' modules.
 
     chameleon-mm demo | run SCRIPT | doctor | native | plan MODEL | bench THEME
     0 done   1 failed   2 bad usage   130 interrupted
 
-Only the command that was named is imported, so that help does not wait for the others.
+Only the named command is imported, so that help does not wait for the others.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, program = _split(arguments)
         args = _parser(arguments).parse_args(arguments, argparse.Namespace(program=program))
         return int(args.handler(args, Console()))
-    except SystemExit as done:  # argparse has printed its help, or what it did not understand
+    except SystemExit as done:  # argparse has already printed its help or its error
         return done.code if isinstance(done.code, int) else FAILED
     except (ValueError, OSError, DeviceUnavailable) as error:
         return _complain(error, BAD_USAGE)
@@ -134,13 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _complain(f"{error}; choose smaller sizes or a larger --device", FAILED)
     except ProgramInterrupted:
-        raise KeyboardInterrupt from None  # that class itself: only then is Python's exit status that of the signal
+        raise KeyboardInterrupt from None  # not a subclass of it: only then is Python's exit status the signal's
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Part `arguments` where the command line of a program begins that is to run: nothing in that is for the parser."""
+    """Split `arguments` into ours and the command line of the program that `run` starts, which the parser never sees."""
     if arguments[:1] != ["run"]:
         return arguments, []
     module = importlib.import_module("chameleon_mm.tools.run_command")
@@ -149,19 +149,19 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _complain(what: object, code: int) -> int:
-    line = " ".join(str(what).split())  # one line, whatever a driver's message looks like
+    line = " ".join(str(what).split())  # one line: a driver's message may have several
     Console(stderr=True).print(f"chameleon-mm: {line}", markup=False, highlight=False, soft_wrap=True)
     return code
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    import torch  # loaded by now: no command runs without it, and help does
+    import torch  # already loaded: every command needs it, only help does not
 
     return isinstance(error, torch.OutOfMemoryError)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser, with the options of the command that `arguments` name and only the names of the others."""
+    """Make the parser, with the options of the command that `arguments` name and only the names of the others."""
     parser = argparse.ArgumentParser(
         prog="chameleon-mm", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -222,7 +222,7 @@ def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse
     check_outputs(files, make_folders=True)
     code = run(args, console)
     for path in files.values():
-        if path.exists():  # one that failed early wrote none
+        if path.exists():  # a theme that failed early wrote no file
             tell_written(console, path)
     return code
 

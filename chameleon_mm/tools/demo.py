@@ -42,7 +42,7 @@ class GPTConfig:
     heads: int
     """Attention heads; each is `width / heads` wide."""
     context: int
-    """The most bytes the model looks back on, and the length of a training row."""
+    """Maximum number of bytes that the model looks back on, and length of a training row."""
     dropout: float = 0.1
     """Share of values dropped after the embedding and after each residual branch, 0 <= dropout < 1."""
 
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block."""
+    """Transformer block: attention, then an MLP, each with a residual."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class GPT(nn.Module):
             self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
         for parameter in self.parameters():
-            if parameter.dim() > 1:  # torch's own draws for an embedding are too wide for a head of the same weight
+            if parameter.dim() > 1:  # torch's default for an embedding is too wide for a head that shares its weight
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -127,15 +127,15 @@ Rows = Sequence[tuple[Tensor, Tensor]]
 
 
 def read_text() -> bytes:
-    """The `*.py` files of Python's standard library, in the order of their names."""
+    """Contents of the `*.py` files of Python's standard library, in the order of their names."""
     return b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
 
 
 def draw_rows(text: bytes, *, steps: int, batch: int, context: int) -> Rows:
     """`steps` pairs of ids and targets, int64 [batch, context] on the CPU, cut from `text` at random places.
 
-    The places come from a generator of their own: drawing them moves no other random state. Raises `ValueError` for fewer than
-    one step or row, and for a row longer than the text.
+    A separate generator draws the places, so no other random state changes. Raises `ValueError` for fewer than one step or row,
+    and for a row longer than the text.
     """
     if steps < 1 or batch < 1:
         raise ValueError(f"--steps, --batch: expected 1 or more, got {steps} steps of {batch} rows")
@@ -154,9 +154,9 @@ def draw_rows(text: bytes, *, steps: int, batch: int, context: int) -> Rows:
 
 
 class Program:
-    """A training from a fixed seed, one step for each element of `rows`. Seeds torch's default generators.
+    """Training from a fixed seed, one step for each element of `rows`. Seeds torch's default generators.
 
-    The model is built on the CPU, and with `stays` it stays there, for a session that moves it to `where` part by part.
+    The model is built on the CPU. With `stays` it stays there, for a session that moves it to `where` part by part.
     """
 
     def __init__(self, config: GPTConfig, rows: Rows, where: torch.device, *, stays: bool = False) -> None:
@@ -164,14 +164,14 @@ class Program:
         self.model = GPT(config)
         if not stays:
             self.model.to(where)
-        # fused: one kernel, on a GPU and on the CPU that the simulator prices. By default torch would take a dozen small
-        # operators for every parameter there, and a simulated step of a small model would be about launching those.
+        # fused: one kernel, on a GPU and on the CPU that the simulator prices. Torch's default on the CPU takes a dozen small
+        # operators for each parameter: launching those would dominate a simulated step of a small model.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self._where, self._rows = where, rows
         self._values: dict[str, Tensor] = {}
 
     def place(self) -> None:
-        """Copy all rows to the device, before the first step: a copy out of pageable memory makes the host wait."""
+        """Copy all rows to the device before the first step: a copy from pageable memory makes the host wait."""
         # copy=True: the simulator's device is the CPU, and a row must become device memory there too.
         self._rows = [(ids.to(self._where, copy=True), targets.to(self._where, copy=True)) for ids, targets in self._rows]
 
@@ -182,11 +182,11 @@ class Program:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # Kept on the device: reading a value here would make the host wait and hide what swapping costs it.
+        # Kept on the device: reading a value here would make the host wait, which hides the host's cost of swapping.
         self._values |= {f"loss of step {number + 1}": loss.detach(), f"gradient norm of step {number + 1}": norm}
 
     def values(self) -> dict[str, Tensor]:
-        """Everything that the steps so far computed, by name and in that order, on the CPU. The host waits for it."""
+        """Copy every value that the steps so far computed to the CPU, by name and in order. The host waits for the device."""
         weights = {f"weight {name}": weight for name, weight in self.model.state_dict().items()}
         values = {name: value.detach().to("cpu", copy=True) for name, value in (self._values | weights).items()}
         states = (torch.get_rng_state(), *get_device_states(next(self.model.parameters()))[1])
@@ -203,7 +203,7 @@ class RunResult:
     step_us: list[float]
     """Time of each step on the compute stream, by device events (simulated time on the simulator)."""
     peak_bytes: int
-    """Peak of device memory, in steps and before them."""
+    """Peak of device memory, during the steps and before them."""
     report: SwapReport | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,9 +213,9 @@ class RunResult:
 
 
 def train_plain(config: GPTConfig, rows: Rows, where: torch.device) -> Mapping[str, Tensor]:
-    """Train in eager PyTorch on `where`, with nothing of the library around it: the values that all runs are compared with.
+    """Train in eager PyTorch on `where`, without the library. Returns the reference values for the swapped run.
 
-    torch's deterministic kernels are used, as in every run of the demo.
+    Uses torch's deterministic kernels, as every run of the demo does.
     """
     with reproducible():
         program = Program(config, rows, where)
@@ -226,16 +226,16 @@ def train_plain(config: GPTConfig, rows: Rows, where: torch.device) -> Mapping[s
 
 
 def train(config: GPTConfig, rows: Rows, device: Device, swap: Mapping[str, Any] | None = None) -> RunResult:
-    """Train on `device`, one step per element of `rows`, in a `SwapSession(**swap)` where that is given.
+    """Train on `device`, one step per element of `rows`, in a `SwapSession(**swap)` if `swap` is given.
 
-    With `parameters="swap"` the optimizer's state moves, too, and the model stays on the host but for what a step uses. Resets
-    the device's peaks. Raises what the session raises, and `torch.OutOfMemoryError` if the run does not fit.
+    With `parameters="swap"` the optimizer's state moves, too; of the model, only the part in use is on the device. Resets the
+    device's peaks. Raises what the session raises, and `torch.OutOfMemoryError` if the run does not fit.
     """
     stays = swap is not None and swap.get("parameters") == "swap"
-    gc.collect()  # a cycle of torch's keeps the last run's optimizer and with it the model: it is not this run's memory
+    gc.collect()  # a reference cycle in torch keeps the last run's optimizer and model, which are not this run's memory
     device.reset_peaks()
     with reproducible():
-        with nullcontext() if stays else device.compute():  # within which what is made is the device's
+        with nullcontext() if stays else device.compute():  # tensors made within it are the device's
             program = Program(config, rows, device.torch_device, stays=stays)
         with device.compute():
             program.place()
@@ -247,10 +247,10 @@ def train(config: GPTConfig, rows: Rows, device: Device, swap: Mapping[str, Any]
                     with nullcontext() if session is None else session.step():
                         program.step(number)
                     marks.append(device.current_stream().record(timed=True))
-                peak_bytes = device.peak_allocated_bytes()  # as the session ends, all that it swapped comes back
+                peak_bytes = device.peak_allocated_bytes()  # before the session ends: then all swapped tensors come back
         device.synchronize()
     return RunResult(
-        values=program.values(),  # outside compute(): these copies are the host's, not part of what the simulator counts
+        values=program.values(),  # outside compute(): the simulator must not count these copies
         step_us=[end.elapsed_us(start) for start, end in pairwise(marks)],
         peak_bytes=peak_bytes,
         report=None if session is None else session.report(),
@@ -258,7 +258,7 @@ def train(config: GPTConfig, rows: Rows, device: Device, swap: Mapping[str, Any]
 
 
 def first_difference(reference: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | None:
-    """One line that names the first value in which `other` differs from `reference` by a bit; None if none does.
+    """Return a line that names the first value in which `other` differs from `reference` by a bit; None if none does.
 
     Bits are compared, not numbers: two NaNs of the same bits are equal, 0.0 and -0.0 are not.
     """

@@ -2,7 +2,7 @@
 
     unswapped = train(...)                        # its peak gives the default budget
     swapped = train(..., SwapSession)
-    plain = train_plain(...)                      # the same training with nothing of the library around it: the judge
+    plain = train_plain(...)                      # the same training without the library: the reference
     table, the session's report, verdicts, JSON
 
 torch is imported when the command runs, not when its arguments are declared: help stays fast.
@@ -34,8 +34,8 @@ SIZES: dict[str, dict[str, int]] = {
     "real, --ratio": {"steps": 20, "layers": 24, "width": 2048, "heads": 16, "context": 1024, "batch": 8},
 }
 """Default sizes. Activations are over four fifths of the unswapped peak; with --ratio half of it is parameters, gradients and
-optimizer state. Simulated ones are computed on the CPU: only a long context gives a narrow model the compute per saved byte
-of a real one. Real ones take about 20 GiB and 40 GiB."""
+optimizer state. Simulated sizes are computed on the CPU: only a long context gives a narrow model the compute per saved byte
+of a real one. Real sizes take about 20 GiB, and 40 GiB with --ratio."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, console: Console, environment: Callable[[str, 
 def _train(
     sizes: Mapping[str, int], devices: Sequence[Device], budget_bytes: int | None, ratio: float | None, console: Console
 ) -> tuple[dict[str, Any], SwapReport]:
-    """Train three times, on `devices` without swapping and with it. Returns all figures, ready for JSON, and the report."""
+    """Train without swapping and with it on `devices`, then in plain PyTorch. Returns figures, ready for JSON, and a report."""
     from chameleon_mm.tools import demo as training
     from chameleon_mm.tools.demo import GPTConfig
 
@@ -112,7 +112,7 @@ def _train(
 
 
 def show(figures: Mapping[str, Any], report: SwapReport, device: Device, console: Console) -> None:
-    """Print the runs beside each other, the session's report, what they were measured on, and the verdicts."""
+    """Print both runs side by side, the session's report, the model's sizes, and the verdicts."""
     table = Table()
     for name in ("", "no swapping", "swapping"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -129,23 +129,23 @@ def show(figures: Mapping[str, Any], report: SwapReport, device: Device, console
 
 
 def table_rows(figures: Mapping[str, Any], device: Device) -> list[tuple[str, str, str]]:
-    """Rows of the table: what, without swapping, with swapping."""
+    """Rows of the table: label, without swapping, with swapping."""
     one, other = figures["unswapped"], figures["swapped"]
-    # The first step warms up or is recorded.
+    # The first step warms up or is recorded, so the median leaves it out.
     one_us, other_us = (format_us(statistics.median(run["step_us"][1:] or run["step_us"])) for run in (one, other))
     budget = f"{format_size(figures['hbm_budget_bytes'])}, {'held' if figures['budget_held'] else 'NOT held'}"
     return [
         ("peak device memory", format_size(one["peak_bytes"]), format_size(other["peak_bytes"])),
         ("HBM budget", "-", budget),
         (f"step, median{' (simulated)' if device.simulated else ''}", one_us, other_us),
-        # Nine digits tell any two float32 apart.
+        # Nine digits distinguish any two float32 values.
         ("loss, first step", f"{one['losses'][0]:.9g}", f"{other['losses'][0]:.9g}"),
         ("loss, last step", f"{one['losses'][-1]:.9g}", f"{other['losses'][-1]:.9g}"),
     ]
 
 
 def verdicts(figures: Mapping[str, Any], device: Device) -> list[str]:
-    """Lines that say what the figures mean."""
+    """Lines that say whether bits are identical, and whether the budget held."""
     difference, to_plain = figures["first_difference"], figures["first_difference_to_plain"]
     bits, same = "every loss and gradient norm, final weights, random state", f"same training on {device.torch_device.type}"
     lines = [

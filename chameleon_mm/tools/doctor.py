@@ -1,9 +1,9 @@
-"""Describes what this machine offers, and says what is missing and which command mends it.
+"""Describes this machine: software, GPUs, link, memory limits; names what is missing and the command that mends it.
 
     for finding in collect(): finding.section, finding.name, finding.text, finding.available
     run(json_path, console)     # the same as a table, and as JSON where a path is given
 
-A part that is missing is a row, never a crash.
+A missing part is a row, never a crash.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from chameleon_mm.swap.calibration import calibrate, keep
 from chameleon_mm.tools.outputs import tell_written
 from chameleon_mm.units import format_size
 
-# --- What the doctor looks at: versions, GPUs and their links, limits on pinned memory, and the link's rates
+# --- The doctor's checks: versions, GPUs and their links, limits on pinned memory, and the link's rates
 #
 # CHECKS: (section, name, check); check(root) returns a text, or raises with the reason and the command that mends it
 #
-# Nothing is imported to learn its version: an installed CuPy may refuse to import. Containers are told their own limits.
+# No package is imported to learn its version: an installed CuPy may fail to import. Memory limits are the container's own.
 
 Check = Callable[[Path], str]
-"""Looks at one thing. The path is where `proc` and `sys` lie."""
+"""Check of one thing. Its argument is the folder that holds `proc` and `sys`."""
 
 
 class Unavailable(Exception):  # an answer among the doctor's findings, not an error
-    """Raised by a check with the reason why there is nothing to tell, and the command that mends it."""
+    """Raised by a check that found nothing, with the reason and the command that mends it."""
 
 
 def torch_version(root: Path) -> str:
@@ -70,7 +70,7 @@ def driver(root: Path) -> str:
 
 
 def gpus(root: Path) -> str:
-    """A line for each GPU: what it is, and its link as the kernel has it."""
+    """A line for each GPU: name, memory, capability, and its PCIe link as the kernel reports it."""
     found = visible_gpus()
     if not found and torch.version.cuda is None:
         raise Unavailable("torch is built without CUDA; pip install a build with CUDA, see pytorch.org/get-started")
@@ -119,7 +119,7 @@ def link_rates(root: Path) -> str:
 
 
 def _read(root: Path, path: str) -> str:
-    """Text of a file of the kernel's, stripped. Raises `Unavailable` where it cannot be read."""
+    """Stripped text of a file in `proc` or `sys`. Raises `Unavailable` if it cannot be read."""
     try:
         return (root / path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
@@ -148,7 +148,7 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One row: what was looked at, and what was seen or why nothing was."""
+    """Row of the table: what was checked, and what was found or why nothing was."""
 
     section: str
     name: str
@@ -157,15 +157,15 @@ class Finding:
 
 
 def collect(root: Path = Path("/")) -> list[Finding]:
-    """Look at everything. Never raises for a missing part. Starts CUDA where there is one, and copies for less than a second.
+    """Run all checks. Never raises for a missing part. Starts CUDA if there is a GPU, and copies for less than a second.
 
-    `root` is where `proc` and `sys` lie.
+    `root` is the folder that holds `proc` and `sys`.
     """
     return [find(section, name, check, root) for section, name, check in CHECKS]
 
 
 def find(section: str, name: str, check: Check, root: Path = Path("/")) -> Finding:
-    """The row that `check` makes. Whatever it raises becomes "unavailable: reason"."""
+    """Run `check` and return its row. Any exception becomes "unavailable: reason"."""
     try:
         return Finding(section=section, name=name, text=check(root), available=True)
     except Exception as error:  # noqa: BLE001  # a machine may be broken in any way, and the other rows still matter
@@ -174,9 +174,9 @@ def find(section: str, name: str, check: Check, root: Path = Path("/")) -> Findi
 
 
 def run(json_path: Path | None, console: Console) -> int:
-    """Collect, show on `console`, write JSON to `json_path` if given. The exit code: 0, whatever was found.
+    """Collect, show on `console`, write JSON to `json_path` if given. Returns exit code 0, even if parts are missing.
 
-    Raises `OSError` when the file cannot be written.
+    Raises `OSError` if the file cannot be written.
     """
     table = Table(title="What this machine offers", title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column("section", style="bold", no_wrap=True)

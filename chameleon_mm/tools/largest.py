@@ -1,11 +1,11 @@
-"""The largest batch, row or number of layers that fits a GPU and a host: by search, each size tried on shapes alone.
+"""Searches for the largest batch, row or number of layers that fits a GPU and a host. Sizes are tried on shapes alone.
 
     answer = largest("batch", request_of)            # request_of(8): the request with a batch of 8
     answer.size, answer.next.bound                   # 37, Bound.DEVICE: 38 takes more than the device's budget
 
-Sizes double until one does not fit; then the gap is halved. Memory decides, by arithmetic over a recorded step. A session that
-swaps more than activations then runs its first steps at the answer, which is made smaller where these do not keep within the
-budget.
+Sizes double until one does not fit; then the gap is halved. Arithmetic over a recorded step decides whether memory suffices.
+If more than activations are swapped, a session then runs its first steps at the answer. While these exceed the budget, the
+answer shrinks, three times at most.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from chameleon_mm.units import format_size, format_us
 SIZES = ("batch", "seq", "layers")
 
 SEQ_STEP = 64
-"""Tokens by which rows grow: kernels take them in multiples of that."""
+"""Tokens by which rows grow: kernels work on multiples of it."""
 
 MOST = 1 << 20
-"""Multiple of the step beyond which nobody looks: a model may need no more memory however large it is."""
+"""Largest size that is tried, in steps (of 1 or `SEQ_STEP`): the memory of some models does not grow with their size."""
 
 _STEPS = 2
-"""Steps of a session that are run at an answer: the first, by the default rule, and one by a plan."""
+"""Steps that a session runs at an answer: the first by the default rule, the second by a plan."""
 
 _SMALLER = (0.02, 0.05, 0.1)
-"""Shares by which a size is made smaller, in turn, where a session's first steps pass the budget: the default rule takes a few
-percent more than arithmetic says."""
+"""Shares by which a size shrinks, in turn, while a session's first steps exceed the budget: the default rule takes a few
+percent more than the arithmetic says."""
 
 
 class Bound(enum.StrEnum):
@@ -56,25 +56,25 @@ class Bound(enum.StrEnum):
     HOST = "host"
     """Pinned host memory."""
     MODEL = "the model itself"
-    """The model itself: it is built for no more, as a table of positions is."""
+    """The model itself: it is built for no larger size, such as the length of a table of positions."""
     NOTHING = "nothing that was looked at"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A size, and what it needs."""
+    """A size, and the memory that it needs."""
 
     size: int
     bound: Bound | None
-    """Limit that it exceeds; None: it fits."""
+    """Limit that the size exceeds; None: it fits."""
     device_bytes: int = 0
-    """The least device memory of which there is a plan, beside the window where there is one."""
+    """Least device memory for which there is a plan, without the window of swapped parameters."""
     device_left_bytes: int = 0
-    """Bytes of the budget for that."""
+    """Bytes of the budget available for `device_bytes`: without the window."""
     host_bytes: int = 0
-    """Pinned memory that it takes at least."""
+    """Least pinned memory that the size takes."""
     said: str = ""
-    """The model's own words, where it takes no such size."""
+    """Error message of the model or the session that rejects this size; empty: none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,19 +82,19 @@ class Largest:
     """The largest size that fits."""
 
     what: str
-    """One of `SIZES`."""
+    """Element of `SIZES`."""
     size: int | None
-    """None: not even the smallest fits."""
+    """Largest size that fits; None: not even the smallest does."""
     next: Tried
-    """The size that does not fit, and why."""
+    """Size that does not fit, and why; `Bound.NOTHING`: no such size was found."""
     hbm_budget_bytes: int
     host_budget_bytes: int | None
     run: SessionRun | None = None
-    """The session's first steps at that size, where it swaps more than activations."""
+    """First steps of a session at `size`, if it swaps more than activations."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is such a size, whose session keeps within its budget."""
+        """True if there is such a size and its session keeps within the budget."""
         return self.size is not None and (self.run is None or self.run.holds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,10 +111,10 @@ class Largest:
 
 
 def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Collection[str] = ()) -> Largest:
-    """Find the largest size of `what` that fits. `request_of(size)` may raise `ModelUnusable` for what the model cannot take,
-    and so may its build. recompute: base names of operators that plans may run again, where activations alone are swapped.
+    """Find the largest size of `what` that fits. `request_of(size)` and its build may raise `ModelUnusable` for a size that the
+    model rejects. recompute: base names of operators that plans may run again, if only activations are swapped.
 
-    Raises `ModelUnusable` where the model takes not even the smallest.
+    Raises `ModelUnusable` if the model rejects even the smallest size.
     """
     by = SEQ_STEP if what == "seq" else 1
     low, high = _Search(request_of, by, recompute).find()
@@ -135,8 +135,8 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
 
 
 def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by: int) -> tuple[int | None, SessionRun, Tried]:
-    """Run the session at `size`, and at a few smaller ones until one keeps within its budget. Returns the size, its run, which
-    may be one that does not, and the smallest size that does not fit."""
+    """Run the session at `size`, then at a few smaller sizes, until one keeps within the budget. Returns the last size (None:
+    even the smallest exceeds the budget), its run, which may exceed the budget, and the smallest size that does not fit."""
     run = run_session(request_of(size), steps=_STEPS, counted=False)
     for share in _SMALLER:
         if run.holds:
@@ -152,7 +152,7 @@ def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by:
 
 
 class _Search:
-    """Search for the largest size: doubled, then halved."""
+    """Search for the largest size: sizes double, then the gap is halved."""
 
     def __init__(self, request_of: Callable[[int], RunRequest], by: int, recompute: Collection[str]) -> None:
         self._request_of = request_of
@@ -160,7 +160,7 @@ class _Search:
         self._recompute = recompute
 
     def find(self) -> tuple[Tried | None, Tried]:
-        """The largest size that fits, None where none does, and the next one, which does not."""
+        """Return the largest size that fits (None: none does) and the next size, which does not."""
         by, low = self._by, None
         high = self._try(by)
         while high.bound is None:
@@ -207,7 +207,7 @@ class _Search:
 
 
 def say(found: Largest) -> list[str]:
-    """Lines that say what was found, and what keeps it from being more."""
+    """Lines that state the size found, and the limit that keeps it from being larger."""
     host = "" if found.host_budget_bytes is None else f" and {format_size(found.host_budget_bytes)} of pinned host memory"
     within = f"within {format_size(found.hbm_budget_bytes)} of device memory{host}"
     over = found.next

@@ -1,8 +1,8 @@
 """Program that runs as `__main__` in this process, as `python script.py` or `python -m module` would run it.
 
 program = Program("train.py", ("--epochs", "3"))
-program.check()                    # ValueError for what is no program
-ending = program.run()             # Ending(exit_code=0, error=None); what it raised is on stderr already
+program.check()                    # ValueError if the script is no file
+ending = program.run()             # Ending(exit_code=0, error=None); an error is on stderr already
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a program ended."""
+    """Exit code and error of a program that ended."""
 
     exit_code: int
-    """The status that Python would exit with; of an interrupt, that of a shell."""
+    """Exit status that Python would give; after an interrupt, a shell's (130)."""
     error: BaseException | None
-    """The exception that ended it, if any but `SystemExit`; Python's traceback of it is printed."""
+    """Exception that ended the program, unless `SystemExit`; its traceback is already printed."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether an interrupt ended it, that is Ctrl-C."""
+        """True if an interrupt (Ctrl-C) ended the program."""
         return isinstance(self.error, KeyboardInterrupt)
 
 
@@ -43,7 +43,7 @@ class Program:
     is_module: bool = False
 
     def check(self) -> None:
-        """Raise `ValueError` for a script that cannot be read. Modules are looked for as they run."""
+        """Raise `ValueError` if the script is no file. A module is looked up only when it runs."""
         if self.is_module:
             return
         if self.name in ("-", "-c"):
@@ -59,7 +59,7 @@ class Program:
             )
 
     def run(self) -> Ending:
-        """Run it to its end. `sys.modules["__main__"]`, `sys.argv` and `sys.path[0]` are the program's from here on."""
+        """Run the program to its end. `sys.modules["__main__"]`, `sys.argv` and `sys.path[0]` stay the program's afterwards."""
         try:
             if self.is_module:
                 self._run_module()
@@ -67,7 +67,7 @@ class Program:
                 self._run_script()
         except SystemExit as done:
             return Ending(exit_code=_exit_code(done), error=None)
-        except BaseException as error:  # noqa: BLE001  # whatever ends a program: told as Python tells it
+        except BaseException as error:  # noqa: BLE001  # any exception may end a program: shown as Python shows it
             _tell(error)
             return Ending(exit_code=130 if isinstance(error, KeyboardInterrupt) else 1, error=error)
         return Ending(exit_code=0, error=None)
@@ -76,7 +76,7 @@ class Program:
         sys.argv = ["-m", *self.arguments]
         _first_in_path(str(Path.cwd()))
         _main()
-        runpy._run_module_as_main(self.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        runpy._run_module_as_main(self.name)  # type: ignore[attr-defined]  # the function that `python -m` calls
 
     def _run_script(self) -> None:
         path = os.path.join(os.getcwd(), self.name)  # noqa: PTH109, PTH118  # os.path: "./" and links stay in `__file__`, as Python has them
@@ -91,25 +91,25 @@ class Program:
 
 
 def _main(**names: object) -> types.ModuleType:
-    """Make the module that is `__main__` from here on, and stays it: exit handlers, threads and pickles look there."""
+    """Make the module that is `__main__` until the process ends: exit handlers, threads and pickles look there."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, **names)
     if sys.version_info < (3, 14):
         main.__dict__.update(__annotations__={})
     sys.modules["__main__"] = main
-    if "__mp_main__" in sys.modules:  # multiprocessing's other name of it, by which spawned workers call what they send
+    if "__mp_main__" in sys.modules:  # multiprocessing's second name of it, under which spawned workers pickle objects
         sys.modules["__mp_main__"] = main
     return main
 
 
 def _first_in_path(folder: str) -> None:
-    """Have modules beside the program found first, in the place of those beside `chameleon-mm`."""
-    if not sys.flags.safe_path:  # else Python put nothing there, and would not for the program
+    """Put the program's folder first on `sys.path`, in place of the folder of `chameleon-mm`."""
+    if not sys.flags.safe_path:  # with safe_path, Python puts no folder there
         sys.path[0] = folder
 
 
 def _exit_code(done: SystemExit) -> int:
-    """The status that Python makes of `sys.exit(...)`; what is no number is printed, as Python does."""
+    """Exit status that Python gives for `sys.exit(...)`. Prints a code that is no number, as Python does."""
     if done.code is None:
         return 0
     if isinstance(done.code, int):
@@ -119,7 +119,7 @@ def _exit_code(done: SystemExit) -> int:
 
 
 def _tell(error: BaseException) -> None:
-    """Show `error` as Python would at the end of the program, by `sys.excepthook`, without frames of ours."""
+    """Show `error` by `sys.excepthook`, as Python would at the end of the program, without the frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -1,8 +1,8 @@
-"""Output of commands: files, refused before anything started where they cannot be written, and tables of numbers.
+"""Output of commands: files, checked before any work starts, and tables of numbers.
 
 check_outputs({"--json": args.json, "--trace": args.trace})
 ...
-print_table(console, table)             # wider than the console rather than with a number in two parts
+print_table(console, table)             # may be wider than the console: no number is broken in two
 tell_written(console, args.json)
 """
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def check_outputs(files: Mapping[str, Path | None], *, make_folders: bool = False) -> None:
-    """`files`: by the option that names each; None was not asked for. Raises `ValueError` for one that cannot be written.
+    """Raise `ValueError` if one of `files` cannot be written. Each key is the option that names the file; None: not asked for.
 
-    `make_folders`: whoever writes the file makes the folders that are missing.
+    `make_folders`: the writer of the file makes missing folders.
     """
     for option, path in files.items():
         if path is None:
@@ -47,8 +47,8 @@ def _may_be_written(path: Path) -> bool:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print `table` so that lines are broken between words alone, and not at all in columns that are not to wrap: rich would
-    cut them short. Where that does not fit, it is wider than the console."""
+    """Print `table` with lines broken only between words, and not at all in `no_wrap` columns: rich would cut those short.
+    A table that does not fit is wider than the console."""
     from rich.measure import Measurement
 
     wide = console.options.update(width=1 << 16)
@@ -63,7 +63,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:
-    """Print `text` as it is: nothing of it is markup, and only the terminal breaks it."""
+    """Print `text` unchanged: it has no markup, and only the terminal breaks lines."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 

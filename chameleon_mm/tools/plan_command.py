@@ -2,7 +2,7 @@
 
 check everything that can be checked          # bad usage costs a moment
 step = record(request)                        # seconds, whatever the model's size
-prediction = predict(step, ...)               # a fraction of one; or, where a session swaps more than activations,
+prediction = predict(step, ...)               # a fraction of a second; or, if more than activations are swapped,
                                               # predict_session(request): its first steps; or largest(...): a search
 tables, JSON; 0: there is a plan, 1: there is none within the budgets
 """
@@ -112,10 +112,9 @@ def _add_session_arguments(beside: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
-    """Run it and return the exit code: 0 where there is a plan within the budgets, or none is needed; 1 where there is none.
+    """Run the command and return the exit code: 0 if the step, or with --largest any size, fits the budgets; else 1.
 
-    Raises `ValueError` for bad usage, before anything is built where that can be known, and `OSError` for a file that cannot be
-    written.
+    Raises `ValueError` for bad usage, if possible before anything is built, and `OSError` if the file cannot be written.
     """
     check_outputs({"--json": args.json})
     _check_swapped(args)
@@ -146,9 +145,9 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
 
 
 def _request(args: argparse.Namespace, **size: int) -> RunRequest:
-    """Request that the arguments make, with a batch, rows or number of layers of another `size`.
+    """Make the request from the arguments; `size` overrides batch, row length or number of layers.
 
-    Raises `ValueError` for what makes no sense, and as `source_of` does; nothing is built.
+    Raises `ValueError` for invalid sizes, and what `source_of` raises. No model is built.
     """
     spec = spec_by_name(args.gpu)
     hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
@@ -182,9 +181,9 @@ def _check_swapped(args: argparse.Namespace) -> None:
 
 
 def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:
-    """Builder of the model that `text` names, all checked that can be. None: as the model's own default has it, or 1 row.
+    """Builder of the model that `text` names, checked as far as possible. None: the model's default, or 1 row.
 
-    Raises `ModelUnusable` for what cannot be found, and for sizes below 1.
+    Raises `ModelUnusable` if the model cannot be found, and `ValueError` for sizes below 1.
     """
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None and value < 1:
@@ -203,11 +202,11 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
             f"the path, or name a built-in model or module:function"
         )
     likely = difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=0.8)
-    if likely and not Path(text).exists():  # rather than half a minute of asking the network for it
+    if likely and not Path(text).exists():  # a typo would cost half a minute of network requests
         raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely[0]}?")
     return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype, layers=layers)
 
 
 def _is_a_path(text: str) -> bool:
-    """Whether it cannot be a name on the hub, which is `name` or `owner/name`."""
+    """True if `text` cannot be a name on the hub, which is `name` or `owner/name`."""
     return text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json")

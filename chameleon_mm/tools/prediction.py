@@ -1,15 +1,15 @@
-"""Predicts, by arithmetic over its trace, what a step comes to within a budget, by every way there is of fitting it there.
+"""Predicts a step's time and memory within a budget, for each way of fitting it, by arithmetic over its trace.
 
 prediction = predict(step, spec, hbm_budget, host_budget, recompute)
 prediction.ways             no swapping, the plan, swap only, swap everything, full recomputation: peak, stall, step time
-prediction.infeasible       why there is no plan within the budget, where there is none
+prediction.infeasible       reason why no plan keeps within the budget; None: one does
 prediction.needs            device memory by class of storages: the most, and at the peak
 peak_phase(trace, peak)     forward, backward or optimizer
-smallest_within(trace, ...) the smallest budget of which there is a plan, whatever it costs in time
-hidden_budget(trace, ...)   the smallest whose plan's copies cost next to none
+smallest_within(trace, ...) the smallest budget for which there is a plan, at any cost in time
+hidden_budget(trace, ...)   the smallest budget whose plan hides nearly all copies
 
-Budgets that are found are rounded up to what `format_size_up` prints exactly, and tried there: a budget that is a little larger
-need not have a plan that is as good.
+A budget that is found is rounded up to a value that `format_size_up` prints exactly, and tried there: a slightly larger budget
+may have a worse plan.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ REPLAYED = DEFAULT | PRODUCTS
 """Base names of operators that a predicted plan may run again. A session tests products on its device first."""
 
 HIDDEN_WITHIN = 1e-3
-"""Share of the step by which it may take longer and still count as one with all copies hidden."""
+"""Largest slowdown, as a share of the step, at which all copies still count as hidden."""
 
 _MOST_PLANNED = 3
-"""Number of ways before full recomputation: more make a table that is wider than a terminal."""
+"""Maximum number of ways listed before full recomputation: more make the table wider than a terminal."""
 
 _TRIES = 64
-"""The search for a budget that hides all copies raises it by one part in so many of what is left to the unswapped peak."""
+"""At each try, `hidden_budget` raises its budget by 1 / _TRIES of the gap to the unswapped peak."""
 
 _CLASSES = {
     "parameters": (TensorKind.PARAMETER,),
@@ -67,27 +67,27 @@ SCHEMA = "chameleon_mm.plan/1"
 
 
 def default_budget(spec: GpuSpec) -> int:
-    """Bytes of device memory that a session takes where nobody says how many."""
+    """Bytes of device memory that a session takes by default."""
     return int(spec.hbm_bytes * DEFAULT_BUDGET_SHARE)
 
 
 def smallest_within(
     trace: Trace, budget: int, peak_bytes: int, host_budget: int, cost: LinkCost, recompute: Collection[str] = ()
 ) -> int:
-    """The smallest budget, from `budget` on, for which there is a plan within `host_budget` bytes of pinned memory."""
+    """Find the smallest budget, at least `budget`, for which there is a plan within `host_budget` bytes of pinned memory."""
     while True:
         budget = min(_printable(budget), peak_bytes)
         try:
             generate_plan(trace, budget, host_budget, cost, recompute=recompute)
-        except InfeasibleBudget as error:  # names a larger one; the unswapped peak, at the latest, needs no host memory
+        except InfeasibleBudget as error:  # names a larger budget; the unswapped peak needs no host memory
             budget = error.smallest_bytes or peak_bytes
         else:
             return budget
 
 
 def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: LinkCost) -> int:
-    """The smallest budget whose plan takes at most `HIDDEN_WITHIN` of the step longer: at the most `peak_bytes`, that of
-    `trace`."""
+    """Find the smallest budget whose plan slows the step by at most `HIDDEN_WITHIN`. It is at most `peak_bytes`, the unswapped
+    peak of `trace`."""
 
     def plan_for(budget: int) -> SwapPlan:
         return generate_plan(trace, budget, host_budget, cost)
@@ -100,23 +100,23 @@ def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: 
 
 
 def _printable(budget: int) -> int:
-    """The budget that the printed text of `budget` stands for: that or a little more."""
+    """Round `budget` up to the value that its printed text stands for."""
     return parse_size(format_size_up(budget))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Memory that one class of storages needs, or what operators hold inside themselves."""
+    """Memory that one class of storages needs, or that operators hold internally."""
 
     name: str
     most_bytes: int
-    """The most bytes of this class at any time of the step."""
+    """Maximum bytes of this class over the step."""
     at_peak_bytes: int
-    """Bytes of this class while the step as a whole needs the most."""
+    """Bytes of this class at the peak of the whole step."""
 
 
 def needs_of(trace: Trace, peak: Peak) -> tuple[MemoryNeed, ...]:
-    """The classes that `trace` has. `peak`: its peak. O(operators + storages)."""
+    """Needs of the classes that occur in `trace`. `peak`: its peak. O(operators + storages)."""
     size = allocated_size(trace.tensor_bytes)
     since, until = np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1
     needs = []
@@ -134,30 +134,30 @@ def needs_of(trace: Trace, peak: Peak) -> tuple[MemoryNeed, ...]:
 
 
 def peak_phase(trace: Trace, peak: Peak) -> StepPhase:
-    """The phase of the operator at the peak, or of the last one before it."""
+    """Phase of the operator at the peak, or of the last one before it."""
     op = int(np.searchsorted(trace.op_tick, peak.tick, side="right")) - 1
     return StepPhase(int(trace.op_phase[max(op, 0)])) if len(trace.op_phase) else StepPhase.FORWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way of running the step, predicted."""
+    """Predicted figures of one way to run the step."""
 
     name: str
     peak_bytes: int
     step_us: float
     host_bytes: int = 0
     moved_bytes: int = 0
-    """Bytes that are copied out; as many come back."""
+    """Bytes that are copied out; as many are copied back."""
     stall_us: float = 0.0
     device_copy_us: float = 0.0
-    """Time of copies within device memory: of the parts that stay, where storages move in part."""
+    """Time of copies within device memory: if a storage moves in part, the part that stays is copied."""
     recompute_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prediction:
-    """A step on one GPU within one budget."""
+    """Prediction of a step on one GPU within one budget."""
 
     step: RecordedStep
     spec: GpuSpec
@@ -168,33 +168,33 @@ class Prediction:
     phase: StepPhase
     """Phase of the step in which the peak is."""
     least_phase: StepPhase
-    """Phase of the peak that is left with every candidate swapped out."""
+    """Phase of the peak that remains with every candidate swapped out."""
     ways: tuple[Way, ...]
-    """Ways of running the step: nothing swapped first; then the plan, if there is one, and the best one that only swaps, if
-    that is another; or swapping everything."""
+    """Ways to run the step, in order: no swapping; the plan, if any; a plan that only swaps, if that plan recomputes; swapping
+    everything, if fewer than `_MOST_PLANNED` ways come before it; full recomputation."""
     smallest_budget_bytes: int
-    """The smallest budget for which there is a plan within the host's budget, whatever it costs in time."""
+    """Smallest budget for which there is a plan within the host's budget, at any cost in time."""
     hidden_budget_bytes: int
-    """The smallest budget whose plan takes `HIDDEN_WITHIN` of the step longer at the most."""
+    """Smallest budget whose plan slows the step by at most `HIDDEN_WITHIN`."""
     least_bytes: int
-    """Bytes that are left at the peak with every candidate swapped out, whatever the host has room for."""
+    """Bytes that remain at the peak with every candidate swapped out, even if the host has no room for them."""
     infeasible: str | None
-    """Reason why there is no plan within the budgets; None: there is one."""
+    """Reason why no plan keeps within the budgets; None: one does."""
     plan: SwapPlan | None
     planning_ms: float | None
-    """Time that `plan` took on this machine: measured, as nothing else here is."""
+    """Time that making `plan` took on this machine: the only measured figure here."""
     timeline: Timeline | None
     ideal_us: float | None
-    """Lower bound T* of the step's time (docs/policy.md) within the budget; of plans that recompute, if they may."""
+    """Lower bound T* of the step's time (docs/policy.md) within the budget; it covers recomputation if plans may recompute."""
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits as it is."""
+        """True if the step fits without swapping."""
         return self.peak.nbytes <= self.hbm_budget_bytes
 
     @property
     def can_be_lowered(self) -> bool:
-        """Whether swapping lowers the peak at all, within the host's budget."""
+        """True if swapping lowers the peak at all, within the host's budget."""
         return self.smallest_budget_bytes < self.peak.nbytes
 
     @property
@@ -205,7 +205,7 @@ class Prediction:
         return self.ideal_us / self.plan.step_us if self.plan.step_us else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of everything as plain data; all of it is predicted, but for `planning_ms`."""
+        """Dictionary of all figures as plain data. Only `planning_ms` is measured; all others are predicted."""
         trace, plan = self.step.trace, self.plan
         return {
             "schema": SCHEMA,
@@ -243,7 +243,7 @@ class Prediction:
 
 
 def link_of(spec: GpuSpec) -> LinkCost:
-    """The link of a GPU by its spec, and what copies within its memory reach in practice."""
+    """Link rates of a GPU by its spec, and the rate that copies within its memory reach in practice."""
     cost = CostModel(spec=spec)
     hbm_gbps = spec.hbm_gbps * cost.memory_efficiency / 2  # a copy reads and writes every byte
     return LinkCost(d2h_gbps=spec.d2h_gbps, h2d_gbps=spec.h2d_gbps, duplex_gbps=spec.duplex_gbps, hbm_gbps=hbm_gbps)
@@ -252,10 +252,10 @@ def link_of(spec: GpuSpec) -> LinkCost:
 def predict(
     step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int | None, recompute: Collection[str] = REPLAYED
 ) -> Prediction:
-    """Prediction of what `step` comes to on `spec` within `hbm_budget` bytes of device memory and `host_budget` of pinned
-    memory (None: any). `recompute`: base names of operators that may run again; none: the plan only swaps.
+    """Predict `step` on `spec` within `hbm_budget` bytes of device memory and `host_budget` bytes of pinned memory (None: any).
+    `recompute`: base names of operators that may run again; empty: the plan only swaps.
 
-    Raises `ValueError` for a budget of no bytes. One that is too small is an answer: `Prediction.infeasible`.
+    Raises `ValueError` for a budget of 0 bytes. `Prediction.infeasible` reports a budget that is too small.
     """
     trace, cost = step.trace, link_of(spec)
     peak = peak_memory(trace)
@@ -271,7 +271,7 @@ def predict(
         infeasible, smallest = str(error), error.smallest_bytes or smallest
     if host_budget is not None:
         smallest = smallest_within(trace, smallest, peak.nbytes, host_budget, cost, recompute)
-        if plan is not None:  # `smallest_within` tries few budgets: this one has a plan
+        if plan is not None:  # `smallest_within` tries few budgets, and `hbm_budget` has a plan
             smallest = min(smallest, hbm_budget)
     return Prediction(
         step=step,
@@ -301,7 +301,7 @@ def _ways(
     if plan is not None:
         ways.append(_planned("this plan", trace, plan))
     if plan is not None and plan.recomputed:
-        with suppress(InfeasibleBudget):  # where only recomputation reaches the budget
+        with suppress(InfeasibleBudget):  # raised if only recomputation reaches the budget
             ways.append(_planned("swap only", trace, generate_plan(trace, hbm_budget, host_budget, cost)))
     if len(ways) < _MOST_PLANNED:
         ways.append(_planned("swap everything", trace, swap_all(trace, cost)))
@@ -326,12 +326,12 @@ def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
     )
 
 
-# --- A prediction for people: what the step needs, what every way of running it comes to, and what that means
+# --- Text of a prediction: the step's needs, the figures of each way to run it, and verdicts
 #
-# Time is predicted.
+# Times are predicted.
 
 _UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attention_math"})
-"""Operator that torch's fused attention becomes where no fused kernel takes its arguments."""
+"""Operators that replace torch's fused attention if no fused kernel takes its arguments."""
 
 
 def show(prediction: Prediction, console: Console) -> None:
@@ -343,7 +343,7 @@ def show(prediction: Prediction, console: Console) -> None:
 
 
 def conclude(verdicts: Sequence[str], assumptions: Sequence[str], console: Console, *, holds: bool) -> None:
-    """Print what the figures mean, and what they rest on."""
+    """Print the verdicts, then the assumptions of the figures."""
     for text in verdicts:
         print_line(console, text, style="bold" if holds else "bold red")
     print_line(console, "assumptions:")
@@ -354,7 +354,7 @@ def conclude(verdicts: Sequence[str], assumptions: Sequence[str], console: Conso
 
 
 def head(step: RecordedStep, spec: GpuSpec, console: Console) -> None:
-    """Print what the prediction is about."""
+    """Print the model, parameters, optimizer and GPU that the prediction is about."""
     print_line(console, f"chameleon-mm plan: {step.about}", style="bold")
     autocast = "" if step.autocast is None else f"under autocast to {step.autocast}, "
     print_line(
@@ -365,7 +365,7 @@ def head(step: RecordedStep, spec: GpuSpec, console: Console) -> None:
 
 
 def verdicts(prediction: Prediction) -> list[str]:
-    """Lines that say what the figures mean; the first says whether the step fits."""
+    """Lines that interpret the figures; the first says whether the step fits."""
     budget, peak = format_size(prediction.hbm_budget_bytes), prediction.peak
     if prediction.infeasible is not None:
         lines = [f"does not fit, and no plan makes it: {prediction.infeasible}"]
@@ -395,7 +395,7 @@ def verdicts(prediction: Prediction) -> list[str]:
 
 
 def assumptions(prediction: Prediction) -> list[str]:
-    """Lines that say what the figures rest on, one sentence each."""
+    """Lines that state the assumptions of the figures, one sentence each."""
     spec, trace = prediction.spec, prediction.step.trace
     cost = CostModel(spec=spec)
     lines = [
@@ -423,7 +423,7 @@ def assumptions(prediction: Prediction) -> list[str]:
 
 
 def rooflines(spec: GpuSpec, *, host: str = "") -> list[str]:
-    """Lines that say at which rates a GPU works and copies."""
+    """Lines that state a GPU's rates of arithmetic, memory and copies."""
     cost = CostModel(spec=spec)
     arithmetic, bandwidth = f"{cost.matmul_efficiency:.0%}", f"{cost.memory_efficiency:.0%}"
     return [
@@ -433,7 +433,7 @@ def rooflines(spec: GpuSpec, *, host: str = "") -> list[str]:
 
 
 def needs_table(needs: Sequence[MemoryNeed], peak: Peak, phase: StepPhase) -> Table:
-    """A row for each class of storages."""
+    """Table with a row for each class of storages."""
     table = Table(title="what the step needs", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("at most", justify="right", no_wrap=True)
@@ -447,7 +447,7 @@ def needs_table(needs: Sequence[MemoryNeed], peak: Peak, phase: StepPhase) -> Ta
 
 
 def _table_of_ways(prediction: Prediction) -> Table:
-    """A column for each way: as rows they would be wider than 80 characters."""
+    """Table with a column for each way: as rows, the ways would be wider than 80 characters."""
     budget, unswapped = prediction.hbm_budget_bytes, prediction.ways[0]
     rows: list[tuple[str, Callable[[Way], str]]] = [
         ("peak", lambda way: format_size(way.peak_bytes)),

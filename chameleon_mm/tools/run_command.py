@@ -29,12 +29,12 @@ from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
 from chameleon_mm.tools.training_watch import TrainingWatch
 from chameleon_mm.units import parse_size
 
-# --- Place of this process among the ranks that a launcher started: it names a rank's files, and says which rank tells
+# --- Rank of this process among those that a launcher started: it names the rank's files, and decides which rank prints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRank:
-    """This process among those that its launcher started."""
+    """Rank of this process, and number of processes that its launcher started."""
 
     rank: int = 0
     count: int = 1
@@ -42,20 +42,20 @@ class LaunchedRank:
     @classmethod
     def started_by_launcher(
         cls,
-        environ: Mapping[str, str] = os.environ,  # noqa: TID251  # launchers tell ranks what they are in variables alone
+        environ: Mapping[str, str] = os.environ,  # noqa: TID251  # launchers pass ranks in environment variables only
     ) -> LaunchedRank:
-        """This process as torchrun's variables tell, which other launchers set, too; the only one where they do not."""
+        """Read torchrun's variables, which other launchers set, too. Without them this process is the only rank."""
         try:
             return cls(rank=int(environ["RANK"]), count=int(environ["WORLD_SIZE"]))
         except (KeyError, ValueError):
             return cls()
 
     def own(self, path: Path) -> Path:
-        """Name of this rank's file: `report.rank1.json`, where there are several."""
+        """Name of this rank's file: `report.rank1.json`, if there are several ranks."""
         return path if self.count == 1 else path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
 
 
-# --- The end of a run: the session is left, and its report is written and told, once; of several ranks the first tells
+# --- End of a run: leave the session, then write and print its report, once. Of several ranks the first prints
 
 _SHOWN = frozenset(
     {
@@ -63,11 +63,11 @@ _SHOWN = frozenset(
         "hidden share of copy time", "stall", "pinned host memory",
     }
 )  # fmt: skip
-"""Labels of the report that are shown at the end; all others are in its files."""
+"""Labels of the report that are printed at the end; its files have all of them."""
 
 
 class End:
-    """Leaves the session of a run, and tells what it did."""
+    """Leaves the session of a run, then writes and prints its report."""
 
     def __init__(self, watch: TrainingWatch, files: Mapping[str, Path], console: Console, ranks: LaunchedRank) -> None:
         self._watch = watch
@@ -79,10 +79,10 @@ class End:
         self._told = False
         self.ending = Ending(exit_code=0, error=None)
         self.exit_code = 0
-        """1 where the session itself failed, or a file of its report."""
+        """1 if the session itself failed, or writing a file of its report."""
 
     def tell(self) -> None:
-        """Leave the session and tell what it did. Does nothing the second time, nor in a forked child."""
+        """Leave the session and print its report. Does nothing the second time, nor in a forked child."""
         if self._told or self._watch.in_forked_child:
             return
         self._told = True
@@ -119,7 +119,7 @@ class End:
 
     def _write(self, report: SwapReport) -> None:
         figures = report.to_dict()
-        if self._ranks.count > 1:  # a session knows its rank only where the program has a process group
+        if self._ranks.count > 1:  # a session knows its rank only if the program has a process group
             figures |= {"rank": self._ranks.rank, "world_size": self._ranks.count}
         writers: dict[str, Callable[[Path], object]] = {
             "--report": lambda path: path.write_text(json.dumps(figures, indent=1), encoding="utf-8"),
@@ -151,11 +151,11 @@ class End:
 # --- run command
 
 _COMPILED_UNDER_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
-"""What torch says at each call of a compiled module while the watch's hook is there, which only looks: see Note [Watch]."""
+"""Torch's warning at each call of a compiled module while the watch's hook is on. That hook only looks: see Note [Watch]."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that stand before the program."""
+    """Add the options that come before the program."""
     parser.usage = "chameleon-mm run [options] (script.py | -m MODULE) [args ...]"
     parser.allow_abbrev = False
     parser.add_argument("--hbm-budget", metavar="SIZE", help="device memory that a step may take (default: 90%% of the device)")
@@ -176,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def count_own(arguments: Sequence[str]) -> int:
-    """Count how many of `arguments` are options of `run`: the rest is the program, with what is its own."""
+    """Count the first `arguments` that are options of `run`: the rest is the program with its arguments."""
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     with_value = {name for action in parser._actions if action.nargs != 0 for name in action.option_strings}
@@ -187,8 +187,8 @@ def count_own(arguments: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run the program and return its exit code. Raises `ValueError`, with nothing begun, for options or a program that are
-    none, and `ProgramInterrupted` where an interrupt ended it."""
+    """Run the program and return its exit code. Raises `ValueError` for invalid options or no program, before anything runs,
+    and `ProgramInterrupted` if an interrupt ended the program."""
     program = _program(args.program)
     program.check()
     ranks = LaunchedRank.started_by_launcher()
@@ -199,10 +199,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     end = End(watch, files, Console(stderr=True), ranks)
     watch.begin()
     warnings.filterwarnings("ignore", _COMPILED_UNDER_GLOBAL_HOOKS, UserWarning)
-    atexit.register(end.tell)  # runs after the program's own
+    atexit.register(end.tell)  # runs after the program's own exit handlers
     ending = program.run()
     end.ending = ending
-    with contextlib.suppress(OSError, ValueError):  # Python says it once more, at its own end
+    with contextlib.suppress(OSError, ValueError):  # Python reports the error once more as it exits
         sys.stdout.flush()
     if watch.may_finish:
         end.tell()
@@ -223,14 +223,14 @@ def _program(line: Sequence[str]) -> Program:
 
 
 def _session_maker(args: argparse.Namespace, *, told: bool) -> Callable[[Any, str | None], SwapSession]:
-    """Function that makes the session. `told`: this rank is the one whose steps are told. Raises `ValueError` for what can be
-    known to be wrong before there is one."""
+    """Return the function that makes the session. `told`: this rank prints its steps. Raises `ValueError` for options that are
+    known to be invalid before there is a session."""
     sizes = {name: getattr(args, name) for name in ("hbm_budget", "host_budget", "min_bytes")}
     for name, size in sizes.items():
         if size is not None:
             parse_size(size, what=f"--{name.replace('_', '-')}")
     if args.device is not None and not args.device.startswith("cuda"):
-        resolve_device(args.device)  # a GPU is not asked: whoever has started CUDA can fork no workers that use it
+        resolve_device(args.device)  # a GPU is not asked: that starts CUDA, and forked workers could not use it
     options: dict[str, Any] = {**sizes, "verify": args.verify, "plans": not args.no_plans, "recompute": not args.no_recompute}
     if args.progress and told:
         options["progress"] = True

@@ -1,13 +1,12 @@
-"""A session's first steps on a GPU that is not there, on shapes alone, and what they tell of a real one.
+"""Predicts a session's first steps on an absent GPU, by running them on shapes alone.
 
     run = run_session(RunRequest(build=build, spec=spec, swapped=Swapped(optimizer=True, parameters=True), ...))
     run.steps[0], run.steps[-1]        the first step, by the default rule, and one that follows a plan: time and peak
-    run.refused                        why there is no such run, where there is none
+    run.refused                        reason why the session does not run; None: it runs
 
-The session, its executor and its planner are the library's own, on the simulated device; `NoArithmetic` stands for the
-operators. So what is predicted is what the same steps come to on the simulated device when they are computed: the same copies
-at the same time. The model comes to the session as a user's does: on the host where its parameters are swapped, else on the
-device; its optimizer has no state yet.
+The session, its executor and its planner are the library's own, on the simulated device; `NoArithmetic` replaces the operators.
+The prediction therefore equals the same steps computed on the simulated device: the same copies at the same times. The model
+starts as a user's does: on the host if its parameters are swapped, else on the device. Its optimizer has no state yet.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ from chameleon_mm.tools.workload import Build
 from chameleon_mm.units import allocated_size, format_size, format_us
 
 RUN_STEPS = 4
-"""Steps that are run: one that is recorded, two in which plans may be on trial, one as all later ones are."""
+"""Number of steps that are run: one recorded, two in which plans may be on trial, and one like all later steps."""
 
 ANY_HOST_BYTES = 1 << 46
-"""Pinned memory where nobody limits it: more than any step takes."""
+"""Host budget if none is given: more pinned memory than any step takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped:
-    """Choice of what a session swaps beside activations."""
+    """Classes of storages that a session swaps besides activations."""
 
     optimizer: bool = False
-    """Whether the optimizer's state is on the host between its steps: `SwapSession(optimizer=...)`."""
+    """True if the optimizer's state is on the host between its steps: `SwapSession(optimizer=...)`."""
     parameters: bool = False
-    """Whether parameters and gradients come in their turn: `SwapSession(parameters="swap")`."""
+    """True if parameters and gradients are swapped, too: `SwapSession(parameters="swap")`."""
 
     def __bool__(self) -> bool:
         return self.optimizer or self.parameters
@@ -66,7 +65,7 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
-    """One step of the run."""
+    """Time and peak of one step of the run."""
 
     step_us: float
     """Time on the compute stream, from the end of the step before."""
@@ -80,23 +79,23 @@ class SessionRun:
     swapped: Swapped
     hbm_budget_bytes: int
     steps: tuple[StepRun, ...] = ()
-    """The steps that were run; none where `refused` says why."""
+    """The steps that were run; empty if `refused` gives a reason."""
     host_bytes: int = 0
     stall_us: float = 0.0
-    """Time in one more step that compute waited for copies."""
+    """Time that compute waited for copies, in one more step."""
     plans: int = 0
-    """Number of plans that were made; 0: there is none within the budget, or nothing to plan."""
+    """Number of plans that were made; 0: none keeps within the budget, or there is nothing to plan."""
     refused: str | None = None
-    """Reason why it does not run at all."""
+    """Reason why the session does not run at all; None: it runs."""
 
     @property
     def holds(self) -> bool:
-        """Whether every step keeps within the budget."""
+        """True if every step keeps within the budget."""
         return self.refused is None and all(step.peak_bytes <= self.hbm_budget_bytes for step in self.steps)
 
     @property
     def holds_later(self) -> bool:
-        """Whether every step keeps within it but the first, of which nothing is known before it."""
+        """True if every step after the first keeps within the budget: nothing is known of the first before it runs."""
         return self.refused is None and all(step.peak_bytes <= self.hbm_budget_bytes for step in self.steps[1:])
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,10 +120,10 @@ class RunRequest:
 
 
 def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = True) -> SessionRun:
-    """Run the first `steps` steps of a session that never recomputes. `counted`: and one more, for its stall.
+    """Run the first `steps` steps of a session that never recomputes. `counted`: run one more, to measure its stall.
 
-    Takes a fifth of a millisecond for each operator, and no memory to speak of. Raises what the model raises; a budget that is
-    too small is an answer: `SessionRun.refused`.
+    Takes 0.2 ms for each operator, and hardly any memory. Raises what the model raises. `SessionRun.refused` reports a budget
+    that is too small.
     """
     device = SimDevice(request.spec, moves_bytes=False)
     with _quiet(), NoArithmetic(), default_dtype(request.dtype), GpuOperators(), gpu_autocast():
@@ -191,7 +190,7 @@ def _run(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which the session tells nobody what its run says: that there is no plan, that something stays on the host."""
+    """Silence the session's warnings about its run, such as no plan, or storages that stay on the host."""
     logger = logging.getLogger("chameleon_mm")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -201,12 +200,11 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-# --- Memory that a step needs beside the window of parameters and the optimizer's state on the host, by arithmetic over its
-# trace
+# --- Memory of a step, without the window of parameters and the optimizer's state on the host, by arithmetic over its trace
 #
-# parameters, gradients, state from MIN_BYTES on   -> no part of it; a gradient is, from its product to its accumulation each
-# of the optimizer's operators                -> holds three buckets of state: one comes, one is stepped, one leaves budget
-# -> less the window, which grows with the budget
+# parameters, gradients, state >= MIN_BYTES -> left out; a gradient counts only from its product to its accumulation
+# each operator of the optimizer            -> holds three buckets of state: one arrives, one is stepped, one leaves
+# budget                                    -> reduced by the window, which grows with the budget
 
 BUCKETS_AT_ONCE = 3
 
@@ -214,7 +212,7 @@ _NO_LIMIT = 1 << 62
 
 
 def beside(step: RecordedStep, swapped: Swapped) -> Trace:
-    """Trace of `step` without what is elsewhere. Times are those of all of it."""
+    """Trace of `step` without the storages on the host or in the window. Times are those of the whole step."""
     trace = step.trace
     size = allocated_size(trace.tensor_bytes)
     large, kind = trace.tensor_bytes >= MIN_BYTES, trace.tensor_kind
@@ -240,7 +238,7 @@ def beside(step: RecordedStep, swapped: Swapped) -> Trace:
 
 
 def _last_backward_write(trace: Trace) -> Int64s:
-    """(tensors,) tick of the last operator of a backward that wrote each; the tick of its birth where none did."""
+    """(tensors,) tick of the last backward operator that wrote each tensor; the tick of its birth if none did."""
     last = trace.tensor_born.astype(np.int64)
     op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
     within = trace.op_phase[op] == StepPhase.BACKWARD
@@ -249,7 +247,7 @@ def _last_backward_write(trace: Trace) -> Int64s:
 
 
 def left_beside_window(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
-    """Bytes of a budget beside its window; below 0 where the window has no room."""
+    """Bytes of a budget without its window; below 0 if the window does not fit."""
     if not swapped.parameters:
         return hbm_budget
     try:
@@ -259,24 +257,23 @@ def left_beside_window(step: RecordedStep, swapped: Swapped, hbm_budget: int) ->
 
 
 def host_bytes_beside(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
-    """Bytes of pinned memory that parameters, gradients and state take at most, as far as they leave."""
+    """Maximum bytes of pinned memory for the parameters, gradients and state that leave the device."""
     trace = step.trace
     kinds = [TensorKind.OPTIMIZER] * swapped.optimizer + [TensorKind.PARAMETER] * swapped.parameters
     if swapped.parameters and hbm_budget - left_beside_window(step, swapped, hbm_budget) < step.window(_NO_LIMIT):
-        kinds.append(TensorKind.GRADIENT)  # where all fit the window together, gradients stay there
+        kinds.append(TensorKind.GRADIENT)  # if all fit the window together, gradients stay there
     leaves = np.isin(trace.tensor_kind, kinds) & (trace.tensor_bytes >= MIN_BYTES)
     return int(trace.tensor_bytes[leaves].sum())
 
 
-# --- A step in a session that swaps more than activations, predicted: what it needs, what its first steps come to, what would
-# do
+# --- Prediction of a session that swaps more than activations: the step's needs, and time and peak of its first steps
 
 SCHEMA = "chameleon_mm.plan_session/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionPrediction:
-    """A step of a session on one GPU within one budget."""
+    """Prediction of a session's step on one GPU within one budget."""
 
     request: RunRequest
     step: RecordedStep
@@ -284,18 +281,18 @@ class SessionPrediction:
     peak: Peak
     phase: StepPhase
     window_bytes: int
-    """Bytes of the budget that are set aside for parameters and gradients; 0: for none."""
+    """Bytes of the budget that are set aside for parameters and gradients; 0: none are, or they do not fit."""
     host_bytes_beside: int
     """Pinned memory of parameters, gradients and state."""
     run: SessionRun
 
     @property
     def holds(self) -> bool:
-        """Whether every step keeps within the budget."""
+        """True if every step keeps within the budget."""
         return self.run.holds
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of everything as plain data; all of it is predicted."""
+        """Dictionary of all figures as plain data; all are predicted."""
         step, request = self.step, self.request
         return {
             "schema": SCHEMA,
@@ -314,7 +311,7 @@ class SessionPrediction:
 
 
 def record(request: RunRequest, *, in_buckets: bool) -> RecordedStep:
-    """Record one step of what `request` is about. `in_buckets`: its optimizer steps as within the request's budget."""
+    """Record one step of the request's model. `in_buckets`: a swapped optimizer steps in buckets that suit the budget."""
     buckets = in_buckets and request.swapped.optimizer
     return record_step(
         request.build,
@@ -355,7 +352,7 @@ def show_session(prediction: SessionPrediction, console: Console) -> None:
 
 
 def session_verdicts(prediction: SessionPrediction) -> list[str]:
-    """Lines that say what the figures mean; the first says whether the session keeps within its budget."""
+    """Lines that interpret the figures; the first says whether the session keeps within its budget."""
     run, request = prediction.run, prediction.request
     budget, peak = format_size(request.hbm_budget_bytes), prediction.peak.nbytes
     times = f", {peak / request.hbm_budget_bytes:.2f} times the budget" if peak > request.hbm_budget_bytes else ""
@@ -372,7 +369,7 @@ def session_verdicts(prediction: SessionPrediction) -> list[str]:
 
 
 def session_assumptions(prediction: SessionPrediction) -> list[str]:
-    """Lines that say what the figures rest on, one sentence each."""
+    """Lines that state the assumptions of the figures, one sentence each."""
     request = prediction.request
     swapped = request.swapped
     lines = [

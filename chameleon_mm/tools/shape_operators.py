@@ -1,13 +1,13 @@
-"""Operators on shapes alone: those that a GPU would run, and with nothing computed.
+"""Operators on shapes alone: the ones that a GPU would run, without computing anything.
 
-    with NoArithmetic():                    # entered first, so that it comes last
-        with device.compute(): ...          # SimDevice(..., moves_bytes=False) counts, prices and orders as ever
+    with NoArithmetic():                    # entered first, because the last mode entered runs first
+        with device.compute(): ...          # SimDevice(..., moves_bytes=False) counts, prices and orders as usual
 
-    view, or all of it small     -> runs: views touch no memory, and an optimizer divides by what it counts
+    view, or few bytes in all    -> runs: views touch no memory, and an optimizer divides by its step count
     all else                     -> shapes under fake tensors, once for each kind of call; results are new tensors of that shape
 
-Tensors are plain ones, with storages and addresses: whoever swaps them does what it does where they are computed. Their memory
-is the system's promise alone: pages that nobody touches are never there.
+Tensors are ordinary ones, with storages and addresses: swapping treats them like computed tensors. Their memory is only
+reserved: the operating system provides a page when something first touches it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from chameleon_mm.units import KIB
 
-# --- What a GPU does otherwise than a CPU, for a step under fake tensors: operators that save something else, and autocast
+# --- Differences between GPU and CPU for a step under fake tensors: operators that save other tensors, and autocast
 #
-# The CPU's fused attention takes no dropout, so torch would fall back to a kernel that saves s x s matrices; CUDA's takes it
-# and saves a seed. The CPU's dropout saves what it multiplies with, in the dtype of x. Its RMS norm is made of other
-# operators, each of which saves something, where CUDA has one. Shapes are all that counts, so attention drops nothing here.
+# The CPU's fused attention takes no dropout: torch would fall back to a kernel that saves s x s matrices. CUDA's takes dropout
+# and saves a seed. The CPU's dropout saves its multiplier, in the dtype of x. The CPU's RMS norm consists of several operators
+# that each save something; CUDA's is one operator. Only shapes count, so attention drops nothing here.
 #
-# Fake tensors are the CPU's, so autocast becomes the CPU's, which casts down what CUDA's does: matrix products, convolutions,
-# attention. CUDA's casts more operators up to float32 than the CPU's does: `in_float32`, by the names that torch documents.
-# What is left of differences is rare: products of a matrix and a vector, and cells of recurrent layers, stay in float32 here.
+# Fake tensors are on the CPU, so the CPU's autocast replaces CUDA's. Both cast down matrix products, convolutions, attention.
+# CUDA's casts more operators up to float32: `in_float32` does that, by the names that torch documents. The remaining
+# differences are rare: products of a matrix and a vector, and cells of recurrent layers, stay in float32 here.
 
 _DROPOUT_P = 4
 """Index of dropout's probability among the positional arguments of attention."""
@@ -42,7 +42,7 @@ _DROPOUT_P = 4
 _RMS_NORMS = (F.rms_norm, torch.rms_norm)
 
 PLANNED_ON, PLANNED_FOR = "cpu", "cuda"
-"""Device of the tensors of a step without a GPU, and the one for which autocast acts there instead."""
+"""Device of the tensors of a step without a GPU, and the device whose autocast is redirected to it."""
 
 _IN_FLOAT32 = frozenset({
     "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
@@ -57,7 +57,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class GpuOperators(TorchFunctionMode):
-    """While active, this thread's attention, dropout and RMS norms are a GPU's, and so is what autocast leaves in float32."""
+    """While active, this thread's attention, dropout, RMS norms and float32 operators under autocast are a GPU's."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,7 +93,7 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's operator, of which a build without CUDA has the shapes alone: below autograd it stays whole."""
+    """CUDA's fused RMS norm. A build without CUDA has only its shapes; below autograd it stays one operator."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
@@ -114,7 +114,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 @contextmanager
 def gpu_autocast() -> Iterator[None]:
-    """While active, autocast for CUDA is autocast for the tensors of a step without a GPU, in the same dtype."""
+    """While active, autocast for CUDA acts on the CPU tensors of a step without a GPU instead, in the same dtype."""
     autocast = torch.amp.autocast_mode.autocast
     original = autocast.__init__
 
@@ -123,7 +123,7 @@ def gpu_autocast() -> Iterator[None]:
             device_type, dtype = PLANNED_ON, dtype or torch.get_autocast_dtype(device_type)
         original(self, device_type, dtype, *args, **kwargs)
 
-    # The one place that all spellings of it pass: torch.autocast, torch.amp's, torch.cuda.amp's, and those imported by name.
+    # All spellings of autocast call this: torch.autocast, torch.amp's, torch.cuda.amp's, and those imported by name.
     autocast.__init__ = init  # type: ignore[method-assign]  # put back below
     try:
         yield
@@ -132,7 +132,7 @@ def gpu_autocast() -> Iterator[None]:
 
 
 def in_float32(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the operator called `name`, those cast up that CUDA's autocast casts up, if one is active."""
+    """Cast the arguments of the operator `name` up to float32, if autocast is active and CUDA's casts them up."""
     if name not in _IN_FLOAT32 or not torch.is_autocast_enabled(PLANNED_ON):
         return args, kwargs
     return tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
@@ -145,7 +145,7 @@ def _wide(value: Any) -> Any:
 # --- no arithmetic
 
 COMPUTED_BYTES = 4 * KIB
-"""Bytes that tensors given to an operator, and made by it, may have together for it to run: counts and norms have no more."""
+"""Maximum bytes of an operator's inputs and results together for it to be computed: counts and norms have no more."""
 
 
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -163,11 +163,11 @@ class _Given(NamedTuple):
     """A result that is an argument."""
 
     place: int
-    """Its place among all that the operator is given, nests flattened."""
+    """Index among all arguments of the operator, nests flattened."""
 
 
 class _Outcome(NamedTuple):
-    """Outcome of a kind of call: `results`, nested as `nest` says; None: it has to run."""
+    """Outcome of a kind of call: `results`, nested as `nest` says; None: the operator has to run."""
 
     results: tuple[Any, ...] | None
     nest: Any = None
@@ -177,7 +177,7 @@ _RUNS = _Outcome(None)
 
 
 class NoArithmetic(TorchDispatchMode):
-    """While active, this thread's operators on the CPU make results of the right shapes, and compute small numbers alone."""
+    """While active, this thread's CPU operators return results of the right shapes, and compute only small ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
@@ -198,7 +198,7 @@ class NoArithmetic(TorchDispatchMode):
         return tree_unflatten([_made(one, given) for one in outcome.results], outcome.nest)
 
     def _find(self, func: Any, args: Any, kwargs: Any) -> _Outcome:
-        """The outcome of such a call. Raises as fake tensors do for what depends on numbers that are not there."""
+        """Find the outcome of such a call. Raises what fake tensors raise if it depends on values, which are missing."""
         views = any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
         flat = tree_flatten((args, kwargs))[0]
         if views or any(isinstance(value, torch.UntypedStorage) for value in flat):
@@ -226,14 +226,14 @@ class NoArithmetic(TorchDispatchMode):
         made = [one for one in results if isinstance(one, Tensor) and id(one) not in places]
         shared = {id(fake.untyped_storage()) for fake in fakes.values()}
         if any(one.device.type != "cpu" or id(one.untyped_storage()) in shared for one in made):
-            return _RUNS  # a view in all but its schema
+            return _RUNS  # a view, although its schema does not say so
         if nbytes + sum(map(_nbytes, made)) <= COMPUTED_BYTES:
             return _RUNS
         return _Outcome(tuple(_result(one, places) for one in results), nest)
 
 
 def _kind(value: Any) -> Hashable:
-    """Facts of an argument that decide the shapes of results."""
+    """Properties of an argument that determine the shapes of results."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, (tuple, list)):

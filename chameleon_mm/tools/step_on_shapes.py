@@ -1,11 +1,11 @@
-"""One training step of a model that is not there, as a trace: operators run on shapes alone, their times are a roofline's.
+"""Records a training step of a model that takes no memory: operators run on shapes alone, their times are a roofline's.
 
     with shapes_alone():
         model = Model().to(torch.bfloat16)      # takes no memory: tensors are their shapes and nothing else
     step = record_step(build, spec, optimizer="adamw", dtype=torch.bfloat16, autocast=None, min_bytes=1 << 20)
-    step.trace                  as a recorder on that GPU would have it, were the host never late
+    step.trace                  as a recorder on that GPU would make it if the host were never late
 
-The step is one in the middle of training: the optimizer has its state already, gradients are made and let go.
+The step is one in the middle of training: the optimizer already has its state, gradients are made and freed.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ OPTIMIZERS = {
     "sgd": "SGD with momentum, as it runs by default on CUDA",
     "none": "forward and backward alone",
 }
-"""Name -> what it is."""
+"""Name -> description."""
 
 _STATE_PER_PARAMETER = 2
-"""Tensors of a parameter's size that an optimizer is taken to make for it, before it has: Adam's two moments."""
+"""State tensors assumed for a parameter that has none yet, each of the parameter's size: Adam's two moments."""
 
 
 class _NoTensorMemo(FakeTensorConverter):
-    """Keeps no weak reference to what operators return: `Module.to` refuses a parameter that has one.
+    """Keeps no weak reference to results of operators: `Module.to` refuses a parameter that has one.
 
-    They are for finding the same fake tensor again from the same result, which no operator returns twice. Real tensors from
-    outside are remembered all the same, by the converter below this one.
+    Such references find the fake tensor of a result again, but no operator returns the same result twice. The converter below
+    this one still remembers real tensors from outside.
     """
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 def shapes_alone() -> FakeTensorMode:
-    """A mode in which tensors are fake, those from outside of it included."""
+    """Make a mode in which all tensors are fake, including those from outside it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.fake_tensor_converter = _NoTensorMemo()
     return mode
@@ -67,22 +67,22 @@ def shapes_alone() -> FakeTensorMode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A recorded step, with what it was recorded of."""
+    """Trace of a step, with its model, dtypes and optimizer."""
 
     about: str
     notes: tuple[str, ...]
     parameters_by_dtype: Mapping[str, int]
-    """Numbers of parameters by dtype, those of which there are the most first."""
+    """Number of parameters by dtype, the most frequent dtype first."""
     autocast: str | None
-    """Dtype of the autocast that forward was put under; None: under none but the model's own."""
+    """Dtype of the autocast around forward; None: there is none but the model's own."""
     optimizer: str
     """Name of the optimizer, one of `OPTIMIZERS`."""
     min_bytes: int
     trace: Trace
     window: Callable[[int], int]
-    """Bytes that a session sets aside within a budget, where parameters are swapped. Raises `InfeasibleBudget`."""
+    """Maps a budget to the bytes that a session sets aside for swapped parameters. Raises `InfeasibleBudget`."""
     largest_bucket_bytes: int
-    """State of those parameters that are stepped together, at most; 0: all are, or there is none."""
+    """Maximum bytes of state that are stepped together; 0: all state is, or there is none."""
 
     @property
     def num_parameters(self) -> int:
@@ -90,11 +90,11 @@ class RecordedStep:
 
     @property
     def dtype(self) -> str:
-        """dtype of the parameters; where they have several, all of them."""
+        """Dtype of the parameters; if they have several, all of them."""
         return " and ".join(self.parameters_by_dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of what was recorded, as plain data, without the trace."""
+        """Dictionary of the recorded figures as plain data, without the trace."""
         return {
             "model": self.about,
             "notes": list(self.notes),
@@ -117,12 +117,12 @@ def record_step(
     autocast: torch.dtype | None = None,
     bucket_bytes: int | None = None,
 ) -> RecordedStep:
-    """One step of what `build` builds, recorded under fake tensors: weights, batch and activations take no memory.
+    """Record one step of the workload of `build` under fake tensors: weights, batch and activations take no memory.
 
-    dtype: torch's default while it is built and run. optimizer: of `OPTIMIZERS`. min_bytes: saved storages below it never move.
-    autocast: what forward is put under; None: nothing, and the model's own is CUDA's all the same. bucket_bytes: state of what
-    the optimizer steps together, as a session has it that swaps the state; None: all of it. Needs tens of microseconds for each
-    operator. Raises `ModelUnusable` where the model fails.
+    dtype: torch's default while the model is built and run. optimizer: a key of `OPTIMIZERS`. min_bytes: smaller saved storages
+    never move. autocast: dtype of the autocast around forward; None: there is none, and the model's own still acts as CUDA's.
+    bucket_bytes: state that the optimizer steps together, as in a session that swaps the state; None: all of it.
+    Takes tens of microseconds for each operator. Raises `ModelUnusable` if the model fails.
     """
     device = SimDevice(spec)
     with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast():
@@ -134,7 +134,7 @@ def record_step(
                 loss = step.forward_backward()
             step.update()
         trace = recorder.finish()
-        del loss  # until here, as a training loop has it
+        del loss  # a training loop, too, holds it until here
     return RecordedStep(
         about=workload.about,
         notes=workload.notes,
@@ -149,8 +149,8 @@ def record_step(
 
 
 class TrainingStep:
-    """One step of a training loop. `started`: its optimizer is in the state that it has from the second step on.
-    `bucket_bytes`: as `record_step` has it."""
+    """Step of a training loop. `started`: the optimizer already has its state, as from the second step on.
+    `bucket_bytes`: as in `record_step`."""
 
     def __init__(
         self,
@@ -205,13 +205,13 @@ class TrainingStep:
 
 
 def _state_bytes(optimizer: Optimizer, p: Tensor) -> int:
-    """Bytes of the state of `p`, those that it will have where it has none yet."""
+    """Bytes of the state of `p`; if it has none yet, `_STATE_PER_PARAMETER` tensors are assumed."""
     values = [value for value in optimizer.state[p].values() if isinstance(value, Tensor)] if p in optimizer.state else []
     return sum(value.untyped_storage().nbytes() for value in values) or _STATE_PER_PARAMETER * p.numel() * p.element_size()
 
 
 def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
-    # `foreach` by name: it is what torch picks on CUDA, and on the CPU it would pick a loop over the parameters.
+    # `foreach` is explicit: torch picks it on CUDA, but a loop over the parameters on the CPU.
     match name:
         case "adamw":
             return [AdamW(parameters, foreach=True)]
@@ -237,7 +237,7 @@ def _name(dtype: torch.dtype) -> str:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which torch's default dtype is `dtype`."""
+    """Set torch's default dtype to `dtype` within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

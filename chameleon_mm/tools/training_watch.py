@@ -1,16 +1,16 @@
-"""Finds a program's training as it begins, swaps it in a session, and finds the steps.
+"""Detects a program's training as it begins, swaps it in a session, and detects its steps.
 
 watch = TrainingWatch(make_session)
 watch.begin()                                # a global forward pre-hook, and torch's global hook after optimizer steps
 ...                                          # the program: its first forward that trains makes the session and enters it
 report = watch.finish(error)
 
-Note [Watch]: hooks of single modules would be in what `torch.save(model)` and `copy.deepcopy(model)` write. So there is one
-global pre-hook, which every module calls, and it is away from the outermost module's call to its return: inner modules run, and
-are compiled, as if there were none. A step begins with the first module that is called with gradients on and has parameters
-that need some. Where no module is called outside of compiled code, steps follow each other without a gap, the last one to the
-end of the program. Hooks and modes of autograd's and torch's are stacks: the session is entered, and steps begin, only where
-nobody else's are on, as whoever put them on would take ours off in their place.
+Note [Watch]: hooks on single modules would be saved by `torch.save(model)` and copied by `copy.deepcopy(model)`. Instead, one
+global pre-hook is called by every module. It is removed from the outermost module's call until its return: inner modules run,
+and are compiled, as if there were no hook. A step begins with the first module that is called with gradients on and has
+parameters that require them. If all modules are called in compiled code, steps follow each other without a gap; the last one
+lasts until the program ends. Saved-tensor hooks and modes are stacks. The session is entered, and steps begin, only while no
+others are on: their owner would pop ours in their place.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.record.dispatch_state import in_backward, saved_tensor_hooks_on_top
 from chameleon_mm.report.report import SwapReport
 
-# --- Lets a program's `torch.func` transforms run in a session, as they would without one: they refuse saved-tensor hooks
+# --- Lets a program's `torch.func` transforms, which refuse saved-tensor hooks, run in a session
 #
-# Within `grad`, `vjp` and the others of `torch.func` that save, the session's hooks are off: what is saved in them stays.
+# Within `grad`, `vjp` and other transforms that save tensors, the session's hooks are off: those tensors stay on the device.
 
 
 class TransformsBesideHooks:
-    """While begun, hooks of our own are taken off where torch disables saved-tensor hooks, and put back afterwards."""
+    """From `begin` to `end`, removes our hooks while torch disables saved-tensor hooks, and restores them afterwards."""
 
     def __init__(self, is_own: Callable[[object], bool]) -> None:
         self._is_own = is_own
         self._torchs: Any = torch.autograd.graph.disable_saved_tensors_hooks
 
     def begin(self) -> None:
-        """Stand in for torch's function. Before dynamo is loaded, which keeps a list of such functions, by their names."""
+        """Replace torch's function. Call it before dynamo is loaded, which keeps a list of such functions by name."""
         torch.autograd.graph.disable_saved_tensors_hooks = self._disable  # type: ignore[assignment]  # a bound method
 
     def end(self) -> None:
-        """Put torch's function back."""
+        """Restore torch's function."""
         torch.autograd.graph.disable_saved_tensors_hooks = self._torchs
 
     @contextmanager
@@ -75,12 +75,12 @@ class TransformsBesideHooks:
 # --- training watch
 
 MakeSession = Callable[[nn.Module | None, "str | None"], SwapSession]
-"""Makes the session: given the module that is called first, and the name of the GPU that its parameters are on, or None."""
+"""Makes the session from the module that is called first and the name of its parameters' GPU; either may be None."""
 
 
 UNSEEN_STEPS = 2
-"""Optimizer steps without a module's call before them after which each step begins where the one before ends. The first may be
-one that only makes the optimizer's state."""
+"""Number of optimizer steps without a preceding module call after which each step begins where the last one ends. The first of
+them may only make the optimizer's state."""
 
 
 class Stopped(SystemExit):
@@ -88,7 +88,7 @@ class Stopped(SystemExit):
 
 
 class TrainingWatch:
-    """A watch over one program's training. `finish` ends it."""
+    """Watch over one program's training. `finish` ends it."""
 
     def __init__(self, make_session: MakeSession) -> None:
         self._make_session = make_session
@@ -97,23 +97,23 @@ class TrainingWatch:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._roots: dict[int, weakref.ref[nn.Module]] = {}
-        """Modules that were called outermost, by their ids."""
+        """Modules that were called as the outermost one, by id."""
         self._module_hook: RemovableHandle | None = None
         self._optimizer_hook: RemovableHandle | None = None
         self._returning: RemovableHandle | None = None
-        """The hook that puts the global one back as the module returns which was called outermost."""
+        """Hook that restores the global hook when the outermost module returns."""
         self._own_hook: object = None
-        """What autograd calls for saved tensors in the session."""
+        """Pack hook of the session, as `_top_hook` returns it."""
         self._own_modes = 0
         self._transforms = TransformsBesideHooks(lambda hook: hook is not None and hook is self._own_hook)
         self._unseen = 0
-        """Optimizer steps before which no module told that a step begins."""
+        """Number of optimizer steps without a preceding module call that began a step."""
         self.stood_aside: str | None = None
-        """Why what the program trains is not swapped, where it is not."""
+        """Reason why the program's training is not swapped; None: no such reason."""
         self.postponed: str | None = None
-        """Why the latest forward was not swapped, where it was not."""
+        """Reason why the latest forward was not swapped; None: no such reason."""
         self.failure: str | None = None
-        """Why no session could be made."""
+        """Reason why no session could be made; None: no such reason."""
 
     def begin(self) -> None:
         """Look for training from now on."""
@@ -123,12 +123,12 @@ class TrainingWatch:
 
     @property
     def in_forked_child(self) -> bool:
-        """Whether this is a child of the process that is watched."""
+        """True if this process is a forked child of the watched one."""
         return self._pid != os.getpid()
 
     @property
     def may_finish(self) -> bool:
-        """Whether the session can be left from here: it is this thread's, or that of one that has ended."""
+        """True if this thread may leave the session: the session is this thread's, or its thread has ended."""
         here = threading.current_thread()
         if self._thread is not None:
             return self._thread is here or not self._thread.is_alive()
@@ -155,12 +155,12 @@ class TrainingWatch:
             session.__exit__(None if error is None else type(error), error, None)
         return session.report()
 
-    # --- what hooks tell
+    # --- hooks
 
     @uncompiled
     def _called(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or self._elsewhere() or in_backward():
-            return  # to be compiled; on another thread, or in a forked child; forward once more, for a checkpoint
+            return  # being compiled; on another thread or in a forked child; forward repeated by a checkpoint
         if not any(True for _ in module.parameters()):
             return
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
@@ -172,13 +172,13 @@ class TrainingWatch:
 
     @uncompiled
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._elsewhere() or in_backward():  # one that steps parameter by parameter leaves no gradient: see StepBounds
+        if self._elsewhere() or in_backward():  # an optimizer that steps in backward leaves no gradient: see StepBounds
             return
         if self.stood_aside is not None:
             if self._bounds is not None:
                 self._bounds.end()
             return
-        self._module_returned()  # if an interrupt that somebody caught took the module's return away
+        self._module_returned()  # in case the program caught an interrupt before the module returned
         bounds, session = self._bounds, self._session
         self._unseen += bounds is None or session is None or (not bounds.in_step and session.backward_has_run)
         if bounds is not None:
@@ -187,7 +187,7 @@ class TrainingWatch:
             self._step_without_gap(optimizer)
 
     def _step_without_gap(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin the next step now, as no module will tell."""
+        """Begin the next step now: no module call will announce it."""
         if self._module_hook is not None:
             self._module_hook.remove()
         if self._bounds is None:
@@ -228,7 +228,7 @@ class TrainingWatch:
         return self._thread is not None and self._thread is not threading.current_thread()
 
     def _may_begin(self) -> bool:
-        """Whether nobody else's hooks or modes are on: as somebody took them off, ours would go in their place."""
+        """True if no hooks or modes but ours are on: the owner of others would pop ours in their place."""
         top = _top_hook()
         if top is not self._own_hook:
             if type(top).__module__.startswith("chameleon_mm") or getattr(top, "__module__", "").startswith("chameleon_mm"):
@@ -249,7 +249,7 @@ class TrainingWatch:
     # --- the global hook
 
     def _hide_hook_until_return(self, module: nn.Module) -> None:
-        if self._module_hook is not None and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+        if self._module_hook is not None and not isinstance(module, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
             self._module_hook.remove()
             self._returning = module.register_forward_hook(self._returned, always_call=True)
 
@@ -257,17 +257,17 @@ class TrainingWatch:
         self._module_returned()
 
     def _module_returned(self) -> None:
-        """Put the global hook back, where a module's call took it away."""
+        """Restore the global hook if a module's call removed it."""
         returning, self._returning = self._returning, None
         if returning is None or self._module_hook is None:
             return
         returning.remove()
         hooks = self._module_hook.hooks_dict_ref()
         if hooks is not None and self._unseen < UNSEEN_STEPS:
-            hooks[self._module_hook.id] = self._called  # the number that it had: compiled code is bound to that
+            hooks[self._module_hook.id] = self._called  # under its old number: compiled code is bound to it
 
 
 def _top_hook() -> object:
-    """Function that autograd calls on this thread for what it saves; None: there is none."""
+    """Pack hook that autograd calls on this thread; None: there is none."""
     hooks = saved_tensor_hooks_on_top()
     return None if hooks is None else hooks[0]

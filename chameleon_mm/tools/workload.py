@@ -1,4 +1,4 @@
-"""Models that a step is predicted of: known by name, of Hugging Face, or of a user's own function.
+"""Models whose step can be predicted: built in, from Hugging Face, or from a user's function.
 
 build: Build = source_of(...)           # checked; nothing built yet
 with shapes_alone():
@@ -35,10 +35,10 @@ from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.shape_operators import gpu_autocast
 
 _NO_SUCH_DEVICE = re.compile(r"not (compiled|linked) with", re.IGNORECASE)
-"""Pattern of what torch says of devices that its build does not know, before CUDA's name or after it."""
+"""Pattern of torch's messages about devices that its build lacks; CUDA's name comes before or after it."""
 
 _MOST_SAID = 300
-"""Characters of somebody else's message that are shown: some list all that they would have understood."""
+"""Maximum characters shown of another library's message: some list every valid value."""
 
 _OURS = Path(__file__).resolve().parents[1]
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
@@ -46,7 +46,7 @@ _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platl
 
 @contextmanager
 def told_as(what: str) -> Iterator[None]:
-    """Context in which any error becomes a `ModelUnusable` that begins with `what` and says how to go on, if that is known."""
+    """Turn any error in the context into a `ModelUnusable` that begins with `what` and says how to go on, if that is known."""
     try:
         yield
     except ModelUnusable:
@@ -58,12 +58,12 @@ def told_as(what: str) -> Iterator[None]:
 
 
 def said_by(error: BaseException) -> str:
-    """Message of an error as one line of a length to be read."""
+    """Message of an error as one line of at most `_MOST_SAID` characters."""
     return textwrap.shorten(str(error).strip().removesuffix("."), _MOST_SAID, placeholder=" ...") or "no message"
 
 
 def _line_of_user(error: BaseException) -> str:
-    """The innermost line of the user's own, where there is one."""
+    """Innermost line of the user's own code in the traceback; empty if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_file() and not any(path.is_relative_to(folder) for folder in (_OURS, *_INSTALLED)):
@@ -80,15 +80,15 @@ def _way_out(error: BaseException) -> str:
 
 
 class ModelUnusable(ChameleonError, ValueError):
-    """A model that was asked for cannot be found, built or run without a GPU and without its numbers."""
+    """The requested model cannot be found, or cannot be built or run without a GPU and without values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One step's model and batch. `loss()` runs forward and returns the scalar to go backward from."""
+    """Model and batch of one step. `loss()` runs forward and returns the scalar to go backward from."""
 
     about: str
-    """Description for people: what it is, with its batch."""
+    """Description for people: the model and its batch."""
     model: nn.Module
     loss: Callable[[], Tensor]
     notes: tuple[str, ...] = ()
@@ -96,12 +96,12 @@ class Workload:
 
 
 Build = Callable[[], Workload]
-"""Builds it, on the CPU, in torch's default dtype. Call it under `shapes_alone`."""
+"""Builds a workload on the CPU, in torch's default dtype. Call it under `shapes_alone`."""
 
 
-# --- Models known by name, which need nothing but torch: a Llama, as plain eager code writes it, and a GPT-2
+# --- Built-in models, which need only torch: a Llama in plain eager code, and a GPT-2
 #
-# A Llama's operators are those of Hugging Face's. A GPT-2's are not, and say so (`_GPT2_SAVES`).
+# The Llama has the operators of Hugging Face's. The GPT-2 differs from Hugging Face's, and its notes say so (`_GPT2_SAVES`).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class LlamaShape:
     """Width inside the SwiGLU."""
     vocabulary: int
     context: int
-    """Tokens of a row that it is trained on, unless somebody says otherwise."""
+    """Default number of tokens in a row of its training."""
 
 
 class RMSNorm(nn.Module):
@@ -135,7 +135,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, in which each head of k and v is shared by heads / kv_heads of q."""
+    """Causal self-attention; heads / kv_heads heads of q share each head of k and v."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Llama(nn.Module):
 
 
 def _turned(x: Tensor) -> Tensor:
-    """Tensor with the halves of its last dimension rotated against each other by a right angle."""
+    """Rotate the halves (a, b) of the last dimension by a right angle, to (-b, a)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
@@ -211,7 +211,7 @@ def _rotation(seq: int, head_width: int, like: Tensor, base: float = 10_000.0) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpt2Shape:
-    """Sizes of a GPT-2, whose positions are learned: a row longer than its context it cannot read."""
+    """Sizes of a GPT-2. Its positions are learned, so it cannot read a row longer than its context."""
 
     layers: int
     width: int
@@ -230,7 +230,7 @@ BUILT_IN: dict[str, LlamaShape | Gpt2Shape] = {
     "gpt2-large": Gpt2Shape(layers=36, width=1280, heads=20),
     "gpt2-xl": Gpt2Shape(layers=48, width=1600, heads=25),
 }
-"""The Llama 2 papers' sizes (arXiv 2307.09288), Llama 3's (arXiv 2407.21783), GPT-2's by its published configurations."""
+"""Sizes from the papers on Llama 2 (arXiv 2307.09288) and Llama 3 (arXiv 2407.21783), and from GPT-2's configurations."""
 
 
 _GPT2_SAVES = (
@@ -250,10 +250,9 @@ class Gpt2(GPT):
 
 
 def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = None) -> Build:
-    """The model called `name`, `batch` rows of `seq` tokens (None: as many as its context has), of `layers` layers (None: its
-    own number).
+    """Builder of the model `name`: `batch` rows of `seq` tokens (None: its context), `layers` layers (None: its own number).
 
-    Raises `ModelUnusable` for a row that it cannot read.
+    Raises `ModelUnusable` for a row that the model cannot read.
     """
     shape = BUILT_IN[name] if layers is None else replace(BUILT_IN[name], layers=layers)
     tokens = shape.context if seq is None else seq
@@ -272,18 +271,18 @@ def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = Non
     return build
 
 
-# --- A causal language model of Hugging Face's, by its configuration: no weights are read, none are made
+# --- Causal language models of Hugging Face, by their configuration: no weights are read
 #
-# Built with random weights under fake tensors, labels = input_ids, no cache of keys and values.
+# Built with random weights under fake tensors, which take no memory; labels = input_ids, no cache of keys and values.
 
 _MOST_TOKENS = 4096
-"""Tokens of a row where nobody says how many: contexts of 128k are what a model can read, not what it is trained on."""
+"""Maximum default length of a row in tokens: models that can read 128k tokens are not trained on rows of that length."""
 
 
 def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:
-    """The model whose configuration is the file or folder `text`, or is published under that name.
+    """Builder of the model whose configuration is the file or folder `text`, or is published under that name.
 
-    Raises `ModelUnusable` without transformers, and for a configuration that cannot be read.
+    Raises `ModelUnusable` without transformers, and for a configuration that cannot be read or used.
     """
     if find_spec("transformers") is None:
         raise ModelUnusable(
@@ -327,7 +326,7 @@ def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, 
 
 
 def _with_layers(config: Any, text: str, layers: int) -> Any:
-    """The configuration with another number of layers, kinds of layers repeated as they come."""
+    """Copy the configuration with another number of layers; the kinds of layers repeat in order."""
     told: dict[str, Any] = config.to_dict()
     if "num_hidden_layers" not in told:
         raise ModelUnusable(
@@ -342,13 +341,13 @@ def _with_layers(config: Any, text: str, layers: int) -> Any:
 
 
 def _attention(transformers: Any, config: Any) -> str:
-    """The name of fused causal attention without a mask, which is what whole rows get on a GPU.
+    """Register fused causal attention without a mask, as whole rows have it, and return its name.
 
-    There transformers looks at the mask and leaves it out if it hides nothing; of fake tensors it cannot, so it would keep one,
-    a matrix of scores in size, for each layer.
+    On a GPU, transformers drops a mask that hides nothing. It cannot read the values of fake tensors, so it would keep a mask
+    for each layer, as large as a matrix of scores.
     """
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "eager"  # torch's fused attention caps no scores
+        return "eager"  # torch's fused attention cannot cap scores
     name = "chameleon_mm_causal"
     sdpa = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
     transformers.AttentionInterface.register(name, sdpa)
@@ -359,7 +358,7 @@ def _attention(transformers: Any, config: Any) -> str:
 def _config(transformers: Any, text: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(text)
-    except Exception as error:  # the hub's client raises what its network does, and the answer is the same
+    except Exception as error:  # the hub's client passes on all kinds of network errors, with the same meaning here
         if Path(text).exists():
             expected, way_out = "a configuration that transformers can read", "is it a config.json, or a folder with one?"
             reason = said_by(error)
@@ -370,19 +369,19 @@ def _config(transformers: Any, text: str) -> Any:
         raise ModelUnusable(f"MODEL: expected {expected}, got {text!r}: {reason}; {way_out}") from error
 
 
-# --- A model of the user's own: a function that returns it with a batch
+# --- User's models: a function returns the model and a batch
 #
-# A tuple or a list is a batch of several arguments, a mapping one of keywords, anything else is one argument. `loss_fn` is
-# given what the model returned and the batch as the function returned it, and returns the scalar tensor to go backward from.
+# A tuple or list is a batch of several arguments, a mapping a batch of keyword arguments, anything else one argument.
+# `loss_fn(output, batch)` gets the model's output and the batch as returned. It returns the scalar tensor to go backward from.
 
 _RETURNS = "(model, batch) or (model, batch, loss_fn)"
 
 
 def own_function(text: str, *, batch: int | None, seq: int | None, layers: int | None = None) -> Build:
-    """The function that `text` names as `module:function`, its module looked for in the working directory, too.
+    """Builder by the function that `text` names as `module:function`. Its module may be in the working directory.
 
-    It is given those of `batch`, `seq` and `layers` that it has parameters for and that somebody said. Raises `ModelUnusable`
-    where there is no such function; `build` raises it where the function fails or returns something else.
+    The function gets those of `batch`, `seq` and `layers` that are not None. Raises `ModelUnusable` if there is no such
+    function or it lacks such a parameter; `build` raises it if the function fails or returns something else.
     """
     function = _find(text)
     given = _arguments(text, function, {"batch": batch, "seq": seq, "layers": layers})
@@ -407,8 +406,8 @@ def _find(text: str) -> Callable[..., Any]:
         raise ModelUnusable(f"MODEL: expected module:function, got {text!r}")
     imported = told_as(f"MODEL: expected a module that can be imported, got {module_name!r}")
     if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` has it, and a console script has not
-    with gpu_autocast(), imported:  # autocast as a decorator is made when it is imported
+        sys.path.insert(0, here)  # `python -m` adds it, a console script does not
+    with gpu_autocast(), imported:  # an autocast decorator is made at import
         module = importlib.import_module(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):

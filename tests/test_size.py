@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-MOST_LIBRARY_LINES = 34_716
+MOST_LIBRARY_LINES = 34_673
 """Python of `chameleon_mm`, without `bench` and `kernels`."""
 
-MOST_BENCH_AND_KERNELS_LINES = 5_693
+MOST_BENCH_AND_KERNELS_LINES = 5_690
 """Python of `bench` and `kernels`."""
 
 MOST_TEST_LINES = 55_144

@@ -1,4 +1,4 @@
-"""The device layer: three small protocols, implemented by a real GPU and by a simulated one.
+"""The device layer: three small protocols, a real GPU and a simulated one behind them.
 
     device = resolve_device(None)              # CUDA if available, else the simulator; callers are the same for both
     h2d = device.new_stream("h2d")

@@ -41,9 +41,10 @@ from chameleon_mm.bench._measure import (
 from chameleon_mm.bench._report import Bound, Report, median_of
 from chameleon_mm.device import native, resolve_device
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.plan.trace import NEW_STORAGE
 from chameleon_mm.record.call_notes import watch_calls
 from chameleon_mm.record.calls import CallWatch
-from chameleon_mm.record.light_profiler import NEW_STORAGE, LightProfiler, StepRecord
+from chameleon_mm.record.light_profiler import LightProfiler, StepRecord
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
 
 MAX_US_PER_SAVE = 1.2

@@ -15,11 +15,9 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from chameleon_mm.plan.trace import StepPhase
+from chameleon_mm.plan.trace import FIXED_STORAGE, NEW_STORAGE, StepPhase
 from chameleon_mm.record.light_profiler import (
     EARLIER_STEP,
-    FIXED_STORAGE,
-    NEW_STORAGE,
     NOT_A_USE,
     Boundary,
     LightProfiler,

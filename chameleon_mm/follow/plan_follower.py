@@ -23,8 +23,9 @@ from chameleon_mm.follow.planned_step import PlannedStep, PlanTrial
 from chameleon_mm.follow.structure import MOST_VARIABLES, ExtraMemory
 from chameleon_mm.plan.step_program import Row, StepProgram
 from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.trace import FIXED_STORAGE, NEW_STORAGE
 from chameleon_mm.pool.pool import PinnedPool
-from chameleon_mm.record.light_profiler import EARLIER_STEP, FIXED_STORAGE, NEW_STORAGE, LatestHook, LightProfiler, feature_hash
+from chameleon_mm.record.light_profiler import EARLIER_STEP, LatestHook, LightProfiler, feature_hash
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.director import Director
@@ -162,8 +163,6 @@ class PlanFollower(Director):
         self._predicted: list[int] = []
         """Fingerprints of the steps that were predicted for this one from its sizes."""
         self._diverged = False
-        self._reached = _NONE
-        """Largest number of the cached step's hooks reached so far."""
         self._first_saves: dict[int, SavedStorage] = {}
         """Storages of this step by the hook of their first save. Retired ones are included: they hold no device memory."""
         self.followed: PlanTrial | None = None
@@ -220,7 +219,7 @@ class PlanFollower(Director):
         self._locate(hook, expected=expected)
 
     def due(self) -> Sequence[Row]:
-        return () if self.way is None or self._diverged else self.way.due(self._reached)
+        return () if self.way is None or self._diverged else self.way.due(self.light.num_hooks - 1)
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
         if self.way is not None:
@@ -238,7 +237,6 @@ class PlanFollower(Director):
 
     def rejoin(self, hook: int, latest: LatestHook) -> None:
         self.light.rejoin(hook, latest)
-        self._reached = hook
         if self.way is not None:
             self.way.rejoin(hook)
 
@@ -260,7 +258,6 @@ class PlanFollower(Director):
             self.way.at(hook)
             self._had_plan = True
         self._trace_forecast.hook = hook
-        self._reached = max(self._reached, hook)
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
         if steps.follow(hook, self.light.feature) or self._predict(steps, hook):

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from chameleon_mm.plan.trace import (
+    FIXED_STORAGE,
     Bools,
     Float64s,
     Int64s,
@@ -41,7 +42,6 @@ from chameleon_mm.plan.trace import (
     with_spikes,
 )
 from chameleon_mm.record.light_profiler import (
-    FIXED_STORAGE,
     Feature,
     StepRecord,
     feature_hash,

@@ -27,7 +27,7 @@ from chameleon_mm.plan import swap_plan
 from chameleon_mm.plan.recipes import Recipes
 from chameleon_mm.plan.rewrite import rewritten_for
 from chameleon_mm.plan.swap_plan import BACK, ActionColumns, PlannedMemory, SwapPlan, in_order
-from chameleon_mm.plan.trace import BirthPlace, Int64s, Trace
+from chameleon_mm.plan.trace import FIXED_STORAGE, NEW_STORAGE, SAVE_PARTS, BirthPlace, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import memory_curve
 
 KEPT, FIRST, AGAIN, USE, END = range(5)
@@ -39,12 +39,6 @@ RECLAIM, RELEASE, OUT, DROP = range(4)
 
 Op = tuple[int, int, int]
 """Op, number of the storage, number of bytes that move (the storage's last ones)."""
-
-_FIXED, _NEW = -1, 0
-"""Values of "hooks since the storage's last save" in a feature: for a storage that never moves, and for a first save."""
-
-_SAVE_PARTS = 5
-"""Minimum number of parts of a save's feature. A use's feature has two."""
 
 _NEVER = 1 << 62
 
@@ -172,13 +166,14 @@ def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
 def _key(keys: Keys, hook: int, kind: int) -> Hashable:
     """Key of the hook; None if its whole feature must be compared."""
     feature = keys.features[hook]
-    if len(feature) < _SAVE_PARTS:
+    if len(feature) < SAVE_PARTS:
         save = keys.save_of[hook]
         return save if kind == USE and save >= 0 else None
-    since = feature[_SAVE_PARTS - 1]
+    since = feature[SAVE_PARTS - 1]
     if kind == USE or feature[0] not in keys.plain_classes or not isinstance(since, int):
         return None
-    return feature[: _SAVE_PARTS - 1] if kind == (KEPT if since == _FIXED else FIRST if since == _NEW else AGAIN) else None
+    expected = KEPT if since == FIXED_STORAGE else FIRST if since == NEW_STORAGE else AGAIN
+    return feature[: SAVE_PARTS - 1] if kind == expected else None
 
 
 def _memory(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[Int64s, Int64s]:

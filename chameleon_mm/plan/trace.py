@@ -70,6 +70,15 @@ class TensorKind(enum.IntEnum):
     """Made in the step, and neither saved nor kept."""
 
 
+SAVE_PARTS = 5
+"""Minimum number of parts of a save's feature, of which `since` is the last; a use's feature has two."""
+
+NEW_STORAGE = 0
+"""`since` of the first save of a storage in this step."""
+FIXED_STORAGE = -1
+"""`since` of a storage that never moves: its earlier saves are not looked up."""
+
+
 class BirthPlace(NamedTuple):
     """Position in a step at which a storage was written."""
 

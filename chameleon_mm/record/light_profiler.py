@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from chameleon_mm.plan.trace import StepPhase
+from chameleon_mm.plan.trace import SAVE_PARTS, StepPhase
 
 # --- Record of one step: a feature for every hook call, the save of each use, and the beginnings of phases
 
@@ -47,9 +47,6 @@ Feature = tuple[Hashable, ...]
 Save: class or class name, sizes, dtype, operators since the last save, hooks since its storage's last save, and last the phase
 if that is a backward. Use: the operator, and the distance of its save from the one used before.
 """
-
-_SAVE_PARTS = 5
-"""Minimum number of parts of a save's feature; a use's feature has two."""
 
 _UNSIGNED = (1 << 64) - 1
 """Mask that turns Python's signed hashes into the unsigned ones of a trace's column."""
@@ -80,7 +77,7 @@ def save_parts(feature: Feature) -> SaveParts:
 
 def sizes_of(feature: Feature) -> tuple[int, ...] | None:
     """Sizes of a saved tensor. None: the hook is a use, or some dimension is not a whole number, as in a nested tensor."""
-    if len(feature) < _SAVE_PARTS:
+    if len(feature) < SAVE_PARTS:
         return None
     sizes = feature[1]
     return sizes if isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes) else None
@@ -94,7 +91,7 @@ def resized(save: Feature, sizes: tuple[Hashable, ...], since: Hashable) -> Feat
 
 def outline(feature: Feature) -> Hashable:
     """Return a feature without its sizes, and without `since`, which shows if its storage is large enough to move."""
-    if len(feature) < _SAVE_PARTS:
+    if len(feature) < SAVE_PARTS:
         return feature
     (kind, sizes, *rest), operators, _ = save_parts(feature)
     return (kind, len(sizes) if isinstance(sizes, tuple) else None, operators, *rest)
@@ -160,11 +157,6 @@ class StepRecord:
 
 
 # --- light
-
-NEW_STORAGE = 0
-"""`since` of the first save of a storage in this step."""
-FIXED_STORAGE = -1
-"""`since` of a storage that never moves: its earlier saves are not looked up."""
 
 # Bound once: a lookup through `torch._C` at every hook would cost as much as the call.
 _sequence_nr = torch._C._autograd._get_sequence_nr

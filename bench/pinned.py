@@ -124,11 +124,10 @@ class _Instant:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        """Do nothing: the event is complete."""
-
-    def wait(self, event: object) -> None:
+    def synchronize(self, *_: object) -> None:
         """Do nothing: every event is complete."""
+
+    wait = synchronize
 
 
 def times(device: Device, live: Sequence[int], *, repeats: int) -> Results:

@@ -273,7 +273,7 @@ class PinnedBlock:
         device call: safe in finalizers and on any thread. Raises `TypeError` if `after` is no event, and `BlockInUseError`
         while views of the block live, with nothing changed.
         """
-        if after is not None and (isinstance(after, type) or not hasattr(after, "query")):
+        if after is not None:
             check_method("release", after, "query", "an event, or None", "pass after=stream.record()")
         try:
             ticket = self._take_turn.pop()

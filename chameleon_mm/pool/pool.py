@@ -120,7 +120,7 @@ class PinnedPool:
         """
         if type(nbytes) is not int or nbytes < 0:
             nbytes = parse_size(nbytes, what="allocate")
-        if stream is not None and (isinstance(stream, type) or not hasattr(stream, "wait")):
+        if stream is not None and not hasattr(type(stream), "wait"):  # asked before the call: hooks allocate
             check_method("allocate", stream, "wait", "a stream of the pool's device, or None", "pass device.current_stream()")
         ledger = self._ledger
         with ledger.lock:

@@ -238,8 +238,8 @@ class StepHistory:
             self._pool.recent_peak_bytes()
             self._seen_bytes = max(self._seen_bytes, budget.peak_seen_bytes)
             budget.peak_seen_bytes, budget.peak_at_begin_bytes = 0, None
-            if not self._executor.director.plans:  # else the executor reads it
-                budget.peak_at_begin_bytes = self._device.peak_allocated_bytes()
+            if not self._executor.director.plans and self._watch is not None:  # else the executor reads it
+                budget.peak_at_begin_bytes = self._watch.last_bytes
             began_us = self._device.host_us
             self._running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in
         return self._device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0

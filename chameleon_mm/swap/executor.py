@@ -481,12 +481,12 @@ class Executor:
         """Find or make the claim on the storage of `t`, or on the part of it that `t` covers. Note [Identity]."""
         compute = self._streams.current()
         if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # the usual case
-            return self._new_claim(t, saved_bytes, compute)
+            return self.new_claim(t, saved_bytes, compute)
         # A recorded step has one tensor per storage: bytes that are saved later do not become a part of their own.
         found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
         claim = found.claim
         if claim is None:
-            return self._new_claim(t, saved_bytes, compute, found.part)
+            return self.new_claim(t, saved_bytes, compute, found.part)
         self._include(found, saved_bytes, compute)
         claim.saved.add_view(saved_bytes)
         return claim
@@ -505,7 +505,7 @@ class Executor:
         saved_bytes, compute = SavedBytes(t), self._streams.current()
         found = self._claims.find_whole(t, saved_bytes, compute)
         if found.claim is None:
-            claim = self._new_claim(t, saved_bytes, compute)
+            claim = self.new_claim(t, saved_bytes, compute)
             claim.saved.is_held_for_recipes = True
             claim.saved.uses.forget_handle()
             return claim, True
@@ -513,13 +513,8 @@ class Executor:
         found.claim.saved.add_alias(saved_bytes)
         return found.claim, False
 
-    def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
-        claim = self.new_claim(t, saved_bytes, compute, part)
-        self._outs.add(claim.saved)
-        return claim
-
     def new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
-        """Make a claim on the storage of `t`, or on `part` of it. The caller knows when the operator that saves it is over."""
+        """Make a claim on the storage of `t`, or on `part` of it, which the running operator of this thread saves."""
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
         epoch, index = self._registry.epoch, self._registry.next_index
@@ -529,6 +524,7 @@ class Executor:
         self._saved_any = True
         claim = Claim(saved, self.on_claim_end)
         self._claims.add(claim)
+        self._outs.add(saved)
         return claim
 
     def before_write(self, value: Value) -> None:

@@ -206,8 +206,8 @@ class StepLoop:
             saved_bytes = SavedBytes(t)
             saved.slot.include(saved_bytes)
             saved.add_view(saved_bytes)
+            self._outs.add(saved)
         saved.slot.note_save(self._epoch, hook)
-        self._outs.add(saved)
         return SwappedView(claim, saved_bytes)
 
     # --- uses

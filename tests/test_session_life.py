@@ -16,8 +16,7 @@ from chameleon_mm.device import Device
 
 pytestmark = pytest.mark.usefixtures("no_gc", "quiet")
 
-SIDE, STEPS = 96, 4
-BUDGET = 4 << 20
+SIDE, STEPS, BUDGET = 96, 4, 4 << 20
 
 
 class Training:
@@ -70,8 +69,7 @@ def with_a_snapshot(training: Training, session: cm.SwapSession) -> None:
 
 
 def told_of_each_step(device: Device, **options: Any) -> cm.SwapSession:
-    told: list[object] = []
-    return cm.SwapSession(BUDGET, "64MiB", device, min_bytes=1024, progress=told.append, **options)
+    return cm.SwapSession(BUDGET, "64MiB", device, min_bytes=1024, progress=list[object]().append, **options)
 
 
 OPTIONS: dict[str, Callable[[Training], dict[str, Any]]] = {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
+from chameleon_mm.device import Device
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.slot import Slot
@@ -85,6 +86,10 @@ def plainly(machine: Machine, words: Sequence[str]) -> Steps:
     return [list(map(image, work.step(word))) for word in words]
 
 
+def with_little_room(device: Device) -> cm.SwapSession:
+    return cm.SwapSession(device.allocated_bytes() + ROOM, "64MiB", device, min_bytes=256, recompute=False)
+
+
 class Session:
     """The same steps in a session with little room, on a slow link."""
 
@@ -97,9 +102,9 @@ class Session:
         found: Steps = []
         with self.device.compute():
             work = Work(self.machine)
-            self.budget = budget = self.device.allocated_bytes() + ROOM
             self.device.reset_peaks()  # a CUDA device's peak is its whole process's
-            with cm.SwapSession(budget, "64MiB", self.device, min_bytes=256, recompute=False) as session:
+            with with_little_room(self.device) as session:
+                self.budget = session.hbm_budget_bytes
                 self.loop: StepLoop = session._executor.loop
                 for number, word in enumerate(words):
                     if inside is not None:
@@ -193,10 +198,9 @@ def test_without_its_check_the_version_is_not_noticed(monkeypatch: pytest.Monkey
 @contextmanager
 def planned(machine: Machine) -> Iterator[tuple[Work, cm.SwapSession]]:
     """A session whose next step follows a plan."""
-    device = machine.device
-    with device.compute():
+    with machine.device.compute():
         work = Work(machine)
-        with cm.SwapSession(device.allocated_bytes() + ROOM, "64MiB", device, min_bytes=256, recompute=False) as session:
+        with with_little_room(machine.device) as session:
             for _ in range(STEPS - 1):
                 with session.step():
                     work.step(WORD)

@@ -1,3 +1,3 @@
-"""Which step it is, which plan it follows, and what steps teach: structures, sizes, times and rates."""
+"""Recognition of the running step, choice of its plan, and lessons of steps: structures, sizes, times and rates."""
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""What a running step is: a fingerprint of each, the calls of its operators, a trace where one is needed."""
+"""Observation of steps: a fingerprint of each, the calls of its operators, a trace where one is needed."""
 
 from __future__ import annotations

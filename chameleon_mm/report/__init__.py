@@ -1,3 +1,3 @@
-"""What a session did: figures of each step, and reports of them as text, JSON, HTML and a trace."""
+"""Figures of a session and of each step, and reports of them as text, JSON, HTML and a trace."""
 
 from __future__ import annotations

@@ -51,8 +51,13 @@ class Work:
         """Whether the model keeps what each tanh makes, and what it kept in the latest step."""
 
     def step(self, word: str) -> list[Tensor]:
-        loss = self.forward(word)
-        return list(torch.autograd.grad(loss, self.weights, allow_unused=True, materialize_grads=True))
+        # Not `torch.autograd.grad`: what it returned is also held by a thread of autograd for a while after it returned, and a
+        # step that is recorded in this time starts with more memory than the others.
+        self.forward(word).backward()
+        found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.weights]
+        for weight in self.weights:
+            weight.grad = None
+        return found
 
     def forward(self, word: str) -> Tensor:
         x, held = self.x, None

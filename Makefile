@@ -31,7 +31,8 @@ WORKERS ?= $(shell n=$(CORES); [ $$n -gt 8 ] && n=8; echo $$n)
 SHARED = -n $(WORKERS) --dist worksteal
 
 # Files whose tests run on the stand-in once more, with the helpers.
-NATIVE_ON_CUDA = $(addprefix tests/test_,hooks.py late_errors.py odd_uses.py threads.py plan_session.py annotations.py)
+NATIVE_ON_CUDA = $(addprefix tests/test_,hooks.py late_errors.py odd_uses.py threads.py plan_session.py annotations.py \
+                 step_loop.py in_place.py native_loop.py)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

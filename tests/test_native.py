@@ -61,7 +61,7 @@ def test_a_torch_without_headers_is_named(empty: Path, monkeypatch: pytest.Monke
 
 def test_an_unknown_helper_is_refused() -> None:
     for ask in (native.build, native.load, native.status):
-        with pytest.raises(ValueError, match="native: expected one of reclaim, memory, notes, got 'stay'"):
+        with pytest.raises(ValueError, match="native: expected one of reclaim, memory, notes, loop, got 'stay'"):
             ask("stay")
 
 

@@ -5,7 +5,7 @@
     status("memory")         # the same, in words: `chameleon-mm doctor` prints it
 
 A build is made for one Python, one torch, one C++ ABI and one source, and the name of its file says which: after an update of
-any of them there is none, until it is built again. `memory` and `notes` stand for Python that is there anyway and is their
+any of them there is none, until it is built again. `memory`, `notes` and `loop` stand for Python that is there anyway and is their
 reference; `reclaim` is what torch's allocator calls. Sessions use what is built when they are made.
 """
 
@@ -32,10 +32,10 @@ from chameleon_mm.errors import NativeBuildError
 #
 # One process compiles into a folder of its own and moves the file into place: others see a whole build or none.
 
-HELPERS = ("reclaim", "memory", "notes")
+HELPERS = ("reclaim", "memory", "notes", "loop")
 """Names of the helpers, each of a source beside this file."""
 
-OF_CUDA = ("reclaim", "memory")
+OF_CUDA = ("reclaim", "memory", "loop")
 """Those that are of use with torch's CUDA build alone."""
 
 CACHE = Path("~", ".cache", "chameleon_mm", "native")

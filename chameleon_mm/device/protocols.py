@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -203,6 +204,10 @@ class Device(Protocol):
 
     def allocator_hook(self) -> AllocatorHook | None:
         """Return a new hook in the device's allocator that storages can be lent to; None if the device has none."""
+
+    def native_loop(self, streams: tuple[Stream, Stream]) -> tuple[ModuleType, int, tuple[int, int]] | None:
+        """The C++ helper that runs the hooks of planned steps, with what it calls this device and its streams of copies out and
+        back; None where there is none."""
 
     def owns(self, tensor: Tensor) -> bool:
         """True if `tensor` is in this device's memory. On the simulator: a plain CPU tensor outside its pinned memory."""

@@ -28,7 +28,7 @@ from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.light_profiler import EARLIER_STEP, LatestHook, LightProfiler, feature_hash
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.budget import Budget
-from chameleon_mm.swap.director import Director
+from chameleon_mm.swap.director import Director, GrowthSoFar
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import NO_HOOK
 from chameleon_mm.swap.host_copy import State
@@ -318,6 +318,13 @@ class PlanFollower(Director):
             budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is too low
         if self.way is not None:
             self.way.margin_bytes = planned.margin_bytes  # a step with open sizes may have widened it
+
+    def growth(self) -> GrowthSoFar | None:
+        planned = self._planned
+        return None if planned is None else GrowthSoFar(self._checked_at, self._growth_bytes, planned.allocated_until)
+
+    def note_checked(self, checked_at: int, nbytes: int) -> None:
+        self._checked_at, self._growth_bytes = checked_at, nbytes
 
     def _follow(self, entry: StepEntry | None, budget: Budget) -> None:
         """Follow `entry`, with which the step's hooks agree so far, from now on."""

@@ -198,6 +198,34 @@ class Budget:
             return _NO_BOUND
         return 0 if growth_bytes is None else max(0, budget - self._allocated - growth_bytes)
 
+    # --- checks that somebody else made
+
+    @property
+    def cumulative_bytes(self) -> int | None:
+        """Cumulative bytes at the last check of this step, or as it began; None: nobody read them."""
+        return self._cumulative_at_begin if self._cumulative is None else self._cumulative
+
+    @property
+    def last_allocated_bytes(self) -> int:
+        """Bytes allocated at the last reading, and by swap-ins since."""
+        return self._allocated
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes that swap-ins took since the last check."""
+        return self._taken
+
+    def note_checks(
+        self, growths: Sequence[int], *, allocated: int, seen: int, cumulative: int, taken: int, has_room: bool
+    ) -> None:
+        """Note checks of memory that somebody else made, with the growth at each, and what was read at the last of them."""
+        for growth in growths if self._cumulative is not None else growths[1:]:
+            self.headroom.record(growth)
+        if growths:
+            self._cumulative, self._unused = cumulative, 0
+        self._allocated, self._taken, self.has_room_ahead = allocated, taken, has_room
+        self.peak_seen_bytes = max(self.peak_seen_bytes, seen)
+
     def note_allocated(self, nbytes: int) -> None:
         """Count a swap-in of `nbytes` as allocated, and not as growth of the model."""
         rounded = allocated_size(nbytes)

@@ -142,13 +142,14 @@ class ComputeStreams:
                 other.wait(so_far)  # any stream's work with it, awaited copies too -> its owner's next use of it
 
 
-_profiler_is_on = torch._C._autograd._profiler_enabled
+profiler_is_on = torch._C._autograd._profiler_enabled
+"""Whether torch's profiler runs on the calling thread."""
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def annotation(name: str) -> AbstractContextManager[object]:
     """Range of that name if torch's profiler runs on the calling thread, else an empty context, which costs 0.1 us."""
-    return record_function(name) if _profiler_is_on() else _NOTHING
+    return record_function(name) if profiler_is_on() else _NOTHING
 
 
 # --- At exit: wait until autograd's thread has released its Python objects

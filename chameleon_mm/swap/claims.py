@@ -204,6 +204,11 @@ class StorageRegistry:
         self.next_index += 1
         self.of_epoch += 1
 
+    def adopt(self, saved: SavedStorage) -> None:
+        """Add `saved`, whose index in this step was counted by somebody else."""
+        self._storages[saved.epoch, saved.index] = saved
+        self.of_epoch += 1
+
     def get(self, index: int) -> SavedStorage | None:
         """Storage with that number in this step; None if it is gone."""
         return self._storages.get((self.epoch, index))

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.swap.recomputing import RecomputePlan
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
+
+
+class GrowthSoFar(NamedTuple):
+    """Growth since memory was last compared with the cached step's."""
+
+    checked_at: int
+    """Hook of that comparison; -1: there was none."""
+    nbytes: int
+    until: list[int]
+    """Bytes that the cached step had allocated by each hook and by its end."""
 
 
 class Director:
@@ -73,6 +84,13 @@ class Director:
     def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
         """Note the bytes that the model allocated since the last check of memory, freed ones included. `at_hook`: every step
         with these hooks checks memory here and at the previous check of this kind, under any plan. `hook`: None: the latest."""
+
+    def growth(self) -> GrowthSoFar | None:
+        """What `note_growth` was told since its last comparison, and what that compares with; None: it compares nothing."""
+        return None
+
+    def note_checked(self, checked_at: int, nbytes: int) -> None:
+        """Go on behind a comparison at that hook, since which so much was allocated: somebody else made those before."""
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
         """Note that `saved` is held for recomputation, although autograd did not save it. `number`: its number in

@@ -202,6 +202,8 @@ class Executor:
         let_go_at_exit(device.torch_device)
         self.hook_counts = HookCounts()
         self.loop = StepLoop(self)
+        if (native := self.loop.native) is not None:
+            self.hook_lock.first = native.hand_over
         self._in_step = False
         self._saved_any = self._used_any = False
 
@@ -385,6 +387,8 @@ class Executor:
     @uncompiled
     def end_step(self, *, completed: bool) -> StepKind | None:
         """End a step: reclaim storages on their way out, and learn if it `completed`. Returns its kind; None: unknown."""
+        if self.loop.native is not None:
+            self.loop.native.come_back()
         recorder = self.recording.end()
         self.hook_counts.end_step(completed=completed)
         self.metrics.totals.oom_retries += 0 if recorder is None else recorder.oom_retries
@@ -532,6 +536,11 @@ class Executor:
         with self.recording.paused():
             self.hook_lock.run(self.parts.rescue.run, value.relied_on())
 
+    def note_any(self, *, saved: bool, used: bool) -> None:
+        """Note that something of this step was saved, or used, that may move."""
+        self._saved_any |= saved
+        self._used_any |= used
+
     def count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         """Count a use of `handle`, of the storage `saved`."""
         if saved.epoch == self._registry.epoch:
@@ -555,7 +564,9 @@ _Use = Callable[[Handle], Tensor]
 
 def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     """Both hooks of an executor, whose director is set. Dynamo compiles neither the hooks nor the functions that they call."""
-    return uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
+    save, use = uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
+    native = executor.loop.native if executor.director.plans else None
+    return (save, use) if native is None else native.hooks(save, use)
 
 
 def _save_hook(executor: Executor) -> _Save:

@@ -55,6 +55,17 @@ if TYPE_CHECKING:
 # Bytes written after the hand-over may arrive half written, and no use reads them. If they are saved later, `Claims.find` finds
 # that this copy began too early for them.
 
+_Ref = Callable[[], Tensor | None]
+"""A weak reference."""
+
+
+def _weakly(t: Tensor | None) -> _Ref:
+    return _gone if t is None else weakref.ref(t)
+
+
+def _gone() -> None:
+    """A weak reference to what is gone."""
+
 
 class Origin:
     """Operator and output index that a saved tensor came from. Holds neither tensor nor node: that would close a cycle."""
@@ -62,11 +73,18 @@ class Origin:
     __slots__ = ("_name", "_node_number", "_output_nr", "_ref")
 
     def __init__(self, t: Tensor) -> None:
-        self._ref = weakref.ref(t)
+        self._ref: _Ref = weakref.ref(t)
         node = t.grad_fn
         self._name = "" if node is None else node.name()
         self._node_number = -1 if node is None else node._sequence_nr()
         self._output_nr = t.output_nr
+
+    @classmethod
+    def known(cls, t: Tensor | None, name: str, node_number: int, output_nr: int) -> Origin:
+        """Of a tensor that was saved before, and may be gone by now."""
+        origin = cls.__new__(cls)
+        origin._ref, origin._name, origin._node_number, origin._output_nr = _weakly(t), name, node_number, output_nr
+        return origin
 
     def words(self, *, short_names: bool) -> str:
         name, output_nr = self._name, self._output_nr
@@ -126,7 +144,18 @@ class SavedBytes:
         """Tensor over the same storage that shares the counter and has no node. Uses get aliases of it: it is ours alone."""
         self._origin = Origin(t)
         # A view has its base's counter. Autograd's node keeps neither alive, so a dead reference proves nothing.
-        self._counter = weakref.ref(t if (base := t._base) is None else base)
+        self._counter: _Ref = weakref.ref(t if (base := t._base) is None else base)
+        self._measure(t)
+
+    @classmethod
+    def known(cls, alias: Tensor, expected: int, origin: Origin, counter: Tensor | None) -> SavedBytes:
+        """Of a tensor that was saved before, with an alias from then. `counter`: the tensor, or its base; None: it is gone."""
+        saved = cls.__new__(cls)
+        saved.expected, saved.alias, saved._origin, saved._counter = expected, alias, origin, _weakly(counter)
+        saved._measure(alias)
+        return saved
+
+    def _measure(self, t: Tensor) -> None:
         element_bytes = t.element_size()
         shape, stride, offset = t.shape, t.stride(), t.storage_offset()
         self._geometry = (element_bytes, shape, stride, offset)

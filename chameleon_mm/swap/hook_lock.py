@@ -79,6 +79,8 @@ class HookLock:
         self.ended: deque[Ended] = deque()
         """Storages to retire, and sources to release, by the next thread that enters. Others only read this and `errors`."""
         self.errors: deque[BaseException] = deque()
+        self.first: Callable[[], None] | None = None
+        """Called first of all by whoever enters."""
         self.pid = ThisProcess.pid
         """Process that owns the device and the blocks. Compared before the lock, which a thread lost in a fork may hold."""
 
@@ -89,6 +91,8 @@ class HookLock:
         afterwards, its error replaces the result or the error of `work`. Errors of finalisers are raised last of all.
         """
         with self.lock:  # the lock itself: no interrupt comes between taking it and the block that releases it
+            if self.first is not None:
+                self.first()
             if self.ended:
                 self._retire_ended()
             try:
@@ -109,6 +113,8 @@ class HookLock:
     def entered(self) -> Iterator[None]:
         """Context that runs a block as `run` calls a function."""
         with self.lock:
+            if self.first is not None:
+                self.first()
             if self.ended:
                 self._retire_ended()
             try:

@@ -39,6 +39,7 @@ from chameleon_mm.swap.copy_queue import Move
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes, SwappedView
 from chameleon_mm.swap.host_copy import HostCopy, State
+from chameleon_mm.swap.native_loop import NativeLoop
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
 
@@ -72,6 +73,8 @@ class StepLoop:
         self._rows: tuple[Row, ...] = ()
         """Rows of the latest program."""
         self._min_bytes = executor.rule.min_bytes
+        self.native = NativeLoop.of(executor)
+        """The same loop in C++, where that is built; it follows only while this one does."""
 
     # --- a step
 
@@ -83,18 +86,20 @@ class StepLoop:
             return
         if any(saved.number is None or way.storages.get(saved.number) is not saved for saved in outs.fresh):
             return  # the plan does not know it, or it is another step's
-        self._way, self._director, self._compute = way, director, compute
+        self._way, self.director, self._compute = way, director, compute
         self._rows, self._nbytes = way.program.rows, way.program.nbytes
         self._epoch, self._latest = way.epoch, director.light.latest()
         if self._ready is None:
             self._ready = compute.record()
         self.hook, self.follows = way.hook, True
+        if self.native is not None:
+            self.native.enter(way, director, self._latest, compute)
 
     def leave(self) -> None:
         """Hand the next hook to the director."""
         if self.follows:
             self.follows = False
-            self._director.rejoin(self.hook, self._latest)
+            self.director.rejoin(self.hook, self._latest)
 
     def forget(self) -> None:
         """Forget the step, and let go of its storages."""
@@ -130,14 +135,16 @@ class StepLoop:
             handle = KeptTensor(t, by_reference=reason == "parameter")
             self._totals.kept_by_reason[reason] += 1
         else:
-            handle = self._moving(t, storage, row, hook)
+            handle = self.moving(t, storage, row, hook)
         if handle is None:
             self.leave()
             return None
         self.hook, latest.thread, latest.numbers[thread] = hook, thread, now
         if row.ins:
-            self._prefetch(row.ins)
+            self.prefetch(row.ins)
         handle.saved_at = (self._epoch, hook)
+        if self.native is not None and self._way is not None:
+            self.native.enter(self._way, self.director, latest, self._compute)
         return handle
 
     def use(self, handle: Handle) -> Tensor | None:
@@ -154,14 +161,14 @@ class StepLoop:
         if type(handle) is KeptTensor:
             t = handle.tensor
         elif type(handle) is SwappedView:
-            t = self._restored(handle)
+            t = self.restored(handle)
         else:
             self.leave()
             return None
         self.hook = hook
         self._latest.last_used = saved_at[1]
         if row.ins:
-            self._prefetch(row.ins)
+            self.prefetch(row.ins)
         return t
 
     # --- saves
@@ -180,7 +187,7 @@ class StepLoop:
             return False
         return self._device.owns(t)
 
-    def _moving(self, t: Tensor, storage: torch.UntypedStorage, row: Row, hook: int) -> SwappedView | None:
+    def moving(self, t: Tensor, storage: torch.UntypedStorage, row: Row, hook: int) -> SwappedView | None:
         """Return the handle of a tensor that the plan may move, or None. Note [Identity]."""
         way, number, compute = self._way, row.number, self._compute
         assert way is not None
@@ -201,18 +208,22 @@ class StepLoop:
             if known is None or expected is None or known.saved is not expected:
                 return None
             claim, saved = known, expected
-            if saved.slot.storage is not storage or saved.state is not _ON_DEVICE or saved.slot.alloc_stream is not compute:
-                return None  # its copy has begun and may lack these bytes
             saved_bytes = SavedBytes(t)
-            saved.slot.include(saved_bytes)
+            if saved.slot.storage is not storage or saved.slot.alloc_stream is not compute:
+                return None
+            if saved.state is _ON_DEVICE:
+                saved.slot.include(saved_bytes)
+            elif not saved.slot.includes(saved_bytes):
+                return None  # its copy has begun and lacks these bytes
             saved.add_view(saved_bytes)
-            self._outs.add(saved)
+            if saved.state is _ON_DEVICE:
+                self._outs.add(saved)
         saved.slot.note_save(self._epoch, hook)
         return SwappedView(claim, saved_bytes)
 
     # --- uses
 
-    def _restored(self, handle: SwappedView) -> Tensor:
+    def restored(self, handle: SwappedView) -> Tensor:
         """Bring the tensor of `handle` to the device."""
         executor, saved = self._executor(), handle.claim.saved
         assert executor is not None
@@ -246,7 +257,7 @@ class StepLoop:
         if not row.is_checked:
             return True
         way.growth_bytes = row.growth + way.margin_bytes
-        self._director.note_growth(self._budget.check_memory(), at_hook=row.number >= 0, hook=hook)
+        self.director.note_growth(self._budget.check_memory(), at_hook=row.number >= 0, hook=hook)
         return self._budget.forecast is way  # else the plan is not trusted any more
 
     def carry_out(self, way: Way, ops: Sequence[Op]) -> None:
@@ -301,7 +312,7 @@ class StepLoop:
             if saved.form.device_bytes:
                 self._budget.note_allocated(saved.form.device_bytes)
 
-    def _prefetch(self, numbers: Sequence[int]) -> None:
+    def prefetch(self, numbers: Sequence[int]) -> None:
         """Allocate memory and start the copies back. Note [Swap-in]. A use brings back the storages that find no memory."""
         way, budget = self._way, self._budget
         assert way is not None

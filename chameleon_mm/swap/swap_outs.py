@@ -63,7 +63,7 @@ class SwapOuts:
         self._staging = staging
         self.fresh: list[SavedStorage] = []
         """Storages saved by operators that are not known to be over. Other classes only read it."""
-        self._latest: OperatorNumber = (-1, 0)
+        self.latest: OperatorNumber = (-1, 0)
         """Operator that saved last: those before it on its thread are over."""
         self._small: list[SavedStorage] = []
         """Storages too small to move alone, which wait for other small ones."""
@@ -73,7 +73,7 @@ class SwapOuts:
     def add(self, saved: SavedStorage) -> None:
         """Add a storage that the calling thread is saving, in an operator that has not ended."""
         saved.op_is_over = False
-        saved.saved_by = self._latest = this_thread.number, sequence_nr()  # as `current_operator` does, without a call
+        saved.saved_by = self.latest = this_thread.number, sequence_nr()  # as `current_operator` does, without a call
         self.fresh.append(saved)
 
     @property
@@ -108,7 +108,7 @@ class SwapOuts:
         """True if the operator that saved it last is over. The calling thread knows its own operator, and the latest save of
         another thread. Note [Swap-out]."""
         if not saved.op_is_over:
-            (thread, number), latest = saved.saved_by, self._latest
+            (thread, number), latest = saved.saved_by, self.latest
             now = sequence_nr() if thread == this_thread.number else latest[1] if thread == latest[0] else number
             saved.op_is_over = number < now
         return saved.op_is_over

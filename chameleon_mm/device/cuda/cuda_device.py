@@ -406,6 +406,16 @@ class CudaDevice:
         module = helper()
         return None if module is None else CudaAllocatorHook(module, self.index)
 
+    def native_loop(self, streams: tuple[Stream, Stream]) -> tuple[ModuleType, int, tuple[int, int]] | None:
+        module, (out, back) = native.load("loop"), streams
+        if module is None or not (isinstance(out, CudaStream) and isinstance(back, CudaStream)):
+            return None
+        return module, self.index, (out.handle, back.handle)
+
+    def cumulative_offset(self) -> int:
+        """Bytes allocated in all before the last reset of torch's statistics: what its own count lacks."""
+        return self._counted[0]
+
     def owns(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and tensor.get_device() == self.index
 

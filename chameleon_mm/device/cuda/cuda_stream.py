@@ -54,16 +54,16 @@ class CudaEvent:
 class CudaStream:
     """A `torch.cuda.Stream` of one device. It is made current only for one allocation, copy or kernel at a time."""
 
-    __slots__ = ("_device", "_handle", "name", "raw")
+    __slots__ = ("_device", "handle", "name", "raw")
 
     def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
         self._device = device
         self.name = name
-        self._handle = int(raw.cuda_stream)
+        self.handle = int(raw.cuda_stream)
         self.raw = raw
 
     def __repr__(self) -> str:
-        return f"<CudaStream {self.name} of {self._device.torch_device}, {self._handle:#x}>"
+        return f"<CudaStream {self.name} of {self._device.torch_device}, {self.handle:#x}>"
 
     def alloc(self, nbytes: int) -> Tensor:
         """Allocate as `Stream.alloc` does. If this is the current stream, the usual case, no stream switch is needed."""
@@ -98,7 +98,7 @@ class CudaStream:
             self._copy(*((host, whole) if out else (whole, host)))
             return
         dst, src = (host.data_ptr(), storage.data_ptr()) if out else (storage.data_ptr(), host.data_ptr())
-        runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self._handle)
+        runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self.handle)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Pack as `Stream.pack` does. Overlap of buffers is checked only on the simulator."""
@@ -127,7 +127,7 @@ class CudaStream:
         runtime = self._device.cupy_runtime
         if runtime is not None:
             # No dispatcher, no stream switch, and the GIL is released during the driver call.
-            runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), dst.numel(), _MEMCPY_DEFAULT, self._handle)
+            runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), dst.numel(), _MEMCPY_DEFAULT, self.handle)
         else:
             with torch.cuda.stream(self.raw):
                 dst.copy_(src, non_blocking=True)
@@ -151,7 +151,7 @@ class CudaStream:
 
     def is_current(self) -> bool:
         current = torch._C._cuda_getCurrentRawStream(self._device.index)
-        return current == self._handle and not torch._C._cuda_isCurrentStreamCapturing()
+        return current == self.handle and not torch._C._cuda_isCurrentStreamCapturing()
 
     def wait(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):

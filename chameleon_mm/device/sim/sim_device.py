@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from chameleon_mm.device.operators import OpCall, OpFactsCache, inner_bytes, run_in_parts, runs_in_parts
 from chameleon_mm.device.pinning import pageable_memory
-from chameleon_mm.device.protocols import AllocatorHook, MemoryReading
+from chameleon_mm.device.protocols import AllocatorHook, MemoryReading, Stream
 from chameleon_mm.device.sim.cost_model import CostModel, Span
 from chameleon_mm.device.sim.machine import Machine, SimEvent, SimObserver, SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
@@ -224,6 +224,9 @@ class SimDevice:
             ledger = self._machine.ledger
             ledger.settle()
             return MemoryReading(ledger.allocated_bytes, ledger.cumulative_bytes, ledger.peak_bytes)
+
+    def native_loop(self, streams: tuple[Stream, Stream]) -> None:
+        """None: the simulator's streams are Python's."""
 
     def allocator_hook(self) -> AllocatorHook | None:
         """Return None: this device's allocator has no hook."""

@@ -1,0 +1,420 @@
+"""The C++ helper `loop` beside the Python loop: what it is given when it takes the hooks, and what it hands over.
+
+native = NativeLoop.of(executor)             # None: not built, or no device of its kind
+save, use = native.hooks(save, use)          # what autograd calls: Python's hooks wherever the helper does not follow
+native.enter(way, director, latest)          # the helper takes the hooks behind the latest, if it can
+native.hand_over()                           # first of all in the executor's lock: all is Python's again
+
+The helper does the common rows: it keeps tensors, copies whole storages out and back, and checks memory. It hands over for all
+else. The records that are made then have the storages, aliases and host memory that the helper had. Their copies end at events
+that are recorded now, which is later: whoever waits for one waits long enough.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from chameleon_mm.device import Event, Stream
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.plan.step_program import DROP, USE, Row, StepProgram
+from chameleon_mm.pool.arena import Arena
+from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.record.dispatch_state import num_modes
+from chameleon_mm.record.light_profiler import LatestHook
+from chameleon_mm.swap.calling_thread import profiler_is_on, this_thread
+from chameleon_mm.swap.claims import Claim
+from chameleon_mm.swap.copy_queue import Move
+from chameleon_mm.swap.director import Director
+from chameleon_mm.swap.handles import Handle, KeptTensor, Origin, SavedBytes, SwappedView
+from chameleon_mm.swap.host_copy import HostCopy, State
+from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.way import Way
+from chameleon_mm.units import MIB
+
+if TYPE_CHECKING:
+    from chameleon_mm.swap.executor import Executor
+    from chameleon_mm.swap.step_loop import StepLoop
+
+ARENA_BYTES = 16 * MIB
+"""Bytes of host memory that are taken at once, for storages that are copied out one after the other."""
+
+MOST_ENTRIES = 4
+"""Times that the helper takes the hooks of one step: entering and handing over cost as much as a dozen hooks."""
+
+MOST_PROGRAMS = 8
+"""Programs that the helper keeps."""
+
+_ALIGNMENT = 512
+
+_STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
+_REASONS = ("parameter", "leaf", "persistent", "small", "empty")
+_TOTALS = (
+    "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "uses_on_device", "swap_ins_on_demand",
+    "fallbacks",
+)  # fmt: skip
+
+
+class NativeLoop:
+    """The helper of one executor. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, executor: Executor, helper: Any, index: int, streams: tuple[int, int]) -> None:
+        parts = executor.parts
+        self._executor = weakref.ref(executor)
+        self._helper, self._context, self._budget, self._outs = helper, parts.context, parts.budget, parts.outs
+        self._registry, self._claims, self._order = parts.registry, parts.claims, parts.order
+        self._protected = executor.protected
+        self._device: Any = executor.device  # of the kind that has a helper
+        self.loop = helper.Loop(
+            index, *streams, executor.rule.min_bytes,
+            [executor.protected.refs, parts.claims.by_storage, parts.context.held],
+            [_taking(parts.context.pool, *parts.context.transfer.streams), *map(_in_lock, (
+                self.grown, self.do_op, self.fetch, self.save_record, self.use_record, self.let_go_of_held,
+            ))],
+        )  # fmt: skip
+        self._programs: dict[int, tuple[StepProgram, Any]] = {}
+        """The latest programs by their id, as they are and as the helper has them."""
+        self._compute: Any = None
+        self._entries = (-1, 0)
+        """The latest step, and how often the helper took its hooks."""
+        self._entered: tuple[Way, Director, LatestHook] | None = None
+        self._home = -1
+        """Number of the thread whose saves the helper does."""
+        _all.add(self)
+
+    @classmethod
+    def of(cls, executor: Executor) -> NativeLoop | None:
+        """The helper for `executor`; None where its device has none, or its readings are not the device's own."""
+        device, context = executor.device, executor.parts.context
+        if device is not context.pool.device or (found := device.native_loop(context.transfer.streams)) is None:
+            return None
+        return cls(executor, *found)
+
+    @property
+    def latest_step(self) -> int:
+        """Number of the latest step whose hooks the helper took; -1: there was none."""
+        return self._entries[0]
+
+    def hooks(self, save: Any, use: Any) -> tuple[Any, Any]:
+        """Autograd's two hooks, which call `save` and `use` for what the helper does not do."""
+        return self.loop.hooks(save, use, self.come_back)  # type: ignore[no-any-return]
+
+    def may_enter(self, way: Way) -> bool:
+        """Whether the helper may take the next hooks: nothing is under way that it does not know."""
+        context, budget, lending = self._context, self._budget, self._budget.lending
+        epoch, entries = self._entries
+        if context.metrics.timed or (epoch == way.epoch and entries >= MOST_ENTRIES):
+            return False
+        if context.held or way.late or budget.reclaim.entries or any(context.transfer.queued):
+            return False
+        return not (num_modes() or profiler_is_on() or (lending is not None and lending.has_any))
+
+    def enter(self, way: Way, director: Director, latest: LatestHook, compute: Any) -> bool:
+        """Have the helper take the hooks behind the latest. Returns whether it does."""
+        growth, thread, budget = director.growth() if self.may_enter(way) else None, get_ident(), self._budget
+        if growth is None or latest.thread != thread or thread not in latest.numbers:
+            return False
+        executor, offset = self._executor(), self._device.cumulative_offset()
+        cumulative = budget.cumulative_bytes
+        if executor is None or cumulative is None:
+            return False
+        epoch, entries = self._entries
+        self._entries = way.epoch, entries + 1 if epoch == way.epoch else 1
+        programs, key = self._programs, id(way.program)
+        if key not in programs:
+            if len(programs) >= MOST_PROGRAMS:
+                del programs[next(iter(programs))]
+            programs[key] = way.program, _compiled(self._helper, way.program, growth.until)
+        known = self._outs.latest
+        at = {
+            "hook": way.hook, "last_used": latest.last_used, "epoch": way.epoch, "number": latest.numbers[thread],
+            "latest": known[1] if known[0] == this_thread.number else -1, "next_index": self._registry.next_index,
+            "since": growth.checked_at, "growth": growth.nbytes, "budget": budget.hbm_budget_bytes, "margin": way.margin_bytes,
+            "now": budget.last_allocated_bytes, "cumulative": cumulative - offset, "taken": budget.taken_bytes,
+            "has_room": budget.has_room_ahead,
+            "records": [number for number, saved in way.storages.items() if saved.state is not State.RETIRED],
+        }  # fmt: skip
+        self._entered, self._compute, self._home = (way, director, latest), compute, this_thread.number
+        self.loop.enter(programs[key][1], compute.handle, at)
+        return True
+
+    # --- what the helper has Python do of a hook that it goes on with; None: it cannot go on
+
+    def grown(self, loop: StepLoop, way: Way, since: int, nbytes: int, hook: int) -> bool:
+        """Compare what the model allocated since the hook `since`, which is not what the cached step did. Returns whether the
+        plan goes on."""
+        loop.director.note_checked(since, nbytes)
+        loop.director.note_growth(0, at_hook=True, hook=hook)
+        return self._budget.forecast is way
+
+    def do_op(self, loop: StepLoop, way: Way, code: int, number: int, nbytes: int, hook: int, latest: int) -> int:
+        """Execute an op on a record. Returns the bytes of device memory that it took; -1: it is late."""
+        if latest >= 0:
+            self._outs.latest = self._home, latest
+        way.hook, before = hook, self._budget.taken_bytes
+        loop.carry_out(way, ((code, number, nbytes),))
+        late, way.late = way.late, []
+        self._context.transfer.hand_over_all_out()  # no hook of the helper's would
+        return -1 if late else self._budget.taken_bytes - before
+
+    def fetch(self, loop: StepLoop, way: Way, number: int, has_room: bool) -> int:
+        """Start the copy back of a record. Returns the bytes of device memory that it took."""
+        before, self._budget.has_room_ahead = self._budget.taken_bytes, has_room
+        loop.prefetch((number,))
+        return self._budget.taken_bytes - before
+
+    def save_record(self, loop: StepLoop, way: Way, t: Tensor, hook: int, next_index: int) -> Handle | None:
+        """Save a tensor of a record, old or new."""
+        self._registry.next_index = next_index
+        handle = loop.moving(t, t.untyped_storage(), way.program.rows[hook], hook)
+        if handle is not None:
+            handle.saved_at = way.epoch, hook
+        return handle
+
+    def use_record(self, loop: StepLoop, way: Way, handle: Handle, hook: int) -> Tensor | None:
+        """Use what `hook` saved, by a handle of Python's."""
+        if handle.saved_at != (way.epoch, hook):
+            return None
+        if type(handle) is KeptTensor:
+            return handle.tensor if handle.is_as_saved else None
+        if type(handle) is not SwappedView or handle.saved.moved:
+            return None
+        saved = handle.claim.saved
+        return None if saved.state is State.ON_HOST or saved.swap_in_failed or saved.gathered else loop.restored(handle)
+
+    def let_go_of_held(self, loop: StepLoop, way: Way) -> None:
+        """Let the memory of records go that others held."""
+        self._outs.let_go_of_held()
+
+    # --- back
+
+    def come_back(self, *, wait: bool = True) -> None:
+        """Have all handed over, from outside of the executor's lock. `wait`: for that lock."""
+        executor = self._executor()
+        if executor is None or not self.loop.follows or not executor.hook_lock.lock.acquire(blocking=wait):
+            return
+        try:
+            self.hand_over()
+        finally:
+            executor.hook_lock.lock.release()
+
+    def hand_over(self) -> None:
+        """Make all that the helper has Python's, if it follows."""
+        if not self.loop.follows:
+            return
+        given = self.loop.hand_over()
+        executor, entered = self._executor(), self._entered
+        assert executor is not None and entered is not None
+        way, director, latest = entered
+        self._entered = None
+        executor.loop.hook = given["hook"]
+        way.at(given["hook"])
+        way.late = [tuple(op) for op in given["late"]]
+        latest.numbers[latest.thread], latest.last_used = given["number"], given["last_used"]
+        director.note_checked(given["since"], given["growth"])
+        budget = self._budget
+        budget.note_checks(
+            given["growths"], allocated=given["now"], seen=given["seen"],
+            cumulative=given["cumulative"] + self._device.cumulative_offset(), taken=given["taken"], has_room=given["has_room"],
+        )  # fmt: skip
+        self._count(executor, given)
+        saves = self._adopt(executor, way, given)
+        self._lead(way.epoch, given, saves)
+        for arena in given["arenas"]:
+            if arena is not None:
+                arena.release_if_empty()
+        for storage in given["outlived"]:
+            self._protected.add(storage)
+
+    def _count(self, executor: Executor, given: dict[str, Any]) -> None:
+        totals, registry = self._context.metrics.totals, self._registry
+        for name in _TOTALS:
+            setattr(totals, name, getattr(totals, name) + given[name])
+        for reason, count in zip(_REASONS, given["kept"], strict=True):
+            if count:
+                totals.kept_by_reason[reason] += count
+        executor.hook_counts.saves += given["saves"]
+        executor.hook_counts.uses += given["uses"]
+        executor.note_any(saved=given["next_index"] > registry.next_index, used=bool(given["used"]))
+        for index in given["used"]:
+            self._order.used(index)
+        registry.next_index = given["next_index"]
+        if given["latest"] >= 0:
+            self._outs.latest = self._home, given["latest"]
+
+    def _adopt(self, executor: Executor, way: Way, given: dict[str, Any]) -> list[tuple[Claim, list[SavedBytes]]]:
+        """Make records of the slots. Returns their claims and saves."""
+        made: list[tuple[Claim, list[SavedBytes]]] = []
+        ends: dict[Stream, Event] = {}
+        out, back = self._context.transfer.streams
+        compute, context = self._compute, self._context
+
+        def after(stream: Stream) -> Event:
+            if stream not in ends:
+                ends[stream] = stream.record()  # after all copies that the helper has handed to it
+            return ends[stream]
+
+        for (
+            number, nbytes, state, index, first_hook, last_hook, operators, is_over, came_back, emptied, is_held, arena, offset,
+            handles, left, swap_in_number, told,
+        ) in given["slots"]:  # fmt: skip
+            views = [_saved_bytes(*of) for of in told]
+            saved = SavedStorage(views[0].alias, views[0], compute, context, epoch=way.epoch, index=index)
+            slot, uses = saved.slot, saved.uses
+            saved.nbytes = slot.saved_nbytes = nbytes  # which has no memory where it is away
+            saved.dtype = views[0].alias.dtype if views[0].alias.numel() * views[0].alias.element_size() == nbytes else None
+            slot.views, slot.saves = views, [view for view in views if not view.moved] or views[-1:]
+            uses.handles, uses.left, uses.swap_in_number = handles, left, swap_in_number
+            slot.came_back, saved.op_is_over, saved.number = came_back, is_over, number
+            saved.state = _STATES[state]
+            saved.saved_by = (self._home, operators)
+            if arena >= 0:
+                copy = saved.copy = HostCopy()
+                copy.block, copy.context = given["arenas"][arena].part(offset, nbytes), context
+                copy.out = Move.issued(nbytes, after(out), None)
+                if came_back:
+                    copy.back, copy.read = Move.issued(nbytes, after(back), None), after(back)
+                    copy.arrived_on = compute if saved.state is State.RESTORED else None
+            claim = Claim(saved, executor.on_claim_end)
+            self._claims.add(claim)
+            slot.note_save(way.epoch, last_hook)
+            slot.last_save.emptied |= emptied
+            self._registry.adopt(saved)
+            way.storages[number] = way.first_saves[first_hook] = saved
+            if not is_over:
+                self._outs.fresh.append(saved)
+            if is_held:
+                context.held[saved] = None
+            if saved.state is State.SWAPPING_OUT:
+                self._outs.note_planned(saved)
+            made.append((claim, views))
+        if given["ended"]:
+            way.first_saves[-1] = _ended()  # of those that are gone by now: the step is not as if nothing had moved
+        return made
+
+    def _lead(self, epoch: int, given: dict[str, Any], made: list[tuple[Claim, list[SavedBytes]]]) -> None:
+        """Have the handles that autograd holds lead to Python's."""
+        for handle, saved_in, hook, swap_in_number, slot, of in given["handles"]:
+            python: KeptTensor | SwappedView
+            if slot < 0:
+                python = _kept(*of)
+            else:
+                claim, views = made[slot]
+                python = SwappedView(claim, views[of])
+                python.swap_in_number = swap_in_number
+            python.saved_at = (saved_in, hook)
+            self._helper.delegate(handle, python)
+
+
+def _in_lock(method: Any) -> Callable[..., Any]:
+    """The method in the executor's lock, where nothing is handed over. It does not keep its object. Returns None if all was
+    handed over before."""
+    weak, work = weakref.ref(method.__self__), method.__func__
+
+    def call(*arguments: Any) -> Any:
+        native = weak()
+        executor = None if native is None else native._executor()
+        if native is None or executor is None:
+            return None
+        with executor.hook_lock.lock:
+            entered = native._entered
+            return None if entered is None else work(native, executor.loop, entered[0], *arguments)
+
+    return call
+
+
+def _taking(pool: PinnedPool, out: Stream, back: Stream) -> Callable[[int, Sequence[Arena]], tuple[Arena, int] | None]:
+    """Function that gives empty arenas back, takes another and returns it with its address; None where the host has none."""
+
+    def latest() -> tuple[Event, ...]:
+        return out.record(), back.record()
+
+    def take(nbytes: int, empty: Sequence[Arena]) -> tuple[Arena, int] | None:
+        for arena in empty:
+            arena.release_if_empty()
+        with suppress(HostMemoryExhausted):
+            block = pool.allocate(nbytes, out)  # Note [Host block]: its last use -> the copies into it
+            return Arena(block, latest), block.buffer.data_ptr()
+        return None
+
+    return take
+
+
+def _compiled(helper: Any, program: StepProgram, until: list[int]) -> Any:
+    """The program as the helper has it."""
+    group, offset, group_bytes = _places(program)
+    rows = [(_known(row), row.kind, row.number, row.ops, row.growth, row.is_checked, row.ins) for row in program.rows]
+    return helper.Program(rows, program.nbytes, group, offset, group_bytes, until)
+
+
+def _known(row: Row) -> Any:
+    """Key of the row; None: it is Python's."""
+    if row.kind < USE and row.key is not None and any(type(size) is not int for size in row.key[1]):  # type: ignore[index]  # a save's
+        return None
+    return row.key
+
+
+def _places(program: StepProgram) -> tuple[list[int], list[int], list[int]]:
+    """Group of each storage (-1: none), its offset there, and the bytes of each group.
+
+    A group is what is copied out one after the other with no use in between, up to `ARENA_BYTES`, or one storage that is
+    larger: as a rule its members are used one after the other, too, and its memory is free soon after the first of them is."""
+    group, offset, group_bytes = [-1] * len(program.nbytes), [0] * len(program.nbytes), list[int]()
+    was_used = False
+    for row in program.rows:
+        was_used |= row.kind == USE
+        for code, number, nbytes in row.ops:
+            if code == DROP or group[number] >= 0 or nbytes < program.nbytes[number]:
+                continue
+            rounded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            if not group_bytes or was_used or group_bytes[-1] + rounded > ARENA_BYTES:
+                group_bytes.append(0)
+            was_used = False
+            group[number], offset[number] = len(group_bytes) - 1, group_bytes[-1]
+            group_bytes[-1] += rounded
+    return group, offset, group_bytes
+
+
+def _saved_bytes(
+    alias: Tensor, version: int, t: Tensor | None, counter: Tensor | None, name: str, node: int, output_nr: int, _: bool
+) -> SavedBytes:
+    return SavedBytes.known(alias, version, Origin.known(t, name, node, output_nr), counter)
+
+
+def _kept(
+    t: Tensor, version: int, saved: Tensor | None, _: Tensor | None, name: str, node: int, output_nr: int, by_reference: bool
+) -> KeptTensor:
+    kept = KeptTensor.__new__(KeptTensor)
+    kept.relied, kept.expected, kept.tensor = None, version, t
+    kept._origin = None if by_reference else Origin.known(saved, name, node, output_nr)
+    return kept
+
+
+def _ended() -> SavedStorage:
+    """Record of a storage that is gone."""
+    saved = SavedStorage.__new__(SavedStorage)
+    saved.state, saved.number = State.RETIRED, None
+    return saved
+
+
+_all: weakref.WeakSet[NativeLoop] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """Have Python's records tell a forked child what it may not use: the helper knows no processes."""
+    for native in list(_all):
+        native.come_back(wait=False)
+
+
+def _in_child() -> None:
+    for native in list(_all):
+        native.loop.follows = False
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)

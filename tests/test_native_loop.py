@@ -1,0 +1,394 @@
+"""The C++ loop of planned steps: its steps are eager's, and whatever it hands over goes on in Python.
+
+The reference is plain PyTorch. What the tests of the Python loop say holds with the helper, too: `make test-native` runs them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.follow.adaptation import Adaptation
+from chameleon_mm.follow.planned_step import PlannedStep
+from chameleon_mm.swap.native_loop import NativeLoop
+from tests._native import helper, mutated, only
+from tests._plain_training import Image, image
+from tests.cuda_stand_in import control
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("no_gc", "quiet"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of what a mutant breaks at the end
+]
+
+SIDE, STEPS, LAST = 64, 8, 7
+"""The first step is recorded, the next two are timed, the others are the helper's."""
+
+NBYTES = SIDE * SIDE * 4
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def native_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("memory", "loop"):
+        helper(name, monkeypatch)
+    only(["memory", "loop"], monkeypatch)
+    _keep_first_plan(monkeypatch)
+
+
+def _keep_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no plan be tried, or made anew, because of times: those of the machine that runs the test."""
+    monkeypatch.setattr(Adaptation, "_learn_times", lambda self: None)
+    monkeypatch.setattr(PlannedStep, "is_decided", True)
+
+
+# --- steps
+
+
+class Step:
+    """What a step has beside its leaf: its number, what it holds from one to the next, the session."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.leaf = torch.randn(SIDE, SIDE, device=CUDA, requires_grad=True)
+        self.weight = torch.nn.Parameter(torch.eye(SIDE, device=CUDA) * 0.9)
+        self.number = 0
+        self.graph: Tensor | None = None
+        self.during: Callable[[int], None] = lambda operator: None
+
+    def grad(self, y: Tensor, **how: bool) -> Tensor:
+        self.leaf.grad = None
+        y.sum().backward(**how)
+        return self.leaf_grad().clone()
+
+    def leaf_grad(self) -> Tensor:
+        assert self.leaf.grad is not None
+        return self.leaf.grad
+
+
+Found = list[Tensor | str]
+Program = Callable[[Step], Found]
+
+
+def chain(s: Step, length: int = 20, at: Callable[[int, Tensor], object] = lambda i, y: None) -> Tensor:
+    y: Tensor = s.leaf
+    for i in range(length):
+        y = y.sin()
+        at(i, y)
+        s.during(i)
+    return y
+
+
+def plain(s: Step) -> Found:
+    return [s.grad(chain(s))]
+
+
+def views(s: Step) -> Found:
+    a = s.leaf.sin()
+    b = a.t()[3:40:2] * a.t()[3:40:2].cos()
+    c = (b.exp() * a[0, :1].expand(19, SIDE)).sum(0)
+    z = torch.view_as_complex(a.reshape(-1, 2)).conj()
+    return [s.grad(c.sin().sin() + (z * z.sin()).real.sum())]
+
+
+def held_by_the_model(s: Step) -> Found:
+    held: list[Tensor] = []
+    y = chain(s, 20, lambda i, y: held.append(y) if i % 3 == 0 else y.untyped_storage())
+    before = [t.detach().clone() for t in held]
+    return [s.grad(y), *before, *held]
+
+
+def written(s: Step) -> Found:
+    held: list[Tensor] = []
+
+    def at(i: int, y: Tensor) -> None:
+        if i == 3:
+            held.append(y.detach() if s.number % 2 else y)
+        if i == 12 and LAST - 2 <= s.number < LAST:
+            with torch.no_grad():
+                held[0].mul_(2)
+
+    try:
+        return [s.grad(chain(s, 20, at))]
+    except RuntimeError as error:
+        return [str(error)]
+
+
+class SavesItsResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y: Tensor = x.sin()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return gradients[0] * x.cos()
+
+
+def functions_in_python(s: Step) -> Found:
+    y: Tensor = s.leaf
+    held: list[Tensor] = []
+    for _ in range(8):
+        y = SavesItsResult.apply(y).exp()  # type: ignore[no-untyped-call]  # torch annotates no `apply`
+        y = SavesItsResult.apply(y)  # type: ignore[no-untyped-call]
+        held.append(y)
+    if s.number == LAST - 1:  # autograd's thread keeps an error's frames until its next work
+        with torch.no_grad():
+            held[2].add_(1)
+    del held
+    try:
+        return [s.grad(y)]
+    except RuntimeError as error:
+        return [str(error)]
+
+
+def two_backwards(s: Step) -> Found:
+    y = chain(s).sum()
+    first = s.grad(y, retain_graph=True)
+    y.backward()
+    return [first, s.leaf_grad()]
+
+
+def second_order(s: Step) -> Found:
+    (g,) = torch.autograd.grad(chain(s, 12).sum(), s.leaf, create_graph=True)
+    return [s.grad(g.square())]
+
+
+def ends_with_an_error(s: Step) -> Found:
+    try:
+        s.grad(chain(s))
+        raise KeyError
+    except KeyError:
+        return [s.leaf_grad()]
+
+
+def another_thread(s: Step) -> Found:
+    more: list[Tensor] = []
+    y = chain(s, 8)
+    thread = threading.Thread(target=lambda: more.append(chain(s, 5)))
+    thread.start()
+    thread.join()
+    return [s.grad(y + more[0])]
+
+
+def another_stream(s: Step) -> Found:
+    y, stream, before = chain(s, 8), torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        y = y.sin().cos() if s.number == LAST else y
+    before.wait_stream(stream)
+    return [s.grad(y.sin().sin())]
+
+
+def dropped_in_between(s: Step) -> Found:
+    y = chain(s, 11)
+    del y
+    filled = torch.full((SIDE, SIDE), 7.0, device=CUDA)
+    return [s.grad(chain(s)), filled]
+
+
+def micro_batches(s: Step) -> Found:
+    s.leaf.grad = None
+    for factor in range(1, 4):
+        (chain(s, 12) * factor).sum().backward()
+    return [s.leaf_grad()]
+
+
+def outlives_its_step(s: Step) -> Found:
+    found: Found = [s.grad(chain(s, 10))] if s.graph is None else [s.grad(s.graph)]
+    s.graph = chain(s, 10)
+    return found
+
+
+def looked_at(s: Step) -> Found:
+    y = chain(s, 8)
+    saved = y.grad_fn._saved_self.clone()  # type: ignore[union-attr]  # a node's own
+    return [s.grad(y.cos().cos()), saved]
+
+
+def with_parameters(s: Step) -> Found:
+    x: Tensor = s.leaf
+    for _ in range(4):
+        x = torch.nn.functional.layer_norm(x @ s.weight, (SIDE,)).relu() * x
+    s.weight.grad = None
+    return [s.grad(x), s.weight.grad]  # type: ignore[list-item]  # it has one
+
+
+def other_operators(s: Step) -> Found:
+    y = chain(s, 9)
+    return [s.grad((y.cos() if s.number % 4 == LAST % 4 else y.sin()).sin().sin())]
+
+
+PROGRAMS: list[tuple[Program, int]] = [
+    (plain, 12), (views, 12), (held_by_the_model, 26), (written, 12), (functions_in_python, 20), (two_backwards, 12),
+    (second_order, 26), (ends_with_an_error, 12), (another_thread, 12), (another_stream, 12), (dropped_in_between, 12),
+    (micro_batches, 10), (outlives_its_step, 24), (looked_at, 11), (with_parameters, 12), (other_operators, 12),
+]  # fmt: skip
+"""Each with the tensors that its budget has room for."""
+
+
+def images(found: Found) -> list[Image | str]:
+    return [one if isinstance(one, str) else image(one.cpu()) for one in found]
+
+
+class Session:
+    """Steps of a program in a session."""
+
+    def __init__(self, program: Program, room: int, *, host: str = "64MiB") -> None:
+        from chameleon_mm.device.cuda import CudaDevice
+
+        self.device: Device = CudaDevice()
+        self.program, self.room, self.host = program, room, host
+        self.entered: list[int] = []
+        """Steps whose hooks the helper took."""
+        self.hooks: list[int] = []
+        """Of each step, the latest hook of the loop's."""
+
+    def run(self, during: Callable[[cm.SwapSession, Step, int], None] | None = None) -> list[list[Image | str]]:
+        found, step = [], Step()
+        self.before = self.device.allocated_bytes()
+        self.device.reset_peaks()  # a CUDA device's peak is its whole process's
+        budget = self.before + self.room * NBYTES
+        with cm.SwapSession(budget, self.host, self.device, min_bytes=256, recompute=False) as session:
+            native = session._executor.loop.native
+            for step.number in range(STEPS):
+                if during is not None:
+                    step.during = partial(during, session, step)
+                with session.step():
+                    found.append(images(self.program(step)))
+                self.hooks.append(session._executor.loop.hook)
+                if native is not None and native.latest_step == session._executor.parts.registry.epoch:
+                    self.entered.append(step.number)
+            step.graph = None
+            gc.collect()  # what an error's frames hold
+            self.device.synchronize()
+            self.report, self.live = session.report(), session.pool.stats().live_bytes
+            assert not session._executor.parts.context.held and not len(session._executor.parts.registry)
+        return found
+
+
+def plainly(program: Program) -> list[list[Image | str]]:
+    step, found = Step(), []
+    for step.number in range(STEPS):
+        found.append(images(program(step)))
+    return found
+
+
+@pytest.mark.usefixtures("native_loop")
+@pytest.mark.parametrize(("program", "room"), PROGRAMS, ids=lambda value: getattr(value, "__name__", ""))
+def test_its_steps_are_eagers(program: Program, room: int) -> None:
+    expected, session = plainly(program), Session(program, room)
+    assert session.run() == expected
+    assert session.entered and session.live == 0
+
+
+@pytest.mark.usefixtures("native_loop")
+def test_it_does_a_planned_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    hand_over = NativeLoop.hand_over
+
+    def noted(native: NativeLoop) -> None:
+        if native.loop.follows:
+            calls.append("hand_over")
+        hand_over(native)
+
+    monkeypatch.setattr(NativeLoop, "hand_over", noted)
+    expected, session = plainly(plain), Session(plain, 12)
+
+    def during(_: cm.SwapSession, step: Step, operator: int) -> None:
+        if step.number == LAST and operator == 1:
+            calls.clear()
+
+    assert session.run(during) == expected
+    assert LAST in session.entered and session.hooks[LAST] == 39
+    assert session.report.bytes_swapped_out > 0 and session.report.prefetches > 0
+    assert session.device.peak_allocated_bytes() <= session.before + 12 * NBYTES
+    assert calls == ["hand_over"]  # as the step ends
+
+
+@pytest.mark.usefixtures("native_loop")
+@pytest.mark.parametrize("at", range(0, 20, 3))
+def test_it_hands_over_in_the_middle_of_any_step(at: int) -> None:
+    expected, session = plainly(plain), Session(plain, 12)
+
+    def during(running: cm.SwapSession, step: Step, operator: int) -> None:
+        if step.number >= LAST - 2 and operator == at:
+            running.report()
+
+    assert session.run(during) == expected
+    assert LAST in session.entered
+
+
+@pytest.mark.usefixtures("native_loop")
+@pytest.mark.parametrize("host", ["96KiB", "200KiB"])
+def test_with_little_host_memory_it_trains(host: str) -> None:
+    expected, session = plainly(plain), Session(plain, 14, host=host)
+    assert session.run() == expected
+    assert session.live == 0
+
+
+@pytest.mark.usefixtures("native_loop")
+def test_a_child_process_finds_python_handles(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, session = plainly(plain), Session(plain, 12)
+    followed: list[bool] = []
+
+    def during(running: cm.SwapSession, step: Step, operator: int) -> None:
+        native = running._executor.loop.native
+        if step.number == LAST and operator == 9 and native is not None:
+            child = os.fork()
+            if child == 0:
+                os._exit(int(native.loop.follows))
+            followed.append(os.waitpid(child, 0)[1] != 0)
+
+    assert session.run(during) == expected
+    assert followed == [False]
+
+
+# --- mutants
+
+MUTANTS: list[tuple[Program, int, str, str]] = [
+    (plain, 12, "must(cudaStreamWaitEvent(out, ready, 0));  // Note [Swap-out]", "//"),
+    (plain, 12, "must(cudaStreamWaitEvent(compute, events[n], 0));  // Note [Reclaim]: its copy -> the next", "//"),
+    (plain, 12, "must(cudaStreamWaitEvent(back, ready, 0));      // Note [Swap-in]", "//"),
+    (plain, 12, "must(cudaStreamWaitEvent(compute, events[slot->number], 0));  // Note [Swap-in]", "//"),
+    (held_by_the_model, 26, "bool is_alone() const { return", "bool is_alone() const { return true ||"),
+    (written, 12, " || !handle->save->is_as_saved()", ""),
+    (
+        dropped_in_between,
+        12,
+        "for (auto& [storage, n] : abandoned) must(",
+        "for (auto& [storage, n] : abandoned) if (false) must(",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not control.is_loaded(), reason="a GPU names no violation")
+@pytest.mark.usefixtures("fresh_blocks")
+@pytest.mark.parametrize(("program", "room", "text", "instead"), MUTANTS)
+def test_without_a_rule_it_goes_red(
+    program: Program, room: int, text: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _keep_first_plan(monkeypatch)
+    mutated("loop", "loop.cpp", text, instead, tmp_path, monkeypatch)
+    expected, session = plainly(program), Session(program, room)
+    try:
+        found = session.run()
+    except RuntimeError as error:
+        found = [[str(error)]]
+    assert session.entered
+    assert found != expected or control.violations()

@@ -6,6 +6,7 @@ only(["reclaim"], monkeypatch)                # whatever else is built is not fo
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
@@ -50,3 +51,17 @@ def unnoted() -> torch._C._ExcludeDispatchKeyGuard:
     key = torch._C._parse_dispatch_key("Fake")
     assert key is not None
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+
+
+def mutated(name: str, file: str, text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The helper `name`, and no other, compiled in `folder` from sources of which `file` has `instead` for the only `text`."""
+    source = Path(native.__file__).parent
+    for path in (*source.glob("*.h"), *source.glob("*.cpp")):
+        shutil.copy(path, folder)
+    before = (folder / file).read_text()
+    assert before.count(text) == 1
+    (folder / file).write_text(before.replace(text, instead))
+    monkeypatch.setattr(native.building, "source_of", lambda name: folder / f"{name}.cpp")
+    module = helper(name, monkeypatch)
+    only([name], monkeypatch)
+    return module

@@ -5,7 +5,7 @@
     status("memory")         # the same, in words: `chameleon-mm doctor` prints it
 
 A build is made for one Python, one torch, one C++ ABI and one source, and the name of its file says which: after an update of
-any of them there is none, until it is built again. `memory`, `notes` and `loop` stand for Python that is there anyway and is their
+any of them there is none, until it is built again. `memory`, `notes` and `loop` do the work of Python code, which is their
 reference; `reclaim` is what torch's allocator calls. Sessions use what is built when they are made.
 """
 

@@ -61,7 +61,7 @@ def mutated(name: str, file: str, text: str, instead: str, folder: Path, monkeyp
     before = (folder / file).read_text()
     assert before.count(text) == 1
     (folder / file).write_text(before.replace(text, instead))
-    monkeypatch.setattr(native.building, "source_of", lambda name: folder / f"{name}.cpp")
+    monkeypatch.setattr(native, "source_of", lambda name: folder / f"{name}.cpp")
     module = helper(name, monkeypatch)
     only([name], monkeypatch)
     return module

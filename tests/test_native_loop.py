@@ -105,7 +105,8 @@ def views(s: Step) -> Found:
 
 def held_by_the_model(s: Step) -> Found:
     held: list[Tensor] = []
-    y = chain(s, 20, lambda i, y: held.append(y) if i % 3 == 0 else y.untyped_storage())
+    first = 0 if s.number < LAST - 1 else 2  # the plan knows nothing of those that it holds in the end
+    y = chain(s, 20, lambda i, y: held.append(y) if i % 3 == first else y.untyped_storage())
     before = [t.detach().clone() for t in held]
     return [s.grad(y), *before, *held]
 
@@ -195,8 +196,8 @@ def another_stream(s: Step) -> Found:
 
 
 def dropped_in_between(s: Step) -> Found:
-    y = chain(s, 11)
-    del y
+    if s.number >= LAST - 1:  # the plan knows nothing of it
+        chain(s, 9)
     filled = torch.full((SIDE, SIDE), 7.0, device=CUDA)
     return [s.grad(chain(s)), filled]
 
@@ -260,6 +261,7 @@ class Session:
 
     def run(self, during: Callable[[cm.SwapSession, Step, int], None] | None = None) -> list[list[Image | str]]:
         found, step = [], Step()
+        self.device.release_unused()  # else a block that is free too early is seldom the next one
         self.before = self.device.allocated_bytes()
         self.device.reset_peaks()  # a CUDA device's peak is its whole process's
         budget = self.before + self.room * NBYTES
@@ -390,5 +392,6 @@ def test_without_a_rule_it_goes_red(
         found = session.run()
     except RuntimeError as error:
         found = [[str(error)]]
+    said = control.violations()
     assert session.entered
-    assert found != expected or control.violations()
+    assert found != expected or said

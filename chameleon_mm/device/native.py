@@ -209,7 +209,8 @@ def _find(name: str) -> ModuleType | str:
 
 
 def _import(name: str, path: Path) -> ModuleType | str:
-    loader = importlib.machinery.ExtensionFileLoader(f"chameleon_mm_{name}", str(path))
+    # By the whole name pybind11 finds modules that it made before: two builds of one helper must not have the same.
+    loader = importlib.machinery.ExtensionFileLoader(f"{path.stem}.chameleon_mm_{name}", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     try:

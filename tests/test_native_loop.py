@@ -65,8 +65,11 @@ class Step:
         self.leaf = torch.randn(SIDE, SIDE, device=CUDA, requires_grad=True)
         self.weight = torch.nn.Parameter(torch.eye(SIDE, device=CUDA) * 0.9)
         self.number = 0
+        self.stream = torch.cuda.Stream()
         self.graph: Tensor | None = None
         self.during: Callable[[int], None] = lambda operator: None
+        self.hand_over: Callable[[], object] = lambda: None
+        """Has all that the helper has handed over to Python, in the session."""
 
     def grad(self, y: Tensor, **how: bool) -> Tensor:
         self.leaf.grad = None
@@ -88,6 +91,12 @@ def chain(s: Step, length: int = 20, at: Callable[[int, Tensor], object] = lambd
         y = y.sin()
         at(i, y)
         s.during(i)
+    return y
+
+
+def sines(y: Tensor, length: int) -> Tensor:
+    for _ in range(length):
+        y = y.sin()
     return y
 
 
@@ -195,6 +204,66 @@ def another_stream(s: Step) -> Found:
     return [s.grad(y.sin().sin())]
 
 
+def kept_use_on_another_stream(s: Step) -> Found:
+    """Behind the use of what stays, copies back are due."""
+    y, before = chain(s, 10), torch.cuda.current_stream()
+    (s.leaf[1, :60] * 1.0).sin().sin()
+    row = s.leaf[0, :60] * 1.0
+    if s.number == LAST:
+        s.stream.wait_stream(before)
+    with torch.cuda.stream(s.stream if s.number == LAST else before):
+        for _ in range(8):
+            row = row.sin()
+    if s.number == LAST:
+        before.wait_stream(s.stream)
+    y = y + row.sum()
+    return [s.grad(sines(y, 10))]
+
+
+def goes_on_on_another_stream(s: Step) -> Found:
+    """The helper comes back where it may be: not behind a save that stays, and is on another stream than the step."""
+    s.leaf.grad = None
+    chain(s, 12).sum().backward()
+    before = torch.cuda.current_stream()
+    if s.number == LAST:
+        s.stream.wait_stream(before)
+        s.hand_over()
+    with torch.cuda.stream(s.stream if s.number == LAST else before):
+        y = sines(s.leaf, 15)
+    if s.number == LAST:
+        before.wait_stream(s.stream)
+    y.sum().backward()
+    return [s.leaf_grad()]
+
+
+def collected_as_it_is_handed_over(s: Step) -> Found:
+    """Python 3.11 collects as it allocates, and what is being told of may then be gone."""
+    y = chain(s, 8)
+    ring: list[object] = [sines(y, 6)]
+    ring.append(ring)
+    del ring
+    s.hand_over()
+    found = s.grad(sines(y, 8))
+    gc.collect()
+    return [found]
+
+
+def captured_behind_a_dropped_graph(s: Step) -> Found:
+    """On a stream that is not the default one."""
+    out, static = s.leaf.detach().sin(), torch.ones(SIDE, SIDE, device=CUDA, requires_grad=True)
+    torch.cuda.synchronize()
+    y = chain(s, 10)
+    if s.number == LAST:
+        sines(y, 6)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        made = static.sin()
+        graph.capture_end()
+        graph.replay()
+        out = made.detach().clone()
+    return [s.grad(sines(y, 10)), out]
+
+
 def dropped_in_between(s: Step) -> Found:
     if s.number >= LAST - 1:  # the plan knows nothing of it
         chain(s, 9)
@@ -238,6 +307,7 @@ PROGRAMS: list[tuple[Program, int]] = [
     (plain, 12), (views, 12), (held_by_the_model, 26), (written, 12), (functions_in_python, 20), (two_backwards, 12),
     (second_order, 26), (ends_with_an_error, 12), (another_thread, 12), (another_stream, 12), (dropped_in_between, 12),
     (micro_batches, 10), (outlives_its_step, 24), (looked_at, 11), (with_parameters, 12), (other_operators, 12),
+    (kept_use_on_another_stream, 14), (kept_use_on_another_stream, 16), (goes_on_on_another_stream, 10),
 ]  # fmt: skip
 """Each with the tensors that its budget has room for."""
 
@@ -267,6 +337,7 @@ class Session:
         budget = self.before + self.room * NBYTES
         with cm.SwapSession(budget, self.host, self.device, min_bytes=256, recompute=False) as session:
             native = session._executor.loop.native
+            step.hand_over = session.report  # which counts all, wherever it is
             for step.number in range(STEPS):
                 if during is not None:
                     step.during = partial(during, session, step)
@@ -299,6 +370,50 @@ def test_its_steps_are_eagers(program: Program, room: int) -> None:
 
 
 @pytest.mark.usefixtures("native_loop")
+@pytest.mark.parametrize("room", [12, 14, 18])
+def test_a_capture_on_the_steps_stream_is_eagers(room: int) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected, session = plainly(captured_behind_a_dropped_graph), Session(captured_behind_a_dropped_graph, room)
+        assert session.run() == expected
+    assert session.entered and session.live == 0
+
+
+@pytest.mark.usefixtures("native_loop")
+@pytest.mark.parametrize("allocations", range(0, 60, 12))
+def test_a_collection_while_all_is_handed_over_is_harmless(allocations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hand_over, thresholds = NativeLoop.hand_over, gc.get_threshold()
+
+    class Collecting:
+        """The helper, with a collection after so many allocations of its."""
+
+        follows = True
+
+        def __init__(self, loop: Any) -> None:
+            self._loop = loop
+
+        def hand_over(self) -> Any:
+            gc.set_threshold(gc.get_count()[0] + allocations, 1 << 20, 1 << 20)
+            gc.enable()
+            try:
+                return self._loop.hand_over()
+            finally:
+                gc.disable()
+                gc.set_threshold(*thresholds)
+
+    def collected(native: NativeLoop) -> None:
+        loop = native.loop
+        if loop.follows:
+            native.loop = Collecting(loop)
+            hand_over(native)
+            native.loop = loop
+
+    monkeypatch.setattr(NativeLoop, "hand_over", collected)
+    expected, session = plainly(collected_as_it_is_handed_over), Session(collected_as_it_is_handed_over, 16)
+    assert session.run() == expected
+    assert session.entered and session.live == 0
+
+
+@pytest.mark.usefixtures("native_loop")
 def test_it_does_a_planned_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     hand_over = NativeLoop.hand_over
@@ -326,13 +441,17 @@ def test_it_does_a_planned_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("at", range(0, 20, 3))
 def test_it_hands_over_in_the_middle_of_any_step(at: int) -> None:
     expected, session = plainly(plain), Session(plain, 12)
+    followed: list[bool] = []
 
     def during(running: cm.SwapSession, step: Step, operator: int) -> None:
         if step.number >= LAST - 2 and operator == at:
+            native = running._executor.loop.native
+            followed.append(native is not None and native.loop.follows)
             running.report()
+            assert native is not None and not native.loop.follows
 
     assert session.run(during) == expected
-    assert LAST in session.entered
+    assert LAST in session.entered and any(followed)
 
 
 @pytest.mark.usefixtures("native_loop")

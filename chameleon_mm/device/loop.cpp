@@ -24,6 +24,7 @@
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -76,6 +77,9 @@ struct Refused : std::runtime_error { using runtime_error::runtime_error; };  //
 void must(int error) {
   if (error != 0) throw Refused("a call of the CUDA runtime was refused: error " + std::to_string(error));
 }
+
+// After a refusal: what was begun may run without an event at its end.
+void wait_for_all() { cudaDeviceSynchronize(), cudaGetLastError(); }
 
 using Op = std::tuple<int, int, int64_t>;  // code, storage, last bytes of it that move
 struct Row {
@@ -244,9 +248,11 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
 
   Loop(int device, uintptr_t out_stream, uintptr_t back_stream, int64_t least, std::array<py::dict, 3> of_dicts, std::array<py::object, 7> of_calls)
       : index(device), out((void*)out_stream), back((void*)back_stream), min_bytes(least), dicts(std::move(of_dicts)), calls(std::move(of_calls)) {
+    const c10::DeviceGuard on(c10::Device(c10::DeviceType::CUDA, (c10::DeviceIndex)index));
     must(cudaEventCreateWithFlags(&ready, UNTIMED));
   }
   ~Loop() {
+    if (!abandoned.empty()) wait_for_all();
     events.push_back(ready);
     for (void* event : events) cudaEventDestroy(event);
   }
@@ -300,9 +306,11 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
       if (slots[n] != nullptr && slots[n]->state == RESTORED) let_go(*slots[n]);
     }
   }
-  void settle_abandoned() {
+  void settle_abandoned() try {
     for (auto& [storage, n] : abandoned) must(cudaStreamWaitEvent(compute, events[n], 0));  // Note [Reclaim]: its copy -> the memory's next owner
     abandoned.clear();
+  } catch (const Refused&) {
+    wait_for_all(), abandoned.clear();
   }
   // The place for a copy on the host; null: there is none.
   char* place(Slot*& slot) {
@@ -366,7 +374,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     bytes_in += slot.nbytes, prefetches++;
   } catch (const c10::OutOfMemoryError&) {  // its use brings it back
   } catch (const Refused&) {
-    cudaDeviceSynchronize(), cudaGetLastError();
+    wait_for_all();
     empty(slot);
     refused++;
   }
@@ -374,7 +382,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   // Do what is due before the hook's own storage is used. False: Python has to do this hook.
   bool run(const Row& row, int at, bool moves) {
     const bool any_held = !held.empty() || PyDict_GET_SIZE(records_held.ptr());
-    if (!moves && row.ops.empty() && !row.is_checked && late.empty() && !any_held && abandoned.empty()) return true;
+    if (!moves && row.ops.empty() && row.ins.empty() && !row.is_checked && late.empty() && !any_held && abandoned.empty()) return true;
     if (!is_current()) return false;
     settle_abandoned();
     if (any_held) let_go_of_held();
@@ -519,9 +527,10 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
       used.push_back(slot->index);
       slot->left -= std::exchange(handle->swap_in_number, slot->swap_in_number) != slot->swap_in_number;
     }
-    note_use(row);
     // Of what moves a new reference for each user: the storage's use count then shows every holder.
-    return THPVariable_Wrap(slot == nullptr ? handle->save->alias : handle->save->alias.detach());
+    const at::Tensor t = slot == nullptr ? handle->save->alias : handle->save->alias.detach();
+    note_use(row);  // it may call Python, and all be handed over meanwhile
+    return THPVariable_Wrap(t);
   }
   PyObject* use_of_python(PyObject* handle) {
     const Row& row = program->rows[hook + 1];
@@ -565,6 +574,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     lock();
     const std::lock_guard<std::mutex> guard(mutex, std::adopt_lock);
     const c10::impl::VirtualGuardImpl current(c10::DeviceType::CUDA);
+    settle_abandoned();
     static_cast<Step&>(*this) = Step{};
     program = std::move(of), compute = (void*)compute_stream, stream = current.getStream(current.getDevice());
     home = PyThread_get_thread_ident(), has_room = at["has_room"].cast<bool>();
@@ -586,11 +596,14 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     const std::lock_guard<std::mutex> guard(mutex, std::adopt_lock);
     if (!follows) return py::none();
     follows = false;
-    try {
-      settle_abandoned();
-    } catch (const Refused&) {
-      cudaDeviceSynchronize(), cudaGetLastError(), abandoned.clear();
-    }
+    const c10::DeviceGuard on(c10::Device(c10::DeviceType::CUDA, (c10::DeviceIndex)index));  // a null stream is the current device's
+    int capturing = 0;
+    cudaStreamIsCapturing(compute, &capturing);
+    decltype(abandoned) later;  // a capture may not wait for what began before it
+    if (capturing) later = std::exchange(abandoned, {});
+    settle_abandoned();
+    std::vector<py::object> held_handles;  // nothing dies where a collection runs in the middle of this: each slot has one
+    for (Handle* h = handles; h; h = h->behind) held_handles.push_back(py::reinterpret_borrow<py::object>((PyObject*)h));
     py::list of_slots, of_handles, of_arenas, of_outlived;
     std::unordered_map<const void*, size_t> position;  // of slots, and of saves in theirs
     for (Slot* slot : slots) {
@@ -604,6 +617,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     }
     for (Handle* h = handles; h; h = h->behind) {
       const auto object = py::reinterpret_borrow<py::object>((PyObject*)h);
+      if (h->slot && !position.count(h->slot)) continue;  // it was told before, to who did not come to its end
       if (h->slot) of_handles.append(py::make_tuple(object, h->epoch, h->hook, h->swap_in_number, position.at(h->slot), position.at(h->save)));
       else of_handles.append(py::make_tuple(object, h->epoch, h->hook, -1, -1, h->save->told()));
     }
@@ -622,6 +636,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     all["slots"] = of_slots, all["handles"] = of_handles, all["arenas"] = of_arenas, all["outlived"] = of_outlived, all["late"] = late;
     all["kept"] = kept, all["growths"] = growths, all["used"] = used, all["has_room"] = has_room;
     static_cast<Step&>(*this) = Step{};
+    abandoned = std::move(later);
     return all;
   }
 };
@@ -668,7 +683,7 @@ PyObject* either(Loop& loop, Work work, const py::object& python, PyObject* argu
       error.restore();
       return nullptr;
     } catch (const Refused&) {
-      cudaDeviceSynchronize(), cudaGetLastError();  // what was begun may run without an event at its end
+      wait_for_all();
     } catch (const Left&) {
     } catch (const std::exception&) {  // a tensor without sizes, a version, or the like
     }
@@ -681,17 +696,19 @@ PyObject* on_save(PyObject* self, PyObject* t) {
 }
 PyObject* on_use(PyObject* self, PyObject* argument) {
   Hooks& hooks = *static_cast<Hooks*>(PyCapsule_GetPointer(self, nullptr));
-  if (Py_TYPE(argument) != handle_type) return either(*hooks.loop, [&] { return hooks.loop->use_of_python(argument); }, hooks.use, argument);
-  Handle* h = (Handle*)argument;
-  if (h->python == nullptr) {
-    PyObject* t = either(*hooks.loop, [&] { return h->save ? hooks.loop->use(h) : nullptr; }, {}, nullptr);
-    if (t != Py_None) return t;
-    Py_DECREF(t);
-    const auto done = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(hooks.hand_over.ptr()));
-    if (!done) return nullptr;
-    if (!h->python) return PyErr_Format(PyExc_RuntimeError, "a saved tensor: expected its handle to be handed over, and it was not");
+  if (Py_TYPE(argument) == handle_type) {
+    Handle* h = (Handle*)argument;
+    if (h->python == nullptr) {
+      PyObject* t = either(*hooks.loop, [&] { return h->save ? hooks.loop->use(h) : nullptr; }, {}, nullptr);
+      if (t != Py_None) return t;
+      Py_DECREF(t);
+      const auto done = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(hooks.hand_over.ptr()));
+      if (!done) return nullptr;
+      if (!h->python) return PyErr_Format(PyExc_RuntimeError, "a saved tensor: expected its handle to be handed over, and it was not");
+    }
+    argument = h->python;
   }
-  return PyObject_CallOneArg(hooks.use.ptr(), h->python);
+  return either(*hooks.loop, [&] { return hooks.loop->use_of_python(argument); }, hooks.use, argument);
 }
 PyMethodDef save_method = {"save", on_save, METH_O, "What autograd calls to save a tensor."};
 PyMethodDef use_method = {"use", on_use, METH_O, "What autograd calls to use a saved tensor."};

@@ -118,8 +118,8 @@ class NativeLoop:
     def enter(self, way: Way, director: Director, latest: LatestHook, compute: Any) -> bool:
         """Have the helper take the hooks behind the latest. Returns whether it does."""
         growth, thread, budget = director.growth() if self.may_enter(way) else None, get_ident(), self._budget
-        if growth is None or latest.thread != thread or thread not in latest.numbers:
-            return False
+        if growth is None or latest.thread != thread or thread not in latest.numbers or not compute.is_current():
+            return False  # a save that stays may be on any stream
         executor, offset = self._executor(), self._device.cumulative_offset()
         cumulative = budget.cumulative_bytes
         if executor is None or cumulative is None:
@@ -133,7 +133,7 @@ class NativeLoop:
             programs[key] = way.program, _compiled(self._helper, way.program, growth.until)
         known = self._outs.latest
         at = {
-            "hook": way.hook, "last_used": latest.last_used, "epoch": way.epoch, "number": latest.numbers[thread],
+            "hook": executor.loop.hook, "last_used": latest.last_used, "epoch": way.epoch, "number": latest.numbers[thread],
             "latest": known[1] if known[0] == this_thread.number else -1, "next_index": self._registry.next_index,
             "since": growth.checked_at, "growth": growth.nbytes, "budget": budget.hbm_budget_bytes, "margin": way.margin_bytes,
             "now": budget.last_allocated_bytes, "cumulative": cumulative - offset, "taken": budget.taken_bytes,

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
+from chameleon_mm.files import write_file
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.pool.ledger import PoolStats
@@ -400,7 +401,7 @@ class SwapReport(Counters):
             picture=picture,
             steps=self.step_figures,
         )
-        Path(path).write_text(page, encoding="utf-8")
+        write_file(Path(path), page)
 
     def save_trace(self, path: str | Path) -> None:
         """Write the latest timed spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:

@@ -22,6 +22,7 @@ from rich.console import Console
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import spec_by_name
+from chameleon_mm.files import write_file
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule
 from chameleon_mm.tools.largest import SIZES, largest, say
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
@@ -139,7 +140,7 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         told, held = prediction.to_dict(), prediction.infeasible is None
     if args.json is not None:
         told = {**environment("plan", SimDevice(spec_by_name(args.gpu))), **told}
-        args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        write_file(args.json, json.dumps(told, indent=1) + "\n")
         tell_written(console, args.json)
     return 0 if held else 1
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device import resolve_device
 from chameleon_mm.errors import ChameleonError, ProgramInterrupted
+from chameleon_mm.files import write_file
 from chameleon_mm.report.report import SwapReport
 from chameleon_mm.tools.main_program import Ending, Program
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
@@ -122,7 +123,7 @@ class End:
         if self._ranks.count > 1:  # a session knows its rank only if the program has a process group
             figures |= {"rank": self._ranks.rank, "world_size": self._ranks.count}
         writers: dict[str, Callable[[Path], object]] = {
-            "--report": lambda path: path.write_text(json.dumps(figures, indent=1), encoding="utf-8"),
+            "--report": lambda path: write_file(path, json.dumps(figures, indent=1)),
             "--html": report.save_html,
             "--trace": report.save_trace,
         }

@@ -16,6 +16,8 @@ import stat
 from pathlib import Path
 from secrets import token_hex
 
+from chameleon_mm.errors import check_type
+
 
 def cache_folder() -> Path:
     """Folder of this user's caches. Raises `RuntimeError` if there is none."""
@@ -42,12 +44,14 @@ def read_file(path: Path, limit_bytes: int) -> bytes:
         os.close(opened)
 
 
-def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
+def write_file(path: str | os.PathLike[str], content: str | bytes, *, private: bool = False) -> None:
     """Write a file, whole or not at all; lone surrogates are escaped. Raises `OSError`; an earlier file is unchanged then.
 
     `private`: a file of a cache. Missing folders are made, for this user alone, and a link at `path` is replaced. Otherwise a
     path that a rename would change is written in place: a link, a device, another user's file.
     """
+    check_type("path", path, (str, os.PathLike), "the path of a file", "pass a str or a Path")
+    path = Path(path)
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     if private:
         make_private(path.parent)

@@ -11,6 +11,8 @@ from math import floor
 from operator import index
 from typing import TYPE_CHECKING, TypeVar
 
+from chameleon_mm.errors import describe
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -37,18 +39,22 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: int | str, *, what: str = "size") -> int:
-    """Bytes of `size`: an int of bytes, or text such as "20GiB", "1.5 MiB", "8GB" (KiB.. are 1024-based, KB.. 1000-based).
+    """Bytes of `size`: an integer of bytes, or text such as "20GiB", "1.5 MiB", "8GB" (KiB.. are 1024-based, KB.. 1000-based).
 
     Fractions of a byte are rounded down, so that a budget is never exceeded: "112.3GiB" is 120581206835 bytes. `what` names
     the argument in the error. Raises `TypeError` for another type. Raises `ValueError` for text that is not a size, for a
     negative size, and for a fraction of a byte ("1.5"), where a unit was probably left out.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise TypeError(f'{what}: expected an int of bytes or text such as "20GiB", got {size!r} ({type(size).__name__})')
-    if isinstance(size, int):
-        if size < 0:
-            raise ValueError(f"{what}: expected 0 bytes or more, got {size}")
-        return size
+    if not isinstance(size, str):
+        try:
+            if isinstance(size, bool):
+                raise TypeError
+            nbytes = index(size)  # NumPy's integers, too
+        except TypeError:
+            raise TypeError(f'{what}: expected an int of bytes or text such as "20GiB", got {describe(size)}') from None
+        if nbytes < 0:
+            raise ValueError(f"{what}: expected 0 bytes or more, got {nbytes}")
+        return nbytes
     match = _SIZE.fullmatch(size)
     if match is None or match[2].upper() not in _FACTORS:
         raise ValueError(f'{what}: expected a number and B, KiB, MiB, GiB, TiB, KB, MB, GB or TB ("20GiB"), got {size!r}')
@@ -63,9 +69,7 @@ def whole_bytes(name: str, nbytes: int) -> int:
     try:
         return index(nbytes)
     except TypeError:
-        raise TypeError(
-            f"{name}: expected a whole number of bytes, got {nbytes!r} ({type(nbytes).__name__}); give an int"
-        ) from None
+        raise TypeError(f"{name}: expected a whole number of bytes, got {describe(nbytes)}; give an int") from None
 
 
 def round_up(nbytes: int, multiple: int) -> int:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import chameleon_mm as cm
 from chameleon_mm import errors
+from chameleon_mm.integrations._trainings import Trainings
 from chameleon_mm.units import GIB, KIB, MIB, TIB, format_size, format_size_up, format_us, parse_size
 
 
@@ -85,10 +90,24 @@ def test_a_negative_count_is_refused() -> None:
         parse_size(-1, what="pool limit")
 
 
-@pytest.mark.parametrize("size", [True, 1.5, None, b"1GiB", [1]])
+@pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint64, np.array, torch.tensor])
+def test_integers_of_other_libraries_are_sizes(kind: Callable[[int], Any], sim: cm.SimDevice) -> None:
+    assert type(parse_size(kind(100))) is int and parse_size(kind(100)) == 100
+    with cm.PinnedPool(kind(100), device=sim) as pool:
+        assert pool.limit_bytes == 100
+    assert cm.SwapSession(kind(100), kind(100), sim, kind(100), plans=False).hbm_budget == 100
+    with cm.PinnedPool("1MiB", device=sim) as pool:
+        assert pool.allocate(kind(100)).nbytes == 100
+
+
+@pytest.mark.parametrize(
+    "size", [True, 1.5, None, b"1GiB", [1], np.bool_(True), np.float32(1), np.ones((9, 9)), torch.ones(9, 9)]
+)
 def test_other_types_are_refused(size: object) -> None:
     with pytest.raises(TypeError, match="min_bytes: expected an int of bytes or text"):
         parse_size(size, what="min_bytes")  # type: ignore[arg-type]  # the wrong type is what is tested
+    with pytest.raises(TypeError, match=r"^(?!.*\n)"):
+        parse_size(size)  # type: ignore[arg-type]  # as above
 
 
 @pytest.mark.parametrize(
@@ -197,6 +216,105 @@ def test_a_wrong_type_is_refused_before_anything_is_started(
     with pytest.raises(TypeError, match=message) as caught:
         make(**{"device": "sim", **arguments})
     assert "\n" not in str(caught.value)
+
+
+SIZES, SWITCH, NOTHING = (None, np.int64(4096), "1GiB", 4096), (True,), (None,)
+WRONG: tuple[Any, ...] = (
+    *(None, 4096, -1, 1.5, float("nan"), True, "x", b"", [], [1], {}, object(), cm.SimDevice, torch.ones(2), torch.ones(9, 9)),
+    *(np.int64(4096), np.float32(1), np.ones((9, 9)), "1GiB"),
+)
+
+
+def _set(owner: object, name: str, value: object) -> None:
+    setattr(owner, name, value)
+
+
+def _installed(**arguments: Any) -> None:
+    try:
+        cm.install(**arguments)
+    finally:
+        cm.uninstall()
+
+
+def _callables(
+    device: cm.SimDevice, pool: cm.PinnedPool, session: cm.SwapSession
+) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """Name of a public callable's argument, the call with it, and what of `WRONG` is not wrong."""
+    model, block = nn.Linear(1, 1), pool.allocate(4096)
+    made: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
+        (partial(cm.SwapSession, device=device, model=model), {
+            "hbm_budget": SIZES, "host_budget": SIZES, "min_bytes": SIZES, "device": NOTHING, "model": NOTHING, "pool": NOTHING,
+            "thresholds": NOTHING, "verify": SWITCH, "plans": SWITCH, "recompute": SWITCH, "optimizer": NOTHING,
+            "parameters": (), "progress": SWITCH,
+        }),
+        (partial(cm.attach, model, device=device), {"hbm_budget": SIZES, "verify": SWITCH, "optimizer": NOTHING, "budget": ()}),
+        (cm.attach, {"model": ()}),
+        (partial(cm.save_on_cpu, device=device), {
+            "min_bytes": SIZES, "device": NOTHING, "pool": NOTHING, "thresholds": NOTHING,
+        }),
+        (_installed, {"min_bytes": SIZES, "device": NOTHING, "pool": NOTHING, "thresholds": NOTHING, "pin_memory": ()}),
+        (lambda **given: Trainings("SwapCallback", given, optimizer_state=False), {
+            "hbm_budget": SIZES, "host_budget": SIZES, "min_bytes": SIZES, "device": NOTHING, "pool": NOTHING,
+            "thresholds": NOTHING, "verify": SWITCH, "plans": SWITCH, "recompute": SWITCH, "model": (), "budget": (),
+        }),
+        (partial(Trainings, "SwapCallback", {}), {"optimizer_state": SWITCH}),
+        (partial(cm.PinnedPool, device=device), {"max_bytes": SIZES, "chunk_bytes": SIZES, "device": NOTHING}),
+        (pool.allocate, {"nbytes": SIZES[1:]}), (partial(pool.allocate, 1), {"stream": NOTHING}),
+        (pool.allocate_pageable, {"nbytes": SIZES[1:]}), (partial(_set, pool, "limit_bytes"), {"value": SIZES[1:]}),
+        (partial(pool.empty, 2), {"dtype": ()}), (partial(block.tensor, 2), {"dtype": ()}),
+        (partial(block.numpy, 2), {"dtype": (None, [], {}, np.int64(4096), np.float32(1), torch.ones(2), np.ones((9, 9)))}),
+        *((partial(call, dtype=torch.uint8), {"shape": (4096, True, b"", [], [1], {}, np.int64(4096))})
+          for call in (pool.empty, block.tensor)),
+        (block.wait_on, {"stream": ()}), (block.release, {"after": NOTHING}),
+        (cm.SimDevice, {"spec": (), "hbm_bytes": SIZES, "cost": NOTHING, "moves_bytes": SWITCH}),
+        (lambda stream: device.stream(stream).__enter__(), {"stream": ()}), (cm.resolve_device, {"device": NOTHING}),
+        (cm.merge_reports, {"reports": ()}), (lambda report: cm.merge_reports([report]), {"report": ()}),
+        (session.run_step, {"fn": ()}), (partial(session.run_step, lambda: None), {"snapshot": SWITCH}),
+        (session.restore, {"snapshot": NOTHING}), (session.snapshot().write, {"path": ("x", "1GiB")}),
+        (session.snapshot().write("earlier").wait, {"timeout_s": (None, 4096, 1.5, True, np.int64(4096), np.float32(1))}),
+        *((partial(_set, session, name), {"value": SIZES[1:]}) for name in ("hbm_budget", "host_budget")),
+        *((call, {"path": ("x", "1GiB")}) for call in (session.report().save_html, session.report().save_trace)),
+    ]  # fmt: skip
+    for call, arguments in made:
+        for name, right in arguments.items():
+            yield f"{getattr(call, 'func', call)}({name}=)", partial(_called, call, name), right
+
+
+def _called(call: Any, name: str, value: object) -> None:
+    if isinstance(call, partial) and call.func is _set:
+        call(value)
+    else:
+        call(**{name: value})
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_each_wrong_argument_is_refused_in_one_line_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    device = cm.SimDevice()
+    model = nn.Linear(1, 1)
+    with cm.PinnedPool("1MiB", device=device) as pool, cm.SwapSession("1GiB", "8MiB", device, model=model) as session:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        wrong_ends = []
+        for name, call, right in _callables(device, pool, session):
+            live = pool.stats().num_live
+            for value in WRONG:
+                if repr(value) in map(repr, right):
+                    continue
+                try:
+                    call(value)
+                    wrong_ends.append((name, repr(value), "accepted"))
+                except (TypeError, ValueError) as error:
+                    if not re.fullmatch("[^\\n]*expected [^\\n]*got [^\\n]*", str(error)):
+                        wrong_ends.append((name, repr(value), repr(error)))
+                except Exception as error:  # noqa: BLE001 - all are collected
+                    wrong_ends.append((name, repr(value), repr(error)))
+            assert pool.stats().num_live == live, name
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) == hooks, name
+        assert not wrong_ends, "\n".join(map(str, wrong_ends))
+        del call
+    assert not list(Path().glob("*[!r]"))
 
 
 @pytest.mark.parametrize("wrong", [5, "event", [], cm.SimDevice, object()], ids=lambda wrong: type(wrong).__name__)

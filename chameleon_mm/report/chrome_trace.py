@@ -47,7 +47,7 @@ def write_trace(path: str | Path, data: TraceData) -> None:
     document: dict[str, Any] = {"traceEvents": list(_events(data)), "displayTimeUnit": "ms", "otherData": dict(data.about)}
     if (zero_ns := _unix_ns_at_zero(data)) is not None:
         document["baseTimeNanoseconds"] = zero_ns
-    write_file(Path(path), json.dumps(document))
+    write_file(path, json.dumps(document))
 
 
 def _unix_ns_at_zero(data: TraceData) -> int | None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
+from chameleon_mm.errors import check_type, describe
 from chameleon_mm.report.report import SwapReport
 from chameleon_mm.units import format_size, format_us
-
-_NEEDED = ("rank", "world_size", "plan_digests", "device", "steps", "hbm_budget_bytes", "peak_hbm_bytes", "bytes_swapped_out")
 
 _SUMMED = (
     "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "bytes_recomputed", "bytes_held", "fallbacks",
@@ -26,6 +26,14 @@ _SUMMED = (
 
 _WORST = ("peak_hbm_bytes", "stall_us", "late_us", "recompute_us", "planned_step_us", "measured_step_us")
 """Figures whose total is the maximum over ranks: each rank has its own device, and all wait for the slowest."""
+
+_NEEDED: dict[str, type | tuple[type, ...]] = {
+    "rank": int, "world_size": int, "steps": int, "hbm_budget_bytes": int, "peak_hbm_bytes": int, "bytes_swapped_out": int,
+    "bytes_swapped_in": int, "device": str, "plan_digests": dict,
+}  # fmt: skip
+"""Figures that every report has, and their types."""
+
+_KINDS = {**dict.fromkeys((*_SUMMED, *_WORST), (int, float, NoneType)), "problems": (list, tuple), **_NEEDED}
 
 _PLAN_WORDS = {
     "operators": "their steps have other operators, as parts of a pipeline have",
@@ -81,8 +89,10 @@ class MergedReport:
 def merge_reports(reports: Iterable[SwapReport | Mapping[str, Any]]) -> MergedReport:
     """Merge the reports of the ranks of one job, in any order: `SwapReport`s, or their `to_dict()`.
 
-    Raises `ValueError` for no report at all, for an object that is no report, for two of one rank, and for jobs of other sizes.
+    Raises `TypeError` for an object that is no report. Raises `ValueError` for no report at all, for a dictionary of other
+    figures, for two reports of one rank, and for jobs of other sizes.
     """
+    check_type("merge_reports", reports, Iterable, "several reports", "pass a list of what session.report() gives")
     ranks = sorted((_figures(report) for report in reports), key=lambda figures: int(figures["rank"]))
     if not ranks:
         raise ValueError("merge_reports: expected a report of each rank, got none; pass what session.report() gives on each")
@@ -106,11 +116,22 @@ def merge_reports(reports: Iterable[SwapReport | Mapping[str, Any]]) -> MergedRe
 
 
 def _figures(report: SwapReport | Mapping[str, Any]) -> dict[str, Any]:
+    check_type("merge_reports", report, (SwapReport, Mapping), "SwapReports or their to_dict()", "read a file by json.load")
     figures = report.to_dict() if isinstance(report, SwapReport) else dict(report)
     if lacking := [name for name in _NEEDED if name not in figures]:
         raise ValueError(
             f"merge_reports: expected SwapReports or what their to_dict() gives, got a dictionary without {_and(lacking)}; "
             f"write it again with this version"
+        )
+    wrong = [name for name, kind in _KINDS.items() if name in figures and not isinstance(figures[name], kind)]
+    if not wrong and not 0 <= figures["rank"] < figures["world_size"]:
+        wrong = ["rank"]
+    if not wrong and not all(isinstance(digest, str) for digest in figures["plan_digests"].values()):
+        wrong = ["plan_digests"]
+    if wrong:
+        raise ValueError(
+            f"merge_reports: expected {wrong[0]} as SwapReport.to_dict() gives it, got {describe(figures[wrong[0]])}; write it "
+            f"again with this version"
         )
     return {"problems": [], "simulated": False, **figures}
 

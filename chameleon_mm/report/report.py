@@ -401,7 +401,7 @@ class SwapReport(Counters):
             picture=picture,
             steps=self.step_figures,
         )
-        write_file(Path(path), page)
+        write_file(path, page)
 
     def save_trace(self, path: str | Path) -> None:
         """Write the latest timed spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:

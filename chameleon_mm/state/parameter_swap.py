@@ -269,6 +269,10 @@ class ParameterSwap:
 
     # --- calls of a watch
 
+    def is_parameter(self, t: object) -> bool:
+        """True if `t` is one of the parameters, large or small."""
+        return id(t) in self._keys
+
     def find(self, t: Tensor) -> HostedStorage | None:
         """Find the entry of the storage that `t` lies in; None: it never leaves."""
         if t.layout is not torch.strided or not torch._C._has_storage(t):

@@ -70,6 +70,8 @@ _WRITES_SELF = frozenset((
 _TYPED_STORAGE = Tensor._typed_storage.__code__
 _REDUCE = Tensor._reduce_ex_internal.__code__
 
+_CONVERSIONS = (torch.nn.Module._apply.__code__, torch.nn.Module._load_from_state_dict.__code__)
+
 _LISTS = "_foreach_"
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -88,6 +90,8 @@ class ParameterWatch(TorchFunctionMode):
         caller = sys._getframe().f_back  # autograd's own thread has no caller, in a double backward
         if caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN):
             return func(*args, **kwargs)
+        if caller is not None and caller.f_code in _CONVERSIONS and args and self._swap.is_parameter(args[0]):
+            _refuse_to_swap()
         name = getattr(func, "__name__", "")
         if func in _BACKWARD:
             with self:  # Python code within a backward is seen
@@ -178,6 +182,15 @@ class ParameterWatch(TorchFunctionMode):
             if returned is not None:
                 results.extend(returned)
         return None if returned is None else type(returned)(results)
+
+
+def _refuse_to_swap() -> None:
+    """Raise `RuntimeError` if torch converts modules by swapping tensors: the hooks of a parameter would stay with the other."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        raise RuntimeError(
+            "parameters='swap': expected a conversion of the model that keeps its tensors, got one under "
+            "torch.__future__.set_swap_module_params_on_conversion(True); turn that off, or convert before the session"
+        )
 
 
 def _cut(values: Sequence[Any], start: int, end: int) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from chameleon_mm.errors import check_type
+from chameleon_mm.units import printable
 
 
 def cache_folder() -> Path:
@@ -52,7 +53,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes, *, private: b
     """
     check_type("path", path, (str, os.PathLike), "the path of a file", "pass a str or a Path")
     path = Path(path)
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    data = printable(content).encode() if isinstance(content, str) else content
     if private:
         make_private(path.parent)
     elif not path.parent.is_dir():

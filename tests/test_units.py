@@ -18,7 +18,7 @@ from torch import nn
 import chameleon_mm as cm
 from chameleon_mm import errors
 from chameleon_mm.integrations._trainings import Trainings
-from chameleon_mm.units import GIB, KIB, MIB, TIB, format_size, format_size_up, format_us, parse_size
+from chameleon_mm.units import GIB, KIB, MIB, TIB, format_apart, format_size, format_size_up, format_us, parse_size, printable
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_text_is_parsed_exactly(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@given(st.integers(min_value=0, max_value=2**70))
+@given(st.integers(min_value=0, max_value=2**53 - 1))
 def test_whole_numbers_lose_nothing(nbytes: int) -> None:
     assert parse_size(nbytes) == nbytes
     assert parse_size(str(nbytes)) == nbytes
@@ -88,6 +88,13 @@ def test_a_fraction_of_bytes_themselves_is_refused(text: str) -> None:
 def test_a_negative_count_is_refused() -> None:
     with pytest.raises(ValueError, match="pool limit: expected 0 bytes or more, got -1"):
         parse_size(-1, what="pool limit")
+
+
+@pytest.mark.parametrize("size", [1 << 63, np.uint64(1 << 63), "8388608TiB", f"{'9' * 30}GiB", "9" * 400])
+def test_more_than_any_memory_is_refused(size: int | str) -> None:
+    with pytest.raises(ValueError, match=r"^hbm_budget: expected less than 8 EiB, got \d+(TiB|GiB)?$"):
+        parse_size(size, what="hbm_budget")
+    assert parse_size((1 << 63) - 1) == (1 << 63) - 1
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint64, np.array, torch.tensor])
@@ -149,6 +156,17 @@ def test_a_size_said_back_is_enough_and_says_itself(nbytes: int) -> None:
     said = parse_size(format_size_up(nbytes))
     assert nbytes <= said <= nbytes * 1.01
     assert parse_size(format_size_up(said)) == said
+
+
+def test_sizes_that_differ_are_told_apart() -> None:
+    assert format_apart([20 * GIB, 16 * GIB]) == ["20.0 GiB", "16.0 GiB"]
+    assert format_apart([20 * GIB, 20 * GIB + KIB]) == ["21474836480 B", "21474837504 B"]
+
+
+@given(st.text(st.characters(categories=("Cs", "L", "N")), max_size=5))
+def test_printable_text_can_be_printed(text: str) -> None:
+    assert printable(text).encode("utf-8").decode() == printable(text)
+    assert printable(text) == text or any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 @pytest.mark.parametrize(("us", "text"), [(0, "0.0 us"), (8, "8.0 us"), (12_400, "12.40 ms"), (3.2e6, "3.20 s")])

@@ -16,7 +16,7 @@ from typing import Any
 
 from chameleon_mm.errors import check_type, describe
 from chameleon_mm.report.report import SwapReport
-from chameleon_mm.units import format_size, format_us
+from chameleon_mm.units import format_apart, format_size, format_us, printable
 
 _SUMMED = (
     "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "bytes_recomputed", "bytes_held", "fallbacks",
@@ -83,7 +83,7 @@ class MergedReport:
         problems = [(f"PROBLEM, rank {rank['rank']}", problem) for rank in self.ranks for problem in rank["problems"]]
         lines = [*head, *problems, *rows]
         width = max(len(label) for label, _ in lines)
-        return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+        return printable("\n".join(f"{label:<{width}}  {text}" for label, text in lines))
 
 
 def merge_reports(reports: Iterable[SwapReport | Mapping[str, Any]]) -> MergedReport:
@@ -138,12 +138,13 @@ def _figures(report: SwapReport | Mapping[str, Any]) -> dict[str, Any]:
 
 def _unlike(ranks: list[dict[str, Any]]) -> list[str]:
     """Sentences about the budget, device and number of steps, if ranks differ in them."""
-    told = (("hbm_budget_bytes", "hbm_budget", format_size), ("device", "device", str), ("steps", "steps completed", str))
+    told = (("hbm_budget_bytes", "hbm_budget", format_apart), ("device", "device", list), ("steps", "steps completed", list))
     found = []
     for name, label, show in told:
         groups = _groups(ranks, lambda rank, name=name: rank[name])
         if len(groups) > 1:
-            found.append(f"{label}: " + ", ".join(f"{show(value)} on {_of_ranks(who)}" for value, who in groups))
+            texts = zip(show([value for value, _ in groups]), groups, strict=True)
+            found.append(f"{label}: " + ", ".join(f"{text} on {_of_ranks(who)}" for text, (_, who) in texts))
     return found
 
 

@@ -185,7 +185,7 @@ class ParameterWatch(TorchFunctionMode):
 
 
 def _refuse_to_swap() -> None:
-    """Raise `RuntimeError` if torch converts modules by swapping tensors: the hooks of a parameter would stay with the other."""
+    """Raise `RuntimeError` if torch converts modules by swapping tensors: a parameter would lose its hooks."""
     if torch.__future__.get_swap_module_params_on_conversion():
         raise RuntimeError(
             "parameters='swap': expected a conversion of the model that keeps its tensors, got one under "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import difflib
 import json
 import os
 import sys
@@ -177,12 +178,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def count_own(arguments: Sequence[str]) -> int:
-    """Count the first `arguments` that are options of `run`: the rest is the program with its arguments."""
+    """Count the first `arguments` that are options of `run`: the rest is the program with its arguments. Raises `ValueError`
+    for a misspelt option."""
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     with_value = {name for action in parser._actions if action.nargs != 0 for name in action.option_strings}
+    known = ["--help", *(name for action in parser._actions for name in action.option_strings)]
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("-", "-m", "-c", "--"):
+        given = arguments[at].partition("=")[0]
+        for near in difflib.get_close_matches(given, known, 1) if given not in known else ():
+            raise ValueError(f"run: expected an option of its own before the script, got {given}; did you mean {near}?")
         at += 2 if arguments[at] in with_value else 1
     return min(at, len(arguments))
 

@@ -46,6 +46,7 @@ CACHE: Path | None = None
 
 _COMPILE_LIMIT_S = 600
 _BUILD_LIMIT_BYTES = 64 * MIB
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 _HEADER = Path("include", "torch", "csrc", "autograd", "python_variable.h")
 
@@ -108,7 +109,7 @@ def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
             fresh = Path(made) / path.name
             _compile([*command, "-o", str(fresh), *_libraries(name)], name, fresh)
             whole = fresh.read_bytes()
-        write_file(path, whole + _digest(whole), private=True)
+        write_file(path, whole + hashlib.sha256(whole).digest(), private=True)
     except (OSError, RuntimeError) as error:
         if isinstance(error, NativeBuildError):
             raise
@@ -116,10 +117,6 @@ def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
             f"native: expected to write the helper {name!r} to the user's cache, got {error}; make that folder writable"
         ) from error
     return path
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
 
 
 def _command(compiler: str) -> list[str]:
@@ -220,8 +217,7 @@ def _import(name: str, path: Path) -> ModuleType | str:
         build = read_file(path, _BUILD_LIMIT_BYTES)
     except OSError as error:
         return f"does not load: {error}"
-    size = len(build) - len(_digest(b""))
-    if size < 0 or _digest(build[:size]) != build[size:]:
+    if hashlib.sha256(build[:-_DIGEST_BYTES]).digest() != build[-_DIGEST_BYTES:]:
         return "does not load: it is cut short or changed (`chameleon-mm native` builds it anew)"
     loader = importlib.machinery.ExtensionFileLoader(f"chameleon_mm_{name}", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)

@@ -26,7 +26,10 @@ def cache_folder() -> Path:
         import platformdirs  # imported here: a bare checkout runs without it, and has no cache
     except ImportError as error:
         raise RuntimeError("cache: expected the package platformdirs, got none; install it") from error
-    return platformdirs.user_cache_path("chameleon_mm")
+    folder = platformdirs.user_cache_path("chameleon_mm")
+    if not folder.is_absolute():
+        raise RuntimeError(f"cache: expected a folder in the user's home, got {folder}; set HOME")
+    return folder
 
 
 def read_file(path: Path, limit_bytes: int) -> bytes:

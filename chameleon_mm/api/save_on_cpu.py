@@ -37,13 +37,12 @@ AHEAD_BYTES = 256 * MIB
 
 
 def check_early(given: Mapping[str, Any]) -> None:
-    """Check those of the arguments of a session or `save_on_cpu` that need no device, and start nothing. Raises `TypeError` and
-    `ValueError`."""
+    """Raise `TypeError` or `ValueError` for a wrong argument of a session or `save_on_cpu`, as far as no device is needed."""
     for name, value in given.items():
         if name in ("verify", "plans", "recompute"):
             check_type(name, value, bool, "True or False", "pass one of the two")
-        elif value is None:
-            continue
+        elif value is None or (name == "device" and str(value).startswith("cuda")):
+            continue  # a GPU is not asked: that would start CUDA
         elif name in ("hbm_budget", "host_budget", "min_bytes"):
             parse_size(value, what=name)
         elif name == "model":
@@ -52,7 +51,7 @@ def check_early(given: Mapping[str, Any]) -> None:
             check_type(name, value, PinnedPool, "a PinnedPool or None", "pass PinnedPool('8GiB')")
         elif name == "thresholds":
             check_type(name, value, Thresholds, "a chameleon_mm.swap.copy_queue.Thresholds or None", "leave it out")
-        elif name == "device" and not str(value).startswith("cuda"):  # a GPU is not asked: that would start CUDA
+        elif name == "device":
             resolve_device(value)
 
 

@@ -269,9 +269,13 @@ class ParameterSwap:
 
     # --- calls of a watch
 
-    def is_parameter(self, t: object) -> bool:
-        """True if `t` is one of the parameters, large or small."""
-        return id(t) in self._keys
+    def refuse_swap_of(self, t: object) -> None:
+        """Raise `RuntimeError` if `t` is a parameter, and torch converts modules by swapping tensors: it loses its hooks."""
+        if id(t) in self._keys and torch.__future__.get_swap_module_params_on_conversion():
+            raise RuntimeError(
+                "parameters='swap': expected a conversion of the model that keeps its tensors, got one under "
+                "torch.__future__.set_swap_module_params_on_conversion(True); turn that off, or convert before the session"
+            )
 
     def find(self, t: Tensor) -> HostedStorage | None:
         """Find the entry of the storage that `t` lies in; None: it never leaves."""

@@ -90,8 +90,8 @@ class ParameterWatch(TorchFunctionMode):
         caller = sys._getframe().f_back  # autograd's own thread has no caller, in a double backward
         if caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN):
             return func(*args, **kwargs)
-        if caller is not None and caller.f_code in _CONVERSIONS and args and self._swap.is_parameter(args[0]):
-            _refuse_to_swap()
+        if caller is not None and caller.f_code in _CONVERSIONS and args:
+            self._swap.refuse_swap_of(args[0])
         name = getattr(func, "__name__", "")
         if func in _BACKWARD:
             with self:  # Python code within a backward is seen
@@ -182,15 +182,6 @@ class ParameterWatch(TorchFunctionMode):
             if returned is not None:
                 results.extend(returned)
         return None if returned is None else type(returned)(results)
-
-
-def _refuse_to_swap() -> None:
-    """Raise `RuntimeError` if torch converts modules by swapping tensors: a parameter would lose its hooks."""
-    if torch.__future__.get_swap_module_params_on_conversion():
-        raise RuntimeError(
-            "parameters='swap': expected a conversion of the model that keeps its tensors, got one under "
-            "torch.__future__.set_swap_module_params_on_conversion(True); turn that off, or convert before the session"
-        )
 
 
 def _cut(values: Sequence[Any], start: int, end: int) -> tuple[Any, ...]:

@@ -197,9 +197,9 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
         return built_in(text, batch=batch or 1, seq=seq, layers=layers)
     if ":" in text and not Path(text).exists():
         return own_function(text, batch=batch, seq=seq, layers=layers)
-    if _is_a_path(text) and not Path(text).exists():
+    if _is_a_path(text) and not (Path(text).is_file() or Path(text).is_dir()):
         raise ModelUnusable(
-            f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which does not exist; correct "
+            f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which is neither; correct "
             f"the path, or name a built-in model or module:function"
         )
     likely = difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=0.8)

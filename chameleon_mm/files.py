@@ -21,14 +21,14 @@ from chameleon_mm.units import printable
 
 
 def cache_folder() -> Path:
-    """Folder of this user's caches. Raises `RuntimeError` if there is none."""
+    """Folder of this user's caches. Raises `FileNotFoundError` or `RuntimeError` if there is none."""
     try:
         import platformdirs  # imported here: a bare checkout runs without it, and has no cache
     except ImportError as error:
-        raise RuntimeError("cache: expected the package platformdirs, got none; install it") from error
+        raise FileNotFoundError("cache: expected the package platformdirs, got none; install it") from error
     folder = platformdirs.user_cache_path("chameleon_mm")
     if not folder.is_absolute():
-        raise RuntimeError(f"cache: expected a folder in the user's home, got {folder}; set HOME")
+        raise FileNotFoundError(f"cache: expected a folder in the user's home, got {folder}; set HOME")
     return folder
 
 

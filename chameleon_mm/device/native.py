@@ -52,7 +52,7 @@ _HEADER = Path("include", "torch", "csrc", "autograd", "python_variable.h")
 
 
 def folder() -> Path:
-    """Folder of the builds. Raises `RuntimeError` if the user has no folder for caches."""
+    """Folder of the builds. Raises as `cache_folder` does."""
     return CACHE or cache_folder() / "native"
 
 

@@ -61,7 +61,7 @@ def keep(device: Device, kind: str, values: Mapping[str, Any]) -> bool:
 
 
 def cache_file(device: Device, kind: str) -> Path:
-    """Path of the file of that kind for that device and its driver. Raises `RuntimeError` if the user has no home."""
+    """Path of the file of that kind for that device and its driver. Raises as `cache_folder` does."""
     name, driver = (re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") for text in (device.name, device.driver))
     return cache_folder() / f"{kind}-{name}-{driver}.json"
 

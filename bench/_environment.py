@@ -23,6 +23,7 @@ from typing import Any
 
 from chameleon_mm.bench._stand_in import check_place, is_stand_in
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.files import write_file
 
 _DISTRIBUTIONS = ("chameleon-mm", "torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "cupy")
 _GIT_TIMEOUT_S = 10
@@ -115,4 +116,4 @@ def write_text(path: Path, text: str, header: Mapping[str, Any]) -> None:
     the result is of the CUDA stand-in."""
     check_place(path, root=checkout_root(), stand_in=bool(header.get("stand_in")))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_file(path, text)

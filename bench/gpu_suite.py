@@ -243,8 +243,10 @@ def read_record(path: Path) -> tuple[dict[str, Any] | None, str]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None, "wrote no result"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return None, f"wrote an unreadable result: {error}"
+    if not isinstance(record, dict):
+        return None, f"wrote an unreadable result: expected a JSON object, got {type(record).__name__}"
     missing = [key for key in ("schema", "device", "simulated", "commit", "versions") if key not in record]
     if missing:
         return None, f"expected {', '.join(missing)} in its result, got none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 
 class ChameleonError(Exception):
@@ -77,7 +78,7 @@ class ProgramInterrupted(KeyboardInterrupt):
 # check_keywords("install", arguments, save_on_cpu)
 
 
-def check_type(name: str, value: object, kind: type, expected: str, way_out: str) -> None:
+def check_type(name: str, value: object, kind: type | tuple[type, ...], expected: str, way_out: str) -> None:
     """Raise `TypeError` unless `value` is an instance of `kind`. `name` is the argument's name."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}; {way_out}")
@@ -94,9 +95,8 @@ def check_keywords(what: str, given: Iterable[str], function: Callable[..., obje
     known = [name for name in inspect.signature(function).parameters if name not in but]
     for name in given:
         if name not in known:
-            raise TypeError(
-                f"{what}: expected arguments of {function.__name__} ({', '.join(known)}), got {name}=; leave it out"
-            )
+            way_out = "".join(f"did you mean {near}=?" for near in get_close_matches(name, known, 1)) or "leave it out"
+            raise TypeError(f"{what}: expected arguments of {function.__name__} ({', '.join(known)}), got {name}=; {way_out}")
 
 
 def describe(value: object) -> str:

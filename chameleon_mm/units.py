@@ -6,10 +6,13 @@ parse_size(format_size_up(nbytes)) >= nbytes        # a printed size is large en
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from math import floor
 from operator import index
 from typing import TYPE_CHECKING, TypeVar
+
+from chameleon_mm.errors import describe
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,18 +40,24 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: int | str, *, what: str = "size") -> int:
-    """Bytes of `size`: an int of bytes, or text such as "20GiB", "1.5 MiB", "8GB" (KiB.. are 1024-based, KB.. 1000-based).
+    """Bytes of `size`: an integer of bytes, or text such as "20GiB", "1.5 MiB", "8GB" (KiB.. are 1024-based, KB.. 1000-based).
 
     Fractions of a byte are rounded down, so that a budget is never exceeded: "112.3GiB" is 120581206835 bytes. `what` names
     the argument in the error. Raises `TypeError` for another type. Raises `ValueError` for text that is not a size, for a
-    negative size, and for a fraction of a byte ("1.5"), where a unit was probably left out.
+    negative size, for 8 EiB or more, and for a fraction of a byte ("1.5"), where a unit was probably left out.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise TypeError(f'{what}: expected an int of bytes or text such as "20GiB", got {size!r} ({type(size).__name__})')
-    if isinstance(size, int):
-        if size < 0:
-            raise ValueError(f"{what}: expected 0 bytes or more, got {size}")
-        return size
+    try:
+        if isinstance(size, bool):
+            raise TypeError
+        nbytes = _parse_text(size, what) if isinstance(size, str) else index(size)  # NumPy's integers, too
+    except TypeError:
+        raise TypeError(f'{what}: expected an int of bytes or text such as "20GiB", got {describe(size)}') from None
+    if not 0 <= nbytes < 1 << 63:
+        raise ValueError(f"{what}: expected {'0 bytes or more' if nbytes < 0 else 'less than 8 EiB'}, got {size}")
+    return nbytes
+
+
+def _parse_text(size: str, what: str) -> int:
     match = _SIZE.fullmatch(size)
     if match is None or match[2].upper() not in _FACTORS:
         raise ValueError(f'{what}: expected a number and B, KiB, MiB, GiB, TiB, KB, MB, GB or TB ("20GiB"), got {size!r}')
@@ -56,16 +65,6 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
     if factor == 1 and number.denominator != 1:
         raise ValueError(f'{what}: expected a whole number of bytes, or a unit after it ("1.5GiB"), got {size!r}')
     return floor(number * factor)
-
-
-def whole_bytes(name: str, nbytes: int) -> int:
-    """Return `nbytes` as an int. `name` is the argument's name. Raises `TypeError` for other types, all floats included."""
-    try:
-        return index(nbytes)
-    except TypeError:
-        raise TypeError(
-            f"{name}: expected a whole number of bytes, got {nbytes!r} ({type(nbytes).__name__}); give an int"
-        ) from None
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -85,6 +84,17 @@ def format_size(nbytes: float) -> str:
             value = nbytes / factor
             return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def format_apart(sizes: Sequence[int]) -> list[str]:
+    """Texts of different sizes, as of `format_size`; in bytes if two of them would be alike."""
+    texts = [format_size(nbytes) for nbytes in sizes]
+    return texts if len({*texts}) == len(sizes) else [f"{nbytes} B" for nbytes in sizes]
+
+
+def printable(text: str) -> str:
+    """Text that any UTF-8 file and terminal takes: lone surrogates, as of hostile names, are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def format_size_up(nbytes: int) -> str:

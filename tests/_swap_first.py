@@ -12,7 +12,7 @@ from chameleon_mm.plan.swap_plan import PlannedMemory, SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.plan.unswapped_memory import Candidates, below_least, memory_curve
-from chameleon_mm.units import whole_bytes
+from chameleon_mm.units import parse_size
 
 
 def swap_first(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
@@ -22,7 +22,7 @@ def swap_first(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, depth: in
 
     Raises `InfeasibleBudget` where all candidates are not enough, `TypeError` for a budget that is no whole number.
     """
-    hbm_budget = whole_bytes("hbm_budget", hbm_budget)
+    hbm_budget = parse_size(hbm_budget, what="hbm_budget")
     candidates, memory = Candidates.of(trace), PlannedMemory(trace, memory_curve(trace))
     largest = np.argsort(-candidates.size, kind="stable")
 

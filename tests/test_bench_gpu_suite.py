@@ -61,10 +61,12 @@ def test_a_part_that_passes(tmp_path: Path) -> None:
         ("os.abort()", None, "exit code -6"),
         ("", None, "wrote no result"),
         ("out.write_text('{')", None, "unreadable result"),
+        ("out.write_text('7')", None, "unreadable result: expected a JSON object, got int"),
+        ("out.write_text('[' * 100_000)", None, "unreadable result"),
         ("", {**RECORD, "simulated": True}, "expected a result of a real GPU"),
         ("", {key: value for key, value in RECORD.items() if key != "commit"}, "expected commit in its result"),
     ],
-    ids=["message", "exit code", "crash", "no record", "broken record", "simulated", "no commit"],
+    ids=["message", "exit code", "crash", "no record", "broken record", "number", "deep", "simulated", "no commit"],
 )
 def test_a_part_that_fails(code: str, record: dict[str, Any] | None, detail: str, tmp_path: Path) -> None:
     outcome = run_alone(part("copy", code, record=record), tmp_path)

@@ -90,6 +90,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--steps", "few"], "'few'"),
         (["demo", "--marmot"], "--marmot"),
         (["bench", "training", "--dtype", "int3"], "int3"),
+        (["plan", "gpt2", f"--hbm-budget={'9' * 30}GiB"], "chameleon-mm: --hbm-budget: expected less than 8 EiB"),
+        (["plan", "./\udcff.json"], "./\\udcff.json"),
         (["bench", "training", "--device=sim", "--layers=2", "--heads=5"], "multiple of"),
         (["bench", "training", "--device=sim", "--steps=0"], "--steps"),
         *([["bench", theme, "--device=sim", "--repeats=0"], "repeats"] for theme in REPEATING),

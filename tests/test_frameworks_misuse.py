@@ -151,6 +151,10 @@ def test_lightning_tells_of_a_training_that_raised(tmp_path: Path) -> None:
         fit(lightning.trainer(tmp_path, [swap]), module)
     check_nothing_left(module)
     assert swap.report().steps == 1
+    swap._trainings.begin(None, module, [])
+    swap.detach()  # of one that no callback ended
+    check_nothing_left(module)
+    swap.detach()
 
 
 def test_the_state_of_the_optimizer_leaves_where_that_is_asked_for(tmp_path: Path) -> None:

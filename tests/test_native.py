@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +14,9 @@ import torch
 
 from chameleon_mm.device import native
 from chameleon_mm.errors import NativeBuildError
+from chameleon_mm.files import write_file
 from chameleon_mm.tools import cli
+from tests._native import helper
 
 
 @pytest.fixture
@@ -83,6 +90,49 @@ def test_a_build_that_does_not_load_is_absent(empty: Path, tmp_path: Path) -> No
     assert native.status("memory").words.startswith("does not load: ")
 
 
+LOADS = """
+import sys
+from pathlib import Path
+from chameleon_mm.device import native
+native.CACHE = Path(sys.argv[1])
+print(native.load("notes"), native.status("notes").words)
+"""
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda path: os.truncate(path, 4096), "cut short or changed"),
+        (lambda path: os.truncate(path, path.stat().st_size - 1), "cut short or changed"),
+        (lambda path: os.truncate(path, 1 << 40), "67108864 bytes at most"),
+        (lambda path: path.write_bytes(b"\x7fELF" + bytes(10_000)), "cut short or changed"),
+        (lambda path: path.chmod(0o666), "only this user can change"),
+        (fifo, "expected a regular file"),
+        (lambda path: path.rename(path.with_name("moved")) and path.symlink_to("moved"), "symbolic link"),
+        (lambda path: path.parent.chmod(0o777), "only this user can change"),
+    ],
+)
+def test_a_build_that_was_harmed_ends_no_process(
+    harm: Callable[[Path], object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper("notes", monkeypatch)
+    build = tmp_path / "builds" / native.file_of("notes").name
+    write_file(build, native.file_of("notes").read_bytes(), private=True)
+    harm(build)
+    ran = subprocess.run([sys.executable, "-c", LOADS, str(build.parent)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, (ran.returncode, ran.stderr)
+    assert ran.stdout.startswith("None does not load: ") and words in ran.stdout
+    monkeypatch.setattr(native, "CACHE", build.parent)
+    native.build("notes", again=True, compiler=script(tmp_path / "c++", 'while [ "$1" != -o ]; do shift; done; echo > "$2"'))
+    assert stat.S_ISREG(build.lstat().st_mode)
+    assert native.status("notes").words.startswith("does not load: ") and words not in native.status("notes").words
+
+
 def test_a_build_that_does_not_load_is_built_anew(empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copies = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"')
     native.build("memory", compiler=copies)
@@ -100,7 +150,7 @@ def test_the_command_builds_and_removes(empty: Path, tmp_path: Path, capsys: pyt
     assert "expected a C++ compiler" in capsys.readouterr().err
     assert cli.main(["native", "--compiler", copies]) == 0
     assert "memory: does not load" in capsys.readouterr().out
-    (empty / "building-1234").mkdir()  # of one that was killed
+    (empty / ".1234.tmp").touch()  # of one that was killed
     assert cli.main(["native", "--remove"]) == 0
     assert "removed 1 builds" in capsys.readouterr().out
     assert list(empty.iterdir()) == []

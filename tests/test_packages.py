@@ -11,7 +11,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[1]
 _TOOL = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
 _PACKAGES: dict[str, str] = _TOOL["chameleon-mm"]["packages"]
-_BESIDE = {"__main__", "bench", "errors", "integrations", "kernels", "replayable", "units"}
+_BESIDE = {"__main__", "bench", "errors", "files", "integrations", "kernels", "replayable", "units"}
 
 
 def test_there_are_ten_in_the_order_of_the_layers() -> None:

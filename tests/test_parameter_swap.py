@@ -6,7 +6,7 @@ The reference is plain PyTorch on the same device, with nothing of ours around i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 import pytest
@@ -21,7 +21,7 @@ from chameleon_mm.state.hosted import HostedStorage, Where
 from chameleon_mm.state.parameter_swap import ParameterSwap
 from chameleon_mm.state.window import Window
 from chameleon_mm.swap.calling_thread import ThisProcess
-from chameleon_mm.units import KIB
+from chameleon_mm.units import KIB, MIB
 from tests._ordering import SLOW_LINK
 from tests._parameter_programs import OPTIMIZERS, PROGRAMS, WIDTH, Make, Plain, Swapped, go_on, mlp, train
 from tests.observed import SimLifetimeError, SimRaceError
@@ -329,6 +329,52 @@ def test_bad_input_is_one_sentence(device: Device) -> None:
     with pytest.raises(cm.InfeasibleBudget, match=r"the room for a parameter of .* its gradient and what comes next") as caught:
         cm.SwapSession(KIB, device=device, model=model, parameters="swap")
     assert caught.value.smallest_bytes is not None
+
+
+def swapped_directly(part: nn.Module) -> None:
+    assert isinstance(part, nn.Linear)
+    torch.utils.swap_tensors(part.weight, nn.Parameter(part.weight.detach() * 2))
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "to another dtype": lambda part: part.bfloat16().float(),
+    "to another place": lambda part: part.to_empty(device=next(part.parameters()).device),
+    "loaded": lambda part: part.load_state_dict({name: value * 2 for name, value in part.state_dict().items()}),
+    "directly": swapped_directly,
+}
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_a_conversion_by_swapped_tensors_is_refused_with_nothing_changed(device: Device, kind: str) -> None:
+    """Of the model that is swapped alone; plain PyTorch, in the same program, does not convert."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return mlp().to(device.torch_device)
+
+    def trained(model: nn.Module, session: cm.SwapSession | None = None) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(4):
+            with nullcontext() if session is None else session.step():
+                model(torch.full((4, WIDTH), number + 1.0, device=device.torch_device)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if number == 1 and session is not None:
+                torch.__future__.set_swap_module_params_on_conversion(True)
+                try:
+                    CONVERSIONS[kind](nn.Linear(WIDTH, WIDTH))
+                    with pytest.raises(RuntimeError, match=words):
+                        CONVERSIONS[kind](model.get_submodule("0"))
+                finally:
+                    torch.__future__.set_swap_module_params_on_conversion(False)
+        return [p.detach().clone() for p in model.parameters()]
+
+    words = "Cannot swap t1" if kind == "directly" else r"^parameters='swap': expected a conversion of the model that keeps"
+    plain, model = trained(made()), made()
+    budget = device.allocated_bytes() + 4 * MIB
+    with device.compute(), cm.SwapSession(budget, device=device, model=model, parameters="swap", min_bytes=1) as session:
+        ours = trained(model, session)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
 TORCHSCRIPT: dict[str, Callable[[nn.Module], nn.Module]] = {

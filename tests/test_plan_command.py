@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -598,14 +599,15 @@ def test_a_llama_of_hugging_faces_needs_what_ours_does(tmp_path: Path) -> None:
     assert theirs.about.endswith("(LlamaForCausalLM), 2 x 512 tokens")
 
 
-@pytest.mark.parametrize("path", ["./nofile.json", "nofile.json", "/nowhere/model", "../nowhere", "a/b/c"])
+@pytest.mark.parametrize("path", ["./nofile.json", "nofile.json", "/nowhere/model", "../nowhere", "a/b/c", "./fifo.json"])
 def test_a_path_to_nothing_is_told_as_one(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo.json")  # which nobody writes: a reader would wait for ever
     assert main(["plan", path]) == 2
     said = capsys.readouterr().err
-    assert f"expected a file or folder with a Hugging Face configuration, got {path!r}, which does not exist" in said
+    assert f"expected a file or folder with a Hugging Face configuration, got {path!r}, which is neither" in said
     assert said.count("\n") == 1
 
 

@@ -195,7 +195,7 @@ def test_a_part_fills_the_budget_to_the_last_unit() -> None:
     ("budgets", "knobs", "told"),
     [
         ((0, None), {}, "hbm_budget: expected more than 0 bytes, got 0"),
-        ((-1, None), {}, "hbm_budget: expected more than 0 bytes, got -1"),
+        ((-1, None), {}, "hbm_budget: expected 0 bytes or more, got -1"),
         ((1 << 20, -1), {}, "host_budget: expected 0 bytes or more"),
         ((1 << 20, None), {"lead_us": float("nan")}, "lead_us: expected finite times"),
         ((1 << 20, None), {"lead_us": {3: -1.0}}, "lead_us: expected finite times"),
@@ -211,7 +211,7 @@ def test_bad_arguments(budgets: tuple[int, int | None], knobs: dict[str, float],
         candidate_plans(chain(layers=2), *budgets, H200_LINK, **knobs)  # type: ignore[arg-type]  # bad ones are what is tried
 
 
-@pytest.mark.parametrize("budget", [float("nan"), float("inf"), 1.5e8, 1e9, "1GiB"])
+@pytest.mark.parametrize("budget", [float("nan"), float("inf"), 1.5e8, 1e9])
 def test_budgets_are_whole_numbers_of_bytes(budget: int) -> None:
     trace = chain(layers=2)
     for name, ask in (
@@ -220,7 +220,7 @@ def test_budgets_are_whole_numbers_of_bytes(budget: int) -> None:
         ("hbm_budget", lambda: swap_first(trace, budget, H200_LINK)),
         ("hbm_budget", lambda: ideal(trace, budget, H200_LINK)),
     ):
-        with pytest.raises(TypeError, match=f"{name}: expected a whole number of bytes, got {budget!r}"):
+        with pytest.raises(TypeError, match=f"{name}: expected an int of bytes or text .* got {budget!r}"):
             ask()
 
 

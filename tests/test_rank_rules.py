@@ -3,18 +3,20 @@ without a wait, and reports of ranks become one."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -234,15 +236,19 @@ class Elsewhere:
         return ranks.problems
 
 
+@pytest.mark.parametrize(
+    ("mine", "said"),
+    [(16 * GIB, "16.0 GiB here and 20.0 GiB there"), (20 * GIB + 1024, "21474837504 B here and 21474836480 B there")],
+)
 def test_a_rank_with_another_budget_than_the_first_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mine: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = Elsewhere(monkeypatch, HashStore())
     assert ranks.enter(0, 20 * GIB) == ()
     with caplog.at_level(logging.WARNING):
-        (problem,) = ranks.enter(1, 16 * GIB)
+        (problem,) = ranks.enter(1, mine)
     assert "rank 1" in problem and "rank 0" in problem
-    assert "16.0 GiB here and 20.0 GiB there" in problem
+    assert said in problem
     assert [record.getMessage() for record in caplog.records] == [f"chameleon_mm: {problem}"]
 
 
@@ -338,6 +344,8 @@ def test_ranks_with_other_budgets_and_other_steps_are_told_apart(monkeypatch: py
     budgets, plans = merged.differences
     assert budgets == "hbm_budget: 9.00 MiB on ranks 0 and 2, 7.00 MiB on rank 1"
     assert plans.startswith("plans: there are 2, of ranks 0 and 2; rank 1: their steps are the same")
+    near = cm.merge_reports([same, dataclasses.replace(same, rank=1, hbm_budget_bytes=same.hbm_budget_bytes + 1024)])
+    assert near.differences[0] == f"hbm_budget: {9 * MIB} B on rank 0, {9 * MIB + 1024} B on rank 1"
     other = cm.merge_reports([same, tight, trained(2, 3, monkeypatch, layers=9)])
     assert any("other operators" in sentence for sentence in other.differences)
 
@@ -360,11 +368,50 @@ def test_a_missing_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reports_that_do_not_belong_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = trained(0, 2, monkeypatch), trained(0, 3, monkeypatch)
-    for reports, said in (
+    wrong: list[tuple[Any, str]] = [
         ([], "got none"),
         ([one, one], "more of rank 0"),
         ([one, other], "some of 2 and 3 ranks"),
         ([{"rank": 0}], "a dictionary without world_size"),
-    ):
-        with pytest.raises(ValueError, match=said):
+        ([cm.merge_reports([one]).to_dict()], "a dictionary without rank"),
+        *(([{**one.to_dict(), name: value}], f"expected {name} as .* gives it, got") for name, value in OTHER_FIGURES),
+    ]
+    for reports, said in wrong:
+        with pytest.raises(ValueError, match=said) as caught:
             cm.merge_reports(reports)
+        assert "\n" not in str(caught.value)
+
+
+OTHER_FIGURES: list[tuple[str, object]] = [
+    ("rank", "0"), ("rank", None), ("world_size", 2.0), ("steps", []), ("device", ["a"]),
+    ("device", None), ("hbm_budget_bytes", "1GiB"), ("peak_hbm_bytes", None), ("bytes_swapped_in", None),
+    ("plan_digests", []), ("stall_us", "1"), ("fallbacks", {}), ("problems", "one"),
+]  # fmt: skip
+"""Valid JSON of another shape."""
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\ud800b", "<\udfff>"])
+def test_a_hostile_name_is_escaped_in_each_report(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = trained(0, 1, monkeypatch)
+    report.device, report.problems = name, (f"thread {name}",)
+    merged = cm.merge_reports([report])
+    for text in (str(report), str(merged)):
+        assert "\\ud" in text and text.encode("utf-8")
+    report.save_html(tmp_path / "page.html")
+    report.save_trace(tmp_path / "trace.json")
+    assert "\\ud" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["otherData"]["device"] == name
+
+
+def test_hostile_names_of_modules_are_escaped_in_the_page(tmp_path: Path) -> None:
+    device = cm.SimDevice()
+    model = nn.Sequential(OrderedDict((f"a\udcff{number}", nn.Linear(512, 512)) for number in range(8)))
+    with device.compute(), cm.SwapSession(device.allocated_bytes() + 40 * MIB, "64MiB", device, model=model) as session:
+        for _ in range(3):
+            with session.step():
+                model(torch.randn(512, 512)).square().mean().backward()
+                model.zero_grad()
+    report = session.report()
+    assert report.planned is not None
+    report.save_html(tmp_path / "page.html")
+    assert "a\\udcff3" in (tmp_path / "page.html").read_text(encoding="utf-8")

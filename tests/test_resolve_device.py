@@ -78,6 +78,9 @@ def test_cuda_by_index() -> None:
     )
     with pytest.raises(ValueError, match="expected an index from 0 to"):
         resolve_device(f"cuda:{torch.cuda.device_count()}")
+    for wrong in ("0", 0.0, [0]):
+        with pytest.raises(TypeError, match="index: expected the number of a GPU or None, got"):
+            CudaDevice(wrong)  # type: ignore[arg-type]  # the wrong type is what is tested
 
 
 # --- that it simulates

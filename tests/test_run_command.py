@@ -195,6 +195,11 @@ def test_a_budget_that_is_too_small_stops_the_script_before_its_first_step(
         (["--device", "sim:abacus", __file__], "abacus"),
         (["--report", "no/folder/report.json", __file__], "--report"),
         (["--marmot", __file__], "--marmot"),
+        (["--budget", "1GiB", __file__], "got --budget; did you mean --hbm-budget?"),
+        (["--hbm_budget=1GiB", __file__], "got --hbm_budget; did you mean --hbm-budget?"),
+        (["--html", "x.html", "--verfy", __file__], "got --verfy; did you mean --verify?"),
+        (["a\udcff.py"], "a\\udcff.py, which does not exist"),
+        (["--report", "no/\udcff.json", __file__], "no/\\udcff.json"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_began(

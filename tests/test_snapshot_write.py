@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.state import checkpoint_folder
+from tests._fakes import refusing
 from tests._snapshots import RUNS, Training, equal, plainly, read, session_of, steps
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -442,11 +443,14 @@ def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
         assert read(tmp_path / "latest")["model"]
 
 
+@pytest.mark.parametrize("locks", [True, False])
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_two_writers_of_one_checkpoint_do_not_mix(
-    exchanges: bool, sim: cm.SimDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exchanges: bool, locks: bool, sim: cm.SimDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two sessions: the writes of one follow each other."""
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", refusing(OSError, errno.ENOLCK, "No locks available"))
     if not exchanges:
         monkeypatch.setattr(checkpoint_folder, "exchange", lambda one, other: False)
     path = written(tmp_path / "run").path
@@ -464,6 +468,21 @@ def test_two_writers_of_one_checkpoint_do_not_mix(
             saved = read(first.wait())
     assert all(torch.equal(value, saved["model"][name]) for name, value in training.model.state_dict().items())
     assert names(tmp_path) == ["run"]
+
+
+def test_a_planted_lock_or_leftover_is_not_followed(tmp_path: Path) -> None:
+    """By `wait`, as `OSError`: what the links lead to is unchanged, and so is the earlier checkpoint."""
+    path = written(tmp_path / "run").path
+    before = contents(path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x").write_text("mine")
+    for name, target in ((".run.lock", "made"), (".run.lock", "mine/x"), (".run.part", "mine")):
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(OSError, match="symbolic link"):
+            written(path)
+        (tmp_path / name).unlink()
+        assert names(tmp_path) == ["mine", "run"]
+    assert (contents(path), contents(tmp_path / "mine")) == (before, {"x": b"mine"})
 
 
 def test_many_writers_of_one_checkpoint_leave_one_of_theirs(tmp_path: Path) -> None:

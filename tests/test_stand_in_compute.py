@@ -6,7 +6,10 @@ These tests are about the stand-in itself. On a GPU there is nothing to test her
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +19,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
+from chameleon_mm.kernels.checksum import add_checksum
 from tests._op_samples import OPS, Bits, bits_of, samples_of
 from tests.cuda_stand_in import control
+from tests.cuda_stand_in.bindings import lead_functions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -265,3 +270,35 @@ def test_the_language_is_tritons_own_again_after_a_kernel_was_interpreted() -> N
     pack(out, [x.view(torch.uint8)], [0], num_programs=1)
     assert torch.equal(out.view(torch.int64), x)
     assert own() == before
+
+
+def _checksum() -> Tensor:
+    out = torch.tensor([17], device="cuda")
+    add_checksum(out, torch.arange(5000, device="cuda").to(torch.uint8), num_programs=2)
+    return out
+
+
+def _captured() -> Tensor:
+    x = torch.arange(8.0, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x[::2] * 2 + 1
+    x.add_(1)
+    graph.replay()
+    return y
+
+
+@pytest.mark.parametrize("compute", [_checksum, _captured])
+def test_another_default_device_changes_nothing(compute: Callable[[], Tensor]) -> None:
+    torch.manual_seed(3)
+    expected = compute().cpu()
+    torch.manual_seed(3)
+    with torch.device("cuda"):
+        assert torch.equal(compute().cpu(), expected)
+
+
+def test_a_library_in_a_linked_folder_is_led_as_well(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("cupy_backends.cuda.api.runtime")
+    assert spec is not None and spec.origin is not None
+    (tmp_path / "link").symlink_to(Path(spec.origin).parent)
+    assert lead_functions(str(tmp_path / "link" / Path(spec.origin).name)) > 0

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device import gpu_name
 from chameleon_mm.device.uncompiled import uncompiled
-from chameleon_mm.errors import check_type
+from chameleon_mm.errors import check_keywords, check_type
 from chameleon_mm.record.dispatch_state import in_backward
 from chameleon_mm.record.step_log import gradients_of
 from chameleon_mm.report.report import SwapReport
@@ -121,6 +121,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
     If the model moves to its device only later, its first forward raises that.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", "pass the model that the training loop calls")
+    check_keywords("attach", session_args, SwapSession)
     for name, module in model.named_modules():
         if any(isinstance(hook, _ForwardHook) for hook in module._forward_pre_hooks.values()):
             part = f"whose part {name!r} is" if name else "that is"

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from chameleon_mm.device import Device
+from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import check_keywords, check_type
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule, Limits
@@ -32,6 +34,25 @@ LEAVING_BYTES = 256 * MIB
 
 AHEAD_BYTES = 256 * MIB
 """HBM that prefetches may hold before their first use."""
+
+
+def check_early(given: Mapping[str, Any]) -> None:
+    """Raise `TypeError` or `ValueError` for a wrong argument of a session or `save_on_cpu`, as far as no device is needed."""
+    for name, value in given.items():
+        if name in ("verify", "plans", "recompute"):
+            check_type(name, value, bool, "True or False", "pass one of the two")
+        elif value is None or (name == "device" and str(value).startswith("cuda")):
+            continue  # a GPU is not asked: that would start CUDA
+        elif name in ("hbm_budget", "host_budget", "min_bytes"):
+            parse_size(value, what=name)
+        elif name == "model":
+            check_type(name, value, nn.Module, "a torch.nn.Module or None", "put several into an nn.ModuleList")
+        elif name == "pool":
+            check_type(name, value, PinnedPool, "a PinnedPool or None", "pass PinnedPool('8GiB')")
+        elif name == "thresholds":
+            check_type(name, value, Thresholds, "a chameleon_mm.swap.copy_queue.Thresholds or None", "leave it out")
+        elif name == "device":
+            resolve_device(value)
 
 
 class _Entered(threading.local):
@@ -77,10 +98,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
         thresholds: Thresholds | None = None,
     ) -> None:
         del pin_memory, device_type
-        if thresholds is not None:
-            check_type(
-                "thresholds", thresholds, Thresholds, "a chameleon_mm.swap.copy_queue.Thresholds or None", "leave it out"
-            )
+        check_early({"thresholds": thresholds})
         rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
         self.pool = pool_for(device, pool)
         self.device = self.pool.device
@@ -159,10 +177,7 @@ def install(**save_on_cpu_args: Any) -> None:
     `TypeError` for an unknown argument, and `ValueError` for a malformed size.
     """
     check_keywords("install", save_on_cpu_args, save_on_cpu, but=("pin_memory", "device_type"))
-    if (min_bytes := save_on_cpu_args.get("min_bytes")) is not None:
-        parse_size(min_bytes, what="min_bytes")
-    if (pool := save_on_cpu_args.get("pool")) is not None:
-        check_type("pool", pool, PinnedPool, "a PinnedPool, or None for one of its own", "pass PinnedPool('8GiB')")
+    check_early(save_on_cpu_args)
     there: Any = torch.autograd.graph.save_on_cpu
     if issubclass(there, InstalledSaveOnCpu):
         if there.arguments == save_on_cpu_args:

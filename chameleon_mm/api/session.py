@@ -26,9 +26,10 @@ import torch
 from torch import nn
 
 from chameleon_mm.api.model_swap import ModelSwap, tensors_of
+from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.device import Device
 from chameleon_mm.device.uncompiled import uncompiled
-from chameleon_mm.errors import SessionClosedError, check_type
+from chameleon_mm.errors import SessionClosedError, check_method, check_type
 from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.follow.link_rates import link_cost_for
 from chameleon_mm.follow.plan_follower import plan_steps
@@ -166,15 +167,8 @@ class SwapSession:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
         self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
-        if model is not None:
-            check_type("model", model, nn.Module, "a torch.nn.Module or None", "put several into an nn.ModuleList")
-        if thresholds is not None:
-            check_type(
-                "thresholds", thresholds, Thresholds, "a chameleon_mm.swap.copy_queue.Thresholds or None", "leave it out"
-            )
+        check_early({"model": model, "thresholds": thresholds, "verify": verify, "plans": plans, "recompute": recompute})
         self._model_swap = ModelSwap(model, optimizer, parameters)
-        for name, switch in (("verify", verify), ("plans", plans), ("recompute", recompute)):
-            check_type(name, switch, bool, "True or False", "pass one of the two")
         teller = Progress(progress)
         if pool is not None and host is not None:
             raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
@@ -296,6 +290,8 @@ class SwapSession:
                 "session.run_step(): expected a session that knows the model, whose gradients a second run needs as they were; "
                 "make it SwapSession(model=model), or use `with session.step()`, which runs a step once"
             )
+        check_method("fn", fn, "__call__", "a function of a step", "pass one that takes no argument")
+        check_type("snapshot", snapshot, bool, "True or False", "pass one of the two")
         self._life.expect_open("run_step")
         if self._runner is None:
             self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)

@@ -27,10 +27,13 @@ from typing import NamedTuple
 import torch
 
 from chameleon_mm.errors import NativeBuildError
+from chameleon_mm.files import cache_folder, make_private, read_file, write_file
+from chameleon_mm.units import MIB
 
 # --- Compiles a C++ helper against the installed torch, with the user's own compiler, into the user's cache
 #
-# One process compiles into a folder of its own and moves the file into place: others see a whole build or none.
+# A build ends with the digest of what is before it, which the loader of the system passes over. A process that loads a build
+# whose last pages are missing would end by SIGBUS, so the digest is compared first: Note [Own files] in `files`.
 
 HELPERS = ("reclaim", "memory", "notes", "loop")
 """Names of the helpers, each of a source beside this file."""
@@ -38,17 +41,19 @@ HELPERS = ("reclaim", "memory", "notes", "loop")
 OF_CUDA = ("reclaim", "memory", "loop")
 """Those that are of use with torch's CUDA build alone."""
 
-CACHE = Path("~", ".cache", "chameleon_mm", "native")
+CACHE: Path | None = None
+"""Folder of the builds; None: a folder of the user's cache."""
 
-_UNFINISHED = "building-"
 _COMPILE_LIMIT_S = 600
+_BUILD_LIMIT_BYTES = 64 * MIB
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 _HEADER = Path("include", "torch", "csrc", "autograd", "python_variable.h")
 
 
 def folder() -> Path:
-    """Folder of the builds. Raises `RuntimeError` where the user has no home."""
-    return CACHE.expanduser()
+    """Folder of the builds. Raises as `cache_folder` does."""
+    return CACHE or cache_folder() / "native"
 
 
 def useful() -> list[str]:
@@ -67,7 +72,7 @@ def file_of(name: str) -> Path:
     """The build of the helper `name` for this Python, this torch and this source, there or not. Raises as `folder` and
     `source_of` do."""
     of_torch = torch.__version__, str(torch.version.git_version), str(torch.version.debug), str(torch.compiled_with_cxx11_abi())
-    key = "\n".join((sys.version, *of_torch, *_FLAGS))
+    key = "\n".join((sys.version, *of_torch, *_FLAGS, "with its digest"))
     source = source_of(name)
     headers = sorted(source.parent.glob("*.h"))
     digest = hashlib.sha256(b"".join((key.encode(), *(path.read_bytes() for path in (source, *headers))))).hexdigest()[:16]
@@ -83,10 +88,8 @@ def remove() -> int:
     """Remove every build, and what a build that was killed has left. Returns the number of builds. Raises as `folder` does, and
     `OSError`."""
     gone = builds()
-    for path in gone:
+    for path in (*gone, *folder().glob(".*.tmp")):
         path.unlink(missing_ok=True)
-    for path in folder().glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
     return len(gone)
 
 
@@ -101,16 +104,17 @@ def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
         if path.exists() and not again:
             return path
         command = [*_command(compiler), str(source_of(name))]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=path.parent) as made:
+        make_private(path.parent)  # fails before the compiler takes its time
+        with tempfile.TemporaryDirectory() as made:
             fresh = Path(made) / path.name
             _compile([*command, "-o", str(fresh), *_libraries(name)], name, fresh)
-            fresh.replace(path)
+            whole = fresh.read_bytes()
+        write_file(path, whole + hashlib.sha256(whole).digest(), private=True)
     except (OSError, RuntimeError) as error:
         if isinstance(error, NativeBuildError):
             raise
         raise NativeBuildError(
-            f"native: expected to write the helper {name!r} to {CACHE}, got {error}; make that folder writable"
+            f"native: expected to write the helper {name!r} to the user's cache, got {error}; make that folder writable"
         ) from error
     return path
 
@@ -209,6 +213,12 @@ def _find(name: str) -> ModuleType | str:
 
 
 def _import(name: str, path: Path) -> ModuleType | str:
+    try:
+        build = read_file(path, _BUILD_LIMIT_BYTES)
+    except OSError as error:
+        return f"does not load: {error}"
+    if hashlib.sha256(build[:-_DIGEST_BYTES]).digest() != build[-_DIGEST_BYTES:]:
+        return "does not load: it is cut short or changed (`chameleon-mm native` builds it anew)"
     # By the whole name pybind11 finds modules that it made before: two builds of one helper must not have the same.
     loader = importlib.machinery.ExtensionFileLoader(f"{path.stem}.chameleon_mm_{name}", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from chameleon_mm.api.attach import Attachment, attach
+from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.errors import check_keywords, check_type
 from chameleon_mm.report.report import SwapReport
-from chameleon_mm.units import parse_size
 
 
 class Trainings:
@@ -33,9 +33,7 @@ class Trainings:
         rejects."""
         check_type("optimizer_state", optimizer_state, bool, "True or False", "pass one of the two")
         check_keywords(what, session_args, SwapSession, but=("model", "optimizer"))
-        for name, value in session_args.items():
-            if name in ("hbm_budget", "host_budget", "min_bytes") and value is not None:
-                parse_size(value, what=name)
+        check_early(session_args)
         self._what = what
         self._session_args = session_args
         self._optimizer_state = optimizer_state

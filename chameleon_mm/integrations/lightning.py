@@ -43,6 +43,10 @@ class SwapCallback(_callback_class()):  # type: ignore[misc]  # mypy does not fo
         """Report of the latest training; see `SwapSession.report`. Raises `RuntimeError` before the first."""
         return self._trainings.report()
 
+    def detach(self) -> None:
+        """End swapping, if a training raised past `on_exception`. Call it on the thread that trained."""
+        self._trainings.detach()
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the module, which is on its device by now."""
         self._trainings.begin(trainer, pl_module, trainer.optimizers)

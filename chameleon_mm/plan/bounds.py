@@ -26,7 +26,7 @@ from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Float64s, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import Candidates, below_least, least_memory, memory_curve, smallest_budget
-from chameleon_mm.units import allocated_size, whole_bytes
+from chameleon_mm.units import allocated_size, parse_size
 
 # --- Lower bound of a step's time if saved storages may be swapped or recomputed: a linear program's, without a solver
 #
@@ -210,7 +210,7 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Col
     if the budget needs swapping between two uses. Raises `InfeasibleBudget` (a `ValueError`) if swapping every candidate is not
     enough, and `TypeError` for a budget that is not a whole number.
     """
-    hbm_budget = whole_bytes("hbm_budget", hbm_budget)
+    hbm_budget = parse_size(hbm_budget, what="hbm_budget")
     least = smallest_budget(trace)
     if hbm_budget < least:
         raise below_least(least, hbm_budget)

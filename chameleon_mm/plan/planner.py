@@ -32,7 +32,7 @@ from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import TensorKind, Trace
 from chameleon_mm.plan.unswapped_memory import peak_memory, sum_over_time
 from chameleon_mm.replayable import DEFAULT
-from chameleon_mm.units import MIB, format_size, whole_bytes
+from chameleon_mm.units import MIB, format_size, parse_size
 
 # --- Plans that keep, swap, recompute or hold each storage: the dropped storages are chosen first, then the swaps are planned
 #
@@ -298,8 +298,8 @@ def candidate_plans(
     The model of the link and of the operators is not exact, so a caller that can measure may try them all. After a plan that
     recomputes comes the best one that only swaps, if its step takes at most a quarter longer. Raises as `generate_plan` does.
     """
-    hbm_budget = whole_bytes("hbm_budget", hbm_budget)
-    host_budget = None if host_budget is None else whole_bytes("host_budget", host_budget)
+    hbm_budget = parse_size(hbm_budget, what="hbm_budget")
+    host_budget = None if host_budget is None else parse_size(host_budget, what="host_budget")
     _check_arguments(hbm_budget, host_budget, {"lead_us": lead_us, "lag_us": lag_us}, drafts, at_most, within)
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:

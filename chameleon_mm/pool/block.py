@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Device, Event, Stream
-from chameleon_mm.errors import BlockInUseError, BlockReleasedError, HostMemoryExhausted, check_method
+from chameleon_mm.errors import BlockInUseError, BlockReleasedError, HostMemoryExhausted, check_method, describe
 from chameleon_mm.pool.chunks import LateEvent, recorded
 from chameleon_mm.pool.host_memory import AvailableMemory
 from chameleon_mm.units import format_size
@@ -80,9 +80,7 @@ def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     try:
         sizes = tuple(map(index, given)) if hasattr(given, "__iter__") else (index(given),)
     except TypeError:
-        raise TypeError(
-            f"{what}: expected a shape, an int or several such as (3, 4), got {shape!r} ({type(shape).__name__})"
-        ) from None
+        raise TypeError(f"{what}: expected a shape, an int or several such as (3, 4), got {describe(shape)}") from None
     if any(size < 0 for size in sizes):
         raise ValueError(f"{what}: expected sizes of 0 or more, got shape {sizes}")
     return sizes
@@ -92,7 +90,7 @@ def tensor_nbytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, limit: 
     """Return the bytes of a tensor. Raises `ValueError` for a shape that takes more than `limit`, `TypeError` for no dtype."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
-            f"{what}: expected a torch.dtype such as torch.float32, got {dtype!r} ({type(dtype).__name__}); an array with a "
+            f"{what}: expected a torch.dtype such as torch.float32, got {describe(dtype)}; an array with a "
             f"dtype of NumPy's is allocate(nbytes).numpy(shape, dtype)"
         )
     return nbytes_of(what, shape, dtype, limit)
@@ -102,9 +100,9 @@ def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """Return NumPy's dtype. Raises `TypeError` if it is none, `ValueError` for one of Python objects."""
     try:
         kind = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(
-            f"numpy: expected a dtype of NumPy's such as np.float32, got {dtype!r} ({type(dtype).__name__}); with torch's use "
+            f"numpy: expected a dtype of NumPy's such as np.float32, got {describe(dtype)}; with torch's use "
             f"tensor(shape, dtype)"
         ) from None
     if kind.hasobject:

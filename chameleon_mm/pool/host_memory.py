@@ -216,8 +216,8 @@ class MemoryLimit:
 
     def __init__(self, max_bytes: int | str | None) -> None:
         self._memory = AvailableMemory()
-        self._auto = max_bytes is None or max_bytes == "auto"
-        self.nbytes = 0 if max_bytes is None or max_bytes == "auto" else parse_size(max_bytes, what="max_bytes")
+        self._auto = max_bytes is None or (isinstance(max_bytes, str) and max_bytes == "auto")
+        self.nbytes = 0 if max_bytes is None or self._auto else parse_size(max_bytes, what="max_bytes")
         self.grow(0)
         if self._auto and not self.nbytes:
             raise ValueError(

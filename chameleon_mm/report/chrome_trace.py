@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chameleon_mm.files import write_file
 from chameleon_mm.swap.metrics import CopySpan, StepSpan, TimedSpans
 from chameleon_mm.units import format_size
 
@@ -46,7 +47,7 @@ def write_trace(path: str | Path, data: TraceData) -> None:
     document: dict[str, Any] = {"traceEvents": list(_events(data)), "displayTimeUnit": "ms", "otherData": dict(data.about)}
     if (zero_ns := _unix_ns_at_zero(data)) is not None:
         document["baseTimeNanoseconds"] = zero_ns
-    Path(path).write_text(json.dumps(document), encoding="utf-8")
+    write_file(path, json.dumps(document))
 
 
 def _unix_ns_at_zero(data: TraceData) -> int | None:

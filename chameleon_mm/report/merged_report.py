@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
+from chameleon_mm.errors import check_type, describe
 from chameleon_mm.report.report import SwapReport
-from chameleon_mm.units import format_size, format_us
-
-_NEEDED = ("rank", "world_size", "plan_digests", "device", "steps", "hbm_budget_bytes", "peak_hbm_bytes", "bytes_swapped_out")
+from chameleon_mm.units import format_apart, format_size, format_us, printable
 
 _SUMMED = (
     "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "bytes_recomputed", "bytes_held", "fallbacks",
@@ -26,6 +26,14 @@ _SUMMED = (
 
 _WORST = ("peak_hbm_bytes", "stall_us", "late_us", "recompute_us", "planned_step_us", "measured_step_us")
 """Figures whose total is the maximum over ranks: each rank has its own device, and all wait for the slowest."""
+
+_NEEDED: dict[str, type | tuple[type, ...]] = {
+    "rank": int, "world_size": int, "steps": int, "hbm_budget_bytes": int, "peak_hbm_bytes": int, "bytes_swapped_out": int,
+    "bytes_swapped_in": int, "device": str, "plan_digests": dict,
+}  # fmt: skip
+"""Figures that every report has, and their types."""
+
+_KINDS = {**dict.fromkeys((*_SUMMED, *_WORST), (int, float, NoneType)), "problems": (list, tuple), **_NEEDED}
 
 _PLAN_WORDS = {
     "operators": "their steps have other operators, as parts of a pipeline have",
@@ -75,14 +83,16 @@ class MergedReport:
         problems = [(f"PROBLEM, rank {rank['rank']}", problem) for rank in self.ranks for problem in rank["problems"]]
         lines = [*head, *problems, *rows]
         width = max(len(label) for label, _ in lines)
-        return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+        return printable("\n".join(f"{label:<{width}}  {text}" for label, text in lines))
 
 
 def merge_reports(reports: Iterable[SwapReport | Mapping[str, Any]]) -> MergedReport:
     """Merge the reports of the ranks of one job, in any order: `SwapReport`s, or their `to_dict()`.
 
-    Raises `ValueError` for no report at all, for an object that is no report, for two of one rank, and for jobs of other sizes.
+    Raises `TypeError` for an object that is no report. Raises `ValueError` for no report at all, for a dictionary of other
+    figures, for two reports of one rank, and for jobs of other sizes.
     """
+    check_type("merge_reports", reports, Iterable, "several reports", "pass a list of what session.report() gives")
     ranks = sorted((_figures(report) for report in reports), key=lambda figures: int(figures["rank"]))
     if not ranks:
         raise ValueError("merge_reports: expected a report of each rank, got none; pass what session.report() gives on each")
@@ -106,23 +116,31 @@ def merge_reports(reports: Iterable[SwapReport | Mapping[str, Any]]) -> MergedRe
 
 
 def _figures(report: SwapReport | Mapping[str, Any]) -> dict[str, Any]:
+    check_type("merge_reports", report, (SwapReport, Mapping), "SwapReports or their to_dict()", "read a file by json.load")
     figures = report.to_dict() if isinstance(report, SwapReport) else dict(report)
     if lacking := [name for name in _NEEDED if name not in figures]:
         raise ValueError(
             f"merge_reports: expected SwapReports or what their to_dict() gives, got a dictionary without {_and(lacking)}; "
             f"write it again with this version"
         )
+    wrong = [name for name, kind in _KINDS.items() if name in figures and not isinstance(figures[name], kind)]
+    if wrong:
+        raise ValueError(
+            f"merge_reports: expected {wrong[0]} as to_dict() gives it, got {describe(figures[wrong[0]])}; write it again with "
+            f"this version"
+        )
     return {"problems": [], "simulated": False, **figures}
 
 
 def _unlike(ranks: list[dict[str, Any]]) -> list[str]:
     """Sentences about the budget, device and number of steps, if ranks differ in them."""
-    told = (("hbm_budget_bytes", "hbm_budget", format_size), ("device", "device", str), ("steps", "steps completed", str))
+    told = (("hbm_budget_bytes", "hbm_budget", format_apart), ("device", "device", list), ("steps", "steps completed", list))
     found = []
     for name, label, show in told:
         groups = _groups(ranks, lambda rank, name=name: rank[name])
         if len(groups) > 1:
-            found.append(f"{label}: " + ", ".join(f"{show(value)} on {_of_ranks(who)}" for value, who in groups))
+            texts = zip(show([value for value, _ in groups]), groups, strict=True)
+            found.append(f"{label}: " + ", ".join(f"{text} on {_of_ranks(who)}" for text, (_, who) in texts))
     return found
 
 
@@ -135,7 +153,7 @@ def _plans(ranks: list[dict[str, Any]]) -> tuple[bool | None, str | None]:
         have = _of_ranks([rank["rank"] for rank in planned])
         return False, f"plans: {have} follow one and {_of_ranks(without)} none, where the default rule applies"
     for name, words in _PLAN_WORDS.items():
-        groups = _groups(ranks, lambda rank, name=name: rank["plan_digests"].get(name))
+        groups = _groups(ranks, lambda rank, name=name: str(rank["plan_digests"].get(name)))
         if len(groups) > 1:
             who = "; ".join(_of_ranks(numbers) for _, numbers in groups)
             return False, f"plans: there are {len(groups)}, of {who}: {words}"

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
+from chameleon_mm.files import write_file
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.pool.ledger import PoolStats
@@ -30,7 +31,7 @@ from chameleon_mm.report.page import page_html
 from chameleon_mm.report.step_history import StepFigures
 from chameleon_mm.report.step_picture import PlannedStepData, picture_of
 from chameleon_mm.swap.metrics import CopySpan, Counters, Metrics, StepKind, TimedSpans
-from chameleon_mm.units import format_size, format_us
+from chameleon_mm.units import format_apart, format_size, format_us, printable
 
 # --- Rank of this process in its job, and comparison of its budgets with those of the other ranks: no rank waits
 #
@@ -102,7 +103,7 @@ class Ranks:
         differing = [name for name in ("hbm_budget", "host_budget") if first.get(name) != mine[name]]
         if not differing:
             return None
-        said = "; ".join(f"{name} is {_size(mine[name])} here and {_size(first.get(name))} there" for name in differing)
+        said = "; ".join("{} is {} here and {} there".format(name, *_sizes(mine[name], first.get(name))) for name in differing)
         return (
             f"rank {self.rank.number} was given other budgets than rank {first.get('rank')}: {said}; their plans differ, and "
             f"the slowest decides for all: give each the same, unless their parts of the model differ"
@@ -118,8 +119,9 @@ def _first(mine: dict[str, Any]) -> dict[str, Any]:
     return entry if isinstance(entry, dict) else mine
 
 
-def _size(nbytes: Any) -> str:
-    return format_size(nbytes) if isinstance(nbytes, int) else "not given"
+def _sizes(*given: Any) -> list[str]:
+    texts = iter(format_apart([nbytes for nbytes in given if isinstance(nbytes, int)]))
+    return [next(texts) if isinstance(nbytes, int) else "not given" for nbytes in given]
 
 
 # --- report
@@ -382,7 +384,7 @@ class SwapReport(Counters):
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+        return printable("\n".join(f"{label:<{width}}  {text}" for label, text in rows))
 
     def save_html(self, path: str | Path) -> None:
         """Write a self-contained page, for any browser without a network: memory, compute and copies over the step planned
@@ -400,7 +402,7 @@ class SwapReport(Counters):
             picture=picture,
             steps=self.step_figures,
         )
-        Path(path).write_text(page, encoding="utf-8")
+        write_file(path, page)
 
     def save_trace(self, path: str | Path) -> None:
         """Write the latest timed spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:

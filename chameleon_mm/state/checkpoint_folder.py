@@ -8,7 +8,8 @@ with new_folder(target) as part:         # .NAME.part; raises `BlockingIOError` 
 Note [Checkpoint folder]: a process that is killed at any moment leaves a whole checkpoint under NAME, the earlier or the new
 one. The next write of NAME uses up its leftover `.NAME.part` and `.NAME.lock`. If a file system cannot exchange two folders
 (`renameat2`; NFS cannot), NAME is renamed to `.NAME.earlier`, then `.NAME.part` to NAME. A process that is killed between the
-two leaves no NAME: the earlier checkpoint is whole under `.NAME.earlier`, and the next write renames it back first.
+two leaves no NAME: the earlier checkpoint is whole under `.NAME.earlier`, and the next write renames it back first. If a file
+system has no locks, a `.NAME.part` that exists is taken for another write's, and refuses the next until it is removed.
 """
 
 from __future__ import annotations
@@ -64,13 +65,16 @@ def _other_files(folder: Path) -> list[str]:
 def new_folder(target: Path) -> Iterator[Path]:
     """Give an empty folder, and put it in `target`'s place after the block succeeds. Note [Checkpoint folder]."""
     lock, part, earlier = (target.with_name(f".{target.name}.{what}") for what in ("lock", "part", "earlier"))
-    held = _lock(lock, target)
+    held, is_locked = _lock(lock, target)
     try:
-        _put_back(earlier, target)
-        if part.exists():
+        if is_locked and part.exists():
             shutil.rmtree(part)  # of a write that was killed
         try:
             part.mkdir()
+        except FileExistsError:
+            raise _busy(target, f", or remove {part} if no write runs, as there are no locks here") from None
+        try:
+            _put_back(earlier, target)
             yield part
             _sync(part)
             check_target(target, "snapshot.write()")  # others may have written in it meanwhile
@@ -114,26 +118,30 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
-def _lock(lock: Path, target: Path) -> int:
-    """Lock `target` by the file `lock` and return its descriptor. Closing it unlocks, and so does any end of the process."""
+def _lock(lock: Path, target: Path) -> tuple[int, bool]:
+    """Lock `target` by the file `lock`. Return its descriptor, and False if the file system has no locks. Closing it unlocks,
+    and so does any end of the process."""
     while True:
-        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        held, is_locked = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), False
         try:
             with _where_supported():
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_locked = True
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(held), lock.stat()):  # else its holder has just removed it
-                    return held
-        except BlockingIOError as error:
+                if os.path.samestat(os.fstat(held), lock.lstat()):  # else its holder has just removed it
+                    return held, is_locked
+        except BlockingIOError:
             os.close(held)
-            raise BlockingIOError(
-                error.errno,
-                f"{target}: expected a checkpoint that nobody else writes, got one that another write is at; choose another",
-            ) from None
+            raise _busy(target, "") from None
         except BaseException:
             os.close(held)
             raise
         os.close(held)
+
+
+def _busy(target: Path, why: str) -> BlockingIOError:
+    what = f"{target}: expected a checkpoint that nobody else writes, got one that another write is at; choose another{why}"
+    return BlockingIOError(errno.EAGAIN, what)
 
 
 def _sync(folder: Path) -> None:

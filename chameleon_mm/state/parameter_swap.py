@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from chameleon_mm.errors import InfeasibleBudget, TransferFailed
+from chameleon_mm.errors import InfeasibleBudget, TransferFailed, describe
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, saved_tensor_hooks_on_top
 from chameleon_mm.state.hosted import Home, HostedStorage, Where, is_alone
 from chameleon_mm.state.parameter_watch import ParameterWatch
@@ -79,8 +79,8 @@ _log = logging.getLogger(__name__)
 def check_parameters(parameters: object, model: nn.Module | None) -> bool:
     """True if parameters are swapped. Raises `ValueError` for an invalid choice, without a model, and for a model that cannot
     be swapped."""
-    if parameters not in ("keep", "swap"):
-        raise ValueError(f"parameters: expected 'keep' or 'swap', got {parameters!r}; 'swap' lets parameters leave the device")
+    if not isinstance(parameters, str) or parameters not in ("keep", "swap"):
+        raise ValueError(f"parameters: expected 'keep' or 'swap', got {describe(parameters)}; 'swap' lets them leave the GPU")
     if parameters == "keep":
         return False
     if model is None:
@@ -268,6 +268,14 @@ class ParameterSwap:
             self._note_gradient(p)
 
     # --- calls of a watch
+
+    def refuse_swap_of(self, t: object) -> None:
+        """Raise `RuntimeError` if `t` is a parameter, and torch converts modules by swapping tensors: it loses its hooks."""
+        if id(t) in self._keys and torch.__future__.get_swap_module_params_on_conversion():
+            raise RuntimeError(
+                "parameters='swap': expected a conversion of the model that keeps its tensors, got one under "
+                "torch.__future__.set_swap_module_params_on_conversion(True); turn that off, or convert before the session"
+            )
 
     def find(self, t: Tensor) -> HostedStorage | None:
         """Find the entry of the storage that `t` lies in; None: it never leaves."""

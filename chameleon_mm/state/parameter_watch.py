@@ -70,6 +70,8 @@ _WRITES_SELF = frozenset((
 _TYPED_STORAGE = Tensor._typed_storage.__code__
 _REDUCE = Tensor._reduce_ex_internal.__code__
 
+_CONVERSIONS = (torch.nn.Module._apply.__code__, torch.nn.Module._load_from_state_dict.__code__)
+
 _LISTS = "_foreach_"
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -88,6 +90,8 @@ class ParameterWatch(TorchFunctionMode):
         caller = sys._getframe().f_back  # autograd's own thread has no caller, in a double backward
         if caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN):
             return func(*args, **kwargs)
+        if caller is not None and caller.f_code in _CONVERSIONS and args:
+            self._swap.refuse_swap_of(args[0])
         name = getattr(func, "__name__", "")
         if func in _BACKWARD:
             with self:  # Python code within a backward is seen

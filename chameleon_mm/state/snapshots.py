@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_mm.device import Device, Event
-from chameleon_mm.errors import check_type, describe
+from chameleon_mm.errors import check_type
 from chameleon_mm.record.retry import RandomState
 from chameleon_mm.state.checkpoint_folder import check_target
 from chameleon_mm.state.hosted import Home
@@ -62,8 +63,13 @@ class SnapshotWrite:
 
     def wait(self, timeout_s: float | None = None) -> Path:
         """Wait until the checkpoint is there, and return its path. Raises the error of the write (usually `OSError`), or
-        `TimeoutError` after `timeout_s` seconds; the write goes on then."""
-        if not self._ended.wait(timeout_s):
+        `TimeoutError` after `timeout_s` seconds; the write goes on then. Raises `TypeError` and `ValueError` for an invalid
+        `timeout_s`."""
+        if timeout_s is not None:
+            check_type("timeout_s", timeout_s, Real, "a number of seconds or None", "leave it out to wait until the end")
+            if not 0 <= timeout_s <= threading.TIMEOUT_MAX:
+                raise ValueError(f"timeout_s: expected 0 s or more, got {timeout_s}; leave it out to wait until the end")
+        if not self._ended.wait(timeout_s if timeout_s is None else float(timeout_s)):
             raise TimeoutError(
                 f"the write of {self.path}: expected it to end within {timeout_s} s, it is still going on; wait longer"
             )
@@ -148,8 +154,7 @@ class Snapshot:
         Raises `TypeError` if `path` is no path, and `ValueError` if it is neither a checkpoint nor free, or if the snapshot was
         released. Raises `OSError` if nothing can be written there. The handle's `wait` raises later errors.
         """
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"snapshot.write(): expected the path of a folder, got {describe(path)}; pass a str or a Path")
+        check_type("snapshot.write()", path, (str, os.PathLike), "the path of a folder", "pass a str or a Path")
         folder = Path(path).absolute()
         check_target(Path(os.path.realpath(folder)), "snapshot.write()")
         with self._lock:

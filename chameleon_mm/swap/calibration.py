@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Device, Event, Stream
+from chameleon_mm.files import cache_folder, read_file, write_file
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import MIB
 
@@ -32,20 +32,18 @@ from chameleon_mm.units import MIB
 
 _log = logging.getLogger(__name__)
 
-FOLDER = Path("~", ".cache", "chameleon_mm")
-
 
 def kept(device: Device, kind: str) -> dict[str, Any] | None:
     """Values of this kind for this device under this driver and this version of torch; None if there are none."""
     if device.simulated:
         return None
     try:
-        record = json.loads(cache_file(device, kind).read_text(encoding="utf-8"))
+        record = json.loads(read_file(cache_file(device, kind), MIB))
         return dict(record["values"]) if record["about"] == _about(device) else None
     except FileNotFoundError:
         return None
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # RuntimeError: the user has no home
-        _log.warning("chameleon_mm: %s of %s in %s is passed over, as it cannot be read: %s", kind, device.name, FOLDER, error)
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # RuntimeError: no home, deep nesting
+        _log.warning("chameleon_mm: the cached %s of %s is passed over, as it cannot be read: %s", kind, device.name, error)
         return None
 
 
@@ -54,24 +52,18 @@ def keep(device: Device, kind: str, values: Mapping[str, Any]) -> bool:
     if device.simulated:
         return False
     try:
-        file = cache_file(device, kind)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f"{file.name}.{os.getpid()}.tmp")  # replaced whole: no process reads half a file
-        try:
-            new.write_text(json.dumps({"about": _about(device), "values": values}, indent=2) + "\n", encoding="utf-8")
-            new.replace(file)
-        finally:
-            new.unlink(missing_ok=True)
+        text = json.dumps({"about": _about(device), "values": values}, indent=2)
+        write_file(cache_file(device, kind), text + "\n", private=True)
     except (OSError, RuntimeError) as error:
-        _log.info("chameleon_mm: %s of %s cannot be kept in %s: %s", kind, device.name, FOLDER, error)
+        _log.info("chameleon_mm: %s of %s cannot be kept: %s", kind, device.name, error)
         return False
     return True
 
 
 def cache_file(device: Device, kind: str) -> Path:
-    """Path of the file of that kind for that device and its driver. Raises `RuntimeError` if the user has no home."""
+    """Path of the file of that kind for that device and its driver. Raises as `cache_folder` does."""
     name, driver = (re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") for text in (device.name, device.driver))
-    return FOLDER.expanduser() / f"{kind}-{name}-{driver}.json"
+    return cache_folder() / f"{kind}-{name}-{driver}.json"
 
 
 def _about(device: Device) -> dict[str, str]:

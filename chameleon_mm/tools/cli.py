@@ -21,6 +21,7 @@ from rich.console import Console
 from chameleon_mm import __version__
 from chameleon_mm.bench import THEMES
 from chameleon_mm.errors import DeviceUnavailable, NativeBuildError, ProgramInterrupted
+from chameleon_mm.units import printable
 
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import Device
@@ -149,7 +150,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _complain(what: object, code: int) -> int:
-    line = " ".join(str(what).split())  # one line: a driver's message may have several
+    line = " ".join(printable(str(what)).split())  # one line: a driver's message may have several
     Console(stderr=True).print(f"chameleon-mm: {line}", markup=False, highlight=False, soft_wrap=True)
     return code
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from chameleon_mm.files import write_file
 from chameleon_mm.tools.outputs import check_outputs, print_line, print_table, tell_written
 from chameleon_mm.units import format_size, format_size_up, format_us, parse_size
 
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace, console: Console, environment: Callable[[str, 
     figures, report = _train(sizes, devices, budget_bytes, args.ratio, console)
     show(figures, report, device, console)
     if args.json is not None:
-        args.json.write_text(json.dumps({**environment("demo", device), **figures}, indent=1) + "\n", encoding="utf-8")
+        write_file(args.json, json.dumps({**environment("demo", device), **figures}, indent=1) + "\n")
         tell_written(console, args.json)
     return 0 if figures["passed"] else 1
 

@@ -25,6 +25,7 @@ from rich.text import Text
 from chameleon_mm import __version__
 from chameleon_mm.device import native, present_device
 from chameleon_mm.device.cuda import visible_gpus
+from chameleon_mm.files import write_file
 from chameleon_mm.pool.host_memory import auto_limit_bytes, available_host_bytes, of_machine
 from chameleon_mm.swap.calibration import calibrate, keep
 from chameleon_mm.tools.outputs import tell_written
@@ -191,6 +192,6 @@ def run(json_path: Path | None, console: Console) -> int:
     console.print(table)
     if json_path is not None:
         record = {"schema": "chameleon_mm.tools.doctor/3", "findings": sections}
-        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_file(json_path, json.dumps(record, indent=2) + "\n")
         tell_written(console, json_path)
     return 0

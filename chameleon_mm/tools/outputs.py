@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chameleon_mm.units import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -63,8 +65,8 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:
-    """Print `text` unchanged: it has no markup, and only the terminal breaks lines."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    """Print `text` as it is, but `printable`: it has no markup, and only the terminal breaks lines."""
+    console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def tell_written(console: Console, path: Path) -> None:

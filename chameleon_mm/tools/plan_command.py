@@ -22,6 +22,7 @@ from rich.console import Console
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import spec_by_name
+from chameleon_mm.files import write_file
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule
 from chameleon_mm.tools.largest import SIZES, largest, say
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
@@ -139,7 +140,7 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         told, held = prediction.to_dict(), prediction.infeasible is None
     if args.json is not None:
         told = {**environment("plan", SimDevice(spec_by_name(args.gpu))), **told}
-        args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        write_file(args.json, json.dumps(told, indent=1) + "\n")
         tell_written(console, args.json)
     return 0 if held else 1
 
@@ -196,9 +197,9 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
         return built_in(text, batch=batch or 1, seq=seq, layers=layers)
     if ":" in text and not Path(text).exists():
         return own_function(text, batch=batch, seq=seq, layers=layers)
-    if _is_a_path(text) and not Path(text).exists():
+    if _is_a_path(text) and not (Path(text).is_file() or Path(text).is_dir()):
         raise ModelUnusable(
-            f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which does not exist; correct "
+            f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which is neither; correct "
             f"the path, or name a built-in model or module:function"
         )
     likely = difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=0.8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import difflib
 import json
 import os
 import sys
@@ -23,6 +24,7 @@ from rich.console import Console
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device import resolve_device
 from chameleon_mm.errors import ChameleonError, ProgramInterrupted
+from chameleon_mm.files import write_file
 from chameleon_mm.report.report import SwapReport
 from chameleon_mm.tools.main_program import Ending, Program
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
@@ -122,7 +124,7 @@ class End:
         if self._ranks.count > 1:  # a session knows its rank only if the program has a process group
             figures |= {"rank": self._ranks.rank, "world_size": self._ranks.count}
         writers: dict[str, Callable[[Path], object]] = {
-            "--report": lambda path: path.write_text(json.dumps(figures, indent=1), encoding="utf-8"),
+            "--report": lambda path: write_file(path, json.dumps(figures, indent=1)),
             "--html": report.save_html,
             "--trace": report.save_trace,
         }
@@ -176,12 +178,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def count_own(arguments: Sequence[str]) -> int:
-    """Count the first `arguments` that are options of `run`: the rest is the program with its arguments."""
+    """Count the first `arguments` that are options of `run`: the rest is the program with its arguments. Raises `ValueError`
+    for a misspelt option."""
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     with_value = {name for action in parser._actions if action.nargs != 0 for name in action.option_strings}
+    known = ["--help", *(name for action in parser._actions for name in action.option_strings)]
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("-", "-m", "-c", "--"):
+        given = arguments[at].partition("=")[0]
+        for near in difflib.get_close_matches(given, known, 1) if given not in known else ():
+            raise ValueError(f"run: expected an option of its own before the script, got {given}; did you mean {near}?")
         at += 2 if arguments[at] in with_value else 1
     return min(at, len(arguments))
 

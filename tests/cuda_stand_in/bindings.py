@@ -16,6 +16,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import mmap
+import os
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,8 @@ def lead_functions(path: str) -> int:
     ctypes.CDLL(path)
     libc = ctypes.CDLL(None)
     with Path("/proc/self/maps").open() as maps:
-        base = next(int(line.split("-")[0], 16) for line in maps if line.rstrip().endswith(path))
+        real = os.path.realpath(path)  # as the kernel names it: a folder on the way may be a link
+        base = next(int(line.split("-")[0], 16) for line in maps if line.rstrip().endswith(real))
     done = 0
     for name, offset in _functions(path):
         target = _address(name) if name.startswith("cuda") else None

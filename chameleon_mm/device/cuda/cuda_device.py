@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,7 @@ from chameleon_mm.device.holders import REFERENCES_AT_REST
 from chameleon_mm.device.packing import PACK_PROGRAMS, Checksummer, Packer
 from chameleon_mm.device.pinning import PageLocker, PinningCalls, PreferredNode, near_node, pageable_memory
 from chameleon_mm.device.protocols import Event, MemoryReading, Stream
-from chameleon_mm.errors import DeviceUnavailable
+from chameleon_mm.errors import DeviceUnavailable, check_type
 from chameleon_mm.units import MIB
 
 if TYPE_CHECKING:
@@ -291,6 +291,7 @@ class CudaDevice:
             )
         torch.cuda.init()
         count = torch.cuda.device_count()
+        check_type("index", index, (int, NoneType), "the number of a GPU or None", "leave it out for the current one")
         if index is not None and not 0 <= index < count:
             raise ValueError(f"CudaDevice: expected an index from 0 to {count - 1}, got {index}")
         if (backend := torch.cuda.get_allocator_backend()) != "native":

@@ -24,6 +24,7 @@ from chameleon_mm.device.sim.cost_model import CostModel, Span
 from chameleon_mm.device.sim.machine import Machine, SimEvent, SimObserver, SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.device.uncompiled import import_dynamo
+from chameleon_mm.errors import check_type
 from chameleon_mm.units import parse_size
 
 # --- The model's CPU ops as the simulated GPU's compute: a dispatch mode that orders, counts and prices each of them
@@ -126,7 +127,7 @@ class SimDevice:
     steps whose operators compute nothing either. Thread-safe; all threads count as one host.
     Work outside `compute()` is not seen: its tensors count from their first copy on, its accesses never. A missing wait or a
     use of freed memory raises no error, unless an observer raises one.
-    Raises `ValueError` for an unknown spec or size.
+    Raises `ValueError` for an unknown spec or size, and `TypeError` for arguments of another type.
     """
 
     def __init__(
@@ -138,6 +139,10 @@ class SimDevice:
         moves_bytes: bool = True,
     ) -> None:
         self.spec = spec_by_name(spec) if isinstance(spec, str) else spec
+        check_type("spec", self.spec, GpuSpec, "the name of a GPU or a GpuSpec", "pass one of chameleon_mm.device.SPECS")
+        if cost is not None:
+            check_type("cost", cost, CostModel, "a CostModel or None", "leave it out")
+        check_type("moves_bytes", moves_bytes, bool, "True or False", "pass one of the two")
         self.capacity = self.spec.hbm_bytes if hbm_bytes is None else parse_size(hbm_bytes, what="hbm_bytes")
         self.cost = cost or CostModel(spec=self.spec)
         self._machine = Machine(self.capacity, self.cost, moves_bytes=moves_bytes)
@@ -254,6 +259,7 @@ class SimDevice:
 
         From then on it works in program order. Autograd on CPU has no streams: backward runs on the caller's current one.
         """
+        check_type("stream", stream, SimStream, "a stream of this device", "pass device.new_compute_stream()")
         before = self.current_stream()
         self._machine.make_current(stream)
         try:

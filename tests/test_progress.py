@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.device.peak_watch import Peak, peak_between
+from chameleon_mm.device.peak_watch import Peak, PeakWatch
 from chameleon_mm.pool.free_list import FreeList
 from chameleon_mm.report import step_history
 from chameleon_mm.report.step_history import StepFigures, parts_of
@@ -85,7 +85,7 @@ def plain(device: Device) -> list[Tensor]:
 def figures(**changed: Any) -> StepFigures:
     some: dict[str, Any] = {
         "index": 12, "kind": StepKind.PLANNED, "simulated": False, "step_us": 9000.0, "host_us": 9100.0,
-        "peak_hbm_bytes": 14 * GIB + GIB // 5, "peak_hbm_at_most_bytes": None, "hbm_budget_bytes": 16 * GIB,
+        "peak_hbm_bytes": 14 * GIB + GIB // 5, "peak_hbm_at_most_bytes": 14 * GIB + GIB // 5, "hbm_budget_bytes": 16 * GIB,
         "host_bytes": 3 * GIB, "bytes_out": 5 * GIB, "bytes_in": 5 * GIB, "stall_us": 1200.0, "copy_us": 60000.0,
         "recompute_us": 0.0,
     }  # fmt: skip
@@ -222,16 +222,22 @@ def test_the_hidden_share_is_what_compute_did_not_wait_for(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "seen", "peak"),
+    ("before", "readings", "peak"),
     [
-        (10, 15, 12, Peak(15, 15)),  # this step went further than any before it
-        (10, 10, 7, Peak(7, 10)),
-        (10, 8, 7, Peak(8, None)),  # somebody reset it
-        (10, 8, 9, Peak(9, None)),
+        (10, [(15, 12)], Peak(15, 15)),  # this step went further than any before it
+        (10, [(10, 7)], Peak(7, 10)),
+        (10, [(8, 7)], Peak(8, None)),  # somebody reset it
+        (10, [(8, 7), (12, 3)], Peak(12, None)),  # and it was higher later on
+        (10, [(14, 7), (9, 3), (14, 3)], Peak(14, None)),
     ],
 )
-def test_bounds_of_a_peak_between_two_readings(before: int, after: int, seen: int, peak: Peak) -> None:
-    assert peak_between(before, after, seen) == peak
+def test_bounds_of_a_peak_by_readings_of_the_devices(before: int, readings: list[tuple[int, int]], peak: Peak) -> None:
+    watch, whole = PeakWatch(before), PeakWatch(before)
+    for reading, seen in readings:
+        watch.note(reading, seen)
+    whole.note(readings[-1][0])
+    whole.include(watch)
+    assert watch.peak() == whole.peak() == peak
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -376,9 +382,11 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
 
 
 def test_a_line_says_that_a_budget_was_exceeded() -> None:
-    over = figures(peak_hbm_bytes=17 * GIB)
+    over = figures(peak_hbm_bytes=17 * GIB, peak_hbm_at_most_bytes=17 * GIB)
     assert "HBM 17.0 of 16.0 GiB EXCEEDED  " in line_of(over)
-    assert "HBM 512 B of 16.0 GiB  " in line_of(figures(peak_hbm_bytes=512))
+    assert "HBM 512 B of 16.0 GiB  " in line_of(figures(peak_hbm_bytes=512, peak_hbm_at_most_bytes=512))
+    assert "HBM at least 14.2 of 16.0 GiB  " in line_of(figures(peak_hbm_at_most_bytes=17 * GIB))
+    assert "HBM at least 17.0 of 16.0 GiB EXCEEDED  " in line_of(figures(peak_hbm_bytes=17 * GIB, peak_hbm_at_most_bytes=None))
 
 
 def test_a_session_writes_a_line_a_step_to_stderr(device: Device, capsys: pytest.CaptureFixture[str]) -> None:

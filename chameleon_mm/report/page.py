@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.report.step_history import StepFigures
 from chameleon_mm.report.step_picture import (
     HELD,
@@ -386,9 +387,10 @@ def _json(data: Mapping[str, Any]) -> str:
 
 def _tiles(figures: Mapping[str, Any]) -> str:
     hidden, stall = figures["hidden_fraction"], figures["stall_us"]
+    peak = Peak(figures["peak_hbm_bytes"], figures["peak_hbm_at_most_bytes"])
     tiles = [
         ("budget", format_size(figures["hbm_budget_bytes"]), "device memory"),
-        ("peak", format_size(figures["peak_hbm_bytes"]) if figures["peak_hbm_bytes"] else "not measured", "device memory"),
+        ("peak", str(peak) if peak.at_most_bytes != 0 else "not measured", "device memory"),
         ("host", format_size(figures["peak_host_bytes"]), "pinned memory at most"),
         ("moved", format_size(figures["bytes_swapped_out"]), "swapped out"),
         ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", "of copy time hidden"),

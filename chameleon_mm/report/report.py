@@ -268,6 +268,11 @@ class SwapReport(Counters):
         return {**figures, **copies, **texts}
 
     @property
+    def peak(self) -> Peak:
+        """Both bounds of the peak. Its text says "at least" where they differ."""
+        return Peak(self.peak_hbm_bytes, self.peak_hbm_at_most_bytes)
+
+    @property
     def budget_held(self) -> bool | None:
         """True if the device's memory stayed within the budget while the session was open; None: not known."""
         if self.peak_hbm_bytes > self.hbm_budget_bytes:
@@ -326,16 +331,14 @@ class SwapReport(Counters):
     def _peak(self) -> str:
         """Text of the peak as far as it is known, of the budget, and whether the budget was held."""
         budget = f"budget {format_size(self.hbm_budget_bytes)}"
-        at_most = self.peak_hbm_at_most_bytes
-        known = at_most == self.peak_hbm_bytes
-        if known and not at_most:
+        peak, at_most = self.peak, self.peak_hbm_at_most_bytes
+        if at_most == 0:
             return f"not measured ({budget})"
-        peak = f"{'' if known else 'at least '}{format_size(self.peak_hbm_bytes)}"
         if self.budget_held is False:
             by = format_size(self.peak_hbm_bytes - self.hbm_budget_bytes)
-            return f"{peak} ({budget}, EXCEEDED by {'' if known else 'at least '}{by})"
-        if self.budget_held:
-            return f"{peak}{'' if known or at_most is None else f', at most {format_size(at_most)}'} ({budget}, held)"
+            return f"{peak} ({budget}, EXCEEDED by {peak.prefix}{by})"
+        if self.budget_held and at_most is not None:
+            return f"{peak}{f', at most {format_size(at_most)}' if peak.prefix else ''} ({budget}, held)"
         why = "the device's peak statistics were reset while the session was open"
         if at_most is not None:
             why = (

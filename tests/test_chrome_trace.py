@@ -130,6 +130,29 @@ def test_readings_are_as_long_after_their_steps_begin_as_the_host_was() -> None:
     assert readings(TimedSpans(steps=steps, memory=memory)) == [(0.0, 2, 0), (20.0, 3, 0), (110.0, 4, 0)]
 
 
+def test_the_last_step_has_no_readings_of_the_next_one(sim: cm.SimDevice) -> None:
+    """A report in the middle of a step: its readings would lie behind the step before, as if memory rose there."""
+    x = torch.randn(256, 256, requires_grad=True)
+    session = cm.SwapSession("64MiB", "64MiB", sim, min_bytes=0)
+
+    def step(link: int, report: bool) -> list[float]:
+        (torch.tanh(x * link).exp() * x).sum().backward()
+        x.grad = None
+        return [at_us for at_us, *_ in readings(session.report().timed)] if report else []
+
+    with session:
+        for _ in range(2):
+            with session.step():
+                step(2, report=False)
+        sim.synchronize()
+        before = [at_us for at_us, *_ in readings(session.report().timed)]
+        with session.step():
+            during = step(2, report=True)
+    sim.synchronize()
+    after = [at_us for at_us, *_ in readings(session.report().timed)]
+    assert during == before == after[: len(before)] and len(before) < len(after)
+
+
 def test_a_report_of_nothing_is_a_trace(tmp_path: Path) -> None:
     made_up(spans=(), timed=TimedSpans()).save_trace(str(tmp_path / "trace.json"))
     assert {event["ph"] for event in events_of(tmp_path / "trace.json")} == {"M"}

@@ -23,9 +23,9 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, PeakWatch
 from chameleon_mm.pool.free_list import FreeList
 from chameleon_mm.report import step_history
-from chameleon_mm.report.step_history import StepFigures, parts_of
+from chameleon_mm.report.step_history import StepFigures, parts_of, sums_of
 from chameleon_mm.swap.metrics import StepKind
-from chameleon_mm.units import GIB, MIB
+from chameleon_mm.units import GIB, MIB, format_us
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -373,6 +373,38 @@ def test_a_step_that_runs_again_is_two_and_the_function_makes_none_run_again(dev
 def test_a_line_says_phase_memory_and_what_copies_cost() -> None:
     assert line_of(figures()) == "step 12  planned         HBM 14.2 of 16.0 GiB  host 3.00 GiB  hidden 98 %  stall 1.20 ms"
     assert line_of(figures(simulated=True)).endswith("  stall 1.20 ms  simulated")
+
+
+def test_steps_before_the_first_that_follows_a_plan_are_warm_up(device: Device) -> None:
+    _, report = Training(device).swapped(device)
+    kinds, warm_up = [step.kind for step in report.step_figures], [step.warm_up for step in report.step_figures]
+    first = kinds.index(StepKind.PLANNED)
+    assert warm_up == [True] * first + [False] * (STEPS - first) and first > 0
+    assert [line_of(step).endswith("  warm-up") for step in report.step_figures] == warm_up
+    early, steady = report.step_figures[:first], report.step_figures[first:]
+    assert (report.warm_up, report.steady) == (sums_of(early), sums_of(steady))
+    assert steady and report.steady["steps"] == len(steady)
+    timed = [step for step in steady if step.step_us is not None]
+    assert math.isclose(report.steady["stall_us"], math.fsum(step.stall_us or 0 for step in timed), abs_tol=1e-6)
+    assert f"{STEPS - first} of {STEPS - first} steps by plan, after {first} of warm-up" in report.in_short
+    stall = dict(report.rows())["stall (simulated)" if device.simulated else "stall"]
+    assert stall == f"{format_us(report.stall_us or 0)}, after the warm-up {format_us(report.steady['stall_us'])}"
+
+
+def test_without_plans_no_step_is_warm_up(device: Device) -> None:
+    _, report = Training(device).swapped(device, plans=False)
+    assert not any(step.warm_up for step in report.step_figures)
+    assert f"0 of {STEPS} steps by plan" in report.in_short and "warm-up" not in str(report)
+
+
+def test_sums_of_steps_say_what_is_known_of_them() -> None:
+    some = [figures(peak_hbm_bytes=5, peak_hbm_at_most_bytes=9), figures(peak_hbm_bytes=8, peak_hbm_at_most_bytes=8)]
+    found = sums_of([*some, figures(step_us=None, stall_us=None, copy_us=None, peak_hbm_bytes=1, peak_hbm_at_most_bytes=1)])
+    assert (found["steps"], found["peak_hbm_bytes"], found["peak_hbm_at_most_bytes"]) == (3, 8, 9)
+    assert (found["step_us"], found["stall_us"], found["copy_us"]) == (9000.0, 2400.0, 120_000.0)
+    assert found["hidden_fraction"] == 0.98
+    assert sums_of([figures(peak_hbm_at_most_bytes=None)])["peak_hbm_at_most_bytes"] is None
+    assert sums_of([]) | {"steps": 0, "stall_us": None, "hidden_fraction": None} == sums_of([])
 
 
 def test_a_line_leaves_out_what_was_not_measured() -> None:

@@ -172,6 +172,7 @@ def test_the_page_holds_every_figure_and_all_sections(report: cm.SwapReport, tmp
     assert page.sections() == ["step", "tensors", "steps", "figures"]
     for label, text in report.rows():
         assert label in page.text and text in page.text
+    assert page.text.index(report.in_short) < page.text.index("budget")
     assert page.data["figures"] == report.to_dict()
     assert page.data["steps"] == [step.to_dict() for step in report.step_figures]
     assert "All times are of the simulator's virtual clock." in page.text

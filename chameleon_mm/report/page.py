@@ -193,7 +193,7 @@ def step_section(picture: StepPicture | None) -> str:
         f"{format_us(picture.stall_us)} and runs operators again for {format_us(picture.recompute_us)}; without swapping "
         f"{format_us(picture.unswapped_us)}. "
         f"Memory: {format_size(picture.planned.peak_bytes)} at most by the plan, {format_size(picture.unswapped.peak_bytes)} "
-        f"without swapping, within a budget of {format_size(picture.hbm_budget_bytes)}.{unlike}{thinned}</p>"
+        f"without swapping, within the {format_size(picture.hbm_budget_bytes)} that it was made for.{unlike}{thinned}</p>"
         f"{_legend(picture)}"
         f'<div class="chart" tabindex="0" aria-label="The step over time; arrow keys move, + and - zoom">'
         f'<div class="lane memory"><span><b>{format_size(most)}</b><b>device memory</b><b>0</b></span>{memory}</div>'
@@ -271,6 +271,8 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
     legend = "".join(f'<li><i class="{_STEP_CLASS[kind]}"></i>{kind}</li>' for kind in seen)
     before = len(all_steps) - len(steps)
     older = f" The {before} before them are left out." if before else ""
+    if warm_up := sum(step.warm_up for step in steps):
+        older += f" The first {warm_up} are warm-up, before any step followed a plan."
     return (
         f'<section id="steps"><h2>Steps</h2><p class="note">Steps {steps[0].index} to '
         f"{steps[-1].index}: peak of device memory against the budget, time, and stall. A step that was not timed has no time."
@@ -362,6 +364,7 @@ def page_html(
         "style": _file("page.css"),
         "script": _file("page.js"),
         "clock": clock,
+        "answer": html.escape(dict(rows).get("in short", "")),
         "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in rows if label == "PROBLEM"),
         "tiles": _tiles(figures),
         "step": step_section(picture),
@@ -386,15 +389,17 @@ def _json(data: Mapping[str, Any]) -> str:
 
 
 def _tiles(figures: Mapping[str, Any]) -> str:
-    hidden, stall = figures["hidden_fraction"], figures["stall_us"]
+    steady = figures["steady"] if figures["steady"].get("steps") else figures
+    after = ", after the warm-up" if steady is not figures and figures["warm_up"]["steps"] else ""
+    hidden, stall = steady["hidden_fraction"], steady["stall_us"]
     peak = Peak(figures["peak_hbm_bytes"], figures["peak_hbm_at_most_bytes"])
     tiles = [
         ("budget", format_size(figures["hbm_budget_bytes"]), "device memory"),
         ("peak", str(peak) if peak.at_most_bytes != 0 else "not measured", "device memory"),
         ("host", format_size(figures["peak_host_bytes"]), "pinned memory at most"),
         ("moved", format_size(figures["bytes_swapped_out"]), "swapped out"),
-        ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", "of copy time hidden"),
-        ("stall", "not measured" if stall is None else format_us(stall), "in timed steps"),
+        ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", f"of copy time hidden{after}"),
+        ("stall", "not measured" if stall is None else format_us(stall), f"in timed steps{after}"),
         ("steps", str(figures["steps"]), "completed"),
     ]
     return "".join(

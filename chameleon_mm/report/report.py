@@ -23,11 +23,12 @@ import torch.distributed as dist
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
+from chameleon_mm.plan.unswapped_memory import memory_curve
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.pool.ledger import PoolStats
 from chameleon_mm.report.chrome_trace import TraceData, write_trace
 from chameleon_mm.report.page import page_html
-from chameleon_mm.report.step_history import StepFigures
+from chameleon_mm.report.step_history import StepFigures, sums_of
 from chameleon_mm.report.step_picture import PlannedStepData, picture_of
 from chameleon_mm.swap.metrics import CopySpan, Counters, Metrics, StepKind, TimedSpans
 from chameleon_mm.units import format_size, format_us
@@ -151,6 +152,9 @@ class SwapReport(Counters):
     """Predicted time of a step under the plan for the step that was recorded last; None: there is no plan."""
     planned_peak_bytes: int | None
     """Maximum device memory of such a step, by the same simulation."""
+    unswapped_step_us: float | None = None
+    """Time and device memory of that step with nothing swapped, by its recording."""
+    unswapped_peak_bytes: int | None = None
     planned_recompute_us: float | None
     """Part of `planned_step_us` in which operators run again."""
     planned_bytes: dict[str, int]
@@ -194,6 +198,9 @@ class SwapReport(Counters):
     """Tighter budget of all steps since a step was run again; None: none was."""
     problems: tuple[str, ...]
     """Sentences about wrong uses of the session, each with what to do."""
+    warm_up: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Figures of the latest steps before the first that followed a plan, as of `sums_of`. `steady`: of those from it on."""
+    steady: dict[str, Any] = dataclasses.field(default_factory=dict)
     rank: int = 0
     """Number of this process among the `world_size` processes that train together."""
     world_size: int = 1
@@ -257,6 +264,8 @@ class SwapReport(Counters):
             timed=metrics.timed_spans(),
             planned=None if planned is None else PlannedStepData.of(planned),
             step_figures=step_figures,
+            warm_up=sums_of([step for step in step_figures if step.warm_up]),
+            steady=sums_of([step for step in step_figures if not step.warm_up]),
             **{**_of_plans(adaptation), **totals.counters()},
         )
 
@@ -280,6 +289,25 @@ class SwapReport(Counters):
         at_most = self.peak_hbm_at_most_bytes
         return True if at_most is not None and at_most <= self.hbm_budget_bytes else None
 
+    @property
+    def in_short(self) -> str:
+        """The result in one line: peak and step time against those of the unswapped step, and how many steps had a plan."""
+        warm_up, steady, clock = self.warm_up.get("steps", 0), self.steady, " (simulated)" if self.simulated else ""
+        peak = self.peak
+        if steady.get("steps"):
+            peak = Peak(steady["peak_hbm_bytes"], steady["peak_hbm_at_most_bytes"])
+        parts, after, by_plan = [f"peak {peak}"], str(peak), self.steps_by_phase.get(StepKind.PLANNED.value, 0)
+        if self.unswapped_peak_bytes is not None:
+            before = format_size(self.unswapped_peak_bytes)
+            parts = [f"peak {before.removesuffix(after[after.rindex(' ') :])} -> {after}"]
+        took_us = self.planned_step_us if self.measured_step_us is None else self.measured_step_us
+        if self.unswapped_step_us and took_us is not None:
+            predicted = " predicted" if self.measured_step_us is None else ""
+            parts.append(f"step {100 * (took_us / self.unswapped_step_us - 1):+.1f} %{predicted}{clock}")
+        parts.append(f"{by_plan} of {sum(self.steps_by_phase.values()) - warm_up} steps by plan")
+        parts += [f"after {warm_up} of warm-up"] * (warm_up > 0) + ["budget EXCEEDED"] * (self.budget_held is False)
+        return ", ".join(parts)
+
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each figure, for tables."""
         clock = " (simulated)" if self.simulated else ""
@@ -289,6 +317,7 @@ class SwapReport(Counters):
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         phases = ", ".join(f"{count} {StepKind(kind)}" for kind, count in self.steps_by_phase.items()) or "none ended"
         return [
+            ("in short", self.in_short),
             ("device", self.device),
             *(("PROBLEM", problem) for problem in self.problems),
             ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
@@ -305,8 +334,8 @@ class SwapReport(Counters):
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
             (f"late prefetches{clock}", self._lateness()),
             ("uses found on the device", str(self.uses_on_device)),
-            (f"hidden share of copy time{clock}", _measured(self.hidden_fraction, lambda x: f"{100 * x:.1f} %")),
-            (f"stall{clock}", _measured(self.stall_us, format_us)),
+            (f"hidden share of copy time{clock}", self._apart("hidden_fraction", lambda x: f"{100 * x:.1f} %")),
+            (f"stall{clock}", self._apart("stall_us", format_us)),
             ("pinned host memory", host),
             ("kept on the device", kept),
             ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
@@ -314,6 +343,12 @@ class SwapReport(Counters):
             ("steps run again", self._retried()),
             *([("snapshots", f"{self.snapshots}, {format_size(self.snapshot_bytes)}")] if self.snapshots else []),
         ]  # fmt: skip
+
+    def _apart(self, name: str, show: Callable[[float], str]) -> str:
+        """Text of a figure of all timed steps, and of those after the warm-up, if there was one."""
+        if not self.warm_up.get("steps"):
+            return _measured(getattr(self, name), show)
+        return f"{_measured(getattr(self, name), show)}, after the warm-up {_measured(self.steady.get(name), show)}"
 
     def _state_rows(self) -> list[tuple[str, str]]:
         moved = (
@@ -434,6 +469,8 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "planning_us": 0.0 if adaptation is None else adaptation.planning_us,
         "planned_step_us": None if plan is None else plan.step_us,
         "planned_peak_bytes": None if plan is None else plan.peak_bytes,
+        "unswapped_step_us": None if planned is None else planned.trace.duration_us,
+        "unswapped_peak_bytes": None if planned is None else int(memory_curve(planned.trace).max(initial=0)),
         "planned_recompute_us": None if plan is None else plan.recompute_us,
         "planned_bytes": {} if planned is None else planned.bytes_by_class(),
         "measured_step_us": None if followed is None or not followed.times_us else median(followed.times_us),

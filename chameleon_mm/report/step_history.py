@@ -15,9 +15,10 @@ import logging
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from chameleon_mm.device import Device
@@ -68,6 +69,8 @@ class StepFigures:
     """Time that the step's copies ran, both directions added up."""
     recompute_us: float | None = None
     """Time in which compute recomputed dropped storages."""
+    warm_up: bool = False
+    """True if the session makes plans, and neither this step nor one before it followed one from its first hook to its last."""
 
     @property
     def peak(self) -> Peak:
@@ -82,6 +85,21 @@ class StepFigures:
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of every figure, ready for JSON."""
         return {**dataclasses.asdict(self), "kind": self.kind.value, "hidden_fraction": self.hidden_fraction}
+
+
+def sums_of(steps: Sequence[StepFigures]) -> dict[str, Any]:
+    """Number of `steps`, highest peak, median time, and stalls, copies and hidden share of the timed ones. None: not known."""
+    us = {name: [us for step in steps if (us := getattr(step, name)) is not None] for name in ("step_us", "stall_us", "copy_us")}
+    at_most = [step.peak_hbm_at_most_bytes for step in steps]
+    return {
+        "steps": len(steps),
+        "peak_hbm_bytes": max((step.peak_hbm_bytes for step in steps), default=0),
+        "peak_hbm_at_most_bytes": None if None in at_most else max((nbytes or 0 for nbytes in at_most), default=0),
+        "step_us": median(us["step_us"]) if us["step_us"] else None,
+        "stall_us": sum(us["stall_us"]) if us["stall_us"] else None,
+        "copy_us": sum(us["copy_us"]) if us["copy_us"] else None,
+        "hidden_fraction": hidden_fraction(sum(us["stall_us"]), sum(us["copy_us"])),
+    }
 
 
 # --- Reports of each step's figures while a session runs: lines on stderr, or calls of a function
@@ -170,7 +188,7 @@ def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
         parts.append((f"stall {format_us(figures.stall_us)}", ""))
         if figures.simulated:
             parts.append(("simulated", "dim"))
-    return parts
+    return [*parts, ("warm-up", "dim")] if figures.warm_up else parts
 
 
 # --- step history
@@ -267,6 +285,7 @@ class StepHistory:
             host_bytes=self._pool.recent_peak_bytes(),
             bytes_out=totals.bytes_swapped_out - bytes_out,
             bytes_in=totals.bytes_swapped_in - bytes_in,
+            warm_up=self._executor.director.plans and not totals.steps_by_kind[StepKind.PLANNED],
         )
         self._pending.append((figures, sums))
         self._settle()

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Literal, NamedTuple
 
 from chameleon_mm.device import Event, Stream
@@ -432,10 +433,14 @@ class Metrics:
             return tuple(self.spans)
 
     def timed_spans(self) -> TimedSpans:
-        """Return the latest waits, steps and memory readings, as far as they are resolved."""
+        """Return the latest waits, steps and memory readings, as far as they are resolved: no readings of later steps."""
         with self._resolving:
+            later = [begun.host_us for begun in (self._begun, *(ended[0] for ended in list(self._ended))) if begun is not None]
+            until_us = min(later, default=inf)
             memory = tuple(
-                MemorySample(host_us, hbm_bytes, units_bytes(units)) for host_us, hbm_bytes, units in list(self.memory)
+                MemorySample(host_us, hbm_bytes, units_bytes(units))
+                for host_us, hbm_bytes, units in list(self.memory)
+                if host_us < until_us
             )
             waits = tuple(WaitSpan(*fields) for fields in self._wait_spans)
             return TimedSpans(waits=waits, steps=tuple(StepSpan(*fields) for fields in self._step_spans), memory=memory)

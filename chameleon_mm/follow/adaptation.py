@@ -388,7 +388,6 @@ class Adaptation:
             # Optimizer state that this step made exists from the beginning of all later steps.
             trace = renumbered(without_making(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
             structure = self._structures.note(record, trace)
-            structure.modules = recorder.modules
             planned = self._planned_step(record, trace, structure)
             self._add_plans(planned)
             self.steps.put(record, planned)
@@ -444,7 +443,6 @@ class Adaptation:
     def _planned_step(self, record: StepRecord, trace: Trace, structure: Structure) -> PlannedStep:
         planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
         planned.proven, planned.refused = structure.proven(trace), structure.refused
-        planned.modules = structure.modules
         return planned
 
     # --- plans

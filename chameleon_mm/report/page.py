@@ -22,6 +22,7 @@ from chameleon_mm.report.step_history import StepFigures
 from chameleon_mm.report.step_picture import (
     HELD,
     IN_PART,
+    LARGEST,
     RECOMPUTE,
     STALL,
     SWAPPED,
@@ -240,6 +241,26 @@ def _rounded(values: Iterable[float]) -> list[float]:
     return [round(value, 3) for value in values]
 
 
+# --- Section of the page about memory at the peak: what it is for, and the largest storages
+
+
+def memory_section(figures: Mapping[str, Any], largest: Sequence[str]) -> str:
+    """HTML of the section; empty if no step was planned."""
+    peak, least = figures["unswapped_peak"], figures["least_peak"]
+    parts = [(name, peak.get(name, 0), least.get(name, 0)) for name in dict.fromkeys((*peak, *least))]
+    rows = "".join(
+        f'<tr><th scope="row">{name}</th><td class="n">{format_size(one)}</td><td class="n">{format_size(other)}</td></tr>'
+        for name, one, other in (*parts, ("in all", sum(peak.values()), sum(least.values())))
+    )
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in largest)
+    return "" if not parts else (
+        '<section id="memory"><h2>Memory at the peak</h2><p class="note">Of the recorded step: unswapped, and with everything '
+        "away that may be, which is the least budget that has a plan.</p><table><thead><tr><th></th>"
+        f'<th class="n">unswapped</th><th class="n">least</th></tr></thead><tbody>{rows}</tbody></table>'
+        f'<p class="note">Largest at the least:</p><ul>{items}</ul></section>'
+    )  # fmt: skip
+
+
 # --- Section of the page about all steps: each one's kind, peak against budget, time and stall
 
 MOST_STEPS = 1_000
@@ -368,6 +389,7 @@ def page_html(
         "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in rows if label == "PROBLEM"),
         "tiles": _tiles(figures),
         "step": step_section(picture),
+        "memory": memory_section(figures, [text for label, text in rows if label == LARGEST]),
         "tensors": tensor_section(picture),
         "steps": steps_section(steps),
         "figures": "".join(

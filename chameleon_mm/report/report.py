@@ -23,13 +23,13 @@ import torch.distributed as dist
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
-from chameleon_mm.plan.unswapped_memory import memory_curve
+from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.pool.ledger import PoolStats
 from chameleon_mm.report.chrome_trace import TraceData, write_trace
 from chameleon_mm.report.page import page_html
 from chameleon_mm.report.step_history import StepFigures, sums_of
-from chameleon_mm.report.step_picture import PlannedStepData, picture_of
+from chameleon_mm.report.step_picture import PlannedStepData, memory_rows, picture_of
 from chameleon_mm.swap.metrics import CopySpan, Counters, Metrics, StepKind, TimedSpans
 from chameleon_mm.units import format_size, format_us
 
@@ -155,6 +155,10 @@ class SwapReport(Counters):
     unswapped_step_us: float | None = None
     """Time and device memory of that step with nothing swapped, by its recording."""
     unswapped_peak_bytes: int | None = None
+    unswapped_peak: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes of that peak by what they are for. `least_peak`: those of the peak with everything away that may be, which no plan
+    gets below."""
+    least_peak: dict[str, int] = dataclasses.field(default_factory=dict)
     planned_recompute_us: float | None
     """Part of `planned_step_us` in which operators run again."""
     planned_bytes: dict[str, int]
@@ -399,6 +403,7 @@ class SwapReport(Counters):
         return [
             (f"latest plan's step{clock}", f"{format_us(self.planned_step_us)} predicted, {measured}"),
             ("latest plan's peak", f"{format_size(self.planned_peak_bytes)} predicted"),
+            *([] if self.planned is None else memory_rows(self.planned.trace)),
             ("latest plan's bytes", ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in self.planned_bytes.items())),
             *([(f"latest plan's recomputation{clock}", format_us(recompute_us))] if recompute_us else []),
         ]
@@ -470,7 +475,9 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "planned_step_us": None if plan is None else plan.step_us,
         "planned_peak_bytes": None if plan is None else plan.peak_bytes,
         "unswapped_step_us": None if planned is None else planned.trace.duration_us,
-        "unswapped_peak_bytes": None if planned is None else int(memory_curve(planned.trace).max(initial=0)),
+        "unswapped_peak_bytes": None if planned is None else peak_memory(planned.trace).nbytes,
+        "unswapped_peak": {} if planned is None else peak_memory(planned.trace).parts,
+        "least_peak": {} if planned is None else least_memory(planned.trace).parts,
         "planned_recompute_us": None if plan is None else plan.recompute_us,
         "planned_bytes": {} if planned is None else planned.bytes_by_class(),
         "measured_step_us": None if followed is None or not followed.times_us else median(followed.times_us),

@@ -89,7 +89,8 @@ class StepFigures:
 
 def sums_of(steps: Sequence[StepFigures]) -> dict[str, Any]:
     """Number of `steps`, highest peak, median time, and stalls, copies and hidden share of the timed ones. None: not known."""
-    us = {name: [us for step in steps if (us := getattr(step, name)) is not None] for name in ("step_us", "stall_us", "copy_us")}
+    names = ("step_us", "stall_us", "copy_us")
+    us = {name: [us for step in steps if (us := getattr(step, name)) is not None] for name in names}
     at_most = [step.peak_hbm_at_most_bytes for step in steps]
     return {
         "steps": len(steps),

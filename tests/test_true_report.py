@@ -15,6 +15,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.swap.hook_counts import UNNAMED_STEPS
+from chameleon_mm.swap.metrics import Metrics, StepKind
 from chameleon_mm.units import MIB, format_size
 from tests._programs import deep, on_a_thread
 from tests.test_progress import line_of
@@ -366,6 +367,39 @@ def test_a_session_that_is_used_as_it_is_meant_has_no_problem(device: Device) ->
         deep(x * 2)
     assert session.report().problems == ()
     assert "PROBLEM" not in str(session.report())
+
+
+# --- warnings, each once
+
+
+def test_a_warning_is_logged_once_and_counted(sim: cm.SimDevice, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps of three lengths, none of which has a plan within the budget: each is refused, one is logged."""
+    x = leaf(sim)
+    session = opened(sim, 600 * 1024)
+    with caplog.at_level(logging.WARNING, "chameleon_mm"), session:
+        for links in (4, 6, 8, 4, 6, 8):
+            with session.step():
+                kept = [torch.tanh(x * link) for link in range(links)]  # the program holds them all
+                torch.stack(kept).sum().backward()
+                del kept
+    (logged,) = [record.getMessage() for record in caplog.records if "no plan for a step" in record.getMessage()]
+    report = session.report()
+    assert report.warnings == {logged: 3}
+    assert ("WARNING", f"{logged} (3 of its kind)") in report.rows() and report.to_dict()["warnings"] == report.warnings
+    most = max(step.peak_hbm_bytes for step in report.step_figures if step.kind is StepKind.BY_RULE)
+    needs = f"one needs {format_size(sum(report.least_peak.values()))} or more"
+    assert dict(report.rows())["latest plan"] == f"none: {needs}; steps by the default rule took up to {format_size(most)}"
+    assert most > report.hbm_budget_bytes and min(step.peak_hbm_bytes for step in report.step_figures) > 0
+
+
+def test_each_kind_of_warning_is_counted_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, log = Metrics(), logging.getLogger("chameleon_mm.test")
+    with caplog.at_level(logging.WARNING, "chameleon_mm"):
+        for number in range(3):
+            metrics.warn(log, "chameleon_mm: %d bytes stay", number)
+        metrics.warn(log, "chameleon_mm: gone")
+    assert [record.getMessage() for record in caplog.records] == ["chameleon_mm: 0 bytes stay", "chameleon_mm: gone"]
+    assert dict(metrics.totals.warnings.values()) == {"chameleon_mm: 0 bytes stay": 3, "chameleon_mm: gone": 1}
 
 
 # --- log lines

@@ -32,7 +32,7 @@ from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import TensorKind, Trace
 from chameleon_mm.plan.unswapped_memory import largest_of, least_memory, peak_memory, sum_over_time
 from chameleon_mm.replayable import DEFAULT
-from chameleon_mm.units import MIB, format_size, whole_bytes
+from chameleon_mm.units import MIB, allocated_size, format_size, whole_bytes
 
 # --- Plans that keep, swap, recompute or hold each storage: the dropped storages are chosen first, then the swaps are planned
 #
@@ -139,7 +139,7 @@ class HybridSearch:
         held, tick = choice.held, self._trace.hook_tick
         since = np.searchsorted(tick, self._trace.tensor_dies[held], side="right")
         until = np.maximum(np.searchsorted(tick, recipes.needed_until[held], side="right"), since)
-        held_bytes = self._trace.tensor_bytes[held]
+        held_bytes = allocated_size(self._trace.tensor_bytes[held])
         level = level + sum_over_time(hooks, held_bytes, since, until)
         last = int(problem.candidates.use.max(initial=0))
         over = np.maximum(level[:last] - limits.budget, 0)

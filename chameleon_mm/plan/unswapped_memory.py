@@ -161,7 +161,7 @@ def largest_of(trace: Trace, peak: Peak, count: int = 5) -> list[str]:
     ]
     if peak.inner_bytes:
         name = trace.op_names[trace.op_name[np.searchsorted(trace.op_tick, peak.tick)]]
-        found.append((peak.inner_bytes, f"inside {base_name(name).rpartition('::')[2]}", _place_at(trace, peak.tick)))
+        found.append((peak.inner_bytes, f"inside {base_name(name).rpartition('::')[2]}", place_at(trace, peak.tick)))
     found.sort(key=lambda one: -one[0])
     return [f"{format_size(n)} {what}{f' in {place}' if any(place) else ''}" for n, what, place in found[:count]]
 
@@ -180,10 +180,10 @@ def makers_of(trace: Trace) -> dict[int, str]:
 def place_of(trace: Trace, tensor: int) -> SavePlace:
     """Place in which a storage was saved first; of one that was not saved, the place of the hook before it was made."""
     hooks = np.flatnonzero((trace.hook_tensor == tensor) & ~trace.hook_use)
-    return trace.places.get(int(hooks[0]), SavePlace()) if len(hooks) else _place_at(trace, int(trace.tensor_born[tensor]))
+    return trace.places.get(int(hooks[0]), SavePlace()) if len(hooks) else place_at(trace, int(trace.tensor_born[tensor]))
 
 
-def _place_at(trace: Trace, tick: int) -> SavePlace:
+def place_at(trace: Trace, tick: int) -> SavePlace:
     """Place of the last hook before `tick`: of a use, where its tensor was saved."""
     hook = int(np.searchsorted(trace.hook_tick, tick)) - 1
     if hook >= 0 and trace.hook_use[hook]:

@@ -27,6 +27,7 @@ from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.pool.ledger import PoolStats
 from chameleon_mm.report.chrome_trace import TraceData, write_trace
+from chameleon_mm.report.memory_snapshot import write_snapshot
 from chameleon_mm.report.page import page_html
 from chameleon_mm.report.step_history import StepFigures, sums_of
 from chameleon_mm.report.step_picture import PlannedStepData, memory_rows, picture_of
@@ -202,6 +203,8 @@ class SwapReport(Counters):
     """Tighter budget of all steps since a step was run again; None: none was."""
     problems: tuple[str, ...]
     """Sentences about wrong uses of the session, each with what to do."""
+    warnings: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Texts of the session's warnings, the first of each kind, which alone is in the log; and how many of its kind came."""
     warm_up: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Figures of the latest steps before the first that followed a plan, as of `sums_of`. `steady`: of those from it on."""
     steady: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -261,6 +264,7 @@ class SwapReport(Counters):
             not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
+            warnings=dict(totals.warnings.values()),
             rank=rank.number,
             world_size=rank.of,
             plan_digests=plan_digests(planned),
@@ -324,6 +328,7 @@ class SwapReport(Counters):
             ("in short", self.in_short),
             ("device", self.device),
             *(("PROBLEM", problem) for problem in self.problems),
+            *(("WARNING", f"{text} ({count} of its kind)") for text, count in self.warnings.items()),
             ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
             ("what the steps were", phases),
             ("steps recorded in detail", str(self.detailed_steps)),
@@ -397,7 +402,12 @@ class SwapReport(Counters):
     def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
         """Rows of the latest plan's predictions, and of the measured time."""
         if self.planned_step_us is None or self.planned_peak_bytes is None:
-            return [("latest plan", "none")]
+            rule = max((step.peak_hbm_bytes for step in self.step_figures if step.kind is StepKind.BY_RULE), default=0)
+            least = sum(self.least_peak.values())
+            if least <= self.hbm_budget_bytes:
+                return [("latest plan", "none")]
+            took = f"; steps by the default rule took up to {format_size(rule)}" if rule else ""
+            return [("latest plan", f"none: one needs {format_size(least)} or more{took}")]
         recompute_us = self.planned_recompute_us
         measured = _measured(self.measured_step_us, lambda us: f"{format_us(us)} measured")
         return [
@@ -460,6 +470,13 @@ class SwapReport(Counters):
             about=about,
         )
         write_trace(path, data)
+
+    def save_memory_viz(self, path: str | Path) -> None:
+        """Write the memory of the step planned last, as recorded with nothing swapped, for https://pytorch.org/memory_viz.
+        Raises `ValueError` if no step was planned."""
+        if self.planned is None:
+            raise ValueError("save_memory_viz: expected a session with a plan, got none; run a step in it to its end first")
+        write_snapshot(path, self.planned.trace)
 
 
 def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:

@@ -181,7 +181,7 @@ class Budget:
 
     def fits_now(self, nbytes: int) -> bool:
         """True if `nbytes` may be allocated for a moment within this hook."""
-        return self._limits.hbm_budget_bytes is None or self.allocated_bytes() + nbytes <= self.hbm_budget_bytes
+        return self._limits.hbm_budget_bytes is None or self.allocated_bytes() + allocated_size(nbytes) <= self.hbm_budget_bytes
 
     def spare_bytes(self) -> int:
         """Bytes that may be allocated for a moment, in addition to the model's growth. Reads memory if there is a budget:
@@ -241,6 +241,7 @@ class Budget:
 
         Raises `HostMemoryExhausted` if allocation exceeds the budget because the host takes no more, pinned or pageable.
         """
+        nbytes = allocated_size(nbytes)
         ahead = self.forecast.growth() if is_planned else self.forecast.until_next_check()
         self._make_room(nbytes, ahead, exclude)
         if not is_planned:
@@ -248,8 +249,8 @@ class Budget:
 
     def room_was_made(self, nbytes: int, *, exclude: Collection[SavedStorage]) -> bool:
         """Reclaim as `make_room` does, for an optional allocation. Returns True if `nbytes` fit now."""
-        self._reclaim_for(nbytes, self.forecast.growth(), exclude)
-        return self._allocated + nbytes <= self.hbm_budget_bytes
+        self._reclaim_for(allocated_size(nbytes), self.forecast.growth(), exclude)
+        return self._allocated + allocated_size(nbytes) <= self.hbm_budget_bytes
 
     def _make_room(self, nbytes: int, growth_bytes: int | None, exclude: Collection[SavedStorage]) -> None:
         """Make room as `make_room` does. `growth_bytes`: growth of the model until the next check; None: unknown."""
@@ -332,10 +333,10 @@ class Budget:
     def room_for(self, nbytes: int) -> bool:
         """True if a prefetch of `nbytes` leaves room for the model's growth."""
         if self._limits.ahead_bytes is not None:
-            ahead = sum(saved.nbytes for saved in self._storages() if saved.state is State.SWAPPING_IN)
-            if ahead + nbytes > self._limits.ahead_bytes:
+            ahead = sum(allocated_size(saved.nbytes) for saved in self._storages() if saved.state is State.SWAPPING_IN)
+            if ahead + allocated_size(nbytes) > self._limits.ahead_bytes:
                 return False
-        return nbytes <= self.spare_until_used_bytes()
+        return allocated_size(nbytes) <= self.spare_until_used_bytes()
 
     def end_step(self, *, completed: bool) -> int:
         """End the step, and learn its growth if it `completed`. Returns the bytes allocated as `check_memory` does."""

@@ -11,6 +11,7 @@ of a plan on trial: `result()` returns its times once the step's last event is c
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -284,6 +285,8 @@ class Totals(Counters):
     kept_by_reason: Counter[str] = field(default_factory=Counter)
     not_recomputed_by_reason: Counter[str] = field(default_factory=Counter)
     """Refusals to recompute a storage that a plan drops, by reason. The storage was swapped or kept instead."""
+    warnings: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Warnings by their message before its values are put in: the first as it was logged, and how often there was one."""
 
     def counters(self) -> dict[str, int]:
         """Return the counters alone, by name."""
@@ -329,6 +332,13 @@ class Metrics:
         self._step_spans: deque[tuple[int, str, float, float, float, int]] = deque(maxlen=MAX_STEPS)
         self._resolving = threading.Lock()
         """Lock that lets one thread resolve at a time. Other threads only append to the deques above, which is atomic."""
+
+    def warn(self, log: logging.Logger, message: str, *values: object) -> None:
+        """Log a warning if it is the first of its `message`. The report has it once, with the count of all."""
+        text, count = self.totals.warnings.get(message, (message % values, 0))
+        self.totals.warnings[message] = text, count + 1
+        if not count:
+            log.warning(message, *values)
 
     def begin_step(self, compute: Stream, *, timed: bool) -> None:
         self.timed, self.step = False, None

@@ -154,11 +154,9 @@ class SwapReport(Counters):
     planned_peak_bytes: int | None
     """Maximum device memory of such a step, by the same simulation."""
     unswapped_step_us: float | None = None
-    """Time and device memory of that step with nothing swapped, by its recording."""
-    unswapped_peak_bytes: int | None = None
+    """Time of that step with nothing swapped: its recording, at the pace of the measured steps between their waits."""
     unswapped_peak: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes of that peak by what they are for. `least_peak`: those of the peak with everything away that may be, which no plan
-    gets below."""
+    """Bytes at its peak, by what they are for. `least_peak`: at the peak with everything away that may be, a plan's least."""
     least_peak: dict[str, int] = dataclasses.field(default_factory=dict)
     planned_recompute_us: float | None
     """Part of `planned_step_us` in which operators run again."""
@@ -300,13 +298,12 @@ class SwapReport(Counters):
     @property
     def in_short(self) -> str:
         """The result in one line: peak and step time against those of the unswapped step, and how many steps had a plan."""
-        warm_up, steady, clock = self.warm_up.get("steps", 0), self.steady, " (simulated)" if self.simulated else ""
-        peak = self.peak
-        if steady.get("steps"):
-            peak = Peak(steady["peak_hbm_bytes"], steady["peak_hbm_at_most_bytes"])
-        parts, after, by_plan = [f"peak {peak}"], str(peak), self.steps_by_phase.get(StepKind.PLANNED.value, 0)
-        if self.unswapped_peak_bytes is not None:
-            before = format_size(self.unswapped_peak_bytes)
+        warm_up, clock = self.warm_up.get("steps", 0), " (simulated)" if self.simulated else ""
+        figures = self.steady if self.steady.get("steps") else self.to_dict()
+        after = str(Peak(figures["peak_hbm_bytes"], figures["peak_hbm_at_most_bytes"]))
+        parts, by_plan = [f"peak {after}"], self.steps_by_phase.get(StepKind.PLANNED.value, 0)
+        if self.unswapped_peak:
+            before = format_size(sum(self.unswapped_peak.values()))
             parts = [f"peak {before.removesuffix(after[after.rindex(' ') :])} -> {after}"]
         took_us = self.planned_step_us if self.measured_step_us is None else self.measured_step_us
         if self.unswapped_step_us and took_us is not None:
@@ -484,6 +481,7 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
     planned = None if adaptation is None else adaptation.latest
     followed = None if planned is None else planned.current
     plan = None if followed is None else followed.program.plan
+    pace = 1.0 if planned is None or followed is None or not followed.times_us else planned.slowdown_under(followed)
     return {
         "detailed_steps": 0 if adaptation is None else adaptation.detailed_steps,
         "plans": 0 if adaptation is None else adaptation.plans,
@@ -491,8 +489,7 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "planning_us": 0.0 if adaptation is None else adaptation.planning_us,
         "planned_step_us": None if plan is None else plan.step_us,
         "planned_peak_bytes": None if plan is None else plan.peak_bytes,
-        "unswapped_step_us": None if planned is None else planned.trace.duration_us,
-        "unswapped_peak_bytes": None if planned is None else peak_memory(planned.trace).nbytes,
+        "unswapped_step_us": None if planned is None else planned.trace.duration_us * pace,
         "unswapped_peak": {} if planned is None else peak_memory(planned.trace).parts,
         "least_peak": {} if planned is None else least_memory(planned.trace).parts,
         "planned_recompute_us": None if plan is None else plan.recompute_us,

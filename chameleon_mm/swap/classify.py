@@ -21,12 +21,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chameleon_mm.device import Device
 from chameleon_mm.plan.rule import SaveFacts
+from chameleon_mm.swap.copy_queue import LOG_EACH, Warn
 from chameleon_mm.swap.handles import Handle, KeptTensor, WrapperHandle
 
 _log = logging.getLogger(__name__)
-
-Warn = Callable[..., None]
-"""Called with a logger, a message, and its values: `Metrics.warn`, or what logs each one."""
 
 _MOST_VIEWS = 8
 """Maximum number of operators between a parameter and a view of the tensors that it wraps."""
@@ -141,7 +139,7 @@ def covered_bytes(t: Tensor) -> int:
     return elements * t.element_size()
 
 
-def unwrapped(t: Tensor, warn: Warn = logging.Logger.warning) -> tuple[dict[str, Any], Any] | None:
+def unwrapped(t: Tensor, warn: Warn = LOG_EACH) -> tuple[dict[str, Any], Any] | None:
     """Inner values of a wrapper subclass, and the context to wrap them again; None if it cannot be unwrapped: `warn` says why.
 
     Most inner values are tensors; a DTensor also names its mesh.

@@ -159,6 +159,11 @@ class Move:
         return self.done is not None or self.cancelled or self.failed
 
 
+Warn = Callable[..., None]
+"""Called with a logger, a message, and its values: `Metrics.warn`, or what logs each one."""
+LOG_EACH: Warn = logging.Logger.warning
+
+
 class CopyQueue:
     """Moves of one direction, on a stream of its own. Not thread-safe: `Transfer` holds the lock."""
 
@@ -170,7 +175,7 @@ class CopyQueue:
         *,
         speculative: bool,
         synchronize: Callable[[], None],
-        warn: Callable[..., None],
+        warn: Warn,
     ) -> None:
         self.stream, self._warn = stream, warn
         self._synchronize = synchronize
@@ -317,14 +322,8 @@ class Transfer:
     """Both copy queues of one device. Thread-safe: forward and backward may run on different threads."""
 
     def __init__(
-        self,
-        device: Device,
-        *,
-        piece_bytes: int = PIECE_BYTES,
-        outstanding: int = OUTSTANDING,
-        warn: Callable[..., None] = logging.Logger.warning,
+        self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING, warn: Warn = LOG_EACH
     ) -> None:
-        """`warn`: called with a logger, a message and its values, as `Metrics.warn`."""
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
         self._lock = threading.Lock()  # not re-entrant: no finaliser takes it

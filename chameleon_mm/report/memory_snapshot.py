@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from chameleon_mm.plan.trace import TensorKind, Trace
+from chameleon_mm.plan.trace import SavePlace, TensorKind, Trace
 from chameleon_mm.plan.unswapped_memory import KIND_NAMES, makers_of, peak_memory, place_at, place_of
 from chameleon_mm.pool.free_list import FreeList
 from chameleon_mm.replayable import base_name
@@ -41,19 +41,16 @@ def snapshot_of(trace: Trace) -> dict[str, Any]:
     units = FreeList(int(allocated_size(size).sum()) + ALLOCATION_UNIT_BYTES, ALLOCATION_UNIT_BYTES)
 
     def frames(number: int) -> list[dict[str, Any]]:
+        what, place = "from before the step, not used in it", SavePlace()
         if number < storages:
             kind, place = KIND_NAMES[TensorKind(int(trace.tensor_kind[number]))], place_of(trace, number)
             what = f"{makers.get(number, '?')}, {kind}"
         elif number < len(size) - 1:
             op = inner[number - storages]
             what, place = f"inside {base_name(trace.op_names[trace.op_name[op]])}", place_at(trace, int(trace.op_tick[op]))
-        else:
-            return [{"name": "from before the step, not used in it", "filename": "", "line": 0}]
         file, _, line = place.line.rpartition(":")
-        return [
-            {"name": what, "filename": place.module, "line": 0},
-            {"name": place.module, "filename": file, "line": int(line or 0)},
-        ]
+        lines = ((what, place.module, 0), (place.module, file, int(line or 0)))
+        return [{"name": name, "filename": filename, "line": number} for name, filename, number in lines]
 
     largest = np.argsort(-size, kind="stable")[:MOST_ALLOCATIONS]
     moments = [(int(at[i]), dead, i) for dead, at in enumerate((born, dies)) for i in largest.tolist() if size[i]]

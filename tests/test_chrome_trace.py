@@ -6,21 +6,29 @@ report -> save_trace -> JSON -> tracks and counters
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torch.cuda import _memory_viz
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.plan.trace import with_extra
+from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.report.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, TraceData, readings, write_trace
+from chameleon_mm.report.memory_snapshot import snapshot_of
 from chameleon_mm.swap.metrics import CopySpan, MemorySample, StepSpan, TimedSpans
 from chameleon_mm.units import MIB
 from tests._report_sessions import gpt_report
+from tests._traces import random_step
 from tests.test_report import made_up
 
 Event = dict[str, Any]
@@ -130,6 +138,29 @@ def test_readings_are_as_long_after_their_steps_begin_as_the_host_was() -> None:
     assert readings(TimedSpans(steps=steps, memory=memory)) == [(0.0, 2, 0), (20.0, 3, 0), (110.0, 4, 0)]
 
 
+def test_the_last_step_has_no_readings_of_the_next_one(sim: cm.SimDevice) -> None:
+    """A report in the middle of a step: its readings would lie behind the step before, as if memory rose there."""
+    x = torch.randn(256, 256, requires_grad=True)
+    session = cm.SwapSession("64MiB", "64MiB", sim, min_bytes=0)
+
+    def step(link: int, report: bool) -> list[float]:
+        (torch.tanh(x * link).exp() * x).sum().backward()
+        x.grad = None
+        return [at_us for at_us, *_ in readings(session.report().timed)] if report else []
+
+    with session:
+        for _ in range(2):
+            with session.step():
+                step(2, report=False)
+        sim.synchronize()
+        before = [at_us for at_us, *_ in readings(session.report().timed)]
+        with session.step():
+            during = step(2, report=True)
+    sim.synchronize()
+    after = [at_us for at_us, *_ in readings(session.report().timed)]
+    assert during == before == after[: len(before)] and len(before) < len(after)
+
+
 def test_a_report_of_nothing_is_a_trace(tmp_path: Path) -> None:
     made_up(spans=(), timed=TimedSpans()).save_trace(str(tmp_path / "trace.json"))
     assert {event["ph"] for event in events_of(tmp_path / "trace.json")} == {"M"}
@@ -171,3 +202,67 @@ def test_on_a_device_the_tightest_bound_puts_it_on_the_clock(tmp_path: Path) -> 
         assert document["baseTimeNanoseconds"] == zero_ns - behind_ns
         (copy,) = slices(document["traceEvents"])[D2H]
         assert (copy["ts"], copy["dur"]) == (10.0, 10.0)
+
+
+# --- memory for torch's own viewer
+
+
+def allocated_over(snapshot: dict[str, Any]) -> list[int]:
+    """Bytes allocated after each event. What is allocated at the end and by no event was there from the beginning."""
+    events = snapshot["device_traces"][0]
+    alive = {b["address"]: b["size"] for seg in snapshot["segments"] for b in seg["blocks"] if b["state"] == "active_allocated"}
+    grows = [{"alloc": 1, "free_completed": -1}.get(event["action"], 0) * event["size"] for event in events]
+    now = sum(alive.values()) - sum(grows)
+    return [now, *(now := now + by for by in grows)]
+
+
+def test_the_memory_of_a_step_opens_in_torchs_own_viewer(report: cm.SwapReport, tmp_path: Path) -> None:
+    report.save_memory_viz(tmp_path / "memory.pickle")
+    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    assert (tmp_path / "memory.pickle").stat().st_size < MIB
+    assert report.planned is not None
+    over = allocated_over(snapshot)
+    assert max(over) == peak_memory(report.planned.trace).nbytes and over[0] >= report.planned.trace.start_bytes
+    # Torch's functions, as they run without a GPU: flame graphs, segments, the list of events, the page.
+    for draw in (_memory_viz.segments, _memory_viz.memory):
+        lines = draw(snapshot, format_flamegraph=str.splitlines)  # type: ignore[no-untyped-call]  # torch's
+        assert sum(int(line.split()[-1]) for line in lines if ";active_allocated;" in line) == over[-1]
+    assert re.search(r"_report_sessions\.py:\d+:blocks\.\d;blocks\.\d:0:addmm, activations", _memory_viz_frames(snapshot))
+    assert "total_allocated" in _memory_viz.segsum(snapshot)
+    events = snapshot["device_traces"][0]
+    assert f"{len(events)} entries" in _memory_viz.trace(snapshot)
+    assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
+
+
+def _memory_viz_frames(snapshot: dict[str, Any]) -> str:
+    """Frames of the allocations in the step, as torch's flame graphs write them."""
+    events = [event for event in snapshot["device_traces"][0] if event["action"] == "alloc"]
+    return "\n".join(";".join(_memory_viz._frames_fmt(event["frames"], reverse=True)) for event in events)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_memory_of_any_step_is_that_of_its_trace(seed: int) -> None:
+    trace = with_extra(random_step(Random(seed)), 3 * MIB)
+    snapshot = snapshot_of(trace)
+    assert max(allocated_over(snapshot)) == peak_memory(trace).nbytes
+    taken = list[tuple[int, int]]()
+    for event in snapshot["device_traces"][0]:
+        where = event["addr"], event["addr"] + event["size"]
+        if event["action"] == "alloc":
+            assert all(where[1] <= begin or end <= where[0] for begin, end in taken), "no two live ones overlap"
+            taken.append(where)
+        elif event["action"] == "free_completed" and where in taken:
+            taken.remove(where)
+    _memory_viz.segsum(snapshot)
+
+
+def test_of_too_many_allocations_the_largest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_mm.report.memory_snapshot.MOST_ALLOCATIONS", 5)
+    trace = random_step(Random(1))
+    events = snapshot_of(trace)["device_traces"][0]
+    assert sum(event["action"] == "alloc" for event in events) <= 5
+
+
+def test_a_session_without_a_plan_has_no_memory_to_show(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save_memory_viz: expected a session with a plan, got none; run a step"):
+        made_up().save_memory_viz(tmp_path / "memory.pickle")

@@ -22,7 +22,7 @@ class Asks(nn.Module):
         self.said: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.said.append(self.names[0].here())
+        self.said.append(self.names[0].here().module)
         return x
 
 
@@ -62,7 +62,7 @@ def test_a_module_that_is_not_the_models_is_named_by_what_runs_it() -> None:
 
 
 def test_outside_of_any_module_there_is_no_name() -> None:
-    assert ModuleNames(None).here() == ModuleNames(nn.Linear(1, 1)).here() == ""
+    assert ModuleNames(None).here().module == ModuleNames(nn.Linear(1, 1)).here().module == ""
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -113,3 +113,21 @@ def test_looking_keeps_no_tensor_and_no_module_alive() -> None:
     assert watched() is None
     hooks = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
     assert not any(hooks)
+
+
+def test_the_line_is_the_programs_own() -> None:
+    """Not torch's, nor a compiled one's: the innermost of its own, here the module's forward."""
+    names, said = ModuleNames(None), list[str]()
+
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+                return x.exp()
+
+    def save(t: Tensor) -> Tensor:
+        said.append(names.here().line)
+        return t
+
+    x = torch.ones(1, requires_grad=True)
+    nn.Sequential(Own())(x)
+    assert len(said) == 1 and said[0].startswith("test_module_names.py:")

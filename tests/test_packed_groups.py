@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from chameleon_mm.device import SPECS, Stream
 from chameleon_mm.device.sim import SimStream
 from chameleon_mm.plan.rule import DefaultRule, Limits
 from chameleon_mm.swap import swap_outs
+from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.calling_thread import ComputeStreams
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.copy_queue import Thresholds
@@ -427,3 +429,34 @@ def test_a_group_ends_though_its_members_are_saved_again(swapping: Swapping) -> 
     assert not swapping.executor._registry.packed_groups
     del used, handles
     swapping.assert_exact(again, expected)
+
+
+def test_room_for_what_is_unpacked_is_made_in_blocks_of_the_allocator(
+    slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storages of 64 bytes take 512 each: the room that is made for them is no less than they take."""
+    swapping = Swapping(slow, limits=Limits(hbm_budget_bytes=8 * MIB))
+    asked, taken = list[int](), list[int]()
+    make_room, unpack = Budget.make_room, PackedGroup.unpack
+
+    def asks(budget: Budget, nbytes: int, **how: Any) -> None:
+        asked.append(nbytes)
+        make_room(budget, nbytes, **how)
+
+    def takes(group: PackedGroup, *members: Any) -> int:
+        before = slow.allocated_bytes()
+        count = unpack(group, *members)
+        taken.append(slow.allocated_bytes() - before)
+        assert taken[-1] <= asked[-1]
+        return count
+
+    monkeypatch.setattr(Budget, "make_room", asks)
+    monkeypatch.setattr(PackedGroup, "unpack", takes)
+    busy = swapping.keep_the_link_busy()
+    handles, expected = swapping.save_small(40, nbytes=64)
+    swapping.executor._outs.pack_small()
+    swapping.next_op()
+    swapping.executor.budget.reclaim_pending()
+    swapping.assert_exact(handles, expected)
+    assert sum(taken) >= 40 * 512 and swapping.totals["packed_groups"] >= 1
+    del busy, handles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -21,9 +22,17 @@ from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.swap_all import SwapAll, swap_all
 from chameleon_mm.plan.swap_plan import ActionColumns, SwapPlan, in_order
 from chameleon_mm.plan.timing import LinkCost, walk
-from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
-from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, peak_memory, smallest_budget, sum_over_time
-from chameleon_mm.units import MIB
+from chameleon_mm.plan.trace import SavePlace, StepPhase, TensorKind, Trace, TraceBuilder, with_extra
+from chameleon_mm.plan.unswapped_memory import (
+    Candidates,
+    largest_of,
+    least_memory,
+    memory_curve,
+    peak_memory,
+    smallest_budget,
+    sum_over_time,
+)
+from chameleon_mm.units import MIB, format_size
 from tests._optimum import least_step_us
 from tests._oracles import plan_within_host, timed_one_by_one
 from tests._planner_traces import LayerShape, layer_chain, step_of
@@ -176,9 +185,57 @@ def test_a_peak_that_is_not_in_activations_is_said_to_be_so() -> None:
     b.tensor(1 << 20, TensorKind.OPTIMIZER)
     b.op("aten::_fused_adamw_", 1, StepPhase.OPTIMIZER, 1.0, inner_bytes=1 << 18)
     with pytest.raises(
-        InfeasibleBudget, match=r"1.00 MiB optimizer, 256.0 KiB inside an operator\. The peak is not in activations at all"
+        InfeasibleBudget, match=r"1.00 MiB optimizer state, 256.0 KiB inside operators\. The peak is not in activations at all"
     ):
         generate_plan(b.finish(), 1 << 19, None, H200_LINK)
+
+
+SIZE = r"(\d+(?:\.\d+)?) (B|KiB|MiB|GiB)"
+
+
+def bytes_in(text: str) -> list[float]:
+    """Sizes that `text` prints, in bytes."""
+    factors = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    return [float(number) * factors[unit] for number, unit in re.findall(SIZE, text)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_parts_of_an_infeasible_budget_add_up_to_the_peak(seed: int) -> None:
+    """Also bytes from before the step that it never touches, and both peaks: unswapped, and the least that binds."""
+    random = Random(seed)
+    trace = with_extra(random_step(random), random.choice((0, 100_000, 1 << 20)))
+    least = smallest_budget(trace)
+    with pytest.raises(InfeasibleBudget) as caught:
+        generate_plan(trace, least - 1, None, H200_LINK)
+    assert caught.value.smallest_bytes == least and generate_plan(trace, least, None, H200_LINK).peak_bytes <= least
+    said = str(caught.value)
+    assert said.startswith(f"hbm_budget: expected {least} bytes ({format_size(least)}) or more, got {least - 1}")
+    peaks = re.findall(rf"peak is ((?:{SIZE})): ((?:{SIZE} [a-z, ]+)+)", said)
+    assert len(peaks) == (1 if least == peak_memory(trace).nbytes else 2)
+    for (whole, *_, parts, _, _), peak in zip(peaks, (peak_memory(trace), least_memory(trace)), strict=False):
+        assert whole == format_size(peak.nbytes) and sum(peak.parts.values()) == peak.nbytes
+        assert sum(bytes_in(parts)) == pytest.approx(peak.nbytes, rel=0.01)
+
+
+def test_the_largest_storages_are_named_by_operator_module_and_line() -> None:
+    b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
+    x = b.tensor(2 << 20, TensorKind.ACTIVATION)
+    b.op("aten::mm.out", 1, FORWARD, 1.0, writes=(x,))
+    b.save(x, 1)
+    b.use(x, 1)
+    b.op("aten::mm_backward", 1, BACKWARD, 1.0, writes=(b.tensor(3 << 20),), inner_bytes=1 << 20)
+    trace = replace(b.finish(), places={0: SavePlace("blocks.3", "train.py:12")})
+    here = "in blocks.3 at train.py:12"
+    expected = [
+        f"3.00 MiB temporaries by mm_backward {here}",
+        f"2.00 MiB activations by mm {here}",
+        f"1.00 MiB inside mm_backward {here}",
+    ]
+    assert largest_of(trace, peak_memory(trace)) == expected
+    with pytest.raises(InfeasibleBudget, match="; ".join(expected)):
+        generate_plan(trace, 1 << 20, None, H200_LINK)
+    unknown = replace(trace, places={})
+    assert largest_of(unknown, peak_memory(trace), 1) == ["3.00 MiB temporaries by mm_backward"]
 
 
 def test_a_part_fills_the_budget_to_the_last_unit() -> None:

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.device.peak_watch import Peak, peak_between
+from chameleon_mm.device.peak_watch import Peak, PeakWatch
 from chameleon_mm.pool.free_list import FreeList
 from chameleon_mm.report import step_history
-from chameleon_mm.report.step_history import StepFigures, parts_of
+from chameleon_mm.report.step_history import StepFigures, parts_of, sums_of
 from chameleon_mm.swap.metrics import StepKind
-from chameleon_mm.units import GIB, MIB
+from chameleon_mm.units import GIB, MIB, format_us
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -85,7 +85,7 @@ def plain(device: Device) -> list[Tensor]:
 def figures(**changed: Any) -> StepFigures:
     some: dict[str, Any] = {
         "index": 12, "kind": StepKind.PLANNED, "simulated": False, "step_us": 9000.0, "host_us": 9100.0,
-        "peak_hbm_bytes": 14 * GIB + GIB // 5, "peak_hbm_at_most_bytes": None, "hbm_budget_bytes": 16 * GIB,
+        "peak_hbm_bytes": 14 * GIB + GIB // 5, "peak_hbm_at_most_bytes": 14 * GIB + GIB // 5, "hbm_budget_bytes": 16 * GIB,
         "host_bytes": 3 * GIB, "bytes_out": 5 * GIB, "bytes_in": 5 * GIB, "stall_us": 1200.0, "copy_us": 60000.0,
         "recompute_us": 0.0,
     }  # fmt: skip
@@ -222,16 +222,22 @@ def test_the_hidden_share_is_what_compute_did_not_wait_for(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "seen", "peak"),
+    ("before", "readings", "peak"),
     [
-        (10, 15, 12, Peak(15, 15)),  # this step went further than any before it
-        (10, 10, 7, Peak(7, 10)),
-        (10, 8, 7, Peak(8, None)),  # somebody reset it
-        (10, 8, 9, Peak(9, None)),
+        (10, [(15, 12)], Peak(15, 15)),  # this step went further than any before it
+        (10, [(10, 7)], Peak(7, 10)),
+        (10, [(8, 7)], Peak(8, None)),  # somebody reset it
+        (10, [(8, 7), (12, 3)], Peak(12, None)),  # and it was higher later on
+        (10, [(14, 7), (9, 3), (14, 3)], Peak(14, None)),
     ],
 )
-def test_bounds_of_a_peak_between_two_readings(before: int, after: int, seen: int, peak: Peak) -> None:
-    assert peak_between(before, after, seen) == peak
+def test_bounds_of_a_peak_by_readings_of_the_devices(before: int, readings: list[tuple[int, int]], peak: Peak) -> None:
+    watch, whole = PeakWatch(before), PeakWatch(before)
+    for reading, seen in readings:
+        watch.note(reading, seen)
+    whole.note(readings[-1][0])
+    whole.include(watch)
+    assert watch.peak() == whole.peak() == peak
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -369,6 +375,38 @@ def test_a_line_says_phase_memory_and_what_copies_cost() -> None:
     assert line_of(figures(simulated=True)).endswith("  stall 1.20 ms  simulated")
 
 
+def test_steps_before_the_first_that_follows_a_plan_are_warm_up(device: Device) -> None:
+    _, report = Training(device).swapped(device)
+    kinds, warm_up = [step.kind for step in report.step_figures], [step.warm_up for step in report.step_figures]
+    first = kinds.index(StepKind.PLANNED)
+    assert warm_up == [True] * first + [False] * (STEPS - first) and first > 0
+    assert [line_of(step).endswith("  warm-up") for step in report.step_figures] == warm_up
+    early, steady = report.step_figures[:first], report.step_figures[first:]
+    assert (report.warm_up, report.steady) == (sums_of(early), sums_of(steady))
+    assert steady and report.steady["steps"] == len(steady)
+    timed = [step for step in steady if step.step_us is not None]
+    assert math.isclose(report.steady["stall_us"], math.fsum(step.stall_us or 0 for step in timed), abs_tol=1e-6)
+    assert f"{STEPS - first} of {STEPS - first} steps by plan, after {first} of warm-up" in report.in_short
+    stall = dict(report.rows())["stall (simulated)" if device.simulated else "stall"]
+    assert stall == f"{format_us(report.stall_us or 0)}, after the warm-up {format_us(report.steady['stall_us'])}"
+
+
+def test_without_plans_no_step_is_warm_up(device: Device) -> None:
+    _, report = Training(device).swapped(device, plans=False)
+    assert not any(step.warm_up for step in report.step_figures)
+    assert f"0 of {STEPS} steps by plan" in report.in_short and "warm-up" not in str(report)
+
+
+def test_sums_of_steps_say_what_is_known_of_them() -> None:
+    some = [figures(peak_hbm_bytes=5, peak_hbm_at_most_bytes=9), figures(peak_hbm_bytes=8, peak_hbm_at_most_bytes=8)]
+    found = sums_of([*some, figures(step_us=None, stall_us=None, copy_us=None, peak_hbm_bytes=1, peak_hbm_at_most_bytes=1)])
+    assert (found["steps"], found["peak_hbm_bytes"], found["peak_hbm_at_most_bytes"]) == (3, 8, 9)
+    assert (found["step_us"], found["stall_us"], found["copy_us"]) == (9000.0, 2400.0, 120_000.0)
+    assert found["hidden_fraction"] == 0.98
+    assert sums_of([figures(peak_hbm_at_most_bytes=None)])["peak_hbm_at_most_bytes"] is None
+    assert sums_of([]) | {"steps": 0, "stall_us": None, "hidden_fraction": None} == sums_of([])
+
+
 def test_a_line_leaves_out_what_was_not_measured() -> None:
     untimed = figures(step_us=None, stall_us=None, copy_us=None, recompute_us=None, kind=StepKind.PARTLY_PLANNED)
     assert line_of(untimed) == "step 12  partly planned  HBM 14.2 of 16.0 GiB  host 3.00 GiB"
@@ -376,9 +414,11 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
 
 
 def test_a_line_says_that_a_budget_was_exceeded() -> None:
-    over = figures(peak_hbm_bytes=17 * GIB)
+    over = figures(peak_hbm_bytes=17 * GIB, peak_hbm_at_most_bytes=17 * GIB)
     assert "HBM 17.0 of 16.0 GiB EXCEEDED  " in line_of(over)
-    assert "HBM 512 B of 16.0 GiB  " in line_of(figures(peak_hbm_bytes=512))
+    assert "HBM 512 B of 16.0 GiB  " in line_of(figures(peak_hbm_bytes=512, peak_hbm_at_most_bytes=512))
+    assert "HBM at least 14.2 of 16.0 GiB  " in line_of(figures(peak_hbm_at_most_bytes=17 * GIB))
+    assert "HBM at least 17.0 of 16.0 GiB EXCEEDED  " in line_of(figures(peak_hbm_bytes=17 * GIB, peak_hbm_at_most_bytes=None))
 
 
 def test_a_session_writes_a_line_a_step_to_stderr(device: Device, capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,6 +201,60 @@ def test_the_text_says_whether_the_budget_held(at_least: int, at_most: int | Non
     assert ("held)" in str(report)) is (held is True and at_most != 0)
 
 
+STEADY = {"steps": 8, "peak_hbm_bytes": 91 * MIB + MIB // 10, "peak_hbm_at_most_bytes": 91 * MIB + MIB // 10}
+SHORT = {
+    "steady": STEADY, "warm_up": {"steps": 2}, "steps_by_phase": {"recorded": 2, "planned": 8}, "hbm_budget_bytes": 92 * MIB,
+    "unswapped_peak": {"parameters": 114 * MIB, "activations": MIB // 10}, "unswapped_step_us": 9000.0,
+    "measured_step_us": 9198.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, "peak 114.1 -> 91.1 MiB, step +2.2 % (simulated), 8 of 8 steps by plan, after 2 of warm-up"),
+        ({"simulated": False}, "peak 114.1 -> 91.1 MiB, step +2.2 %, 8 of 8 steps by plan, after 2 of warm-up"),
+        (
+            {
+                "steady": {**STEADY, "peak_hbm_at_most_bytes": None},
+                "unswapped_peak": {"activations": 2048 * MIB},
+                "measured_step_us": None,
+            },
+            "peak 2.00 GiB -> at least 91.1 MiB, step +0.0 % predicted (simulated), 8 of 8 steps by plan, after 2 of warm-up",
+        ),
+        ({"warm_up": {"steps": 0}}, "peak 114.1 -> 91.1 MiB, step +2.2 % (simulated), 8 of 10 steps by plan"),
+        (
+            {"peak_hbm_bytes": 93 * MIB, "peak_hbm_at_most_bytes": None},
+            "8 of 8 steps by plan, after 2 of warm-up, budget EXCEEDED",
+        ),
+        ({"unswapped_peak": {}, "unswapped_step_us": None}, "peak 91.1 MiB, 8 of 8 steps by plan, after 2 of warm-up"),
+    ],
+)
+def test_the_first_line_is_the_answer(changed: dict[str, object], text: str) -> None:
+    report = made_up(**{**SHORT, **changed})
+    assert report.in_short.endswith(text) and ("EXCEEDED" in text or report.in_short == text)
+    assert report.rows()[0] == ("in short", report.in_short)
+
+
+def test_what_is_compared_with_is_the_step_without_a_session(sim: cm.SimDevice) -> None:
+    """Plain PyTorch on the same device, by the device's own counter, from its second step on."""
+    report = trained(sim, steps=4, budget_bytes=10 * MIB)
+    x = torch.randn(512, 512, requires_grad=True)
+    alone = cm.SimDevice()
+    with alone.compute():
+        for _ in range(2):
+            alone.synchronize()
+            alone.reset_peaks()
+            out: Tensor = x
+            for _ in range(8):
+                out = torch.tanh(out * 1.5).exp() - 1
+            out.sum().backward()
+            del out
+            x.grad = None
+        alone.synchronize()
+    assert sum(report.unswapped_peak.values()) == alone.peak_allocated_bytes()
+
+
 def test_str_is_one_aligned_line_for_each_row() -> None:
     report = made_up()
     lines = str(report).splitlines()

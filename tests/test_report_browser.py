@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import chameleon_mm as cm
+from chameleon_mm.plan.trace import SavePlace
 from chameleon_mm.report.step_picture import PlannedStepData, StepPicture, TensorRow, picture_of
 from chameleon_mm.units import format_size, format_us
 from tests._report_sessions import busy_report, gpt_report
@@ -182,9 +183,9 @@ def test_the_tiles_tell_the_reports_figures(page: Any, report: cm.SwapReport) ->
         "return Object.fromEntries([...document.querySelectorAll('[data-figure]')]"
         ".map(tile => [tile.dataset.figure, tile.querySelector('b').textContent]))"
     )
-    assert report.stall_us is not None and report.hidden_fraction is not None
+    steady = report.steady
     assert tiles["peak"] == format_size(report.peak_hbm_bytes) and tiles["budget"] == format_size(report.hbm_budget_bytes)
-    assert tiles["stall"] == format_us(report.stall_us) and tiles["hidden"] == f"{100 * report.hidden_fraction:.1f} %"
+    assert tiles["stall"] == format_us(steady["stall_us"]) and tiles["hidden"] == f"{100 * steady['hidden_fraction']:.1f} %"
     assert tiles["steps"] == str(report.steps)
 
 
@@ -260,7 +261,7 @@ def test_a_row_that_is_picked_shows_its_copies(page: Any, picture: StepPicture) 
 def test_a_long_table_grows_when_asked(driver: Any, tmp_path: Path) -> None:
     trace = chain(layers=60)
     plan = random_plan(Random(0), trace)
-    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, modules={}, predicted=False, times_us=(), latest=None)
+    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=False, times_us=(), latest=None)
     made_up(planned=planned).save_html(tmp_path / "long.html")
     driver.get((tmp_path / "long.html").as_uri())
     everything = len(picture_of(planned).tensors)
@@ -350,14 +351,15 @@ HOSTILE = '</script><script>document.title = "broken"</script><b>&amp;"\u2028\' 
 
 def hostile_report(report: cm.SwapReport) -> cm.SwapReport:
     assert report.planned is not None
-    planned = dataclasses.replace(report.planned, modules=dict.fromkeys(report.planned.modules, HOSTILE))
+    places = dict.fromkeys(report.planned.trace.places, SavePlace(HOSTILE, HOSTILE))
+    planned = dataclasses.replace(report.planned, trace=dataclasses.replace(report.planned.trace, places=places))
     return dataclasses.replace(report, device=HOSTILE, problems=(HOSTILE,), planned=planned)
 
 
 def large_report(report: cm.SwapReport) -> cm.SwapReport:
     trace = chain(layers=1000)
     plan = random_plan(Random(0), trace)
-    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, modules={}, predicted=True, times_us=(), latest=None)
+    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=True, times_us=(), latest=None)
     (first, *_) = report.step_figures
     return dataclasses.replace(report, planned=planned, step_figures=(first,) * 3000)
 

@@ -16,11 +16,12 @@ import pytest
 
 import chameleon_mm as cm
 from chameleon_mm.plan.simulate import simulate
-from chameleon_mm.plan.unswapped_memory import memory_curve
+from chameleon_mm.plan.trace import SavePlace
+from chameleon_mm.plan.unswapped_memory import least_memory, memory_curve, peak_memory
 from chameleon_mm.report.page import MOST_POINTS, thinned_memory
-from chameleon_mm.report.step_picture import Memory, PlannedStepData, StepPicture, picture_of
+from chameleon_mm.report.step_picture import LARGEST, Memory, PlannedStepData, StepPicture, picture_of
 from chameleon_mm.swap.metrics import StepKind
-from chameleon_mm.units import MIB
+from chameleon_mm.units import MIB, format_size
 from tests._report_sessions import busy_report, gpt_report, small_gpt
 from tests._traces import H200_LINK, chain, random_plan, random_step
 from tests.test_report import made_up
@@ -119,9 +120,7 @@ def test_compute_adds_up_under_any_plan(seed: int) -> None:
     trace = random_step(random)
     plan = random_plan(random, trace)
     timeline = simulate(trace, plan, H200_LINK)
-    found = picture_of(
-        PlannedStepData(trace=trace, plan=plan, link=H200_LINK, modules={}, predicted=False, times_us=(), latest=None)
-    )
+    found = picture_of(PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=False, times_us=(), latest=None))
     stalls_us = sum(bar.end_us - bar.start_us for bar in found.compute if bar.kind == "stall")
     assert stalls_us == pytest.approx(timeline.stall_us)
     works_us = sum(bar.end_us - bar.start_us for bar in found.compute if bar.kind != "stall")
@@ -169,9 +168,10 @@ def test_tensors_are_named_by_the_module_that_saved_them(picture: StepPicture) -
 
 def test_the_page_holds_every_figure_and_all_sections(report: cm.SwapReport, tmp_path: Path) -> None:
     page = page_of(report, tmp_path)
-    assert page.sections() == ["step", "tensors", "steps", "figures"]
+    assert page.sections() == ["step", "memory", "tensors", "steps", "figures"]
     for label, text in report.rows():
         assert label in page.text and text in page.text
+    assert page.text.index(report.in_short) < page.text.index("budget")
     assert page.data["figures"] == report.to_dict()
     assert page.data["steps"] == [step.to_dict() for step in report.step_figures]
     assert "All times are of the simulator's virtual clock." in page.text
@@ -189,9 +189,9 @@ HOSTILE = '</script><script>alert("&amp;")</script> \u2028 \u00e4\u4e16 \' <!--s
 
 def test_no_name_becomes_markup(report: cm.SwapReport, tmp_path: Path) -> None:
     assert report.planned is not None
-    modules = dict.fromkeys(report.planned.modules, HOSTILE)
+    trace = dataclasses.replace(report.planned.trace, places=dict.fromkeys(report.planned.trace.places, SavePlace(HOSTILE)))
     hostile = dataclasses.replace(
-        report, device=HOSTILE, problems=(HOSTILE,), planned=dataclasses.replace(report.planned, modules=modules)
+        report, device=HOSTILE, problems=(HOSTILE,), planned=dataclasses.replace(report.planned, trace=trace)
     )
     page, plain = page_of(hostile, tmp_path), page_of(report, tmp_path)
     assert Counter(tag for tag, _ in page.tags) - Counter(tag for tag, _ in plain.tags) == Counter(
@@ -226,18 +226,32 @@ def test_a_session_whose_only_step_failed_has_a_page(tmp_path: Path) -> None:
     assert isinstance(steps, list) and [step["kind"] for step in steps] == [StepKind.FAILED.value]
 
 
+def test_memory_at_the_peak_adds_up_and_is_named(report: cm.SwapReport, tmp_path: Path) -> None:
+    page = page_of(report, tmp_path)
+    text = "|".join(page.text)
+    assert report.planned is not None
+    for peak, parts in ((peak_memory, report.unswapped_peak), (least_memory, report.least_peak)):
+        assert sum(parts.values()) == peak(report.planned.trace).nbytes
+        assert all(f"{name}" in page.text and format_size(nbytes) in page.text for name, nbytes in parts.items())
+    every = {*report.unswapped_peak, *report.least_peak}
+    assert every >= {"parameters", "gradients", "optimizer state", "activations", "temporaries"}
+    large = [text for label, text in report.rows() if label == LARGEST]
+    assert large and all(one in page.text for one in large)
+    assert re.search(r"\|512\.0 KiB activations by addmm in blocks\.\d at \w+\.py:\d+\|", text)
+
+
 def test_a_plan_that_nobody_can_carry_out_has_no_picture(report: cm.SwapReport, tmp_path: Path) -> None:
     assert report.planned is not None
     plan = dataclasses.replace(report.planned.plan, fingerprint=report.planned.plan.fingerprint + 1)
     page = page_of(dataclasses.replace(report, planned=dataclasses.replace(report.planned, plan=plan)), tmp_path)
-    assert page.sections() == ["step", "steps", "figures"]
+    assert page.sections() == ["step", "memory", "steps", "figures"]
 
 
 def test_a_step_of_5000_tensors_stays_small_and_whole(tmp_path: Path) -> None:
     trace = chain(layers=1000)
     plan = random_plan(Random(0), trace)
     assert len(plan.swaps) > 3000
-    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, modules={}, predicted=True, times_us=(), latest=None)
+    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, predicted=True, times_us=(), latest=None)
     page = page_of(made_up(planned=planned), tmp_path)
     assert len(page.source.encode()) < 2 * MIB
     tensors = page.data["tensors"]

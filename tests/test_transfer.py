@@ -277,7 +277,7 @@ def test_unequal_sizes_are_refused_before_anything_is_queued() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"piece_bytes": 0}, {"outstanding": 0}, {"piece_bytes": -1}])
-def test_a_transfer_of_nothing_at_a_time_is_refused(wrong: dict[str, int]) -> None:
+def test_a_transfer_of_nothing_at_a_time_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="of 1 or more"):
         Transfer(cm.SimDevice(), **wrong)
 

@@ -15,8 +15,10 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.swap.hook_counts import UNNAMED_STEPS
-from chameleon_mm.units import MIB
+from chameleon_mm.swap.metrics import Metrics, StepKind
+from chameleon_mm.units import MIB, format_size
 from tests._programs import deep, on_a_thread
+from tests.test_progress import line_of
 
 PACKAGE = Path(cm.__file__).parent
 
@@ -127,6 +129,59 @@ def test_steps_of_equal_peaks_hide_no_reset(resets: tuple[bool, bool, bool], dev
             if resets[2]:
                 device.reset_peaks()
     assert session.report().budget_held is (None if resets[0] or resets[2] else False)
+
+
+def real_peaks(device: Device, reset: str, *, by_test: bool) -> tuple[list[int], cm.SwapReport]:
+    """Peak of each step, as the program reads it, and the session's report. The program resets the device's peak at `reset`.
+    `by_test`: it resets it at the beginning of each step as well, so that its readings are of the step alone."""
+    x = leaf(device)
+    peaks, most = list[int](), 0
+
+    def point(name: str) -> None:
+        nonlocal most
+        if name == reset or (by_test and name == "top"):
+            most = max(most, device.peak_allocated_bytes())
+            device.reset_peaks()
+
+    device.reset_peaks()
+    session = opened(device)
+    with session:
+        for _ in range(4):
+            point("top")
+            most = 0
+            with session.step():
+                point("inside")
+                unseen(device, 9 * MIB)  # after the step's middle, it is seen by no hook
+                out = deep(x * 2).sum()
+                point("middle")
+                out.backward()
+                del out
+                point("end")
+            peaks.append(max(most, device.peak_allocated_bytes()))
+            x.grad = None
+    return peaks, session.report()
+
+
+@pytest.mark.parametrize("reset", ["never", "top", "inside", "middle", "end"])
+def test_the_peak_of_a_step_is_the_peak_or_says_at_least(reset: str, device: Device, tmp_path: Path) -> None:
+    """The peak that the program reads, resetting it at each step's top, is within the bounds, whoever resets it and when."""
+    real, _ = real_peaks(device, reset, by_test=True)
+    _, report = real_peaks(device, reset, by_test=False)
+    steps = report.step_figures
+    for peak, step in zip(real, steps, strict=True):
+        low, high = step.peak
+        assert low <= peak and (high is None or peak <= high)
+        assert f"HBM {str(step.peak).removesuffix(' MiB')} of" in line_of(step)
+        assert str(step.peak) == f"{'at least ' if low != high else ''}{format_size(low)}"
+    assert all(step.peak.at_most_bytes == peak for peak, step in zip(real, steps, strict=True)) or reset != "top"
+    low, high = report.peak
+    assert low <= max(real) and (high is None or max(real) <= high)
+    report.save_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert f"<span>peak</span><b>{report.peak}</b>" in page
+    assert f"peak {report.peak} of" in str(cm.merge_reports([report]))
+    # Inside of a step, before its first hook: the peak is as high again by the next reading, so nobody sees the reset.
+    assert str(report.peak).startswith("at least") == (reset not in ("never", "inside"))
 
 
 # --- what the steps were
@@ -312,6 +367,39 @@ def test_a_session_that_is_used_as_it_is_meant_has_no_problem(device: Device) ->
         deep(x * 2)
     assert session.report().problems == ()
     assert "PROBLEM" not in str(session.report())
+
+
+# --- warnings, each once
+
+
+def test_a_warning_is_logged_once_and_counted(sim: cm.SimDevice, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps of three lengths, none of which has a plan within the budget: each is refused, one is logged."""
+    x = leaf(sim)
+    session = opened(sim, 600 * 1024)
+    with caplog.at_level(logging.WARNING, "chameleon_mm"), session:
+        for links in (4, 6, 8, 4, 6, 8):
+            with session.step():
+                kept = [torch.tanh(x * link) for link in range(links)]  # the program holds them all
+                torch.stack(kept).sum().backward()
+                del kept
+    (logged,) = [record.getMessage() for record in caplog.records if "no plan for a step" in record.getMessage()]
+    report = session.report()
+    assert report.warnings == {logged: 3}
+    assert ("WARNING", f"{logged} (3 of its kind)") in report.rows() and report.to_dict()["warnings"] == report.warnings
+    most = max(step.peak_hbm_bytes for step in report.step_figures if step.kind is StepKind.BY_RULE)
+    needs = f"one needs {format_size(sum(report.least_peak.values()))} or more"
+    assert dict(report.rows())["latest plan"] == f"none: {needs}; steps by the default rule took up to {format_size(most)}"
+    assert most > report.hbm_budget_bytes and min(step.peak_hbm_bytes for step in report.step_figures) > 0
+
+
+def test_each_kind_of_warning_is_counted_for_itself(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, log = Metrics(), logging.getLogger("chameleon_mm.test")
+    with caplog.at_level(logging.WARNING, "chameleon_mm"):
+        for number in range(3):
+            metrics.warn(log, "chameleon_mm: %d bytes stay", number)
+        metrics.warn(log, "chameleon_mm: gone")
+    assert [record.getMessage() for record in caplog.records] == ["chameleon_mm: 0 bytes stay", "chameleon_mm: gone"]
+    assert dict(metrics.totals.warnings.values()) == {"chameleon_mm: 0 bytes stay": 3, "chameleon_mm: gone": 1}
 
 
 # --- log lines

@@ -61,10 +61,10 @@ class Budgets(NamedTuple):
 
 
 class Planning:
-    """Make plans. `slack_bytes` is the device's `block_slack_bytes`."""
+    """Make plans. `slack_bytes` is the device's `block_slack_bytes`. `metrics` counts the refusals."""
 
-    def __init__(self, slack_bytes: int) -> None:
-        self.slack_bytes = slack_bytes
+    def __init__(self, slack_bytes: int, metrics: Metrics) -> None:
+        self.slack_bytes, self._metrics = slack_bytes, metrics
 
     def spare_bytes(self, hbm_budget_bytes: int) -> int:
         """Bytes of the budget that a plan leaves free if it can."""
@@ -119,7 +119,7 @@ class Planning:
                 if planned.trials:
                     refusals.append(refusal)
                 else:
-                    log_refusal(planned.record.num_hooks, refusal)
+                    log_refusal(self._metrics, planned.record.num_hooks, refusal)
                     made[id(planned)] = []
         if refusals:
             asked = "smallest_bytes" if budgets.host_bytes == before.host_bytes else "smallest_host_bytes"
@@ -130,14 +130,17 @@ class Planning:
         return made
 
 
-def log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
+def log_refusal(metrics: Metrics, num_hooks: int, refusal: InfeasibleBudget) -> None:
     """Log that there is no plan for a step of `num_hooks` hooks."""
     if num_hooks:
-        _log.warning("chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal))
+        metrics.warn(
+            _log, "chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal)
+        )
     else:
-        _log.warning(
+        metrics.warn(
+            _log,
             "chameleon_mm: a step takes more than the budget, and nothing in it can be swapped, as none of the session's hooks "
-            "ran: hooks see what autograd saves on the thread that entered the session, with gradients on"
+            "ran: hooks see what autograd saves on the thread that entered the session, with gradients on",
         )
 
 
@@ -249,7 +252,7 @@ class Adaptation:
         """Step that was planned last."""
         self._metrics = metrics
         self._hbm_budget_bytes = hbm_budget_bytes
-        self.planning = Planning(slack_bytes)
+        self.planning = Planning(slack_bytes, metrics)
         self._host_budget = host_budget
         self._make_recorder = make_recorder
         self._link_cost = link_cost
@@ -388,7 +391,6 @@ class Adaptation:
             # Optimizer state that this step made exists from the beginning of all later steps.
             trace = renumbered(without_making(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
             structure = self._structures.note(record, trace)
-            structure.modules = recorder.modules
             planned = self._planned_step(record, trace, structure)
             self._add_plans(planned)
             self.steps.put(record, planned)
@@ -444,7 +446,6 @@ class Adaptation:
     def _planned_step(self, record: StepRecord, trace: Trace, structure: Structure) -> PlannedStep:
         planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
         planned.proven, planned.refused = structure.proven(trace), structure.refused
-        planned.modules = structure.modules
         return planned
 
     # --- plans
@@ -458,7 +459,7 @@ class Adaptation:
             try:
                 plans = self.planning.plans_for(planned, self._budgets, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
             except InfeasibleBudget as refusal:  # the default rule may still work, with stalls that no plan accepts
-                log_refusal(planned.record.num_hooks, refusal)
+                log_refusal(self._metrics, planned.record.num_hooks, refusal)
         self.plans += len(plans)
         planned.add_plans(plans, link)
         self.planning_us += (perf_counter() - began) * 1e6

@@ -26,7 +26,7 @@ from chameleon_mm.plan.step_program import Keys, StepProgram
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Int64s, StepPhase, Trace, with_extra, with_times
-from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, place_of
 from chameleon_mm.record.light_profiler import PLAIN_CLASSES, StepRecord
 from chameleon_mm.replayable import base_name
 from chameleon_mm.swap.metrics import StepTime
@@ -121,8 +121,6 @@ class PlannedStep:
         """Reasons why storages cannot be recomputed, by the storage's number."""
         self.link: LinkCost | None = None
         """Link that the latest plans were made for."""
-        self.modules: Mapping[int, str] = {}
-        """Path of the module in which each hook was called, by hook number. Unknown paths are missing."""
         self._planned_without = 0
         """Number of refused storages when plans were last made."""
         self.margin_bytes = 0
@@ -242,8 +240,7 @@ class PlannedStep:
 
     def _module_of(self, number: int) -> str:
         """Path of the module that saves a storage first, or "" if not known."""
-        hooks = np.flatnonzero((self.trace.hook_tensor == number) & ~self.trace.hook_use)
-        return self.modules.get(int(hooks[0]), "") if len(hooks) else ""
+        return place_of(self.trace, number).module
 
     def _inner_bytes(self) -> int:
         """Largest recorded inner memory, in bytes, of the forward's operators that may run again."""

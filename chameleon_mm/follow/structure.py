@@ -284,7 +284,6 @@ class Structure:
         """`outlines`: feature of each hook without its sizes. `min_bytes`: size below which no storage moves."""
         self.outlines = outlines
         self.refused: dict[int, Refusal] = {}
-        self.modules: Mapping[int, str] = {}
         self._min_bytes = min_bytes
         self._proven: dict[int, set[int]] = {}
         self._recorded: list[_Recorded] = []

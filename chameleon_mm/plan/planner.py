@@ -30,9 +30,9 @@ from chameleon_mm.plan.simulate import Simulator
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import TensorKind, Trace
-from chameleon_mm.plan.unswapped_memory import peak_memory, sum_over_time
+from chameleon_mm.plan.unswapped_memory import largest_of, least_memory, peak_memory, sum_over_time
 from chameleon_mm.replayable import DEFAULT
-from chameleon_mm.units import MIB, format_size, parse_size
+from chameleon_mm.units import MIB, allocated_size, format_size, parse_size
 
 # --- Plans that keep, swap, recompute or hold each storage: the dropped storages are chosen first, then the swaps are planned
 #
@@ -139,7 +139,7 @@ class HybridSearch:
         held, tick = choice.held, self._trace.hook_tick
         since = np.searchsorted(tick, self._trace.tensor_dies[held], side="right")
         until = np.maximum(np.searchsorted(tick, recipes.needed_until[held], side="right"), since)
-        held_bytes = self._trace.tensor_bytes[held]
+        held_bytes = allocated_size(self._trace.tensor_bytes[held])
         level = level + sum_over_time(hooks, held_bytes, since, until)
         last = int(problem.candidates.use.max(initial=0))
         over = np.maximum(level[:last] - limits.budget, 0)
@@ -379,12 +379,9 @@ def _plan(trace: Trace, problem: Problem, budget: int, found: Found) -> SwapPlan
 
 def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget:
     peak, least = peak_memory(trace), problem.least_bytes
-    parts = [f"{format_size(nbytes)} {kind.name.lower()}" for kind, nbytes in peak.by_kind.items()]
-    if peak.inner_bytes:
-        parts.append(f"{format_size(peak.inner_bytes)} inside an operator")
     text = (
         f"hbm_budget: expected {least} bytes ({format_size(least)}) or more, got {budget} ({format_size(budget)}); the step's "
-        f"peak of {format_size(peak.nbytes)} is {', '.join(parts)}"
+        f"peak is {peak}"
     )
     activations = peak.by_kind.get(TensorKind.ACTIVATION, 0)
     if least == problem.peak_bytes and not activations:
@@ -397,7 +394,12 @@ def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget
             f"holds it as well, or it is too small to move. Raise the budget, or use a smaller batch or model"
         )
     else:
-        text += f", of which {format_size(peak.idle_bytes)} could be swapped. Raise the budget, or use a smaller batch or model"
+        text += (
+            f"; {format_size(peak.idle_bytes)} of it could be swapped. With all away that may be, the peak is "
+            f"{least_memory(trace)}. Raise the budget, or use a smaller batch or model"
+        )
+    if large := "; ".join(largest_of(trace, least_memory(trace), 3)):
+        text += f". Largest then: {large}"
     return InfeasibleBudget(text, smallest_bytes=least)
 
 

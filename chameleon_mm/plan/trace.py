@@ -12,7 +12,7 @@ import dataclasses
 import enum
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +92,18 @@ class BirthPlace(NamedTuple):
     """Position of the storage among those that the operator wrote."""
 
 
+class SavePlace(NamedTuple):
+    """Where in the program autograd saved a tensor. Empty texts: not known."""
+
+    module: str = ""
+    """Path of the module whose forward ran."""
+    line: str = ""
+    """File and number of the program's own line, such as "train.py:12"."""
+
+    def __str__(self) -> str:
+        return " at ".join(filter(None, self))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """A step: n operators, m storages, k hook calls, n + k ticks. Columns are read-only.
@@ -147,6 +159,8 @@ class Trace:
 
     fingerprint: int = 0
     """Hash of the sequence of hook features, by the light profiler. Comparable only within one process."""
+    places: Mapping[int, SavePlace] = field(default_factory=dict)
+    """Places of saves, by the number of the hook. Those that are not known are missing."""
 
     def __post_init__(self) -> None:
         self._check()

@@ -9,13 +9,15 @@ Sizes are rounded up to 512 bytes, as the caching allocator does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.plan.trace import NEVER, Bools, Int32s, Int64s, StepPhase, TensorKind, Trace
+from chameleon_mm.plan.trace import NEVER, Bools, Int32s, Int64s, SavePlace, StepPhase, TensorKind, Trace
+from chameleon_mm.replayable import VIEWS, base_name
 from chameleon_mm.units import allocated_size, format_size
 
 Ticks = Int32s | Int64s
@@ -109,6 +111,14 @@ class Candidates:
         return sum_over_time(trace.num_ticks, self.size, trace.hook_tick[self.first], trace.hook_tick[self.use])
 
 
+KIND_NAMES = {
+    TensorKind.PARAMETER: "parameters", TensorKind.GRADIENT: "gradients", TensorKind.OPTIMIZER: "optimizer state",
+    TensorKind.ACTIVATION: "activations", TensorKind.TEMPORARY: "temporaries", TensorKind.INPUT: "inputs and buffers",
+    TensorKind.BUFFER: "inputs and buffers",
+}  # fmt: skip
+"""Names for people."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
     """The most that is allocated at once, the first time that it is."""
@@ -124,6 +134,61 @@ class Peak:
     """Bytes of `nbytes` from before the step that the step never touches."""
     idle_bytes: int
     """Bytes of `nbytes` that swapping could take away at this moment, between two uses of a storage as well."""
+    storages: Int64s = field(compare=False, repr=False)
+    """Numbers of the storages that are there."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for. Their sum is `nbytes`."""
+        found = Counter[str]()
+        for kind, name in KIND_NAMES.items():
+            found[name] += self.by_kind.get(kind, 0)
+        found.update({"inside operators": self.inner_bytes, "from before the step, not used in it": self.untouched_bytes})
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in self.parts.items())
+        return f"{format_size(self.nbytes)}: {parts}"
+
+
+def largest_of(trace: Trace, peak: Peak, count: int = 5) -> list[str]:
+    """Describe the largest storages made in the step that are there at `peak`, and the memory inside its operator."""
+    size, makers = allocated_size(trace.tensor_bytes), makers_of(trace)
+    made = peak.storages[trace.tensor_kind[peak.storages] >= TensorKind.ACTIVATION]
+    found = [
+        (int(size[i]), f"{KIND_NAMES[TensorKind(int(trace.tensor_kind[i]))]} by {makers.get(i, '?')}", place_of(trace, i))
+        for i in made[np.argsort(-size[made], kind="stable")][:count].tolist()
+    ]
+    if peak.inner_bytes:
+        name = trace.op_names[trace.op_name[np.searchsorted(trace.op_tick, peak.tick)]]
+        found.append((peak.inner_bytes, f"inside {base_name(name).rpartition('::')[2]}", place_at(trace, peak.tick)))
+    found.sort(key=lambda one: -one[0])
+    return [f"{format_size(n)} {what}{f' in {place}' if any(place) else ''}" for n, what, place in found[:count]]
+
+
+def makers_of(trace: Trace) -> dict[int, str]:
+    """Name, without its library and overload, of the first operator that wrote each storage and is no view."""
+    names = [base_name(name) for name in trace.op_names]
+    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
+    found: dict[int, str] = {}
+    for tensor, name in zip(trace.write_tensors.tolist(), trace.op_name[op].tolist(), strict=True):
+        if tensor not in found and names[name] not in VIEWS:
+            found[tensor] = names[name].rpartition("::")[2]
+    return found
+
+
+def place_of(trace: Trace, tensor: int) -> SavePlace:
+    """Place in which a storage was saved first; of one that was not saved, the place of the hook before it was made."""
+    hooks = np.flatnonzero((trace.hook_tensor == tensor) & ~trace.hook_use)
+    return trace.places.get(int(hooks[0]), SavePlace()) if len(hooks) else place_at(trace, int(trace.tensor_born[tensor]))
+
+
+def place_at(trace: Trace, tick: int) -> SavePlace:
+    """Place of the last hook before `tick`: of a use, where its tensor was saved."""
+    hook = int(np.searchsorted(trace.hook_tick, tick)) - 1
+    if hook >= 0 and trace.hook_use[hook]:
+        return place_of(trace, int(trace.hook_tensor[hook])) if trace.hook_tensor[hook] >= 0 else SavePlace()
+    return trace.places.get(hook, SavePlace())
 
 
 def memory_curve(trace: Trace) -> Int64s:
@@ -170,6 +235,7 @@ def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) ->
     idle = (since <= tick) & (tick < until)
     if away:
         by_kind -= np.bincount(trace.tensor_kind[candidates.tensor[idle]], candidates.size[idle], len(TensorKind))
+        there = np.setdiff1d(there, candidates.tensor[idle])
     untouched = _untouched_bytes(trace, size)
     return Peak(
         tick=tick,
@@ -178,6 +244,7 @@ def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) ->
         inner_bytes=int(trace.op_inner_bytes[trace.op_tick == tick].sum()),
         untouched_bytes=untouched,
         idle_bytes=0 if away else int(candidates.size[idle].sum()),
+        storages=there,
     )
 
 

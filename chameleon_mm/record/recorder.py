@@ -21,12 +21,14 @@ The recorder decides what to record and when to give up, and holds the lock. `St
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -40,18 +42,20 @@ from torch.utils._python_dispatch import _push_mode, is_traceable_wrapper_subcla
 from chameleon_mm.device import Device
 from chameleon_mm.device.operators import GPU, OpCall, OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
-from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.trace import SavePlace, Trace
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, DispatchState, StepMode, has_other_formula, is_on, leave
 from chameleon_mm.record.retry import OomRetry, ReclaimSome
 from chameleon_mm.record.step_log import UNMOVABLE, OpTimes, StepLog, content_of, describe_tensor
 from chameleon_mm.record.storages import TracedStorage
 
-# --- Path of the module whose forward runs, as in `named_modules`: found on the stack, without hooks on the user's modules
+# --- Path of the module whose forward runs, as in `named_modules`, and line of the program: found on the stack, without hooks
 #
-# Only frames of `nn.Module.__call__` are read. They hold their locals until they return anyway, so reading them keeps no tensor
-# alive. The user's own frames are not read.
+# Only locals of `nn.Module.__call__` are read. Its frames hold them until they return anyway, so reading them keeps no tensor
+# alive. Of the user's own frames only file and line are read.
 
 _CALL = nn.Module._call_impl.__code__
+_NOT_THE_PROGRAMS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""Beginnings of the file names of torch, of this library, and of code that has no file."""
 
 
 class ModuleNames:
@@ -61,23 +65,26 @@ class ModuleNames:
         self._paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._model = None if model is None else weakref.ref(model)
 
-    def here(self) -> str:
-        """Path of the innermost module whose forward runs on this thread; of a root, its class; "" if no module runs."""
+    def here(self) -> SavePlace:
+        """Innermost module whose forward runs on this thread, a root by its class, and innermost line of the program."""
         innermost: nn.Module | None = None
         outermost: nn.Module | None = None
+        line = ""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
+            if not line and not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAMS):
+                line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             if frame.f_code is _CALL:
                 outermost = frame.f_locals["self"]
                 innermost = innermost if innermost is not None else outermost
             frame = frame.f_back
         if innermost is None or outermost is None:
-            return ""
+            return SavePlace(line=line)
         model = None if self._model is None else self._model()
         path = None if model is None else self._paths_in(model).get(id(innermost))
         if path is None:
             path = self._paths_in(outermost).get(id(innermost), "")
-        return path or type(innermost).__name__
+        return SavePlace(path or type(innermost).__name__, line)
 
     def _paths_in(self, root: nn.Module) -> dict[int, str]:
         paths = self._paths.get(root)
@@ -131,8 +138,7 @@ class Recorder(StepMode):
         self._log = StepLog(device, model=model, optimizers=optimizers, times=times, is_hidden=is_hidden)
         self._table = self._log.table
         self._module_names = ModuleNames(model)
-        self.modules: dict[int, str] = {}
-        """Path of the module that saved a tensor, by hook number. Saves outside of modules are left out."""
+        self._places: dict[int, SavePlace] = {}
         self._facts = OpFactsCache(GPU if self._dispatch.fake else self._device_type)
         self._retry = None if reclaim_some is None else OomRetry(device, self._reclaiming(reclaim_some))
         self._lock = threading.RLock()
@@ -265,8 +271,7 @@ class Recorder(StepMode):
             return NO_HOOK
         with self._lock:
             hook = self._log.save(saved, feature)
-            if path := self._module_names.here():
-                self.modules[hook] = path
+            self._places[hook] = self._module_names.here()
             return hook
 
     def on_use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
@@ -366,7 +371,7 @@ class Recorder(StepMode):
                     f"finish: expected a recorder that saw the whole step, got one that ended before "
                     f"({self._flaw or 'it was stopped or has finished'}); make one for the next step"
                 )
-            trace = self._log.finish(fingerprint)
+            trace = dataclasses.replace(self._log.finish(fingerprint), places=self._places)
             self._stopped = True
         return trace
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.errors import check_type, describe
 from chameleon_mm.report.report import SwapReport
 from chameleon_mm.units import format_apart, format_size, format_us, printable
@@ -74,7 +75,7 @@ class MergedReport:
             ("ranks", f"{len(self.ranks)} of {self.ranks[0]['world_size']}"),
             ("plans", agree),
             *(("DIFFERENCE", sentence) for sentence in self.differences),
-            ("highest peak of device memory", format_size(totals["peak_hbm_bytes"])),
+            ("highest peak of device memory", str(_peak(totals))),
             ("swapped out / in, all ranks", _two_sizes(totals)),
             (f"longest stall{simulated}", _us(totals["stall_us"])),
             ("pinned host memory, all ranks", f"{format_size(totals['peak_host_bytes'])} live at most"),
@@ -110,6 +111,8 @@ def merge_reports(reports: Iterable[SwapReport | Mapping[str, Any]]) -> MergedRe
         differences.append(f"no report of {_of_ranks(missing)} of {sizes[0]}: did they end before they made one?")
     totals: dict[str, Any] = {name: sum(rank.get(name) or 0 for rank in ranks) for name in _SUMMED}
     totals |= {name: max((rank[name] for rank in ranks if rank.get(name) is not None), default=None) for name in _WORST}
+    at_most = [rank.get("peak_hbm_at_most_bytes") for rank in ranks]
+    totals["peak_hbm_at_most_bytes"] = None if None in at_most else max(nbytes for nbytes in at_most if nbytes is not None)
     totals["steps"] = min(rank["steps"] for rank in ranks)
     agree = None if missing and plans_agree else plans_agree
     return MergedReport(ranks=tuple(ranks), totals=totals, plans_agree=agree, differences=tuple(differences))
@@ -169,8 +172,12 @@ def _groups(ranks: list[dict[str, Any]], key: Any) -> list[tuple[Any, list[int]]
 
 
 def _row(rank: dict[str, Any], simulated: str) -> str:
-    peak = f"peak {format_size(rank['peak_hbm_bytes'])} of {format_size(rank['hbm_budget_bytes'])}"
+    peak = f"peak {_peak(rank)} of {format_size(rank['hbm_budget_bytes'])}"
     return f"{rank['steps']} steps, {peak}, {_two_sizes(rank)} out / in, stall{simulated} {_us(rank.get('stall_us'))}"
+
+
+def _peak(figures: Mapping[str, Any]) -> Peak:
+    return Peak(figures["peak_hbm_bytes"], figures.get("peak_hbm_at_most_bytes"))
 
 
 def _two_sizes(figures: Mapping[str, Any]) -> str:

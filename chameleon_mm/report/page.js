@@ -101,7 +101,7 @@ if (data.steps) {
   let at = rows.length - 1;
   const tell = () => {
     const row = rows[at];
-    told.textContent = [`step ${row.index}: ${row.kind.replace("_", " ")}`, `peak ${size(row.peak_hbm_bytes)} of ${size(row.hbm_budget_bytes)}`,
+    told.textContent = [`step ${row.index}: ${row.kind.replace("_", " ")}${row.warm_up ? ", warm-up" : ""}`, `peak ${row.peak_hbm_bytes === row.peak_hbm_at_most_bytes ? "" : "at least "}${size(row.peak_hbm_bytes)} of ${size(row.hbm_budget_bytes)}`,
       row.step_us === null ? "not timed" : "took " + time(row.step_us),
       row.stall_us === null ? "stall not measured" : "stalled " + time(row.stall_us)].join(" \u00b7 ");
   };

@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.report.step_history import StepFigures
 from chameleon_mm.report.step_picture import (
     HELD,
     IN_PART,
+    LARGEST,
     RECOMPUTE,
     STALL,
     SWAPPED,
@@ -192,7 +194,7 @@ def step_section(picture: StepPicture | None) -> str:
         f"{format_us(picture.stall_us)} and runs operators again for {format_us(picture.recompute_us)}; without swapping "
         f"{format_us(picture.unswapped_us)}. "
         f"Memory: {format_size(picture.planned.peak_bytes)} at most by the plan, {format_size(picture.unswapped.peak_bytes)} "
-        f"without swapping, within a budget of {format_size(picture.hbm_budget_bytes)}.{unlike}{thinned}</p>"
+        f"without swapping, within the {format_size(picture.hbm_budget_bytes)} that it was made for.{unlike}{thinned}</p>"
         f"{_legend(picture)}"
         f'<div class="chart" tabindex="0" aria-label="The step over time; arrow keys move, + and - zoom">'
         f'<div class="lane memory"><span><b>{format_size(most)}</b><b>device memory</b><b>0</b></span>{memory}</div>'
@@ -239,6 +241,26 @@ def _rounded(values: Iterable[float]) -> list[float]:
     return [round(value, 3) for value in values]
 
 
+# --- Section of the page about memory at the peak: what it is for, and the largest storages
+
+
+def memory_section(figures: Mapping[str, Any], largest: Sequence[str]) -> str:
+    """HTML of the section; empty if no step was planned."""
+    peak, least = figures["unswapped_peak"], figures["least_peak"]
+    parts = [(name, peak.get(name, 0), least.get(name, 0)) for name in dict.fromkeys((*peak, *least))]
+    rows = "".join(
+        f'<tr><th scope="row">{name}</th><td class="n">{format_size(one)}</td><td class="n">{format_size(other)}</td></tr>'
+        for name, one, other in (*parts, ("in all", sum(peak.values()), sum(least.values())))
+    )
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in largest)
+    return "" if not parts else (
+        '<section id="memory"><h2>Memory at the peak</h2><p class="note">Of the recorded step: unswapped, and with everything '
+        "away that may be, which is the least budget that has a plan.</p><table><thead><tr><th></th>"
+        f'<th class="n">unswapped</th><th class="n">least</th></tr></thead><tbody>{rows}</tbody></table>'
+        f'<p class="note">Largest at the least:</p><ul>{items}</ul></section>'
+    )  # fmt: skip
+
+
 # --- Section of the page about all steps: each one's kind, peak against budget, time and stall
 
 MOST_STEPS = 1_000
@@ -270,6 +292,8 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
     legend = "".join(f'<li><i class="{_STEP_CLASS[kind]}"></i>{kind}</li>' for kind in seen)
     before = len(all_steps) - len(steps)
     older = f" The {before} before them are left out." if before else ""
+    if warm_up := sum(step.warm_up for step in steps):
+        older += f" The first {warm_up} are warm-up, before any step followed a plan."
     return (
         f'<section id="steps"><h2>Steps</h2><p class="note">Steps {steps[0].index} to '
         f"{steps[-1].index}: peak of device memory against the budget, time, and stall. A step that was not timed has no time."
@@ -361,9 +385,11 @@ def page_html(
         "style": _file("page.css"),
         "script": _file("page.js"),
         "clock": clock,
+        "answer": html.escape(dict(rows).get("in short", "")),
         "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in rows if label == "PROBLEM"),
         "tiles": _tiles(figures),
         "step": step_section(picture),
+        "memory": memory_section(figures, [text for label, text in rows if label == LARGEST]),
         "tensors": tensor_section(picture),
         "steps": steps_section(steps),
         "figures": "".join(
@@ -385,14 +411,17 @@ def _json(data: Mapping[str, Any]) -> str:
 
 
 def _tiles(figures: Mapping[str, Any]) -> str:
-    hidden, stall = figures["hidden_fraction"], figures["stall_us"]
+    steady = figures["steady"] if figures["steady"].get("steps") else figures
+    after = ", after the warm-up" if steady is not figures and figures["warm_up"]["steps"] else ""
+    hidden, stall = steady["hidden_fraction"], steady["stall_us"]
+    peak = Peak(figures["peak_hbm_bytes"], figures["peak_hbm_at_most_bytes"])
     tiles = [
         ("budget", format_size(figures["hbm_budget_bytes"]), "device memory"),
-        ("peak", format_size(figures["peak_hbm_bytes"]) if figures["peak_hbm_bytes"] else "not measured", "device memory"),
+        ("peak", str(peak) if peak.at_most_bytes != 0 else "not measured", "device memory"),
         ("host", format_size(figures["peak_host_bytes"]), "pinned memory at most"),
         ("moved", format_size(figures["bytes_swapped_out"]), "swapped out"),
-        ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", "of copy time hidden"),
-        ("stall", "not measured" if stall is None else format_us(stall), "in timed steps"),
+        ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", f"of copy time hidden{after}"),
+        ("stall", "not measured" if stall is None else format_us(stall), f"in timed steps{after}"),
         ("steps", str(figures["steps"]), "completed"),
     ]
     return "".join(

@@ -24,12 +24,14 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.files import write_file
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
+from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.pool.ledger import PoolStats
 from chameleon_mm.report.chrome_trace import TraceData, write_trace
+from chameleon_mm.report.memory_snapshot import write_snapshot
 from chameleon_mm.report.page import page_html
-from chameleon_mm.report.step_history import StepFigures
-from chameleon_mm.report.step_picture import PlannedStepData, picture_of
+from chameleon_mm.report.step_history import StepFigures, sums_of
+from chameleon_mm.report.step_picture import PlannedStepData, memory_rows, picture_of
 from chameleon_mm.swap.metrics import CopySpan, Counters, Metrics, StepKind, TimedSpans
 from chameleon_mm.units import format_apart, format_size, format_us, printable
 
@@ -153,6 +155,11 @@ class SwapReport(Counters):
     """Predicted time of a step under the plan for the step that was recorded last; None: there is no plan."""
     planned_peak_bytes: int | None
     """Maximum device memory of such a step, by the same simulation."""
+    unswapped_step_us: float | None = None
+    """Time of that step with nothing swapped: its recording, at the pace of the measured steps between their waits."""
+    unswapped_peak: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes at its peak, by what they are for. `least_peak`: at the peak with everything away that may be, a plan's least."""
+    least_peak: dict[str, int] = dataclasses.field(default_factory=dict)
     planned_recompute_us: float | None
     """Part of `planned_step_us` in which operators run again."""
     planned_bytes: dict[str, int]
@@ -196,6 +203,11 @@ class SwapReport(Counters):
     """Tighter budget of all steps since a step was run again; None: none was."""
     problems: tuple[str, ...]
     """Sentences about wrong uses of the session, each with what to do."""
+    warnings: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Texts of the session's warnings, the first of each kind, which alone is in the log; and how many of its kind came."""
+    warm_up: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Figures of the latest steps before the first that followed a plan, as of `sums_of`. `steady`: of those from it on."""
+    steady: dict[str, Any] = dataclasses.field(default_factory=dict)
     rank: int = 0
     """Number of this process among the `world_size` processes that train together."""
     world_size: int = 1
@@ -252,6 +264,7 @@ class SwapReport(Counters):
             not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
+            warnings=dict(totals.warnings.values()),
             rank=rank.number,
             world_size=rank.of,
             plan_digests=plan_digests(planned),
@@ -259,6 +272,8 @@ class SwapReport(Counters):
             timed=metrics.timed_spans(),
             planned=None if planned is None else PlannedStepData.of(planned),
             step_figures=step_figures,
+            warm_up=sums_of([step for step in step_figures if step.warm_up]),
+            steady=sums_of([step for step in step_figures if not step.warm_up]),
             **{**_of_plans(adaptation), **totals.counters()},
         )
 
@@ -270,12 +285,35 @@ class SwapReport(Counters):
         return {**figures, **copies, **texts}
 
     @property
+    def peak(self) -> Peak:
+        """Both bounds of the peak. Its text says "at least" where they differ."""
+        return Peak(self.peak_hbm_bytes, self.peak_hbm_at_most_bytes)
+
+    @property
     def budget_held(self) -> bool | None:
         """True if the device's memory stayed within the budget while the session was open; None: not known."""
         if self.peak_hbm_bytes > self.hbm_budget_bytes:
             return False
         at_most = self.peak_hbm_at_most_bytes
         return True if at_most is not None and at_most <= self.hbm_budget_bytes else None
+
+    @property
+    def in_short(self) -> str:
+        """The result in one line: peak and step time against those of the unswapped step, and how many steps had a plan."""
+        warm_up, clock = self.warm_up.get("steps", 0), " (simulated)" if self.simulated else ""
+        figures = self.steady if self.steady.get("steps") else self.to_dict()
+        after = str(Peak(figures["peak_hbm_bytes"], figures["peak_hbm_at_most_bytes"]))
+        parts, by_plan = [f"peak {after}"], self.steps_by_phase.get(StepKind.PLANNED.value, 0)
+        if self.unswapped_peak:
+            before = format_size(sum(self.unswapped_peak.values()))
+            parts = [f"peak {before.removesuffix(after[after.rindex(' ') :])} -> {after}"]
+        took_us = self.planned_step_us if self.measured_step_us is None else self.measured_step_us
+        if self.unswapped_step_us and took_us is not None:
+            predicted = " predicted" if self.measured_step_us is None else ""
+            parts.append(f"step {100 * (took_us / self.unswapped_step_us - 1):+.1f} %{predicted}{clock}")
+        parts.append(f"{by_plan} of {sum(self.steps_by_phase.values()) - warm_up} steps by plan")
+        parts += [f"after {warm_up} of warm-up"] * (warm_up > 0) + ["budget EXCEEDED"] * (self.budget_held is False)
+        return ", ".join(parts)
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each figure, for tables."""
@@ -286,8 +324,10 @@ class SwapReport(Counters):
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         phases = ", ".join(f"{count} {StepKind(kind)}" for kind, count in self.steps_by_phase.items()) or "none ended"
         return [
+            ("in short", self.in_short),
             ("device", self.device),
             *(("PROBLEM", problem) for problem in self.problems),
+            *(("WARNING", f"{text} ({count} of its kind)") for text, count in self.warnings.items()),
             ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
             ("what the steps were", phases),
             ("steps recorded in detail", str(self.detailed_steps)),
@@ -302,8 +342,8 @@ class SwapReport(Counters):
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
             (f"late prefetches{clock}", self._lateness()),
             ("uses found on the device", str(self.uses_on_device)),
-            (f"hidden share of copy time{clock}", _measured(self.hidden_fraction, lambda x: f"{100 * x:.1f} %")),
-            (f"stall{clock}", _measured(self.stall_us, format_us)),
+            (f"hidden share of copy time{clock}", self._apart("hidden_fraction", lambda x: f"{100 * x:.1f} %")),
+            (f"stall{clock}", self._apart("stall_us", format_us)),
             ("pinned host memory", host),
             ("kept on the device", kept),
             ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
@@ -311,6 +351,12 @@ class SwapReport(Counters):
             ("steps run again", self._retried()),
             *([("snapshots", f"{self.snapshots}, {format_size(self.snapshot_bytes)}")] if self.snapshots else []),
         ]  # fmt: skip
+
+    def _apart(self, name: str, show: Callable[[float], str]) -> str:
+        """Text of a figure of all timed steps, and of those after the warm-up, if there was one."""
+        if not self.warm_up.get("steps"):
+            return _measured(getattr(self, name), show)
+        return f"{_measured(getattr(self, name), show)}, after the warm-up {_measured(self.steady.get(name), show)}"
 
     def _state_rows(self) -> list[tuple[str, str]]:
         moved = (
@@ -328,16 +374,14 @@ class SwapReport(Counters):
     def _peak(self) -> str:
         """Text of the peak as far as it is known, of the budget, and whether the budget was held."""
         budget = f"budget {format_size(self.hbm_budget_bytes)}"
-        at_most = self.peak_hbm_at_most_bytes
-        known = at_most == self.peak_hbm_bytes
-        if known and not at_most:
+        peak, at_most = self.peak, self.peak_hbm_at_most_bytes
+        if at_most == 0:
             return f"not measured ({budget})"
-        peak = f"{'' if known else 'at least '}{format_size(self.peak_hbm_bytes)}"
         if self.budget_held is False:
             by = format_size(self.peak_hbm_bytes - self.hbm_budget_bytes)
-            return f"{peak} ({budget}, EXCEEDED by {'' if known else 'at least '}{by})"
-        if self.budget_held:
-            return f"{peak}{'' if known or at_most is None else f', at most {format_size(at_most)}'} ({budget}, held)"
+            return f"{peak} ({budget}, EXCEEDED by {peak.prefix}{by})"
+        if self.budget_held and at_most is not None:
+            return f"{peak}{f', at most {format_size(at_most)}' if peak.prefix else ''} ({budget}, held)"
         why = "the device's peak statistics were reset while the session was open"
         if at_most is not None:
             why = (
@@ -357,12 +401,18 @@ class SwapReport(Counters):
     def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
         """Rows of the latest plan's predictions, and of the measured time."""
         if self.planned_step_us is None or self.planned_peak_bytes is None:
-            return [("latest plan", "none")]
+            rule = max((step.peak_hbm_bytes for step in self.step_figures if step.kind is StepKind.BY_RULE), default=0)
+            least = sum(self.least_peak.values())
+            if least <= self.hbm_budget_bytes:
+                return [("latest plan", "none")]
+            took = f"; steps by the default rule took up to {format_size(rule)}" if rule else ""
+            return [("latest plan", f"none: one needs {format_size(least)} or more{took}")]
         recompute_us = self.planned_recompute_us
         measured = _measured(self.measured_step_us, lambda us: f"{format_us(us)} measured")
         return [
             (f"latest plan's step{clock}", f"{format_us(self.planned_step_us)} predicted, {measured}"),
             ("latest plan's peak", f"{format_size(self.planned_peak_bytes)} predicted"),
+            *([] if self.planned is None else memory_rows(self.planned.trace)),
             ("latest plan's bytes", ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in self.planned_bytes.items())),
             *([(f"latest plan's recomputation{clock}", format_us(recompute_us))] if recompute_us else []),
         ]
@@ -420,12 +470,20 @@ class SwapReport(Counters):
         )
         write_trace(path, data)
 
+    def save_memory_viz(self, path: str | Path) -> None:
+        """Write the memory of the step planned last, as recorded with nothing swapped, for https://pytorch.org/memory_viz.
+        Raises `ValueError` if no step was planned."""
+        if self.planned is None:
+            raise ValueError("save_memory_viz: expected a session with a plan, got none; run a step in it to its end first")
+        write_snapshot(path, self.planned.trace)
+
 
 def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
     """Figures of a report about plans. `adaptation` None: the session makes no plans."""
     planned = None if adaptation is None else adaptation.latest
     followed = None if planned is None else planned.current
     plan = None if followed is None else followed.program.plan
+    pace = 1.0 if planned is None or followed is None or not followed.times_us else planned.slowdown_under(followed)
     return {
         "detailed_steps": 0 if adaptation is None else adaptation.detailed_steps,
         "plans": 0 if adaptation is None else adaptation.plans,
@@ -433,6 +491,9 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "planning_us": 0.0 if adaptation is None else adaptation.planning_us,
         "planned_step_us": None if plan is None else plan.step_us,
         "planned_peak_bytes": None if plan is None else plan.peak_bytes,
+        "unswapped_step_us": None if planned is None else planned.trace.duration_us * pace,
+        "unswapped_peak": {} if planned is None else peak_memory(planned.trace).parts,
+        "least_peak": {} if planned is None else least_memory(planned.trace).parts,
         "planned_recompute_us": None if plan is None else plan.recompute_us,
         "planned_bytes": {} if planned is None else planned.bytes_by_class(),
         "measured_step_us": None if followed is None or not followed.times_us else median(followed.times_us),

@@ -15,13 +15,14 @@ import logging
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from chameleon_mm.device import Device
-from chameleon_mm.device.peak_watch import Peak, PeakWatch, peak_between
+from chameleon_mm.device.peak_watch import Peak, PeakWatch
 from chameleon_mm.errors import describe
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.swap.executor import Executor
@@ -54,7 +55,8 @@ class StepFigures:
     peak_hbm_bytes: int
     """Maximum device memory allocated in the step; a lower bound, seen by hooks, if `peak_hbm_at_most_bytes` differs."""
     peak_hbm_at_most_bytes: int | None
-    """Upper bound of that maximum; None: not known. Both equal the peak in a step that took more than any before it."""
+    """Upper bound of that maximum; None: not known. Both equal the peak in a step that took more than any before it, or since
+    the device's peak was reset."""
     hbm_budget_bytes: int
     host_bytes: int
     """Maximum pinned memory that live blocks of the session's pool held in the step."""
@@ -67,6 +69,13 @@ class StepFigures:
     """Time that the step's copies ran, both directions added up."""
     recompute_us: float | None = None
     """Time in which compute recomputed dropped storages."""
+    warm_up: bool = False
+    """True if the session makes plans, and neither this step nor one before it followed one from its first hook to its last."""
+
+    @property
+    def peak(self) -> Peak:
+        """Both bounds of the peak. Its text says "at least" where they differ."""
+        return Peak(self.peak_hbm_bytes, self.peak_hbm_at_most_bytes)
 
     @property
     def hidden_fraction(self) -> float | None:
@@ -76,6 +85,22 @@ class StepFigures:
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of every figure, ready for JSON."""
         return {**dataclasses.asdict(self), "kind": self.kind.value, "hidden_fraction": self.hidden_fraction}
+
+
+def sums_of(steps: Sequence[StepFigures]) -> dict[str, Any]:
+    """Number of `steps`, highest peak, median time, and stalls, copies and hidden share of the timed ones. None: not known."""
+    names = ("step_us", "stall_us", "copy_us")
+    us = {name: [us for step in steps if (us := getattr(step, name)) is not None] for name in names}
+    at_most = [step.peak_hbm_at_most_bytes for step in steps]
+    return {
+        "steps": len(steps),
+        "peak_hbm_bytes": max((step.peak_hbm_bytes for step in steps), default=0),
+        "peak_hbm_at_most_bytes": None if None in at_most else max((nbytes or 0 for nbytes in at_most), default=0),
+        "step_us": median(us["step_us"]) if us["step_us"] else None,
+        "stall_us": sum(us["stall_us"]) if us["stall_us"] else None,
+        "copy_us": sum(us["copy_us"]) if us["copy_us"] else None,
+        "hidden_fraction": hidden_fraction(sum(us["stall_us"]), sum(us["copy_us"])),
+    }
 
 
 # --- Reports of each step's figures while a session runs: lines on stderr, or calls of a function
@@ -147,11 +172,11 @@ class StepLines:
 
 def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
     """Parts of the line of a step, each with rich's style for it."""
-    peak_bytes, budget_bytes = figures.peak_hbm_bytes, figures.hbm_budget_bytes
-    peak, budget = format_size(peak_bytes), format_size(budget_bytes)
-    if peak.split()[-1] == budget.split()[-1]:
-        peak = peak.split()[0]
-    over = peak_bytes > budget_bytes
+    peak, budget = str(figures.peak), format_size(figures.hbm_budget_bytes)
+    amount, _, unit = peak.rpartition(" ")
+    if budget.endswith(f" {unit}"):
+        peak = amount
+    over = figures.peak_hbm_bytes > figures.hbm_budget_bytes
     parts = [
         (f"step {figures.index}", "bold"),
         (f"{figures.kind!s:<{_KIND_WIDTH}}", _STYLES[figures.kind]),
@@ -164,7 +189,7 @@ def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
         parts.append((f"stall {format_us(figures.stall_us)}", ""))
         if figures.simulated:
             parts.append(("simulated", "dim"))
-    return parts
+    return [*parts, ("warm-up", "dim")] if figures.warm_up else parts
 
 
 # --- step history
@@ -192,8 +217,7 @@ class StepHistory:
         self._pool = pool
         self._progress = progress
         self._watch: PeakWatch | None = None
-        self._seen_bytes = 0
-        """Maximum bytes allocated at any check of memory before the running step."""
+        self._peak_is_over = False
         self._running: tuple[int, int, float, int, int] | None = None
         """Number and budget of the running step; host's clock and total bytes out and in at its beginning. None: no step runs,
         or the device could not be asked."""
@@ -206,24 +230,26 @@ class StepHistory:
 
     def open(self) -> None:
         """Start to watch the device's peak, or start anew."""
-        self.note_peak()
-        self._watch = PeakWatch(self._device)
-        self._seen_bytes = self._executor.budget.peak_seen_bytes = 0
+        peak_bytes = self._device.peak_allocated_bytes()
+        self._watch, self._executor.budget.peak_watch = PeakWatch(peak_bytes), PeakWatch(peak_bytes)
+        self._watch.note(peak_bytes, self._device.allocated_bytes())
 
     def note_peak(self) -> None:
         """Read the device's peak."""
-        if self._watch is not None and not sys.is_finalizing():
-            self._watch.note()
+        if self._watch is not None and not self._peak_is_over and not sys.is_finalizing():
+            peak_bytes, of_step = self._device.peak_allocated_bytes(), self._executor.budget.peak_watch
+            of_step.note(peak_bytes)
+            self._watch.include(of_step)
+            self._watch.note(peak_bytes)
 
     def end_peak(self) -> None:
         """End the interval whose peak is watched."""
-        if self._watch is not None and not sys.is_finalizing():
-            self._watch.end()
+        self.note_peak()
+        self._peak_is_over = True
 
     def peak(self) -> Peak:
-        """Bounds of the peak since `open`."""
-        seen_bytes = max(self._seen_bytes, self._executor.budget.peak_seen_bytes)
-        return Peak(0, 0) if self._watch is None else self._watch.peak(seen_bytes)
+        """Bounds of the peak since `open`, as of the last `note_peak`."""
+        return Peak(0, 0) if self._watch is None else self._watch.peak()
 
     # --- steps
 
@@ -236,10 +262,7 @@ class StepHistory:
             self._settle()
             self.note_peak()  # a loop that resets the peak at its top has the same one at the end of each step
             self._pool.recent_peak_bytes()
-            self._seen_bytes = max(self._seen_bytes, budget.peak_seen_bytes)
-            budget.peak_seen_bytes, budget.peak_at_begin_bytes = 0, None
-            if not self._executor.director.plans and self._watch is not None:  # else the executor reads it
-                budget.peak_at_begin_bytes = self._watch.last_bytes
+            budget.peak_watch = PeakWatch(budget.peak_watch.last_bytes)
             began_us = self._device.host_us
             self._running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in
         return self._device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
@@ -247,14 +270,11 @@ class StepHistory:
     def end(self, kind: StepKind | None) -> None:
         """End the step, after all other parts have. `kind`: as the executor returns it. Reports steps that are complete."""
         step, self._running = self._running, None
-        if step is None or kind is None or self._watch is None:
-            self.note_peak()
+        self.note_peak()
+        if step is None or kind is None:
             return
-        self._watch.note()
         index, hbm_budget_bytes, began_us, bytes_out, bytes_in = step
-        totals, budget, sums = self._metrics.totals, self._executor.budget, self._metrics.step
-        before_bytes, after_bytes = budget.peak_at_begin_bytes, self._watch.last_bytes
-        peak = peak_between(after_bytes if before_bytes is None else before_bytes, after_bytes, budget.peak_seen_bytes)
+        totals, sums, peak = self._metrics.totals, self._metrics.step, self._executor.budget.peak_watch.peak()
         figures = StepFigures(
             index=index,
             kind=kind,
@@ -266,6 +286,7 @@ class StepHistory:
             host_bytes=self._pool.recent_peak_bytes(),
             bytes_out=totals.bytes_swapped_out - bytes_out,
             bytes_in=totals.bytes_swapped_in - bytes_in,
+            warm_up=self._executor.director.plans and not totals.steps_by_kind[StepKind.PLANNED],
         )
         self._pending.append((figures, sums))
         self._settle()

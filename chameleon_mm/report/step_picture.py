@@ -21,8 +21,15 @@ from chameleon_mm.plan.simulate import Timeline, simulate
 from chameleon_mm.plan.swap_plan import Action, SwapPlan
 from chameleon_mm.plan.timing import EngineSpan, LinkCost
 from chameleon_mm.plan.trace import Float64s, Int64s, StepPhase, TensorKind, Trace
-from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
-from chameleon_mm.replayable import VIEWS, base_name
+from chameleon_mm.plan.unswapped_memory import (
+    Candidates,
+    largest_of,
+    least_memory,
+    makers_of,
+    memory_curve,
+    peak_memory,
+    place_of,
+)
 from chameleon_mm.swap.metrics import StepTime
 
 # --- Names of a trace's storages for people: path of the module that saved them, if known, and the operator that made them
@@ -30,13 +37,13 @@ from chameleon_mm.swap.metrics import StepTime
 # A number distinguishes storages of the same name: "gelu #2".
 
 
-def names_of(trace: Trace, numbers: Sequence[int], modules: Mapping[int, str]) -> dict[int, str]:
-    """Names of the storages `numbers` of `trace`, in the trace's order. `modules`: paths by the number of the hook."""
-    makers, saved_in = _makers(trace), _modules(trace, modules)
+def names_of(trace: Trace, numbers: Sequence[int]) -> dict[int, str]:
+    """Names of the storages `numbers` of `trace`, in the trace's order."""
+    makers = makers_of(trace)
     plain: dict[int, str] = {}
     for number in sorted(numbers):
         made_by = makers.get(number) or TensorKind(int(trace.tensor_kind[number])).name.lower()
-        module = saved_in.get(number, "")
+        module = place_of(trace, number).module
         plain[number] = f"{module}: {made_by}" if module else made_by
     count, seen = Counter(plain.values()), Counter[str]()
     for number, name in plain.items():
@@ -46,26 +53,14 @@ def names_of(trace: Trace, numbers: Sequence[int], modules: Mapping[int, str]) -
     return plain
 
 
-def _makers(trace: Trace) -> dict[int, str]:
-    """Name, without its library and overload, of the first operator that wrote each storage and is no view."""
-    names = [base_name(name) for name in trace.op_names]
-    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
-    found: dict[int, str] = {}
-    for tensor, name in zip(trace.write_tensors.tolist(), trace.op_name[op].tolist(), strict=True):
-        if tensor not in found and names[name] not in VIEWS:
-            found[tensor] = names[name].rpartition("::")[2]
-    return found
+LARGEST = "largest at that least"
 
 
-def _modules(trace: Trace, modules: Mapping[int, str]) -> dict[int, str]:
-    """Path of the module that each storage was saved in first."""
-    if not modules:
-        return {}
-    found: dict[int, str] = {}
-    for hook, (use, tensor) in enumerate(zip(trace.hook_use.tolist(), trace.hook_tensor.tolist(), strict=True)):
-        if not use and tensor >= 0 and hook in modules:
-            found.setdefault(tensor, modules[hook])
-    return found
+def memory_rows(trace: Trace) -> list[tuple[str, str]]:
+    """Label and text of what memory is at the step's peak, and at the peak with everything away that may be."""
+    peaks = (("peak of the step unswapped", peak_memory(trace)), ("least that a plan can reach", least_memory(trace)))
+    rows = [(label, str(peak)) for label, peak in peaks]
+    return [*rows, *((LARGEST, large) for large in largest_of(trace, peaks[1][1]))]
 
 
 # --- step picture
@@ -87,8 +82,6 @@ class PlannedStepData:
     trace: Trace
     plan: SwapPlan
     link: LinkCost
-    modules: Mapping[int, str]
-    """Path of the module in which each hook of the step was called, by the hook's number; others are left out."""
     predicted: bool
     """True if no step of these sizes was recorded: its trace was computed from traces of other sizes."""
     times_us: tuple[float, ...]
@@ -106,7 +99,6 @@ class PlannedStepData:
             trace=planned.trace,
             plan=current.program.plan,
             link=link,
-            modules=planned.modules,
             predicted=planned.predicted_by is not None,
             times_us=tuple(current.times_us),
             latest=current.time,
@@ -286,7 +278,7 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
     swaps = {action.tensor: action for action in plan.swaps if not action.again}
     # Tensors that are no candidates are listed for their action: they are held, or swapped only between two uses.
     numbers = list(dict.fromkeys((*first_use, *swaps, *(action.tensor for action in plan.held))))
-    names, tick_us = names_of(trace, numbers, source.modules), timeline.tick_us
+    names, tick_us = names_of(trace, numbers), timeline.tick_us
     arrives_us = {span.tensor: span.end_us for span in reversed(timeline.in_spans)}  # the first of several
     predicted_us = Counter[int]()
     for stalls_us in (timeline.out_stalls_us, timeline.in_stalls_us):

@@ -140,7 +140,8 @@ class Hosted(ABC):
         try:
             done = self._context.transfer.issue_out(self._out)
         except RuntimeError as error:
-            _log.warning(
+            self._context.metrics.warn(
+                _log,
                 "chameleon_mm: %d bytes of %s stay on the device, their copy out was refused: %s",
                 self.nbytes,
                 self.what,

@@ -348,7 +348,7 @@ class StepRunner:
                 raise _gave_up(outcome, budgets)
             if outcome.is_mismatch:
                 self._executor.metrics.totals.steps_run_again += 1
-                _log.warning("chameleon_mm: a step runs again: %s", outcome.message)
+                self._executor.metrics.warn(_log, "chameleon_mm: a step runs again: %s", outcome.message)
             else:
                 self._tighten(outcome)
             budgets.append(self.hbm_budget_bytes)
@@ -396,7 +396,8 @@ class StepRunner:
         self._executor.change_budget(self.hbm_budget_bytes)
         self._executor.metrics.totals.steps_run_again += 1
         now, given = format_size(self.hbm_budget_bytes), format_size(before)
-        _log.warning(
+        self._executor.metrics.warn(
+            _log,
             "chameleon_mm: a step runs again, within %s instead of %s, and so do those after it: %s",
             now,
             given,

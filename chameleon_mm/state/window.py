@@ -294,8 +294,9 @@ class Window:
             entry.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             entry.is_refused = True
-            self._home.context.metrics.totals.fallbacks += 1
-            _log.warning("chameleon_mm: %s of %d bytes stay on the device: %s", entry.what, entry.nbytes, str(refusal))
+            metrics = self._home.context.metrics
+            metrics.totals.fallbacks += 1
+            metrics.warn(_log, "chameleon_mm: %s of %d bytes stay on the device: %s", entry.what, entry.nbytes, str(refusal))
 
     def prefetch(self, compute: Stream, *, keep: Collection[HostedStorage]) -> None:
         """Queue the copies back of the next keys, into memory that is free or can be freed without a wait."""

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Device
+from chameleon_mm.device.peak_watch import PeakWatch
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget, TransferFailed
 from chameleon_mm.plan.rule import Headroom, Limits, UseOrder
 from chameleon_mm.swap.host_copy import State
@@ -116,9 +117,8 @@ class Budget:
         """Forecast of the model's growth. A step has another one while it follows a plan, or may be a new step."""
         self.has_room_ahead = True
         """True if the growth until the next check fits, a plan's copies back included. An unknown growth counts as 0."""
-        self.peak_seen_bytes = 0
-        """Most bytes in use at any check: a lower bound of the peak, for use where the device reports no peak."""
-        self.peak_at_begin_bytes: int | None = None  # the device's own peak, read when the step began
+        self.peak_watch = PeakWatch(0)
+        """Watch of the peak since the step's beginning, or another moment that its owner chose."""
         self._device = device
         self._limits = limits
         self._order = order
@@ -143,7 +143,8 @@ class Budget:
         """Start counting the bytes that the step allocates."""
         if self._limits.hbm_budget_bytes is not None:
             now = self._device.read_memory()
-            self._cumulative_at_begin, self.peak_at_begin_bytes, self._taken = now.cumulative_bytes, now.peak_bytes, 0
+            self._cumulative_at_begin, self._taken = now.cumulative_bytes, 0
+            self.peak_watch.note(now.peak_bytes, now.allocated_bytes - now.unused_bytes)
 
     def check_memory(self) -> int:
         """Record the growth since the last check, and make room for the growth until the next one. Returns the bytes that the
@@ -159,7 +160,6 @@ class Budget:
         seen_bytes = self._allocated - self._unused
         if (metrics := self._metrics).timed:
             metrics.memory.append((self._device.host_us, seen_bytes, metrics.pinned_units()))
-        self.peak_seen_bytes = max(self.peak_seen_bytes, seen_bytes)
         # A plan is held to the budget too: memory that hooks do not see, such as an input that is kept, may take its room.
         # A plan's growth includes its own reclaims and prefetches at that hook. Inlines `until_next_check`, which saves a call.
         ahead = self.forecast.growth_bytes if isinstance(self.forecast, Way) else self.forecast.growth()
@@ -181,7 +181,7 @@ class Budget:
 
     def fits_now(self, nbytes: int) -> bool:
         """True if `nbytes` may be allocated for a moment within this hook."""
-        return self._limits.hbm_budget_bytes is None or self.allocated_bytes() + nbytes <= self.hbm_budget_bytes
+        return self._limits.hbm_budget_bytes is None or self.allocated_bytes() + allocated_size(nbytes) <= self.hbm_budget_bytes
 
     def spare_bytes(self) -> int:
         """Bytes that may be allocated for a moment, in addition to the model's growth. Reads memory if there is a budget:
@@ -269,6 +269,7 @@ class Budget:
 
         Raises `HostMemoryExhausted` if allocation exceeds the budget because the host takes no more, pinned or pageable.
         """
+        nbytes = allocated_size(nbytes)
         ahead = self.forecast.growth() if is_planned else self.forecast.until_next_check()
         self._make_room(nbytes, ahead, exclude)
         if not is_planned:
@@ -276,8 +277,8 @@ class Budget:
 
     def room_was_made(self, nbytes: int, *, exclude: Collection[SavedStorage]) -> bool:
         """Reclaim as `make_room` does, for an optional allocation. Returns True if `nbytes` fit now."""
-        self._reclaim_for(nbytes, self.forecast.growth(), exclude)
-        return self._allocated + nbytes <= self.hbm_budget_bytes
+        self._reclaim_for(allocated_size(nbytes), self.forecast.growth(), exclude)
+        return self._allocated + allocated_size(nbytes) <= self.hbm_budget_bytes
 
     def _make_room(self, nbytes: int, growth_bytes: int | None, exclude: Collection[SavedStorage]) -> None:
         """Make room as `make_room` does. `growth_bytes`: growth of the model until the next check; None: unknown."""
@@ -360,10 +361,10 @@ class Budget:
     def room_for(self, nbytes: int) -> bool:
         """True if a prefetch of `nbytes` leaves room for the model's growth."""
         if self._limits.ahead_bytes is not None:
-            ahead = sum(saved.nbytes for saved in self._storages() if saved.state is State.SWAPPING_IN)
-            if ahead + nbytes > self._limits.ahead_bytes:
+            ahead = sum(allocated_size(saved.nbytes) for saved in self._storages() if saved.state is State.SWAPPING_IN)
+            if ahead + allocated_size(nbytes) > self._limits.ahead_bytes:
                 return False
-        return nbytes <= self.spare_until_used_bytes()
+        return allocated_size(nbytes) <= self.spare_until_used_bytes()
 
     def end_step(self, *, completed: bool) -> int:
         """End the step, and learn its growth if it `completed`. Returns the bytes allocated as `check_memory` does."""
@@ -378,7 +379,8 @@ class Budget:
         growth = 0 if since is None else max(0, now.cumulative_bytes - since - self._taken)
         if self._cumulative is not None:
             self.headroom.record(growth)
-        (self._allocated, self._cumulative, _, self._unused), self._taken = now, 0
+        (self._allocated, self._cumulative, peak_bytes, self._unused), self._taken = now, 0
+        self.peak_watch.note(peak_bytes, self._allocated - self._unused)
         return growth
 
     def reclaim_pending(self) -> None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chameleon_mm.device import Device
 from chameleon_mm.plan.rule import SaveFacts
+from chameleon_mm.swap.copy_queue import LOG_EACH, Warn
 from chameleon_mm.swap.handles import Handle, KeptTensor, WrapperHandle
 
 _log = logging.getLogger(__name__)
@@ -138,8 +139,8 @@ def covered_bytes(t: Tensor) -> int:
     return elements * t.element_size()
 
 
-def unwrapped(t: Tensor) -> tuple[dict[str, Any], Any] | None:
-    """Inner values of a wrapper subclass, and the context to wrap them again; None if it cannot be unwrapped.
+def unwrapped(t: Tensor, warn: Warn = LOG_EACH) -> tuple[dict[str, Any], Any] | None:
+    """Inner values of a wrapper subclass, and the context to wrap them again; None if it cannot be unwrapped: `warn` says why.
 
     Most inner values are tensors; a DTensor also names its mesh.
     """
@@ -152,14 +153,14 @@ def unwrapped(t: Tensor) -> tuple[dict[str, Any], Any] | None:
         names, context = wrapper.__tensor_flatten__()
         inner = {name: getattr(wrapper, name) for name in names}
     except Exception as error:  # noqa: BLE001 - anyone's code; a hook that raises breaks the graph, a kept tensor does not
-        _log.warning("chameleon_mm: %s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
+        warn(_log, "chameleon_mm: %s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
         return None
     return inner, context
 
 
-def save_parts(t: Tensor, save: Callable[[Tensor], Handle]) -> WrapperHandle | None:
+def save_parts(t: Tensor, save: Callable[[Tensor], Handle], warn: Warn) -> WrapperHandle | None:
     """Save each inner tensor of the wrapper `t` by `save`; None if it cannot be unwrapped or no part of it would move."""
-    unwrapped_parts = unwrapped(t)
+    unwrapped_parts = unwrapped(t, warn)
     if unwrapped_parts is None:
         return None
     inner, context = unwrapped_parts

@@ -159,6 +159,11 @@ class Move:
         return self.done is not None or self.cancelled or self.failed
 
 
+Warn = Callable[..., None]
+"""Called with a logger, a message, and its values: `Metrics.warn`, or what logs each one."""
+LOG_EACH: Warn = logging.Logger.warning
+
+
 class CopyQueue:
     """Moves of one direction, on a stream of its own. Not thread-safe: `Transfer` holds the lock."""
 
@@ -170,8 +175,9 @@ class CopyQueue:
         *,
         speculative: bool,
         synchronize: Callable[[], None],
+        warn: Warn,
     ) -> None:
-        self.stream = stream
+        self.stream, self._warn = stream, warn
         self._synchronize = synchronize
         self._speculative = speculative
         self._piece_bytes = piece_bytes
@@ -254,7 +260,7 @@ class CopyQueue:
             self._hand_over_piece(self.queued[0])
         except RuntimeError as error:  # the move's owner finds it failed, and the tensor stays
             # Only the text: a log record with the error would keep its frames, and the buffers that they hold.
-            _log.warning("chameleon_mm: a copy on %s was refused: %s", self.stream.name, str(error))
+            self._warn(_log, "chameleon_mm: a copy on %s was refused: %s", self.stream.name, str(error))
 
     def _hand_over_piece(self, move: Move) -> None:
         """Enqueue the next piece. The move leaves the queue after its last piece, or if a piece is refused."""
@@ -303,7 +309,7 @@ class CopyQueue:
         try:
             self._synchronize()
         except RuntimeError as error:  # a device that cannot be synchronised runs nothing any more
-            _log.warning("chameleon_mm: the device could not be synchronised after a failure: %s", str(error))
+            self._warn(_log, "chameleon_mm: the device could not be synchronised after a failure: %s", str(error))
 
     def _dequeue(self, move: Move) -> None:
         """Take a move out of the queue and release its buffers here: the move's owner keeps them until `done`."""
@@ -315,11 +321,13 @@ class CopyQueue:
 class Transfer:
     """Both copy queues of one device. Thread-safe: forward and backward may run on different threads."""
 
-    def __init__(self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING) -> None:
+    def __init__(
+        self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING, warn: Warn = LOG_EACH
+    ) -> None:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
         self._lock = threading.Lock()  # not re-entrant: no finaliser takes it
-        queue = partial(CopyQueue, piece_bytes=piece_bytes, outstanding=outstanding, synchronize=device.synchronize)
+        queue = partial(CopyQueue, piece_bytes=piece_bytes, outstanding=outstanding, synchronize=device.synchronize, warn=warn)
         self._out = queue(device.new_stream("d2h"), speculative=True)
         self._in = queue(device.new_stream("h2d"), speculative=False)
         self.streams = self._out.stream, self._in.stream

@@ -94,9 +94,8 @@ def assemble(
     """Make the parts of `executor` for `device`. None of them keeps the executor alive."""
     streams = ComputeStreams(device)
     streams.current()
-    transfer = Transfer(device)
-    checksums = Checksums(device, pool)
     metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
+    transfer, checksums = Transfer(device, warn=metrics.warn), Checksums(device, pool)
     order, registry, claims = UseOrder(), StorageRegistry(), Claims()
     context = SwapContext(pool, transfer, metrics, streams, checksums if verify else None)
     # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
@@ -235,7 +234,9 @@ class Executor:
             with self.hook_lock.lock:
                 return self._keep(t, "capturing" if capturing else "tracing")
         facts = facts_of(t, self.device, self.protected)
-        handle = save_parts(t, lambda part: self._save(part, is_hook=False)) if facts.kind == "subclass" else None
+        handle = None
+        if facts.kind == "subclass":
+            handle = save_parts(t, lambda part: self._save(part, is_hook=False), self.metrics.warn)
         return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
 
     def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:

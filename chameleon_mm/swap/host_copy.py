@@ -145,7 +145,8 @@ class HostCopy:
         try:
             return (transfer.issue_out_in_order if in_plan_order else transfer.issue_out)(self.out)
         except RuntimeError as error:  # the tensor stays: a use finds it on the device
-            _log.warning("chameleon_mm: %d bytes stay on the device, their copy out was refused: %s", nbytes, str(error))
+            refused = "chameleon_mm: %d bytes stay on the device, their copy out was refused: %s"
+            self.context.metrics.warn(_log, refused, nbytes, str(error))
             return None
 
     def cancel_out(self) -> bool:

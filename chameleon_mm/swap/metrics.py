@@ -11,12 +11,14 @@ of a plan on trial: `result()` returns its times once the step's last event is c
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Literal, NamedTuple
 
 from chameleon_mm.device import Event, Stream
@@ -283,6 +285,8 @@ class Totals(Counters):
     kept_by_reason: Counter[str] = field(default_factory=Counter)
     not_recomputed_by_reason: Counter[str] = field(default_factory=Counter)
     """Refusals to recompute a storage that a plan drops, by reason. The storage was swapped or kept instead."""
+    warnings: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Warnings by their message before its values are put in: the first as it was logged, and how often there was one."""
 
     def counters(self) -> dict[str, int]:
         """Return the counters alone, by name."""
@@ -328,6 +332,13 @@ class Metrics:
         self._step_spans: deque[tuple[int, str, float, float, float, int]] = deque(maxlen=MAX_STEPS)
         self._resolving = threading.Lock()
         """Lock that lets one thread resolve at a time. Other threads only append to the deques above, which is atomic."""
+
+    def warn(self, log: logging.Logger, message: str, *values: object) -> None:
+        """Log a warning if it is the first of its `message`. The report has it once, with the count of all."""
+        text, count = self.totals.warnings.get(message, (message % values, 0))
+        self.totals.warnings[message] = text, count + 1
+        if not count:
+            log.warning(message, *values)
 
     def begin_step(self, compute: Stream, *, timed: bool) -> None:
         self.timed, self.step = False, None
@@ -432,10 +443,14 @@ class Metrics:
             return tuple(self.spans)
 
     def timed_spans(self) -> TimedSpans:
-        """Return the latest waits, steps and memory readings, as far as they are resolved."""
+        """Return the latest waits, steps and memory readings, as far as they are resolved: no readings of later steps."""
         with self._resolving:
+            later = [begun.host_us for begun in (self._begun, *(ended[0] for ended in list(self._ended))) if begun is not None]
+            until_us = min(later, default=inf)
             memory = tuple(
-                MemorySample(host_us, hbm_bytes, units_bytes(units)) for host_us, hbm_bytes, units in list(self.memory)
+                MemorySample(host_us, hbm_bytes, units_bytes(units))
+                for host_us, hbm_bytes, units in list(self.memory)
+                if host_us < until_us
             )
             waits = tuple(WaitSpan(*fields) for fields in self._wait_spans)
             return TimedSpans(waits=waits, steps=tuple(StepSpan(*fields) for fields in self._step_spans), memory=memory)

@@ -27,6 +27,7 @@ from chameleon_mm.swap.packed_group import PackedGroup, Staging
 from chameleon_mm.swap.recipe import Reliance, node_is_torchs
 from chameleon_mm.swap.recipe_runner import RecipeRunner
 from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.units import allocated_size
 
 PREFETCH_WINDOW = 32
 """Number of coming uses considered for a prefetch at each use."""
@@ -165,11 +166,11 @@ class SwapIns:
             self._staging.make_room(group.packed.nbytes)  # even if copies are refused, it comes back: a use needs it
         packed = self._restore_held(group.packed, compute)
         waiting = group.packed_members()
-        members, nbytes, room = [], wanted.nbytes, self._budget.spare_until_used_bytes()
+        members, nbytes, room = [], allocated_size(wanted.nbytes), self._budget.spare_until_used_bytes()
         for member, place in sorted(waiting, key=lambda entry: self._order.rank(entry[0].index)):
-            if member is wanted or nbytes + member.nbytes <= room:
+            if member is wanted or nbytes + allocated_size(member.nbytes) <= room:
                 members.append((member, place))
-                nbytes += 0 if member is wanted else member.nbytes
+                nbytes += 0 if member is wanted else allocated_size(member.nbytes)
         self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group.packed,))
         return len(members) == len(waiting)
 

@@ -35,8 +35,8 @@ from chameleon_mm.plan.simulate import Simulator, Timeline, simulate
 from chameleon_mm.plan.swap_all import swap_all
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
-from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
-from chameleon_mm.plan.unswapped_memory import Peak, full_recomputation, least_memory, peak_memory, sum_over_time
+from chameleon_mm.plan.trace import StepPhase, Trace
+from chameleon_mm.plan.unswapped_memory import KIND_NAMES, Peak, full_recomputation, least_memory, peak_memory, sum_over_time
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.tools.outputs import print_line, print_table
 from chameleon_mm.tools.step_on_shapes import RecordedStep
@@ -53,15 +53,6 @@ _MOST_PLANNED = 3
 
 _TRIES = 64
 """At each try, `hidden_budget` raises its budget by 1 / _TRIES of the gap to the unswapped peak."""
-
-_CLASSES = {
-    "parameters": (TensorKind.PARAMETER,),
-    "gradients": (TensorKind.GRADIENT,),
-    "optimizer state": (TensorKind.OPTIMIZER,),
-    "activations": (TensorKind.ACTIVATION,),
-    "temporaries": (TensorKind.TEMPORARY,),
-    "inputs and buffers": (TensorKind.INPUT, TensorKind.BUFFER),
-}
 
 SCHEMA = "chameleon_mm.plan/1"
 
@@ -120,16 +111,14 @@ def needs_of(trace: Trace, peak: Peak) -> tuple[MemoryNeed, ...]:
     size = allocated_size(trace.tensor_bytes)
     since, until = np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1
     needs = []
-    for name, kinds in _CLASSES.items():
-        which = np.isin(trace.tensor_kind, kinds)
+    for name in dict.fromkeys(KIND_NAMES.values()):
+        which = np.isin(trace.tensor_kind, [kind for kind, its_name in KIND_NAMES.items() if its_name == name])
         if which.any():
             most = int(sum_over_time(trace.num_ticks, size[which], since[which], until[which]).max(initial=0))
-            at_peak = sum(peak.by_kind.get(kind, 0) for kind in kinds)
-            needs.append(MemoryNeed(name=name, most_bytes=most, at_peak_bytes=at_peak))
+            needs.append(MemoryNeed(name=name, most_bytes=most, at_peak_bytes=peak.parts.get(name, 0)))
     if trace.op_inner_bytes.any():
-        needs.append(
-            MemoryNeed(name="inside operators", most_bytes=int(trace.op_inner_bytes.max()), at_peak_bytes=peak.inner_bytes)
-        )
+        most = int(trace.op_inner_bytes.max())
+        needs.append(MemoryNeed(name="inside operators", most_bytes=most, at_peak_bytes=peak.inner_bytes))
     return tuple(needs)
 
 

@@ -61,7 +61,7 @@ class LaunchedRank:
 
 _SHOWN = frozenset(
     {
-        "device", "PROBLEM", "steps", "what the steps were", "peak device memory", "recomputed", "swapped out / in",
+        "in short", "device", "PROBLEM", "steps", "what the steps were", "peak device memory", "recomputed", "swapped out / in",
         "hidden share of copy time", "stall", "pinned host memory",
     }
 )  # fmt: skip

@@ -212,12 +212,13 @@ PyTypeObject* handle_type = nullptr;
 
 struct Step {
   int hook = -1, last_used = -1, since = -1;
-  int64_t epoch = -1, number = 0, latest = -1, next_index = 0, budget = 0, margin = 0, now = 0, seen = 0, cumulative = 0, taken = 0, growth = 0;
+  int64_t epoch = -1, number = 0, latest = -1, next_index = 0, budget = 0, margin = 0, now = 0, peak = 0, seen = 0, cumulative = 0, taken = 0, growth = 0;
   int64_t saves = 0, uses = 0, ended = 0, bytes_out = 0, bytes_in = 0, bytes_reclaimed = 0, prefetches = 0, uses_on_device = 0, on_demand = 0,
           refused = 0;
   bool has_room = true;
   std::array<int64_t, NUM_REASONS> kept{};
   Numbers growths, used;
+  std::vector<std::pair<int64_t, int64_t>> peaks;  // readings of the device's peak before each reset, with the most bytes seen
   std::vector<Slot*> slots;
   std::vector<char> is_record;  // by storage: whether it is a record in Python
   std::unordered_map<const c10::StorageImpl*, Slot*> by_storage;
@@ -412,12 +413,16 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     if (bytes.current + row.growth + margin > budget || bytes.allocated < cumulative) return false;  // room has to be made
     const int64_t grew = std::max<int64_t>(0, bytes.allocated - cumulative - taken);
     growths.push_back(grew);
-    cumulative = bytes.allocated, taken = 0, now = bytes.current, seen = std::max(seen, now), has_room = true, growth += grew;
+    if (bytes.peak < peak) end_peak();
+    cumulative = bytes.allocated, taken = 0, now = bytes.current, peak = bytes.peak, seen = std::max(seen, now), has_room = true, growth += grew;
     if (row.number < 0) return true;
     const int from = std::exchange(since, std::max(since, at));
     const int64_t all = std::exchange(growth, 0);
     if (at <= from || all == program->until[at] - (from < 0 ? 0 : program->until[from])) return true;
     return call(grown, from, all, at).cast<bool>();
+  }
+  void end_peak() {
+    if (peak) peaks.emplace_back(std::exchange(peak, 0), std::exchange(seen, 0));
   }
   void prefetch(const Row& row) try {
     for (int n : row.ins) {
@@ -627,14 +632,15 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     }
     py::dict all;
     for (auto [name, value] : {std::pair("hook", (int64_t)hook), {"last_used", last_used}, {"since", since}, {"number", number}, {"latest", latest},
-                               {"next_index", next_index}, {"growth", growth}, {"now", now}, {"seen", seen}, {"cumulative", cumulative},
+                               {"next_index", next_index}, {"growth", growth}, {"now", now}, {"cumulative", cumulative},
                                {"taken", taken}, {"saves", saves}, {"uses", uses}, {"ended", Step::ended}, {"bytes_swapped_out", bytes_out},
                                {"bytes_swapped_in", bytes_in}, {"bytes_reclaimed", bytes_reclaimed}, {"prefetches", prefetches},
                                {"uses_on_device", uses_on_device}, {"swap_ins_on_demand", on_demand}, {"fallbacks", refused}}) {
       all[name] = value;
     }
     all["slots"] = of_slots, all["handles"] = of_handles, all["arenas"] = of_arenas, all["outlived"] = of_outlived, all["late"] = late;
-    all["kept"] = kept, all["growths"] = growths, all["used"] = used, all["has_room"] = has_room;
+    end_peak();
+    all["kept"] = kept, all["growths"] = growths, all["peaks"] = peaks, all["used"] = used, all["has_room"] = has_room;
     static_cast<Step&>(*this) = Step{};
     abandoned = std::move(later);
     return all;

@@ -216,15 +216,18 @@ class Budget:
         return self._taken
 
     def note_checks(
-        self, growths: Sequence[int], *, allocated: int, seen: int, cumulative: int, taken: int, has_room: bool
-    ) -> None:
-        """Note checks of memory that somebody else made, with the growth at each, and what was read at the last of them."""
+        self, growths: Sequence[int], peaks: Sequence[tuple[int, int]], *, allocated: int, cumulative: int, taken: int,
+        has_room: bool,
+    ) -> None:  # fmt: skip
+        """Note checks of memory that somebody else made, with the growth at each, and what was read at the last of them.
+        `peaks`: readings of the device's peak, with the most bytes seen until each, as `PeakWatch.note` takes them."""
         for growth in growths if self._cumulative is not None else growths[1:]:
             self.headroom.record(growth)
         if growths:
             self._cumulative, self._unused = cumulative, 0
         self._allocated, self._taken, self.has_room_ahead = allocated, taken, has_room
-        self.peak_seen_bytes = max(self.peak_seen_bytes, seen)
+        for peak_bytes, seen_bytes in peaks:
+            self.peak_watch.note(peak_bytes, seen_bytes)
 
     def note_allocated(self, nbytes: int) -> None:
         """Count a swap-in of `nbytes` as allocated, and not as growth of the model."""

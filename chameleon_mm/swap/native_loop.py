@@ -220,7 +220,7 @@ class NativeLoop:
         director.note_checked(given["since"], given["growth"])
         budget = self._budget
         budget.note_checks(
-            given["growths"], allocated=given["now"], seen=given["seen"],
+            given["growths"], given["peaks"], allocated=given["now"],
             cumulative=given["cumulative"] + self._device.cumulative_offset(), taken=given["taken"], has_room=given["has_room"],
         )  # fmt: skip
         self._count(executor, given)

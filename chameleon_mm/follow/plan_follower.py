@@ -295,7 +295,9 @@ class PlanFollower(Director):
         if self._planned is None:
             return
         extra_bytes = max(0, self._first_bytes - self._planned.first_hook_bytes)
-        if self.adaptation.needs_more(self._planned, extra_bytes):
+        if not self.adaptation.has_room(self._planned, extra_bytes):
+            self._diverge(budget)  # the default rule has this step
+        elif self._planned.current is not self.followed:
             self._follow(self._entry, budget)
         self._memory.extra_bytes = extra_bytes
 

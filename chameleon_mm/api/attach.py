@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -26,7 +26,7 @@ from chameleon_mm.device import gpu_name
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import check_type
 from chameleon_mm.record.dispatch_state import in_backward
-from chameleon_mm.record.step_log import gradients_of
+from chameleon_mm.record.step_log import fsdp_parameters, gradients_of, unsharded_gradients
 from chameleon_mm.report.report import SwapReport
 
 
@@ -54,7 +54,7 @@ class Attachment:
     def __init__(self, session: SwapSession, model: nn.Module) -> None:
         self.session = session
         self._model = model
-        self._bounds = StepBounds(session, model.parameters)
+        self._bounds = StepBounds(session, lambda: (model,))
         self._of_model: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that are known to have parameters of the model."""
         self._hooks: list[RemovableHandle] = []
@@ -160,10 +160,10 @@ class StepBounds:
     """Begins and ends the steps of a session at the calls of models and optimizers. It acts on one thread, and ignores calls on
     others, as hooks there do."""
 
-    def __init__(self, session: SwapSession, parameters: Callable[[], Iterable[Tensor]]) -> None:
-        """`parameters`: those whose gradients a step accumulates."""
+    def __init__(self, session: SwapSession, models: Callable[[], Iterable[nn.Module]]) -> None:
+        """`models`: those whose parameters a step trains."""
         self.session = session
-        self._parameters = parameters
+        self._models = models
         self._thread = threading.current_thread()
         self._step: AbstractContextManager[SwapSession] | None = None
         self._optimizer_steps = 0
@@ -233,10 +233,18 @@ class StepBounds:
             return False
         if not self._ever_stepped and self._count_writes() != self._writes:
             return True
-        return all(gradient is None for gradient in gradients_of(self._parameters()))
+        unsharded = (gradient for sharding in fsdp_parameters(self._models()) for gradient in unsharded_gradients(sharding))
+        return all(gradient is None for gradient in (*gradients_of(self._parameters()), *unsharded))
 
     def _count_writes(self) -> int:
         return 0 if self._ever_stepped else sum(p._version for p in self._parameters())
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters; of those that FSDP2 shards, this rank's part, whichever the model has now."""
+        sharding = list(fsdp_parameters(self._models()))
+        whole = {id(getattr(one, "_unsharded_param", None)) for one in sharding}
+        found = {id(p): p for model in self._models() for p in model.parameters() if id(p) not in whole}
+        yield from (found | {id(one.sharded_param): one.sharded_param for one in sharding}).values()
 
     def _begin_step(self) -> None:
         if not self._is_checked:  # the model, or its optimizer's state, may have moved to the device since the session began

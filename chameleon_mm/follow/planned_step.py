@@ -147,8 +147,9 @@ class PlannedStep:
         """Step like this one, with the plans that hold for most steps."""
         self.odd: PlannedStep | None = None
         """Step like this one, with the plans for the odd ones; None: no odd step was repeated."""
+        self.odd_is_due = False
         self._since_odd, self._odd_every = 0, -1
-        """Number of steps since the latest odd one, and from the odd one before to that one. -1: no step was odd; 0: one was."""
+        """Steps since the latest odd one, and from the odd one before to that one. -1: no step was odd; 0: one was."""
         self.reset_for(ExtraMemory())
 
     def reset_for(self, extra: ExtraMemory) -> None:
@@ -356,22 +357,17 @@ class PlannedStep:
         most = self.recent_extra
         return most if self.extra.exceeds(most, spare_bytes) else None
 
-    # Note [Odd steps]: a step that takes more memory than its plan has room for is an outlier, and the plan stays. If another
-    # one does so within `RECENT_STEPS`, plans have room for it as long. A repeated one is expected again after as many steps:
-    # that step has plans of its own, `odd`, or none. Example: a metric every tenth step, from the third time on.
+    # Note [Odd steps]: a step that takes more memory than its plan has room for is an outlier, and the plan stays. After the
+    # second one, plans have room for it for `RECENT_STEPS`, if there are any. Later ones are expected after as many steps as
+    # before: such a step has plans of its own, `odd`, or none. Example: a metric in every tenth step.
 
     def note_odd(self, *, is_odd: bool) -> bool:
         """Note whether the latest step was odd. Returns True if an earlier one was."""
-        any_before = self._odd_every >= 0
-        self._since_odd += 1
+        any_before, self._since_odd = self._odd_every >= 0, self._since_odd + 1
         if is_odd:
             self._odd_every, self._since_odd = self._since_odd if any_before else 0, 0
+        self.odd_is_due = self._since_odd + 1 == self._odd_every
         return any_before
-
-    @property
-    def odd_is_due(self) -> bool:
-        """True if the next step is as far from the last odd one as that was from the one before it."""
-        return self._since_odd + 1 == self._odd_every
 
     def make_odd(self, extra: ExtraMemory) -> PlannedStep:
         """Make `odd`, which needs plans for `extra` memory."""

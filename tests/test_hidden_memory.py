@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.device import SPECS
+from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import CostModel, sim_device
 from chameleon_mm.follow.structure import RECENT_STEPS
 from chameleon_mm.units import KIB
@@ -80,12 +80,14 @@ def batch(number: int, kind: str) -> Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-def run(kinds: Sequence[str], budget: int | None = None, *, held: Sequence[int] = (), held_bytes: int = 0) -> Run:
-    """`held`: the steps during which somebody else holds that much of the device."""
-    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
+def run(
+    kinds: Sequence[str], budget: int | None = None, *, held: Sequence[int] = (), held_bytes: int = 0, on: Device | None = None
+) -> Run:
+    """`held`: the steps during which somebody else holds that much of the device. `on`: None: a simulated one."""
+    device = on or cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
-        model = Net()
+        model = Net().to(device.torch_device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = None if budget is None else cm.SwapSession(budget, "64MiB", device, 8 * KIB, model=model)
     done = Run()
@@ -94,7 +96,7 @@ def run(kinds: Sequence[str], budget: int | None = None, *, held: Sequence[int] 
             other = torch.empty(held_bytes, dtype=torch.uint8) if number in held else None
             device.reset_peaks()
             with nullcontext() if session is None else session.step():
-                loss = model(batch(number, kind), kind)
+                loss = model(batch(number, kind).to(device.torch_device), kind)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -177,6 +179,21 @@ def test_one_odd_step_leaves_the_plan_of_the_others(odd: str, at: int, share: fl
     assert got.kinds[at + 1 + late :] == ["planned"] * (15 - at - late)
     assert got.report.steps_by_phase["planned"] == 14 - late
     assert {number for number, peak in enumerate(got.peaks) if peak > budget} <= ({at} if odd in HIDDEN else set())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("odd", ["metric", "another metric", *SEEN])
+def test_one_odd_step_on_cuda_leaves_the_plan_of_the_others(odd: str) -> None:
+    from chameleon_mm.device.cuda import CudaDevice
+
+    device = CudaDevice()
+    kinds = [*["plain"] * 5, odd, *["plain"] * 10]
+    expected = run(kinds, on=device)
+    before_bytes = device.allocated_bytes()
+    budget = before_bytes + int((max(run(["plain"] * 2, on=device).peaks) - before_bytes) * 0.9)
+    got = run(kinds, budget, on=device)
+    assert got.losses == expected.losses
+    assert got.kinds[6:] == ["planned"] * 10
 
 
 @pytest.mark.parametrize("odd", HIDDEN)

@@ -26,7 +26,7 @@ from chameleon_mm.device import gpu_name
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import check_type
 from chameleon_mm.record.dispatch_state import in_backward
-from chameleon_mm.record.step_log import fsdp_parameters, gradients_of, unsharded_gradients
+from chameleon_mm.record.step_log import fsdp_parameters, gradients_of
 from chameleon_mm.report.report import SwapReport
 
 
@@ -259,8 +259,11 @@ class StepBounds:
             return False
         if not self._ever_stepped and self._count_writes() != self._writes:
             return True
-        unsharded = (gradient for sharding in fsdp_parameters(self._models()) for gradient in unsharded_gradients(sharding))
-        return all(gradient is None for gradient in (*gradients_of(self._parameters()), *unsharded))
+        # Under `set_requires_gradient_sync(False)`, gradients are not reduced yet, and lie where no parameter shows them.
+        sharding = list(fsdp_parameters(self._models()))
+        unsharded = [one._unsharded_param.grad for one in sharding if hasattr(one, "_unsharded_param")]
+        accumulated = [one.unsharded_accumulated_grad for one in sharding]
+        return all(gradient is None for gradient in (*gradients_of(self._parameters()), *unsharded, *accumulated))
 
     def _count_writes(self) -> int:
         return 0 if self._ever_stepped else sum(p._version for p in self._parameters())

@@ -255,7 +255,8 @@ class SwapSession:
                 self._life.to(Phase.CLOSED)
             self._history.close(wait=error is None)
         if error is None:
-            if self._history.begun or self._executor.hook_counts.saves_between:
+            (counts := self._executor.hook_counts).count_between_steps()
+            if self._history.begun or counts.saves_between:
                 self.say_problem()
             self._executor.raise_late_error()
 

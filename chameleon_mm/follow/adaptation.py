@@ -313,14 +313,13 @@ class Adaptation:
             return
         if budgets == before:
             return
-        planned_steps = [entry.plan.usual for entry in self.steps.entries() if entry.plan is not None]
+        for entry in self.steps.entries():
+            entry.plan = entry.plan and entry.plan.usual
+        planned_steps = [entry.plan for entry in self.steps.entries() if entry.plan is not None]
         link, began = self._link_cost(), perf_counter()
         made = self.planning.plans_within(budgets, planned_steps, link, before=before)
         self._hbm_budget_bytes = hbm_budget_bytes
         self._measuring.clear()
-        for entry in self.steps.entries():
-            if (planned := entry.plan) is not None and planned is not planned.usual:
-                entry.plan = planned.usual
         for planned in planned_steps:
             planned.odd = None
             planned.forget_plans()

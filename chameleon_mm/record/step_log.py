@@ -439,12 +439,6 @@ def fsdp_parameters(models: Iterable[nn.Module]) -> Iterator[Any]:
                 yield from () if group is None else group.fsdp_params
 
 
-def unsharded_gradients(sharding: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of a parameter that FSDP2 shards, made under `set_requires_gradient_sync(False)`: not reduced yet."""
-    whole = getattr(sharding, "_unsharded_param", None)
-    return None if whole is None else whole.grad, sharding.unsharded_accumulated_grad
-
-
 def kinds_of(
     model: nn.Module | None, optimizers: Iterable[Optimizer], device_type: str
 ) -> Iterator[tuple[torch.UntypedStorage, TensorKind]]:

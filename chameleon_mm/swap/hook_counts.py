@@ -142,7 +142,7 @@ def _without_steps(counts: HookCounts, *, closed: bool, thread: str) -> str | No
             return None
         return (
             f"no step was found, so nothing was planned: neither the attached {counts.attached} nor a child of it was called "
-            f"on the thread {thread} with gradients on; attach the module that the training loop calls"
+            f"on the thread {thread} with gradients on; attach the module that the training loop calls, on the loop's thread"
         )
     if counts.saves_between:
         return NEVER_CALLED

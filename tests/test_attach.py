@@ -432,4 +432,109 @@ def test_training_on_another_thread_is_told(sim: cm.SimDevice) -> None:
 
     on_a_thread(train)
     handle.detach()
-    assert "on the thread that entered the session" in handle.report().problems[0]
+    assert "was called on the thread MainThread with gradients on" in handle.report().problems[0]
+
+
+class Pair(nn.Module):
+    """Its loop calls the children alone."""
+
+    def __init__(self, maker: nn.Module, judge: nn.Module) -> None:
+        super().__init__()
+        self.maker, self.judge = maker, judge
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("expected not to be called")
+
+
+TOGETHER: dict[str, Callable[[nn.Module, nn.Module], nn.Module]] = {
+    "list": lambda maker, judge: nn.ModuleList([maker, judge]),
+    "dict": lambda maker, judge: nn.ModuleDict({"maker": maker, "judge": judge}),
+    "nested": lambda maker, judge: nn.ModuleList([nn.ModuleDict({"maker": maker}), judge]),
+    "sequential": nn.Sequential,
+    "module": Pair,
+}
+
+
+@pytest.mark.parametrize("together", TOGETHER)
+@pytest.mark.parametrize("by_turns", [False, True])
+def test_steps_of_a_module_whose_children_alone_are_called_are_found(together: str, by_turns: bool, sim: cm.SimDevice) -> None:
+    """`by_turns`: each child has an optimizer of its own, and a step of its own."""
+
+    def trained(attach: Attach) -> list[Tensor]:
+        maker, judge = layers(drop=0.0), layers(drop=0.0)
+        parts = [maker, judge] if by_turns else [nn.ModuleList([maker, judge])]
+        optimizers = [torch.optim.SGD(part.parameters(), lr=1e-2) for part in parts]
+        attach(TOGETHER[together](maker, judge))
+        for _ in range(STEPS):
+            for optimizer in optimizers:
+                judge(maker(batch_on(maker))).square().mean().backward()
+                optimizer.step()
+                maker.zero_grad()
+                judge.zero_grad()
+        return state_of(maker, judge)
+
+    torch.manual_seed(1)
+    plain = trained(lambda model: None)
+    handles: list[Attachment] = []
+
+    def attach(model: nn.Module) -> Attachment:
+        handles.append(cm.attach(model, hbm_budget=BUDGET, device=sim, min_bytes=64 * KIB))
+        return handles[0]
+
+    torch.manual_seed(1)
+    swapped = trained(attach)
+    report = handles[0].report()
+    assert all(torch.equal(a, b) for a, b in zip(plain, swapped, strict=True))
+    assert report.steps == STEPS * (1 + by_turns)
+    assert report.bytes_swapped_out > 0 and report.problems == ()
+    handles[0].detach()
+    check_nothing_left(handles[0])
+
+
+def trains(called: nn.Module, owner: nn.Module) -> None:
+    """Three steps of an optimizer of `owner`'s parameters, while `called` is what runs."""
+    optimizer = torch.optim.SGD([*owner.parameters()] or [torch.zeros(1)], lr=1e-2)
+    for _ in range(3):
+        loss = called(torch.randn(512, 128)).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SILENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "another thread": ("attach was called on the thread MainThread, and the optimizer steps on", {}),
+    "frozen": ("the model has no parameter that requires a gradient", {}),
+    "no parameters": ("the model has no parameter that requires a gradient", {}),
+    "never called": ("neither the attached Sequential nor a child of it was called", {}),
+    "hbm_budget": ("expected at most the device's 1.00 GiB, got 800.0 GiB", {"hbm_budget": "800GiB"}),
+    "host_budget": (
+        "expected at least min_bytes, 64.0 KiB, the least storage that moves, got 1.00 KiB",
+        {"host_budget": "1KiB"},
+    ),
+}
+
+
+@pytest.mark.parametrize("why", SILENT)
+def test_where_nothing_moves_one_sentence_says_why_by_the_third_step(why: str, caplog: pytest.LogCaptureFixture) -> None:
+    sentence, arguments = SILENT[why]
+    model = nn.Sequential(nn.GELU()) if why == "no parameters" else layers()
+    model.requires_grad_(requires_grad=why != "frozen")
+    arguments = {"hbm_budget": BUDGET, "device": cm.SimDevice(hbm_bytes="1GiB"), "min_bytes": 64 * KIB, **arguments}
+    with cm.attach(model, **arguments) as handle:
+        if why == "another thread":
+            on_a_thread(lambda: trains(model, model))
+        else:
+            trains(layers() if why == "never called" else model, model)
+        (said,) = [record.message for record in caplog.records if "chameleon_mm.api" in record.name]
+        assert sentence in said
+        assert [problem for problem in handle.report().problems if sentence in problem]
+        assert "session.step()" not in said
+    assert len([record for record in caplog.records if "chameleon_mm.api" in record.name]) == 1
+
+
+def test_whether_the_budget_held_is_not_known_where_nothing_was_measured(sim: cm.SimDevice) -> None:
+    with cm.attach(layers(), hbm_budget=BUDGET, device=sim) as handle:
+        assert handle.report().budget_held is None
+    assert handle.report().budget_held is None
+    assert "not measured" in str(handle.report())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.device import SPECS
+from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import CostModel, sim_device
 from chameleon_mm.follow.structure import RECENT_STEPS
 from chameleon_mm.units import KIB
@@ -45,9 +45,14 @@ class Net(nn.Module):
                 x = x.expand(8, *x.shape).view(8, *x.shape).mean(0)
             case "repeated":  # ... and eight times x, with the same hooks
                 x = x.repeat(8, 1).view(8, *x.shape).mean(0)
+            case "saves more":
+                x = torch.tanh(torch.tanh(x))
             case "metric":
                 with torch.no_grad():
                     (x.repeat(8, 1) ** 2).mean()
+            case "another metric":
+                with torch.no_grad():
+                    (x.repeat(12, 1) ** 2).mean()
             case "evaluation":
                 with torch.no_grad():
                     y = torch.ones(4 * ROWS, WIDTH)
@@ -64,13 +69,25 @@ class Run:
     """By step: how many until then had a plan."""
     report: cm.SwapReport | None = None
 
+    @property
+    def kinds(self) -> list[str]:
+        """What the session's steps were."""
+        return [] if self.report is None else [step.kind.value for step in self.report.step_figures]
 
-def run(kinds: Sequence[str], budget: int | None = None, *, held: Sequence[int] = (), held_bytes: int = 0) -> Run:
-    """`held`: the steps during which somebody else holds that much of the device."""
-    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
+
+def batch(number: int, kind: str) -> Tensor:
+    rows = {"more rows": ROWS * 5 // 4, "fewer rows": ROWS // 2}.get(kind, ROWS)
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def run(
+    kinds: Sequence[str], budget: int | None = None, *, held: Sequence[int] = (), held_bytes: int = 0, on: Device | None = None
+) -> Run:
+    """`held`: the steps during which somebody else holds that much of the device. `on`: None: a simulated one."""
+    device = on or cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
-        model = Net()
+        model = Net().to(device.torch_device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = None if budget is None else cm.SwapSession(budget, "64MiB", device, 8 * KIB, model=model)
     done = Run()
@@ -79,7 +96,7 @@ def run(kinds: Sequence[str], budget: int | None = None, *, held: Sequence[int] 
             other = torch.empty(held_bytes, dtype=torch.uint8) if number in held else None
             device.reset_peaks()
             with nullcontext() if session is None else session.step():
-                loss = model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)), kind)
+                loss = model(batch(number, kind).to(device.torch_device), kind)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -99,7 +116,8 @@ def test_memory_that_no_hook_tells_of_passes_the_budget_once(plain: str, hidden:
     budget = int(max(expected.peaks) * share)
     got = run(kinds, budget)
     assert got.losses == expected.losses
-    assert {number for number, peak in enumerate(got.peaks) if peak > budget} <= {5}  # the first of its kind
+    # The first of its kind is an outlier, until the second one.
+    assert {number for number, peak in enumerate(got.peaks) if peak > budget} <= {5, 7}
     assert got.report is not None
     assert (got.report.detailed_steps, got.report.plan_cache_hits) == (1, len(kinds) - 1)
 
@@ -110,9 +128,7 @@ def test_memory_that_somebody_held_once_is_planned_without_again() -> None:
     budget = int(max(expected.peaks) * 0.85)
     got = run(kinds, budget, held=[5], held_bytes=300 * KIB)
     assert got.losses == expected.losses
-    planned = [after - before for before, after in zip([0, *got.hits], got.hits, strict=False)]
-    # Not with so much beside it; nor right after it: it may be there again.
-    assert planned == [0, 1, 1, 1, 1, *[0] * (RECENT_STEPS + 1), *[1] * (len(kinds) - 6 - RECENT_STEPS)]
+    assert got.kinds == ["recorded", *["planned"] * 4, "by_rule", *["planned"] * (len(kinds) - 6)]  # not with so much beside it
     assert all(peak <= budget for number, peak in enumerate(got.peaks) if number != 5)
 
 
@@ -126,7 +142,92 @@ def test_what_operators_take_inside_themselves_in_their_first_step_alone_is_forg
     )
     got = run(kinds, budget)
     assert got.losses == expected.losses
-    planned = [after - before for before, after in zip([0, *got.hits], got.hits, strict=False)]
-    # No plan has room for that, and none is needed: the default rule has these steps until it is clear.
-    assert planned == [*[0] * (RECENT_STEPS + 1), *[1] * 5]
-    assert all(peak <= budget for peak in got.peaks[RECENT_STEPS + 1 :])
+    # No plan has room for that, and none is needed: two steps without it make the recorded one odd, and another is recorded.
+    assert got.kinds == ["recorded", "by_rule", "by_rule", "recorded", *["planned"] * (len(kinds) - 4)]
+    assert all(peak <= budget for peak in got.peaks[4:])
+
+
+def plainly(kinds: Sequence[str]) -> list[float]:
+    """Losses of plain PyTorch: no device, no session, no mode."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for number, kind in enumerate(kinds):
+        loss = model(batch(number, kind), kind)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+HIDDEN = ("metric", "another metric", "evaluation")
+SEEN = ("saves more", "more rows", "fewer rows")
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8])
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize("odd", [*HIDDEN, *SEEN])
+def test_one_odd_step_leaves_the_plan_of_the_others(odd: str, at: int, share: float) -> None:
+    """No plan has room for the hidden ones: the budget is a share of what the others take without swapping."""
+    kinds = [*["plain"] * at, odd, *["plain"] * (15 - at)]
+    budget = int(max(run(["plain"] * 2).peaks) * share)
+    got = run(kinds, budget)
+    assert got.losses == plainly(kinds)
+    assert got.report is not None
+    late = 1 if odd == "saves more" and at == 1 else 0  # two kinds came once each: it may be either
+    assert got.kinds[at + 1 + late :] == ["planned"] * (15 - at - late)
+    assert got.report.steps_by_phase["planned"] == 14 - late
+    assert {number for number, peak in enumerate(got.peaks) if peak > budget} <= ({at} if odd in HIDDEN else set())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("odd", ["metric", "another metric", *SEEN])
+def test_one_odd_step_on_cuda_leaves_the_plan_of_the_others(odd: str) -> None:
+    from chameleon_mm.device.cuda import CudaDevice
+
+    device = CudaDevice()
+    kinds = [*["plain"] * 5, odd, *["plain"] * 10]
+    expected = run(kinds, on=device)
+    before_bytes = device.allocated_bytes()
+    budget = before_bytes + int((max(run(["plain"] * 2, on=device).peaks) - before_bytes) * 0.9)
+    got = run(kinds, budget, on=device)
+    assert got.losses == expected.losses
+    assert got.kinds[6:] == ["planned"] * 10
+
+
+@pytest.mark.parametrize("odd", HIDDEN)
+def test_an_odd_step_that_is_recorded_is_recorded_again(odd: str) -> None:
+    kinds = [odd, *["plain"] * 11]
+    got = run(kinds, int(max(run(["plain"] * 2).peaks) * 0.8))
+    assert got.losses == plainly(kinds)
+    assert got.kinds == ["recorded", "by_rule", "by_rule", "recorded", *["planned"] * 8]
+
+
+@pytest.mark.parametrize("turns", [("metric",), ("metric", "another metric"), ("metric", "saves more")])
+def test_odd_steps_at_intervals_are_planned_for_when_they_are_due_alone(turns: tuple[str, ...]) -> None:
+    """A plan with room for them moves more bytes than the others need."""
+    odd = range(5, 62, 6)
+    kinds = ["plain"] * 62
+    for number, at in enumerate(odd):
+        kinds[at] = turns[number % len(turns)]
+    budget = int(max(run(kinds).peaks) * 0.85)
+    got = run(kinds, budget)
+    assert got.losses == plainly(kinds)
+    assert {number for number, peak in enumerate(got.peaks) if peak > budget} <= {at for at in odd[:4] if kinds[at] in HIDDEN}
+    assert got.kinds[24:].count("planned") >= 36
+    assert got.report is not None
+    moved = [step.bytes_out for step in got.report.step_figures]
+    assert moved[-2] <= moved[4] < moved[odd[-2]]
+
+
+def test_odd_steps_that_no_plan_has_room_for_go_by_the_default_rule_alone() -> None:
+    kinds = ["plain"] * 40
+    for at in range(5, 40, 6):
+        kinds[at] = "metric"
+    got = run(kinds, int(max(run(["plain"] * 2).peaks) * 0.95))
+    assert got.losses == plainly(kinds)
+    by_rule = [number for number, kind in enumerate(got.kinds) if kind == "by_rule"]
+    assert by_rule == [17, 23, 29, 35]  # from the third on
+    assert got.kinds.count("planned") == 40 - 1 - 6
+    assert max(got.peaks[at] for at in by_rule) < got.peaks[5]

@@ -88,6 +88,15 @@ def test_each_rank_has_the_bits_that_it_has_without_a_session(ranks: int, tmp_pa
             assert programs["fsdp_and_tp_locally"]["by rule"]["report"]["kept_by_reason"].keys() == {"parameter"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_micro_batches_without_gradient_sync_are_no_steps_of_their_own(ranks: int, tmp_path: Path) -> None:
+    """FSDP2 keeps their gradients unsharded, where no parameter shows them: four steps of two micro-batches each."""
+    for rank, outcome in enumerate(outcomes(ranks, "tests._rank_steps", tmp_path)):
+        assert len(outcome) == 6
+        assert set(map(str, outcome.values())) == {str({"steps": 4, "different": []})}, f"rank {rank}: {outcome}"
+
+
 def test_what_ranks_say_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
     """Budgets that differ, a machine too small for both, the share of it that each gets, and one report of both."""
     zero, one = outcomes(2, "tests._rank_checks", tmp_path)

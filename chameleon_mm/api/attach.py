@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -21,12 +21,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from chameleon_mm.api.session import SwapSession
+from chameleon_mm.api.session import STEPS_UNTIL_SAID, SwapSession
 from chameleon_mm.device import gpu_name
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import check_keywords, check_type
 from chameleon_mm.record.dispatch_state import in_backward
-from chameleon_mm.record.step_log import gradients_of
+from chameleon_mm.record.step_log import fsdp_parameters, gradients_of
 from chameleon_mm.report.report import SwapReport
 
 
@@ -37,11 +37,14 @@ class _ForwardHook:
     function, so that the file can be read without this library.
     """
 
-    def __init__(self, bounds: StepBounds) -> None:
-        self._bounds = bounds
+    def __init__(self, bounds: StepBounds, of_children: list[RemovableHandle] | None = None) -> None:
+        """`of_children`: hooks of the model's children, which it removes: they are for a model that is never called itself."""
+        self._bounds, self._of_children = bounds, of_children
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
+        while self._of_children:
+            self._of_children.pop().remove()
         self._bounds.forward_begins()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -54,15 +57,22 @@ class Attachment:
     def __init__(self, session: SwapSession, model: nn.Module) -> None:
         self.session = session
         self._model = model
-        self._bounds = StepBounds(session, model.parameters)
+        self._bounds = StepBounds(session, lambda: (model,))
         self._of_model: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that are known to have parameters of the model."""
         self._hooks: list[RemovableHandle] = []
+        self._of_children: list[RemovableHandle] = []
+        self._counts = session._executor.hook_counts
+        self._counts.attached = type(model).__name__
+        self._optimizer_steps = 0
 
     def _enter(self) -> None:
         self.session.__enter__()
+        self._of_children += (
+            child.register_forward_pre_hook(_ForwardHook(self._bounds), prepend=True) for child in _called_parts(self._model)
+        )
         self._hooks = [
-            self._model.register_forward_pre_hook(_ForwardHook(self._bounds), prepend=True),
+            self._model.register_forward_pre_hook(_ForwardHook(self._bounds, self._of_children), prepend=True),
             register_optimizer_step_post_hook(self._optimizer_stepped),
         ]
 
@@ -93,7 +103,7 @@ class Attachment:
         if error is None:
             self._bounds.end()
         self.session.__exit__(kind, error, trace)  # raises on another thread, with nothing changed
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._of_children):
             hook.remove()
         self._hooks = []
 
@@ -101,10 +111,16 @@ class Attachment:
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self._of_model:  # checked at every step: it may be given more parameters
             ours = {id(p) for p in self._model.parameters()}
-            if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            if ours and not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
                 return
             self._of_model.add(optimizer)
+        here = threading.current_thread()
+        if here is not self._bounds.thread:
+            self._counts.trained_on = here.name
         self._bounds.optimizer_stepped()
+        self._optimizer_steps += 1
+        if self._optimizer_steps == STEPS_UNTIL_SAID:
+            self.session.say_problem()
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **session_args: Any) -> Attachment:
@@ -137,6 +153,16 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
     return attachment
 
 
+def _called_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model's children that a loop may call instead of it: those of containers, which have no forward, instead of
+    the containers."""
+    for child in model.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called_parts(child)
+        elif not isinstance(child, torch.jit.ScriptModule):  # takes no hooks
+            yield child
+
+
 def _device_of(model: nn.Module) -> str | None:
     """Name of the GPU that the model is on; None if it is on none."""
     return next((name for name in map(gpu_name, model.parameters()) if name is not None), None)
@@ -161,11 +187,11 @@ class StepBounds:
     """Begins and ends the steps of a session at the calls of models and optimizers. It acts on one thread, and ignores calls on
     others, as hooks there do."""
 
-    def __init__(self, session: SwapSession, parameters: Callable[[], Iterable[Tensor]]) -> None:
-        """`parameters`: those whose gradients a step accumulates."""
+    def __init__(self, session: SwapSession, models: Callable[[], Iterable[nn.Module]]) -> None:
+        """`models`: those whose parameters a step trains."""
         self.session = session
-        self._parameters = parameters
-        self._thread = threading.current_thread()
+        self._models = models
+        self.thread = threading.current_thread()
         self._step: AbstractContextManager[SwapSession] | None = None
         self._optimizer_steps = 0
         """Optimizer steps since the last forward that began a step."""
@@ -216,7 +242,7 @@ class StepBounds:
     def end(self, *, completed: bool | None = None) -> None:
         """End the current step, because no training follows. `completed`: True if the step counts; None: if an optimizer
         stepped in it. Does nothing on another thread."""
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self.thread:
             return
         self._held = False
         self._end_step(completed=self._is_over() if completed is None else completed)
@@ -224,7 +250,7 @@ class StepBounds:
     def _is_elsewhere(self) -> bool:
         """True on another thread, or inside a backward: checkpoints run forwards there, and some loops an optimizer for each
         parameter as its gradient is made."""
-        return threading.current_thread() is not self._thread or in_backward()
+        return threading.current_thread() is not self.thread or in_backward()
 
     def _is_over(self) -> bool:
         """True if the current step is over when the next forward begins: an optimizer stepped, or its gradients are gone."""
@@ -234,10 +260,21 @@ class StepBounds:
             return False
         if not self._ever_stepped and self._count_writes() != self._writes:
             return True
-        return all(gradient is None for gradient in gradients_of(self._parameters()))
+        # Under `set_requires_gradient_sync(False)`, gradients are not reduced yet, and lie where no parameter shows them.
+        sharding = list(fsdp_parameters(self._models()))
+        unsharded = [one._unsharded_param.grad for one in sharding if hasattr(one, "_unsharded_param")]
+        accumulated = [one.unsharded_accumulated_grad for one in sharding]
+        return all(gradient is None for gradient in (*gradients_of(self._parameters()), *unsharded, *accumulated))
 
     def _count_writes(self) -> int:
         return 0 if self._ever_stepped else sum(p._version for p in self._parameters())
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters; of those that FSDP2 shards, this rank's part, whichever the model has now."""
+        sharding = list(fsdp_parameters(self._models()))
+        whole = {id(getattr(one, "_unsharded_param", None)) for one in sharding}
+        found = {id(p): p for model in self._models() for p in model.parameters() if id(p) not in whole}
+        yield from (found | {id(one.sharded_param): one.sharded_param for one in sharding}).values()
 
     def _begin_step(self) -> None:
         if not self._is_checked:  # the model, or its optimizer's state, may have moved to the device since the session began

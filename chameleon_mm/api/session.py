@@ -43,7 +43,7 @@ from chameleon_mm.swap.calibration import replayable_on
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor, autograd_hooks
-from chameleon_mm.swap.hook_counts import misuse
+from chameleon_mm.swap.hook_counts import limits_problem, misuse
 from chameleon_mm.units import MIB, parse_size
 
 # --- Phases of a session, and their order
@@ -119,6 +119,9 @@ class Lifecycle:
 _log = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
+
+STEPS_UNTIL_SAID = 3
+"""Number of completed steps after which the log says why nothing moves, if nothing can."""
 
 
 class SwapSession:
@@ -246,9 +249,9 @@ class SwapSession:
                 self._life.to(Phase.CLOSED)
             self._history.close(wait=error is None)
         if error is None:
-            counts, problem = self._executor.hook_counts, self._problem()
-            if problem is not None and (self._history.begun or counts.saves_between) and not counts.was_told:
-                _log.warning("chameleon_mm: %s", problem)
+            (counts := self._executor.hook_counts).count_between_steps()
+            if self._history.begun or counts.saves_between:
+                self.say_problem()
             self._executor.raise_late_error()
 
     @contextmanager
@@ -415,18 +418,29 @@ class SwapSession:
                 kind = self._executor.end_step(completed=completed)
                 self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
+                if self._history.completed == STEPS_UNTIL_SAID:
+                    self.say_problem()
 
     def _budget_now(self) -> int:
         lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
         return self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes
 
+    def say_problem(self) -> None:
+        """Log once why nothing moves, or how the session is misused, if so."""
+        counts, problem = self._executor.hook_counts, self._problem()
+        if problem is not None and not counts.was_told:
+            counts.was_told = True
+            _log.warning("chameleon_mm: %s", problem)
+
     def _problem(self) -> str | None:
-        return misuse(
+        found = misuse(
             self._executor.hook_counts,
             steps_begun=self._history.begun,
             closed=self._life.phase is Phase.CLOSED,
             thread=self._thread.name,
+            frozen=self._model is not None and not any(p.requires_grad for p in self._model.parameters()),
         )
+        return found or limits_problem(self.hbm_budget_bytes, self.device.capacity, self.pool.limit_bytes, self._rule.min_bytes)
 
     def _check_budget(self, hbm_budget_bytes: int) -> None:
         self._model_swap.check_budget(self.device, hbm_budget_bytes, self._executor.checksums)

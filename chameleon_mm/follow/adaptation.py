@@ -14,6 +14,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from time import perf_counter
 from typing import NamedTuple
 
@@ -315,12 +316,15 @@ class Adaptation:
             return
         if budgets == before:
             return
+        for entry in self.steps.entries():
+            entry.plan = entry.plan and entry.plan.usual
         planned_steps = [entry.plan for entry in self.steps.entries() if entry.plan is not None]
         link, began = self._link_cost(), perf_counter()
         made = self.planning.plans_within(budgets, planned_steps, link, before=before)
         self._hbm_budget_bytes = hbm_budget_bytes
         self._measuring.clear()
         for planned in planned_steps:
+            planned.odd = None
             planned.forget_plans()
             planned.add_plans(made[id(planned)], link)
             self.plans += len(made[id(planned)])
@@ -353,9 +357,11 @@ class Adaptation:
         return not wasted and any(map(self.wants_trace, self.steps.entries()))
 
     def wants_trace(self, entry: StepEntry) -> bool:
-        """True if this cached step still needs a trace."""
-        if entry.plan is not None or self._flawed.count(entry.fingerprint) >= RECORDINGS:
+        """True if this cached step still needs a trace, or another one, as the recorded step was odd."""
+        if self._flawed.count(entry.fingerprint) >= RECORDINGS:
             return False
+        if entry.plan is not None:
+            return not entry.plan.usual.trials and entry.plan.usual.recorded_more(self._spare_bytes)
         structure = self._structures.of(entry.record)
         return structure is None or structure.wants_trace
 
@@ -369,7 +375,8 @@ class Adaptation:
         entry = self.steps.end_step(record)
         wasted = step.recorded_hooks
         kind = StepKind.PARTLY_PLANNED if step.had_plan else StepKind.BY_RULE
-        if entry is not None and entry.plan is not None:
+        has_trace = recorder is not None and step.whole and recorder.flaw is None
+        if entry is not None and entry.plan is not None and not (has_trace and self.wants_trace(entry)):
             self._note_use(entry.plan)
             self.plan_cache_hits += bool(entry.plan.trials)
             if step.followed_plan and entry.plan.trials:
@@ -383,9 +390,11 @@ class Adaptation:
             ):
                 timing.end(compute)
                 self._measuring.append((entry.plan, step.followed, timing))
-            self._learn_extra(entry.plan, step)
-        elif recorder is not None and step.whole and recorder.flaw is None:
+            self._learn_extra(entry, entry.plan, step)
+        elif recorder is not None and has_trace:
             wasted, kind = 0, StepKind.RECORDED
+            if entry is not None and entry.plan is not None:
+                self._flawed.append(record.fingerprint)  # its first recording
             self.detailed_steps += 1
             self._unused.add(record.fingerprint)
             # Optimizer state that this step made exists from the beginning of all later steps.
@@ -439,8 +448,9 @@ class Adaptation:
     def _predicted(self, record: StepRecord, structure: Structure) -> PlannedStep:
         planned = self._planned_step(record, structure.trace_of(record), structure)
         planned.predicted_by, planned.margin_bytes = structure, structure.margin_bytes(record)
-        planned.reset_for(structure.extra)
-        self._add_plans(planned, at_most=1)
+        planned.reset_for(ExtraMemory())  # with its margin
+        if not self._plan_for(planned, structure.extra, at_most=1):
+            self._add_plans(planned, at_most=1)
         return planned
 
     def _planned_step(self, record: StepRecord, trace: Trace, structure: Structure) -> PlannedStep:
@@ -451,18 +461,33 @@ class Adaptation:
     # --- plans
 
     def _add_plans(self, planned: PlannedStep, *, at_most: int = TRIAL_PLANS) -> None:
+        try:
+            self._make_plans(planned, at_most)
+        except InfeasibleBudget as refusal:  # the default rule may still work, with stalls that no plan accepts
+            log_refusal(self._metrics, planned.record.num_hooks, refusal)
+            planned.add_plans([], self._link_cost())
+
+    def _plan_for(self, planned: PlannedStep, extra: ExtraMemory, *, at_most: int = TRIAL_PLANS) -> bool:
+        """Make the step's plans again for `extra` memory. Returns False if there are none; the present plans then stay."""
+        before = copy(planned)
+        planned.reset_for(extra)
+        try:
+            self._make_plans(planned, at_most)
+        except InfeasibleBudget:
+            vars(planned).update(vars(before))
+            return False
+        return True
+
+    def _make_plans(self, planned: PlannedStep, at_most: int) -> None:
         began = perf_counter()
-        link = self._link_cost()
-        plans: list[SwapPlan] = []
-        lead_us, lag_us = planned.lead_us or 0.0, planned.lag_us or 0.0
-        with annotation("chameleon::plan"):
-            try:
+        link, lead_us, lag_us = self._link_cost(), planned.lead_us or 0.0, planned.lag_us or 0.0
+        try:
+            with annotation("chameleon::plan"):
                 plans = self.planning.plans_for(planned, self._budgets, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
-            except InfeasibleBudget as refusal:  # the default rule may still work, with stalls that no plan accepts
-                log_refusal(self._metrics, planned.record.num_hooks, refusal)
-        self.plans += len(plans)
-        planned.add_plans(plans, link)
-        self.planning_us += (perf_counter() - began) * 1e6
+            self.plans += len(plans)
+            planned.add_plans(plans, link)
+        finally:
+            self.planning_us += (perf_counter() - began) * 1e6
 
     # --- learning from finished steps
 
@@ -472,28 +497,34 @@ class Adaptation:
             if entry.plan is not None and entry.plan.has_new_refusals():
                 self._add_plans(entry.plan)
 
-    def needs_more(self, planned: PlannedStep, extra_bytes: int) -> bool:
-        """Make the step's plans again if they have no room for `extra_bytes`, allocated at its first hook beyond the trace.
-        Returns True if they were made again."""
+    def has_room(self, planned: PlannedStep, extra_bytes: int) -> bool:
+        """True if the step's plans have room for `extra_bytes`, allocated at its first hook beyond the trace. If they have
+        none, makes plans that do. False: there are none; the present ones stay, for steps without these bytes."""
         more_bytes = extra_bytes - planned.extra.extra_bytes
         plan = None if planned.current is None else planned.current.program.plan
         if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
-            return False  # such as a scalar that the loop keeps of every step: plans leave room for it
-        planned.reset_for(planned.extra | ExtraMemory(extra_bytes=extra_bytes))
-        self._add_plans(planned)
-        return True
+            return True  # such as a scalar that the loop keeps of every step: plans leave room for it
+        return self._plan_for(planned, planned.extra | ExtraMemory(extra_bytes=extra_bytes))
 
-    def _learn_extra(self, planned: PlannedStep, step: FollowedStep) -> None:
-        if planned.predicted_by is not None:
-            planned.predicted_by.note_extra(step.extra)
-        spare_bytes = self._spare_bytes
-        extra = planned.note_extra(step.extra, spare_bytes)
-        if step.exceeded_plan:
-            extra = planned.extra | step.extra
+    def _learn_extra(self, entry: StepEntry, planned: PlannedStep, step: FollowedStep) -> None:
+        """Learn the memory that a step took beyond its trace. Note [Odd steps]."""
+        spare_bytes, structure, usual = self._spare_bytes, planned.predicted_by, planned.usual
+        before = usual.recent_extra if structure is None else structure.extra
+        if structure is not None:
+            structure.note_extra(step.extra)
+        extra = usual.note_extra(step.extra, spare_bytes) if planned is usual else None
         if extra is not None:
             planned.reset_for(extra)
         if planned.learn_inner_memory(step.unused, spare_bytes) or planned.has_new_refusals() or extra is not None:
             self._add_plans(planned)
+        is_odd = any(nbytes > spare_bytes for nbytes in step.extra.spikes.values())
+        repeats = usual.note_odd(is_odd=is_odd) or bool(before.spikes)
+        if step.exceeded_plan and repeats:
+            extra = planned.extra | before | step.extra
+            self._plan_for(planned, extra)
+            if planned is usual and structure is None:
+                self._add_plans(usual.make_odd(extra))
+        entry.plan = usual.odd if usual.odd is not None and usual.odd_is_due else usual
 
     def _learn_times(self) -> None:
         """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""

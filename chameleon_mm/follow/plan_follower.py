@@ -294,8 +294,10 @@ class PlanFollower(Director):
         """Make the plan again if it assumes less memory than is allocated at the first hook: it would exceed its budget."""
         if self._planned is None:
             return
-        extra_bytes = max(0, self._first_bytes - self._planned.first_hook_bytes)
-        if self.adaptation.needs_more(self._planned, extra_bytes):
+        extra_bytes, plans = max(0, self._first_bytes - self._planned.first_hook_bytes), self._planned.trials
+        if not self.adaptation.has_room(self._planned, extra_bytes):
+            self._diverge(budget)  # the default rule has this step
+        elif self._planned.trials is not plans:
             self._follow(self._entry, budget)
         self._memory.extra_bytes = extra_bytes
 

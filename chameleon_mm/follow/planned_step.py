@@ -16,6 +16,7 @@ import dataclasses
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
+from copy import copy
 from statistics import median
 
 import numpy as np
@@ -140,6 +141,13 @@ class PlannedStep:
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
         self._same_unused = 0
         """Number of latest steps in a row whose `unused` equals that of the previous step."""
+        self.usual = self
+        """Step like this one, with the plans that hold for most steps."""
+        self.odd: PlannedStep | None = None
+        """Step like this one, with the plans for the odd ones; None: no odd step was repeated."""
+        self.odd_is_due = False
+        self._since_odd, self._odd_every = 0, -1
+        """Steps since the latest odd one, and from the odd one before to that one. -1: no step was odd; 0: one was."""
         self.reset_for(ExtraMemory())
 
     def reset_for(self, extra: ExtraMemory) -> None:
@@ -332,14 +340,38 @@ class PlannedStep:
         begin, end = self._by_hook[hook] + 1 if hook >= 0 else 0, self._by_hook[later]
         return slice(begin, end) if begin < end else slice(max(0, end - 1), max(1, end))
 
+    @property
+    def recent_extra(self) -> ExtraMemory:
+        """Maximum of the memory that the latest steps took beyond the trace."""
+        return ExtraMemory.most_of(self._recent)
+
     def note_extra(self, extra: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
         """Note the extra memory of a step like this one. Returns the latest steps' maximum, to plan for, if it is below the
         planned extra memory by more than `spare_bytes`."""
         self._recent.append(extra)
         if len(self._recent) < RECENT_STEPS or not self.extra.exceeds(_NO_EXTRA, spare_bytes):
             return None
-        most = ExtraMemory.most_of(self._recent)
+        most = self.recent_extra
         return most if self.extra.exceeds(most, spare_bytes) else None
+
+    # Note [Odd steps]: a step that takes more memory than its plan has room for is an outlier, and the plan stays. After the
+    # second one, plans have room for it for `RECENT_STEPS`, if there are any. Later ones are expected after as many steps as
+    # before: such a step has plans of its own, `odd`, or none. Example: a metric in every tenth step.
+
+    def note_odd(self, *, is_odd: bool) -> bool:
+        """Note whether the latest step was odd. Returns True if an earlier one was."""
+        any_before, self._since_odd = self._odd_every >= 0, self._since_odd + 1
+        if is_odd:
+            self._odd_every, self._since_odd = self._since_odd if any_before else 0, 0
+        self.odd_is_due = self._since_odd + 1 == self._odd_every
+        return any_before
+
+    def make_odd(self, extra: ExtraMemory) -> PlannedStep:
+        """Make `odd`, which needs plans for `extra` memory."""
+        self.odd = odd = copy(self)
+        odd._recent, odd._unused = deque(maxlen=RECENT_STEPS), deque(maxlen=RECENT_STEPS)
+        odd.reset_for(extra)
+        return odd
 
     def learn_inner_memory(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
         """Note bytes that a step like this one, unlike the recorded one, did not allocate between two hooks. The most that the
@@ -365,6 +397,13 @@ class PlannedStep:
         self._unused.clear()
         self.reset_for(self.extra)
         return True
+
+    def recorded_more(self, spare_bytes: int) -> bool:
+        """True if the recorded step was odd: it allocated more between two hooks than both of the latest steps."""
+        if self.predicted_by is not None or len(self._unused) < 2:
+            return False
+        before, latest = self._unused[-2], self._unused[-1]
+        return any(min(nbytes, before.get(hooks, 0)) > spare_bytes for hooks, nbytes in latest.items())
 
     def _cumulative(self) -> list[int]:
         trace = self._recorded

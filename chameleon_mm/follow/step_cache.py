@@ -43,6 +43,8 @@ class CachedStep(Generic[_Plan]):
     plan: _Plan
     common: dict[int, int] = field(default_factory=dict, repr=False)
     """Number of leading hooks in common with each other cached step, by its fingerprint."""
+    repeats: bool = False
+    """True if it came more than once. One that did not is expected only if there is no other: it may be an outlier."""
 
     @property
     def fingerprint(self) -> int:
@@ -76,10 +78,11 @@ class StepCache(Generic[_Plan]):
     def put(self, record: StepRecord, plan: _Plan) -> None:
         """Store `plan` for steps like `record`, in place of an earlier one for them."""
         fingerprint = record.fingerprint
+        repeats = fingerprint in self._entries
         self.forget(fingerprint)
         while len(self._entries) >= self.capacity:
             self.forget(next(iter(self._entries)))
-        entry = CachedStep(record=record, plan=plan)
+        entry = CachedStep(record=record, plan=plan, repeats=repeats)
         for other in self._entries.values():
             other.common[fingerprint] = entry.common[other.fingerprint] = _common(record, other.record)
         self._entries[fingerprint] = entry
@@ -153,6 +156,7 @@ class StepCache(Generic[_Plan]):
             entry = None
         if entry is not None:
             self._entries.move_to_end(record.fingerprint)
+            entry.repeats = True
         self._learn(record.fingerprint)
         return entry
 
@@ -167,11 +171,9 @@ class StepCache(Generic[_Plan]):
         run_ended = self._runs_ended.get(self._run_so_far)
         followers = [run_ended if run_ended is not None and run_ended[1] else None]
         followers += map(self._followed_by.get, _contexts(self._before))
-        for follower in followers:
-            entry = None if follower is None else self._entries.get(follower[0])
-            if entry is not None:
-                return entry
-        return next(reversed(self._entries.values()), None)
+        numbers = (*(follower[0] for follower in followers if follower is not None), *reversed(self._entries))
+        entries = [entry for entry in map(self._entries.get, numbers) if entry is not None]
+        return next((entry for entry in entries if entry.repeats), entries[0] if entries else None)
 
     @property
     def _run_so_far(self) -> _Context:

@@ -429,6 +429,16 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
     return [parameter.grad for parameter in parameters if parameter.is_leaf]
 
 
+def fsdp_parameters(models: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield FSDP2's `FSDPParam` of each parameter that it shards."""
+    for module in (module for model in models for module in model.modules()):
+        if (get_state := getattr(module, "_get_fsdp_state", None)) is not None:
+            state = get_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has one
+            for group in (state._fsdp_param_group,) if groups is None else groups:
+                yield from () if group is None else group.fsdp_params
+
+
 def kinds_of(
     model: nn.Module | None, optimizers: Iterable[Optimizer], device_type: str
 ) -> Iterator[tuple[torch.UntypedStorage, TensorKind]]:

@@ -291,11 +291,11 @@ class SwapReport(Counters):
 
     @property
     def budget_held(self) -> bool | None:
-        """True if the device's memory stayed within the budget while the session was open; None: not known."""
+        """True if the device's memory stayed within the budget while the session was open; None: not known, or not measured."""
         if self.peak_hbm_bytes > self.hbm_budget_bytes:
             return False
         at_most = self.peak_hbm_at_most_bytes
-        return True if at_most is not None and at_most <= self.hbm_budget_bytes else None
+        return True if at_most and at_most <= self.hbm_budget_bytes else None
 
     @property
     def in_short(self) -> str:

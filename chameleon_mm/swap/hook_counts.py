@@ -12,6 +12,7 @@ import logging
 import torch
 
 from chameleon_mm.record.dispatch_state import saved_tensor_hooks_on_top
+from chameleon_mm.units import format_size
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,10 @@ class HookCounts:
         self.expects_steps = False
         """True if the user should begin steps, and gets a warning if none begins."""
         self.was_told = False
+        self.attached: str | None = None
+        """Class of the attached model, whose steps are found; None: the user begins steps."""
+        self.trained_on: str | None = None
+        """Thread other than the attached one on which its optimizer stepped last; None: there is none."""
         self._any_begun = False
         self._unnamed_steps = 0
         self._in_step: tuple[bool, bool] | None = None
@@ -92,16 +97,22 @@ NEVER_CALLED = (
 )
 
 
-def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str) -> str | None:
+def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str, frozen: bool) -> str | None:
     """Message that says how the session is misused, and what to do; None if it is not misused.
 
-    `closed`: the session's `with` block is over. `thread`: name of the thread that entered it.
+    `closed`: the session's `with` block is over. `thread`: name of the thread that entered it. `frozen`: the session knows the
+    model, and no parameter of it requires a gradient.
     """
     counts.count_between_steps()
+    if counts.trained_on is not None and not counts.steps:
+        return (
+            f"attach was called on the thread {thread}, and the optimizer steps on {counts.trained_on}, so nothing can be "
+            f"swapped: hooks are each thread's own; call attach on the thread that trains"
+        )
     if not steps_begun:
         return _without_steps(counts, closed=closed, thread=thread)
     if counts.steps and counts.steps_without_saves == counts.steps:
-        return _without_saves(counts, thread=thread)
+        return _without_saves(counts, thread=thread, frozen=frozen)
     if counts.steps_without_uses and counts.uses_between:
         return (
             f"in {counts.steps_without_uses} of {counts.steps} steps the forward ran inside of the step and the backward "
@@ -110,7 +121,29 @@ def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str) -
     return None
 
 
+def limits_problem(hbm_budget_bytes: int, capacity_bytes: int, host_bytes: int, min_bytes: int) -> str | None:
+    """Sentence about limits with which nothing ever moves; None: something may."""
+    if hbm_budget_bytes > capacity_bytes:
+        return (
+            f"hbm_budget: expected at most the device's {format_size(capacity_bytes)}, got {format_size(hbm_budget_bytes)}, so "
+            f"plans swap nothing before memory runs out; lower it"
+        )
+    if host_bytes < min_bytes:
+        return (
+            f"host_budget: expected at least min_bytes, {format_size(min_bytes)}, the least storage that moves, got "
+            f"{format_size(host_bytes)}, so nothing can be pinned; raise it"
+        )
+    return None
+
+
 def _without_steps(counts: HookCounts, *, closed: bool, thread: str) -> str | None:
+    if counts.attached is not None:
+        if not closed and not counts.saves_between:
+            return None
+        return (
+            f"no step was found, so nothing was planned: neither the attached {counts.attached} nor a child of it was called "
+            f"on the thread {thread} with gradients on; attach the module that the training loop calls, on the loop's thread"
+        )
     if counts.saves_between:
         return NEVER_CALLED
     if not closed:
@@ -122,9 +155,11 @@ def _without_steps(counts: HookCounts, *, closed: bool, thread: str) -> str | No
     )
 
 
-def _without_saves(counts: HookCounts, *, thread: str) -> str:
+def _without_saves(counts: HookCounts, *, thread: str, frozen: bool) -> str:
     """Reason why no step saved anything, as far as it is known."""
     said = f"no hook of this session ran in any of its {counts.steps} steps, so nothing could be swapped: "
+    if frozen:
+        return f"{said}the model has no parameter that requires a gradient; thaw what it should train, or use no session"
     if counts.saves_between:
         return f"{said}the forward ran between the steps; put forward and backward of each optimizer step inside {_STEP}"
     if counts.steps_without_gradients == counts.steps:

@@ -212,15 +212,12 @@ class TrainingWatch:
             self.failure = str(error)
             raise Stopped(1) from None
         self._session, self._thread = session, threading.current_thread()
-        self._bounds = StepBounds(session, self._parameters)
+        self._bounds = StepBounds(session, self._models)
         self._own_hook = _top_hook()
         self._own_modes = len(_get_current_dispatch_mode_stack())
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for root in self._roots.values():
-            module = root()
-            if module is not None:
-                yield from module.parameters()
+    def _models(self) -> list[nn.Module]:
+        return [model for root in self._roots.values() if (model := root()) is not None]
 
     def _elsewhere(self) -> bool:
         if self.in_forked_child:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from chameleon_mm.api.model_swap import ModelSwap, tensors_of
-from chameleon_mm.api.selective_checkpoints import SelectiveCheckpoints
+from chameleon_mm.api.torch_watch import TorchWatch
 from chameleon_mm.device import Device
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import SessionClosedError, check_type
@@ -196,9 +196,9 @@ class SwapSession:
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)
         self._adaptation = self._plan_steps(recompute=recompute) if plans else None
         self._save, self._use = self._model_swap.hooks(*autograd_hooks(self._executor))
-        self._selective = selective = SelectiveCheckpoints(self.device, self._executor.protected, self._save)
+        self._watch = watch = TorchWatch(self.device, self._executor.protected, self._save)
         if self._adaptation is not None:
-            self._adaptation.planning.outside_bytes = lambda: selective.most_bytes
+            self._adaptation.planning.outside_bytes = lambda: watch.most_bytes
         self._life = Lifecycle()
         self._thread = threading.current_thread()
         self._stack = ExitStack()
@@ -229,7 +229,7 @@ class SwapSession:
             stack.enter_context(self.device.compute())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
             self._model_swap.attach(stack)
-            self._selective.attach(stack)
+            self._watch.attach(stack)
             self._thread = threading.current_thread()
             self._life.to(Phase.OPEN)
             self._stack = stack.pop_all()
@@ -337,7 +337,7 @@ class SwapSession:
             self.device.synchronize()
         else:
             self._history.note_peak()
-        problems = (self._problem(), self._selective.problem())
+        problems = (self._problem(), self._watch.problem())
         return SwapReport.of(
             self._executor.metrics,
             self.pool.stats(),

@@ -22,7 +22,7 @@ from chameleon_mm.errors import describe
 
 __all__ = [
     "SPECS", "CudaDevice", "Device", "Event", "GpuSpec", "MemoryReading", "SimDevice", "Stream", "check_placement",
-    "cuda_is_available", "gpu_name", "present_device", "resolve_device", "spec_by_name",
+    "cuda_is_available", "gpu_name", "present_device", "resolve_device", "spec_by_name", "warn_of_newer_torch",
 ]  # fmt: skip
 
 
@@ -42,6 +42,18 @@ def _say_simulating() -> None:
         'pass device="sim" where a simulated one is meant',
         build,
     )
+
+
+TESTED_TORCH = (2, 14)
+"""Newest minor release of torch on which the tests ran, as docs/integrations.md lists them."""
+
+
+@cache  # once per process
+def warn_of_newer_torch() -> None:
+    """Log a warning if this torch is newer than the tested ones."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) > TESTED_TORCH:
+        tested = ".".join(map(str, TESTED_TORCH))
+        _log.warning("chameleon_mm: torch %s is newer than %s, the newest that was tested", torch.__version__, tested)
 
 
 def resolve_device(device: Device | torch.device | str | None = None) -> Device:

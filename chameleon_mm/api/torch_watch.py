@@ -105,7 +105,7 @@ class TorchWatch:
         """Count what `mode` keeps without a hook."""
         if tracer_is_on() or not (self._thread is threading.current_thread() or in_backward()):
             return
-        for kept in tree_leaves([list(calls.values()) for calls in mode.storage.values()]):
+        for kept in tree_leaves(mode.storage):  # of each operator's calls: a list in torch 2.11, a dict since
             t = getattr(kept, "val", None)
             if isinstance(t, Tensor) and getattr(kept, "unpack_hook", None) is None:
                 facts = facts_of(t, self._device, self._protected)

@@ -1,5 +1,6 @@
 # make demo | test | check:  .venv (made when missing, refreshed when this file or pyproject.toml changes)  ->  the command
 # make test-cuda:            .venv-cuda, with torch's CUDA build over a stand-in for its runtime (tests/cuda_stand_in/)
+# make test-torch:           .venv-torch-VERSION, with that torch
 # make gpu | memcheck:       no .venv; this checkout and the machine's own python3, torch and cupy
 #
 # Needs make and Python 3.11 or newer, nothing else. `make` alone lists what there is.
@@ -34,9 +35,15 @@ SHARED = -n $(WORKERS) --dist worksteal
 NATIVE_ON_CUDA = $(addprefix tests/test_,hooks.py late_errors.py odd_uses.py threads.py plan_session.py annotations.py \
                  step_loop.py in_place.py native_loop.py)
 
+# What another torch is tested with: the suites that compare bits with plain PyTorch, and the programs of the documents.
+EXACT = $(addprefix tests/test_,plain_models.py in_place.py odd_uses.py uncovered_bytes.py save_on_cpu.py shared_storages.py \
+    recompute_exact.py random_programs.py recorder_company.py selective_checkpoints.py other_offloading.py compile.py import.py \
+    readme.py)
+TORCH_VENV = .venv-$(subst ==,-,$(TORCH))
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-thorough test-native test-cuda check format gpu memcheck clean distclean
+.PHONY: help demo test test-slow test-thorough test-native test-cuda test-torch check format gpu memcheck clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +67,9 @@ test-cuda: $(CUDA_STAMP) ## Run the tests marked gpu on torch's CUDA build, with
 test-native: $(CUDA_STAMP) ## Run tests of the hooks with the C++ helpers, which are compiled first
 	@$(CUDA_VENV)/bin/python -m pytest --native $(SHARED) -m "gpu and not thorough" $(NATIVE_ON_CUDA) $(PYTEST_ARGS)
 
+test-torch: ## Run the tests of exactness with another torch, in an environment of its own (TORCH=torch==2.14.1)
+	@$(MAKE) --no-print-directory VENV=$(TORCH_VENV) PYTEST_ARGS="$(EXACT) $(PYTEST_ARGS)" test
+
 check: $(STAMP) ## Lint, formatting, types, layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -81,8 +91,8 @@ clean: ## Remove what builds and tools leave behind
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find bench chameleon_mm kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## ... and .venv and .venv-cuda
-	rm -rf $(VENV) $(CUDA_VENV)
+distclean: clean ## ... and .venv, .venv-cuda and those of test-torch
+	rm -rf $(VENV) $(CUDA_VENV) .venv-torch-*
 
 # torch first: asking for it together with the rest would let the rest choose its version.
 $(STAMP): pyproject.toml Makefile

@@ -376,6 +376,37 @@ def test_what_is_no_model_and_what_no_session_takes_is_refused_with_nothing_atta
     assert dict(_global_optimizer_post_hooks) == before
 
 
+class Elsewhere(Tensor):
+    """Says that it is on a device that need not be there, as a real tensor there does."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError(f"{func} ran on it")
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps", "privateuseone", "meta", "meta, later"])
+def test_a_model_on_another_kind_of_device_is_refused_by_name_with_nothing_attached(kind: str, sim: cm.SimDevice) -> None:
+    name, _, how = kind.partition(", ")
+    model, before = layers(), dict(_global_optimizer_post_hooks)
+    if kind == "meta":
+        model.to(name)
+    elif not how:
+        model.register_buffer("mean", Tensor._make_wrapper_subclass(Elsewhere, (8, 8), device=torch.device(name)))
+    refused = pytest.raises(ValueError, match=rf"model: expected .* on CUDA, or on the CPU .*, got one on {name}, .* move")
+    if how == "later":
+        with cm.attach(model, device=sim), refused:
+            model.to(name)(torch.ones(8, 8, device=name))
+    else:
+        for device in (sim, None):
+            with refused:
+                cm.attach(model, device=device)
+        with refused, cm.SwapSession(model=model, device=sim):
+            raise AssertionError("the session began")
+    assert not model._forward_pre_hooks
+    assert dict(_global_optimizer_post_hooks) == before
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_a_model_that_comes_to_its_device_later_has_its_budget_checked_before_the_first_step(sim: cm.SimDevice) -> None:
     model = layers(width=8)
     with cm.attach(model, hbm_budget=MIB, device=sim), sim.compute():

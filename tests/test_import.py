@@ -19,16 +19,19 @@ from tests._run_scripts import python
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PUBLIC = {"CudaDevice", "PinnedPool", "SimDevice", "SwapReport", "SwapSession", "save_on_cpu"}
-_REPORT = """
+_HEAVY = {"accelerate", "cuda", "cupy", "lightning", "transformers", "triton", "trl"}
+_TORCHS_OWN = "import sys, torch; torchs_own = set(sys.modules)\n"
+"""What `import torch` alone loads is not ours: torch 2.14 built for CUDA imports `cuda`."""
+_REPORT = f"""
 import json, sys
 import torch
-heavy = sorted({"accelerate", "cuda", "cupy", "lightning", "transformers", "triton", "trl"} & set(sys.modules))
-print(json.dumps({"heavy": heavy, "cuda_started": torch.cuda.is_initialized()}))
+heavy = sorted({_HEAVY} & set(sys.modules) - torchs_own)
+print(json.dumps({{"heavy": heavy, "cuda_started": torch.cuda.is_initialized()}}))
 """
 
 
 def _in_a_fresh_interpreter(code: str) -> dict[str, object]:
-    command = [sys.executable, "-c", code + _REPORT]
+    command = [sys.executable, "-c", _TORCHS_OWN + code + _REPORT]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     report: dict[str, object] = json.loads(done.stdout)

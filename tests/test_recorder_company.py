@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import chameleon_mm as cm
@@ -558,8 +558,10 @@ def test_a_recorder_is_left_by_identity() -> None:
     assert (is_on(recorder), is_on(above)) == (False, True)
     with FakeTensorMode(), Recorder(Unwatched()) as under_a_tracer:
         assert is_on(under_a_tracer)
+    assert is_in_torch_dispatch_mode()
     above.__exit__(None, None, None)
     assert torch._C._len_torch_dispatch_stack() == 0
+    assert not is_in_torch_dispatch_mode()  # or dynamo compiles a compiled model anew in each later step of the process
 
     recorder = Recorder(Unwatched())
     below: Any = Counts()
@@ -569,6 +571,7 @@ def test_a_recorder_is_left_by_identity() -> None:
     assert (is_on(recorder), is_on(below)) == (False, True)
     recorder.__exit__(None, None, None)  # so what is left is the other's
     assert torch._C._len_torch_dispatch_stack() == 0
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_a_recorder_that_is_left_on_another_thread_takes_nothing_away_there() -> None:

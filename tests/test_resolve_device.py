@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chameleon_mm.device import CudaDevice, Device, SimDevice, cuda_is_available, resolve_device
+import chameleon_mm as cm
+from chameleon_mm.device import CudaDevice, Device, SimDevice, cuda_is_available, resolve_device, warn_of_newer_torch
 from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
 
 without_cuda = pytest.mark.skipif(cuda_is_available(), reason="says what happens where there is no CUDA GPU")
@@ -81,6 +83,19 @@ def test_cuda_by_index() -> None:
     for wrong in ("0", 0.0, [0]):
         with pytest.raises(TypeError, match="index: expected the number of a GPU or None, got"):
             CudaDevice(wrong)  # type: ignore[arg-type]  # the wrong type is what is tested
+
+
+@pytest.mark.parametrize(("version", "told"), [("2.14.9", 0), ("2.15.0.dev20270101+cpu", 1), ("3.0.1", 1)])
+def test_a_newer_torch_than_the_tested_ones_is_one_warning(
+    version: str, told: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    warn_of_newer_torch.cache_clear()
+    with caplog.at_level(logging.WARNING, "chameleon_mm"):
+        cm.PinnedPool(device="sim"), cm.save_on_cpu(device="sim"), cm.SwapSession(device="sim")
+    said = [record.getMessage() for record in caplog.records if "newer" in record.getMessage()]
+    assert said == [f"chameleon_mm: torch {version} is newer than 2.14, the newest that was tested"] * told
+    warn_of_newer_torch.cache_clear()
 
 
 # --- that it simulates

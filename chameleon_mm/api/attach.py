@@ -21,8 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from chameleon_mm.api.model_swap import tensors_of
 from chameleon_mm.api.session import STEPS_UNTIL_SAID, SwapSession
-from chameleon_mm.device import gpu_name
+from chameleon_mm.device import check_placement, gpu_name
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import check_keywords, check_type
 from chameleon_mm.record.dispatch_state import in_backward
@@ -132,9 +133,9 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
     or compiled. `optimizer` and `session_args` are those of `SwapSession`; `device` defaults to the model's. A given optimizer
     has its state in host memory between its steps; steps of other optimizers are found as well.
 
-    Raises `TypeError` if `model` is no module, and `ValueError` if it is already attached, in whole or in part. Raises the
-    errors of `SwapSession`, with nothing attached: `InfeasibleBudget` if the budget is below the bytes already on the device.
-    If the model moves to its device only later, its first forward raises that.
+    Raises `TypeError` if `model` is no module, and `ValueError` if it is already attached, in whole or in part, or is neither
+    on CUDA nor on the CPU. Raises the errors of `SwapSession`, with nothing attached: `InfeasibleBudget` if the budget is below
+    the bytes already on the device. If the model moves to its device only later, its first forward raises that.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", "pass the model that the training loop calls")
     check_keywords("attach", session_args, SwapSession)
@@ -147,6 +148,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
             )
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner  # an engine's wrapper around it
+    check_placement(tensors_of(model))
     session_args.setdefault("device", _device_of(model))
     attachment = Attachment(SwapSession(model=model, optimizer=optimizer, **session_args), model)
     attachment._enter()

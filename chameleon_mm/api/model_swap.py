@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from chameleon_mm.device import Device
+from chameleon_mm.device import Device, check_placement
 from chameleon_mm.state.optimizer_swap import BUCKET_BYTES, OptimizerSwap, check_optimizer
 from chameleon_mm.state.parameter_swap import ParameterSwap, check_parameters
 from chameleon_mm.state.rerun import Repair
@@ -116,7 +116,9 @@ class ModelSwap:
         return 0 if self._parameters is None else self._parameters.window_bytes(hbm_budget_bytes)
 
     def check_budget(self, device: Device, hbm_budget_bytes: int, checksums: Checksums | None) -> None:
-        """Raise `InfeasibleBudget` if memory that never moves, with `checksums`, already exceeds the budget."""
+        """Raise `InfeasibleBudget` if memory that never moves, with `checksums`, already exceeds the budget. Raise `ValueError`
+        for a model on another kind of device."""
+        check_placement(tensors_of(self._given_model))
         check_budget(
             device,
             hbm_budget_bytes,

@@ -166,6 +166,7 @@ class InstalledSaveOnCpu(saved_tensors_hooks):
         installed = cls.installed
         if installed._manager is None:
             installed._manager = save_on_cpu(**installed.arguments)
+            installed._manager._hooks.is_hint = True  # type: ignore[attr-defined]  # inside of a session, as torch's own is
         return installed._manager
 
 

@@ -27,6 +27,7 @@ from torch import nn
 
 from chameleon_mm.api.model_swap import ModelSwap, tensors_of
 from chameleon_mm.api.save_on_cpu import check_early
+from chameleon_mm.api.torch_watch import TorchWatch
 from chameleon_mm.device import Device
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import SessionClosedError, check_method, check_type
@@ -192,6 +193,9 @@ class SwapSession:
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)
         self._adaptation = self._plan_steps(recompute=recompute) if plans else None
         self._save, self._use = self._model_swap.hooks(*autograd_hooks(self._executor))
+        self._watch = watch = TorchWatch(self.device, self._executor.protected, self._save)
+        if self._adaptation is not None:
+            self._adaptation.planning.outside_bytes = lambda: watch.most_bytes
         self._life = Lifecycle()
         self._thread = threading.current_thread()
         self._stack = ExitStack()
@@ -222,6 +226,7 @@ class SwapSession:
             stack.enter_context(self.device.compute())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
             self._model_swap.attach(stack)
+            self._watch.attach(stack)
             self._thread = threading.current_thread()
             self._life.to(Phase.OPEN)
             self._stack = stack.pop_all()
@@ -333,7 +338,7 @@ class SwapSession:
             self.device.synchronize()
         else:
             self._history.note_peak()
-        problem = self._problem()
+        problems = (self._problem(), self._watch.problem())
         return SwapReport.of(
             self._executor.metrics,
             self.pool.stats(),
@@ -342,7 +347,7 @@ class SwapSession:
             hbm_budget_bytes=self.hbm_budget_bytes,
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
             peak=self._history.peak(),
-            problems=(*self._ranks.problems, *(() if problem is None else (problem,))),
+            problems=(*self._ranks.problems, *(problem for problem in problems if problem is not None)),
             adaptation=self._adaptation,
             step_figures=self._history.figures(),
             rank=self._ranks.rank,

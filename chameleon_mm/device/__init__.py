@@ -9,6 +9,7 @@ Importing this package does not initialise CUDA or load CuPy. Building a `CudaDe
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -20,8 +21,8 @@ from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
 from chameleon_mm.errors import describe
 
 __all__ = [
-    "SPECS", "CudaDevice", "Device", "Event", "GpuSpec", "MemoryReading", "SimDevice", "Stream", "cuda_is_available",
-    "gpu_name", "present_device", "resolve_device", "spec_by_name",
+    "SPECS", "CudaDevice", "Device", "Event", "GpuSpec", "MemoryReading", "SimDevice", "Stream", "check_placement",
+    "cuda_is_available", "gpu_name", "present_device", "resolve_device", "spec_by_name", "warn_of_newer_torch",
 ]  # fmt: skip
 
 
@@ -41,6 +42,18 @@ def _say_simulating() -> None:
         'pass device="sim" where a simulated one is meant',
         build,
     )
+
+
+TESTED_TORCH = (2, 14)
+"""Newest minor release of torch on which the tests ran, as docs/integrations.md lists them."""
+
+
+@cache  # once per process
+def warn_of_newer_torch() -> None:
+    """Log a warning if this torch is newer than the tested ones."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) > TESTED_TORCH:
+        tested = ".".join(map(str, TESTED_TORCH))
+        _log.warning("chameleon_mm: torch %s is newer than %s, the newest that was tested", torch.__version__, tested)
 
 
 def resolve_device(device: Device | torch.device | str | None = None) -> Device:
@@ -68,6 +81,16 @@ def resolve_device(device: Device | torch.device | str | None = None) -> Device:
 def gpu_name(tensor: torch.Tensor) -> str | None:
     """Name of the GPU that `tensor` is on, in the form that `resolve_device` accepts; None if it is not on a GPU."""
     return str(tensor.device) if tensor.device.type == "cuda" else None
+
+
+def check_placement(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise `ValueError` if one of a model's `tensors` is neither on CUDA nor on the CPU, where a GPU is simulated."""
+    for kind in (t.device.type for t in tensors):
+        if kind not in ("cuda", "cpu"):
+            raise ValueError(
+                f"model: expected parameters and buffers on CUDA, or on the CPU with a simulated GPU, got one on {kind}, from "
+                f"which nothing can be swapped; move the model to CUDA first, or train without a session"
+            )
 
 
 _NAMES = 'pass "cuda", "cuda:0", "sim", "sim:h200" (any of chameleon_mm.device.SPECS), a SimDevice or a CudaDevice'

@@ -66,6 +66,8 @@ class Planning:
 
     def __init__(self, slack_bytes: int, metrics: Metrics) -> None:
         self.slack_bytes, self._metrics = slack_bytes, metrics
+        self.outside_bytes: Callable[[], int] = int
+        """Return the bytes of a step that no hook sees. If no plan fits, one may exceed the budget by as much."""
 
     def spare_bytes(self, hbm_budget_bytes: int) -> int:
         """Bytes of the budget that a plan leaves free if it can."""
@@ -83,11 +85,13 @@ class Planning:
         at_most: int,
     ) -> list[SwapPlan]:
         """Return plans for the step, best first. Raises `InfeasibleBudget`, which names the smallest budget that has a plan."""
-        for spare_bytes in dict.fromkeys((self.spare_bytes(budgets.hbm_bytes), budgets.hbm_bytes // SPARE_PART, 0)):
+        spares = (self.spare_bytes(budgets.hbm_bytes), budgets.hbm_bytes // SPARE_PART, 0)
+        within = list(dict.fromkeys(budgets.hbm_bytes - spare_bytes for spare_bytes in spares))
+        for hbm_bytes in within:
             try:
                 return candidate_plans(
                     planned.trace,
-                    budgets.hbm_bytes - spare_bytes,
+                    hbm_bytes,
                     budgets.host_bytes,
                     link,
                     lead_us=lead_us,
@@ -97,10 +101,13 @@ class Planning:
                     recompute=planned.admitted,
                     refused=planned.refused,
                 )
-            except InfeasibleBudget:
-                if spare_bytes == 0:
-                    raise
-        raise AssertionError("without spare bytes there is a plan or an error")
+            except InfeasibleBudget as refusal:
+                if hbm_bytes >= budgets.hbm_bytes:
+                    smallest_bytes = refusal.smallest_bytes or 0
+                    if not hbm_bytes < smallest_bytes <= budgets.hbm_bytes + self.outside_bytes():
+                        raise
+                    within.append(smallest_bytes + spares[0])
+        raise AssertionError("the last of them has a plan or an error")
 
     def plans_within(
         self, budgets: Budgets, planned_steps: Iterable[PlannedStep], link: LinkCost, *, before: Budgets
@@ -502,7 +509,8 @@ class Adaptation:
         none, makes plans that do. False: there are none; the present ones stay, for steps without these bytes."""
         more_bytes = extra_bytes - planned.extra.extra_bytes
         plan = None if planned.current is None else planned.current.program.plan
-        if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
+        room_bytes = 0 if plan is None else max(self._hbm_budget_bytes, plan.hbm_budget_bytes) - plan.peak_bytes
+        if plan is None or more_bytes <= max(0, room_bytes):
             return True  # such as a scalar that the loop keeps of every step: plans leave room for it
         return self._plan_for(planned, planned.extra | ExtraMemory(extra_bytes=extra_bytes))
 

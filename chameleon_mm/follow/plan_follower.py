@@ -70,7 +70,7 @@ class StepMemory:
         if program is None:
             return False
         allocated = program.allocated_bytes[ticks]
-        room_bytes = budget.hbm_budget_bytes - int(allocated.max())
+        room_bytes = max(budget.hbm_budget_bytes, program.plan.hbm_budget_bytes) - int(allocated.max())
         beyond_bytes = more_bytes - spike_bytes
         if beyond_bytes > room_bytes:
             # Limit it by the device's measured peak, which also covers time before this step.

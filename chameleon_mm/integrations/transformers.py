@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from chameleon_mm.integrations import load_framework
-from chameleon_mm.integrations._trainings import Trainings
+from chameleon_mm.integrations._trainings import Trainings, refuse_cpu_checkpointing
 from chameleon_mm.report.report import SwapReport
 
 
@@ -43,6 +43,7 @@ class SwapCallback(load_framework("transformers").TrainerCallback):  # type: ign
             raise ValueError(
                 "SwapCallback: expected activation_offloading=False, got True, which moves the same tensors; leave it out"
             )
+        refuse_cpu_checkpointing("SwapCallback", getattr(getattr(args, "hf_deepspeed_config", None), "config", None))
         optimizer = kwargs["optimizer"]
         self._trainings.begin(state, kwargs["model"], [] if optimizer is None else [optimizer])
 

@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from chameleon_mm.device import resolve_device
+from chameleon_mm.device import resolve_device, warn_of_newer_torch
 from chameleon_mm.device.cuda import CupyPinning
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device, Event, Stream
@@ -80,6 +80,7 @@ class PinnedPool:
                 f"chunk_bytes: expected more than 0 bytes and less than {format_size(REGISTRATION_LIMIT_BYTES)}, the most that "
                 f"the driver registers at once, got {chunk}; leave it out for a size that grows with the pool"
             )
+        warn_of_newer_torch()
         self._limit = limit
         self.device = resolve_device(device)
         self._chunks = Chunks(self.device, chunk)

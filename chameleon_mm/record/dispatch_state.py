@@ -124,14 +124,17 @@ def remove(mode: TorchDispatchMode) -> None:
 
 def _with_innermost(mode: TorchDispatchMode, act: Callable[[], object]) -> None:
     """Call `act` while `mode`, which is on this thread's stack, is the innermost entered mode."""
-    above: list[TorchDispatchMode] = []
+    above: list[tuple[TorchDispatchMode, bool]] = []
     # A tracer's mode has a place of its own in the stack, above all entered modes: it does not count as innermost.
     entered = [one for one in _get_current_dispatch_mode_stack() if not hasattr(one, "_mode_key")]
-    while entered.pop() is not mode:
-        above.append(_pop_mode())
+    while (one := entered.pop()) is not mode:
+        # Left and entered: each remembers whether one was on before it, and dynamo compiles anew in each step if that is wrong.
+        remembers = bool(getattr(one, "old_dispatch_mode_flags", ()))  # not if autograd put it back after it was left
+        TorchDispatchMode.__exit__(one, None, None, None) if remembers else _pop_mode()
+        above.append((one, remembers))
     act()
-    for one in reversed(above):
-        _push_mode(one)
+    for one, remembers in reversed(above):
+        TorchDispatchMode.__enter__(one) if remembers else _push_mode(one)
 
 
 def frames_compiled() -> int:

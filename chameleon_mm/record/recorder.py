@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _push_mode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import _pop_mode, _push_mode, is_traceable_wrapper_subclass_type
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.operators import GPU, OpCall, OpFactsCache, run_in_parts, runs_in_parts
@@ -171,8 +171,10 @@ class Recorder(StepMode):
             # It was entered within a backward, and autograd removed it at the end of that backward.
             _push_mode(self)
             leave(self, kind, error, trace)
-        elif entered:  # torch removes the innermost mode: a mode that was left before has removed this one
-            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
+        elif (
+            entered
+        ):  # torch removes the innermost mode: a mode that was left before has removed this one, and noted its own leave
+            _pop_mode()
         else:
             self._give_up("it was left on a thread that had not entered it")
             return

@@ -380,7 +380,7 @@ class Elsewhere(Tensor):
     """Says that it is on a device that need not be there, as a real tensor there does."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch names no types
         raise AssertionError(f"{func} ran on it")
 
 

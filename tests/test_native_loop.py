@@ -154,7 +154,7 @@ def functions_in_python(s: Step) -> Found:
     held: list[Tensor] = []
     for _ in range(8):
         y = SavesItsResult.apply(y).exp()  # type: ignore[no-untyped-call]  # torch annotates no `apply`
-        y = SavesItsResult.apply(y)  # type: ignore[no-untyped-call]
+        y = SavesItsResult.apply(y)  # type: ignore[no-untyped-call]  # the same
         held.append(y)
     if s.number == LAST - 1:  # autograd's thread keeps an error's frames until its next work
         with torch.no_grad():

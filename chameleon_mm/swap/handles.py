@@ -145,17 +145,6 @@ class SavedBytes:
         self._origin = Origin(t)
         # A view has its base's counter. Autograd's node keeps neither alive, so a dead reference proves nothing.
         self._counter: _Ref = weakref.ref(t if (base := t._base) is None else base)
-        self._measure(t)
-
-    @classmethod
-    def known(cls, alias: Tensor, expected: int, origin: Origin, counter: Tensor | None) -> SavedBytes:
-        """Of a tensor that was saved before, with an alias from then. `counter`: the tensor, or its base; None: it is gone."""
-        saved = cls.__new__(cls)
-        saved.expected, saved.alias, saved._origin, saved._counter = expected, alias, origin, _weakly(counter)
-        saved._measure(alias)
-        return saved
-
-    def _measure(self, t: Tensor) -> None:
         element_bytes = t.element_size()
         shape, stride, offset = t.shape, t.stride(), t.storage_offset()
         self._geometry = (element_bytes, shape, stride, offset)
@@ -168,6 +157,13 @@ class SavedBytes:
             self.is_dense = _without_holes(dims)
         self.begin = int(offset) * element_bytes
         self.end = self.begin + (last + 1) * element_bytes
+
+    @classmethod
+    def known(cls, alias: Tensor, expected: int, origin: Origin, counter: Tensor | None) -> SavedBytes:
+        """Of a tensor that was saved before, with an alias from then. `counter`: the tensor, or its base; None: it is gone."""
+        saved = cls(alias)
+        saved.alias, saved.expected, saved._origin, saved._counter = alias, expected, origin, _weakly(counter)
+        return saved
 
     @property
     def moved(self) -> bool:

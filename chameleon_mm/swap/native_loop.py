@@ -103,7 +103,7 @@ class NativeLoop:
 
     def hooks(self, save: Any, use: Any) -> tuple[Any, Any]:
         """Autograd's two hooks, which call `save` and `use` for what the helper does not do."""
-        return self.loop.hooks(save, use, self.come_back)  # type: ignore[no-any-return]
+        return self.loop.hooks(save, use, self.come_back)  # type: ignore[no-any-return]  # a compiled helper has no types
 
     def may_enter(self, way: Way) -> bool:
         """Whether the helper may take the next hooks: nothing is under way that it does not know."""

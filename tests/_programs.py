@@ -4,6 +4,7 @@ deep(x)                    a chain whose every link saves something that nobody 
 leaf(device), opened(device)  what it runs on, and a session in which all that it saves may move
 gradient(device, x)        what it gives without one
 on_a_thread(work)          `work` elsewhere, to its end
+assert_same(a, b)          as many tensors in both, and equal ones
 """
 
 from __future__ import annotations
@@ -54,3 +55,8 @@ def on_a_thread(work: Callable[[], object]) -> None:
     thread.join()
     if raised:
         raise raised.pop()
+
+
+def assert_same(expected: list[Tensor], got: list[Tensor]) -> None:
+    assert len(expected) == len(got) > 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

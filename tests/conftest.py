@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from chameleon_mm.device import native, resolve_device
 from chameleon_mm.device.protocols import Device
@@ -168,6 +169,19 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("save", "use"):
         monkeypatch.setattr(Executor, name, noted(name))
     return seen
+
+
+@pytest.fixture
+def flags_of_modes() -> Iterator[None]:
+    """Torch has one set of flags for the modes of all threads. If those of two threads are left in the order in which they were
+    entered, it stays True, and dynamo then compiles anew in each step of any later test."""
+    names = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
+    before = {name: getattr(_python_dispatch, name) for name in names}
+    yield
+    for name, flag in before.items():
+        setattr(_python_dispatch, name, flag)
+    with TorchDispatchMode():  # as it is left, it tells torch's C++ side
+        pass
 
 
 @pytest.fixture

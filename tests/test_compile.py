@@ -26,7 +26,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.sim import SimStream
 from chameleon_mm.units import MIB
 from tests._fakes import Unwatched
-from tests._programs import deep
+from tests._programs import assert_same, deep
 
 pytestmark = [
     # Dynamo looks at `.grad` of whatever lives across a graph break, and torch warns of that in the user's name.
@@ -130,11 +130,6 @@ def train(model: str, backend: str, device: Device, *, swapped: bool, rows: tupl
         assert session.report().bytes_swapped_in > 0
         assert session.pool.stats().num_live == 0
     return seen
-
-
-def assert_same(expected: list[Tensor], got: list[Tensor]) -> None:
-    assert len(expected) == len(got) > 0
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -11,8 +11,8 @@ by an optimizer of a drawn kind, of which one steps in backward, and runs in hal
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -309,12 +309,6 @@ def check(mixed: Mixed, kind: Kind, tally: Tally) -> None:
         assert found.reasons, f"steps' peaks {found.peaks}, budget {budget}, plain {plain.peaks}"
 
 
-@contextmanager
-def _same_on_a_gpu(kind: Kind) -> Iterator[None]:
-    with reproducible() if kind is CUDA else nullcontext():
-        yield
-
-
 KINDS = [pytest.param(SIM, id="sim"), pytest.param(CUDA, id="cuda", marks=[pytest.mark.gpu, pytest.mark.thorough])]
 
 
@@ -329,7 +323,7 @@ def test_mixed_training_is_plain_pytorchs(begin: int, programs: int, kind: Kind)
     )
     @given(mixed=_drawn())
     def each(mixed: Mixed) -> None:
-        with _same_on_a_gpu(kind):
+        with reproducible() if kind is CUDA else nullcontext():
             check(mixed, kind, tally)
 
     each()

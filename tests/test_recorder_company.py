@@ -33,7 +33,7 @@ from chameleon_mm.record.dispatch_state import is_on
 from chameleon_mm.record.recorder import _INTERRUPTED, Recorder, RecordingHooks
 from chameleon_mm.units import MIB
 from tests._fakes import Unwatched
-from tests._programs import deep, on_a_thread
+from tests._programs import assert_same, deep, on_a_thread
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -318,11 +318,6 @@ def opened(device: cm.SimDevice, **how: Any) -> cm.SwapSession:
     return cm.SwapSession(device.allocated_bytes() + 16 * MIB, "8MiB", device, min_bytes=0, **how)
 
 
-def assert_same(expected: list[Tensor], got: list[Tensor]) -> None:
-    assert len(expected) == len(got) > 0
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-
-
 @pytest.mark.parametrize("device", [cm.SimDevice, Unwatched], ids=["simulated", "unwatched"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_recorded_step_and_those_that_follow_its_plan(
@@ -574,6 +569,7 @@ def test_a_recorder_is_left_by_identity() -> None:
     assert not is_in_torch_dispatch_mode()
 
 
+@pytest.mark.usefixtures("flags_of_modes")
 def test_a_recorder_that_is_left_on_another_thread_takes_nothing_away_there() -> None:
     recorder = Recorder(Unwatched())
 

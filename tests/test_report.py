@@ -15,6 +15,7 @@ from chameleon_mm.device import SPECS, Device
 from chameleon_mm.swap.copy_queue import Transfer
 from chameleon_mm.swap.metrics import MAX_SPANS, CopySpan, Metrics
 from chameleon_mm.units import MIB
+from tests._programs import deep
 
 PROMISED = {
     "steps", "detailed_steps", "plans", "plan_cache_hits", "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed",
@@ -90,13 +91,14 @@ def trained(device: Device, *, steps: int = 2, budget_bytes: int = 6 * MIB) -> c
     with session:
         for _ in range(steps):
             with session.step():
-                out: Tensor = x
-                for _ in range(8):
-                    out = torch.tanh(out * 1.5).exp() - 1
-                out.sum().backward()
-                del out
-                x.grad = None
+                train_deep_chain(x)
     return session.report()
+
+
+def train_deep_chain(x: Tensor) -> None:
+    out = deep(x, 8)
+    out.sum().backward()
+    x.grad = None
 
 
 @pytest.fixture
@@ -245,12 +247,7 @@ def test_what_is_compared_with_is_the_step_without_a_session(sim: cm.SimDevice) 
         for _ in range(2):
             alone.synchronize()
             alone.reset_peaks()
-            out: Tensor = x
-            for _ in range(8):
-                out = torch.tanh(out * 1.5).exp() - 1
-            out.sum().backward()
-            del out
-            x.grad = None
+            train_deep_chain(x)
         alone.synchronize()
     assert sum(report.unswapped_peak.values()) == alone.peak_allocated_bytes()
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import chameleon_mm as cm
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import Unwatched
-from tests._programs import on_a_thread
+from tests._programs import assert_same, on_a_thread
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -143,11 +143,6 @@ def peak_bytes(wrap: Wrap) -> int:
     return device.peak_allocated_bytes()
 
 
-def assert_same(expected: list[Tensor], got: list[Tensor]) -> None:
-    assert len(expected) == len(got) > 0
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-
-
 @pytest.mark.parametrize("device", [cm.SimDevice, Unwatched], ids=["simulated", "unwatched"])
 @pytest.mark.parametrize("name", WRAPS)
 def test_what_they_keep_is_planned_where_torch_shows_it_and_told_where_not(
@@ -212,6 +207,7 @@ def test_an_error_for_a_kept_tensor_that_was_written_is_raised_as_in_eager() -> 
     assert session.pool.stats().num_live == 0
 
 
+@pytest.mark.usefixtures("flags_of_modes")
 def test_torchs_mode_is_its_own_again_after_the_last_session_whatever_the_order() -> None:
     own = dict(vars(MODE))
     first, second = (cm.SwapSession("64MiB", "64MiB", cm.SimDevice(), min_bytes=4 * KIB) for _ in range(2))

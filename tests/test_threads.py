@@ -25,7 +25,7 @@ from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.saved_storage import SavedStorage
 from tests._programs import deep, gradient, on_a_thread
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = pytest.mark.usefixtures("no_gc", "flags_of_modes")
 
 THREADS = 8
 STEPS = 4

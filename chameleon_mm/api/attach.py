@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self
 
@@ -221,7 +222,7 @@ class StepBounds:
             if not self._is_over():
                 return
             self._end_step()
-        elif not self._is_checked and any(map(is_lazy, self._parameters())):
+        elif not self._is_checked and any(map(is_lazy, self._parameters(self._sharding()))):
             return  # its first forward makes the parameters to train
         self._expected = max(1, self._optimizer_steps)
         self._begin_step()
@@ -263,17 +264,19 @@ class StepBounds:
         if not self._ever_stepped and self._count_writes() != self._writes:
             return True
         # Under `set_requires_gradient_sync(False)`, gradients are not reduced yet, and lie where no parameter shows them.
-        sharding = list(fsdp_parameters(self._models()))
-        unsharded = [one._unsharded_param.grad for one in sharding if hasattr(one, "_unsharded_param")]
-        accumulated = [one.unsharded_accumulated_grad for one in sharding]
-        return all(gradient is None for gradient in (*gradients_of(self._parameters()), *unsharded, *accumulated))
+        sharding = self._sharding()
+        unsharded = (one._unsharded_param.grad for one in sharding if hasattr(one, "_unsharded_param"))
+        accumulated = (one.unsharded_accumulated_grad for one in sharding)
+        return all(gradient is None for gradient in chain(gradients_of(self._parameters(sharding)), unsharded, accumulated))
 
     def _count_writes(self) -> int:
-        return 0 if self._ever_stepped else sum(p._version for p in self._parameters())
+        return 0 if self._ever_stepped else sum(p._version for p in self._parameters(self._sharding()))
 
-    def _parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters; of those that FSDP2 shards, this rank's part, whichever the model has now."""
-        sharding = list(fsdp_parameters(self._models()))
+    def _sharding(self) -> list[Any]:
+        return list(fsdp_parameters(self._models()))
+
+    def _parameters(self, sharding: Collection[Any]) -> Iterator[Tensor]:
+        """Yield the parameters; of those in `sharding`, this rank's part, whichever the model has now."""
         whole = {id(getattr(one, "_unsharded_param", None)) for one in sharding}
         found = {id(p): p for model in self._models() for p in model.parameters() if id(p) not in whole}
         yield from (found | {id(one.sharded_param): one.sharded_param for one in sharding}).values()

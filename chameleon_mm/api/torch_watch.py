@@ -32,10 +32,10 @@ from chameleon_mm.units import format_size
 
 
 class TorchWatch:
-    """What one session has to know of torch, on the thread that entered it and in backward."""
+    """Watch of other saved-tensor hooks and of selective checkpoints, on the thread that entered a session and in backward."""
 
     _open: ClassVar[list[TorchWatch]] = []
-    """Those of all open sessions. Torch's classes have watched methods while there is one."""
+    """Watches of all open sessions. Torch's classes have watched methods while there is one."""
     _lock: ClassVar = threading.Lock()
     _replaced: ClassVar[list[tuple[Any, str, Any]]] = []
     """Class, method, and what the class itself had for it: None if a base class has it."""

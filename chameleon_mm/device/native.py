@@ -36,7 +36,7 @@ from chameleon_mm.units import MIB
 # whose last pages are missing would end by SIGBUS, so the digest is compared first: Note [Own files] in `files`.
 
 HELPERS = ("reclaim", "memory", "notes", "loop")
-"""Names of the helpers, each of a source beside this file."""
+"""Names of the helpers. The source of each lies beside this file."""
 
 OF_CUDA = ("reclaim", "memory", "loop")
 """Those that are of use with torch's CUDA build alone."""
@@ -188,7 +188,7 @@ def load(name: str) -> ModuleType | None:
 
 
 def status(name: str) -> Status:
-    """Whether sessions that are made now use the helper `name`. Raises `ValueError` for another name."""
+    """Return whether sessions that are made now use the helper `name`. Raises `ValueError` for another name."""
     found = _find(name)
     return Status(active=False, words=found) if isinstance(found, str) else Status(active=True, words="active")
 

@@ -14,6 +14,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from time import perf_counter
 from typing import NamedTuple
@@ -85,29 +86,32 @@ class Planning:
         at_most: int,
     ) -> list[SwapPlan]:
         """Return plans for the step, best first. Raises `InfeasibleBudget`, which names the smallest budget that has a plan."""
-        spares = (self.spare_bytes(budgets.hbm_bytes), budgets.hbm_bytes // SPARE_PART, 0)
-        within = list(dict.fromkeys(budgets.hbm_bytes - spare_bytes for spare_bytes in spares))
-        for hbm_bytes in within:
-            try:
-                return candidate_plans(
-                    planned.trace,
-                    hbm_bytes,
-                    budgets.host_bytes,
-                    link,
-                    lead_us=lead_us,
-                    lag_us=lag_us,
-                    at_most=at_most,
-                    drafts=DRAFTS,
-                    recompute=planned.admitted,
-                    refused=planned.refused,
-                )
-            except InfeasibleBudget as refusal:
-                if hbm_bytes >= budgets.hbm_bytes:
-                    smallest_bytes = refusal.smallest_bytes or 0
-                    if not hbm_bytes < smallest_bytes <= budgets.hbm_bytes + self.outside_bytes():
-                        raise
-                    within.append(smallest_bytes + spares[0])
-        raise AssertionError("the last of them has a plan or an error")
+
+        def within(hbm_bytes: int) -> list[SwapPlan]:
+            return candidate_plans(
+                planned.trace,
+                hbm_bytes,
+                budgets.host_bytes,
+                link,
+                lead_us=lead_us,
+                lag_us=lag_us,
+                at_most=at_most,
+                drafts=DRAFTS,
+                recompute=planned.admitted,
+                refused=planned.refused,
+            )
+
+        budget, spare_bytes = budgets.hbm_bytes, self.spare_bytes(budgets.hbm_bytes)
+        for spared in dict.fromkeys((spare_bytes, budget // SPARE_PART)):
+            with suppress(InfeasibleBudget):
+                return within(budget - spared)
+        try:
+            return within(budget)
+        except InfeasibleBudget as refusal:
+            smallest_bytes = refusal.smallest_bytes or 0
+            if not budget < smallest_bytes <= budget + self.outside_bytes():
+                raise
+        return within(smallest_bytes + spare_bytes)
 
     def plans_within(
         self, budgets: Budgets, planned_steps: Iterable[PlannedStep], link: LinkCost, *, before: Budgets

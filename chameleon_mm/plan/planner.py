@@ -378,7 +378,7 @@ def _plan(trace: Trace, problem: Problem, budget: int, found: Found) -> SwapPlan
 
 
 def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget:
-    peak, least = peak_memory(trace), problem.least_bytes
+    peak, least, least_peak = peak_memory(trace), problem.least_bytes, least_memory(trace)
     text = (
         f"hbm_budget: expected {least} bytes ({format_size(least)}) or more, got {budget} ({format_size(budget)}); the step's "
         f"peak is {peak}"
@@ -396,9 +396,9 @@ def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget
     else:
         text += (
             f"; {format_size(peak.idle_bytes)} of it could be swapped. With all away that may be, the peak is "
-            f"{least_memory(trace)}. Raise the budget, or use a smaller batch or model"
+            f"{least_peak}. Raise the budget, or use a smaller batch or model"
         )
-    if large := "; ".join(largest_of(trace, least_memory(trace), 3)):
+    if large := "; ".join(largest_of(trace, least_peak, 3)):
         text += f". Largest then: {large}"
     return InfeasibleBudget(text, smallest_bytes=least)
 

@@ -73,7 +73,7 @@ class Keys(NamedTuple):
     """Tensor classes that are not wrapper subclasses."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class StepProgram:
     """A plan in rows, one per hook. Steps read it and do not change it."""
 

@@ -36,7 +36,7 @@ from chameleon_mm.swap.handles import Handle, KeptTensor, Origin, SavedBytes, Sw
 from chameleon_mm.swap.host_copy import HostCopy, State
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
-from chameleon_mm.units import MIB
+from chameleon_mm.units import MIB, allocated_size
 
 if TYPE_CHECKING:
     from chameleon_mm.swap.executor import Executor
@@ -47,11 +47,6 @@ ARENA_BYTES = 16 * MIB
 
 MOST_ENTRIES = 4
 """Times that the helper takes the hooks of one step: entering and handing over cost as much as a dozen hooks."""
-
-MOST_PROGRAMS = 8
-"""Programs that the helper keeps."""
-
-_ALIGNMENT = 512
 
 _STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
 _REASONS = ("parameter", "leaf", "persistent", "small", "empty")
@@ -78,8 +73,8 @@ class NativeLoop:
                 self.grown, self.do_op, self.fetch, self.save_record, self.use_record, self.let_go_of_held,
             ))],
         )  # fmt: skip
-        self._programs: dict[int, tuple[StepProgram, Any]] = {}
-        """The latest programs by their id, as they are and as the helper has them."""
+        self._programs: weakref.WeakKeyDictionary[StepProgram, Any] = weakref.WeakKeyDictionary()
+        """Programs as the helper has them."""
         self._compute: Any = None
         self._entries = (-1, 0)
         """The latest step, and how often the helper took its hooks."""
@@ -126,11 +121,9 @@ class NativeLoop:
             return False
         epoch, entries = self._entries
         self._entries = way.epoch, entries + 1 if epoch == way.epoch else 1
-        programs, key = self._programs, id(way.program)
-        if key not in programs:
-            if len(programs) >= MOST_PROGRAMS:
-                del programs[next(iter(programs))]
-            programs[key] = way.program, _compiled(self._helper, way.program, growth.until)
+        program = self._programs.get(way.program)
+        if program is None:
+            program = self._programs[way.program] = _compiled(self._helper, way.program, growth.until)
         known = self._outs.latest
         at = {
             "hook": executor.loop.hook, "last_used": latest.last_used, "epoch": way.epoch, "number": latest.numbers[thread],
@@ -141,7 +134,7 @@ class NativeLoop:
             "records": [number for number, saved in way.storages.items() if saved.state is not State.RETIRED],
         }  # fmt: skip
         self._entered, self._compute, self._home = (way, director, latest), compute, this_thread.number
-        self.loop.enter(programs[key][1], compute.handle, at)
+        self.loop.enter(program, compute.handle, at)
         return True
 
     # --- what the helper has Python do of a hook that it goes on with; None: it cannot go on
@@ -372,7 +365,7 @@ def _places(program: StepProgram) -> tuple[list[int], list[int], list[int]]:
         for code, number, nbytes in row.ops:
             if code == DROP or group[number] >= 0 or nbytes < program.nbytes[number]:
                 continue
-            rounded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            rounded = allocated_size(nbytes)
             if not group_bytes or was_used or group_bytes[-1] + rounded > ARENA_BYTES:
                 group_bytes.append(0)
             was_used = False

@@ -1,6 +1,6 @@
 """Page-locked host memory: the fast way to allocate it, and a fallback if the driver refuses.
 
-    memory = mmap(nbytes); madvise(huge pages, not for children); prefer_pages(memory); populate(memory) on several threads
+    memory = mmap(nbytes); madvise(huge pages, not for children); populate(memory) on threads near the GPU
     register(memory)                                # from here on the copy engines access it directly
     refused -> clear the error -> host_alloc(nbytes) -> refused -> HostMemoryExhausted with both reasons
     memory = pageable_memory(nbytes)                # ordinary memory, for when no more can be pinned
@@ -20,108 +20,45 @@ import errno
 import logging
 import mmap
 import os
-import platform
 import resource
 import threading
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
-from chameleon_mm.units import GIB, MIB, format_size
+from chameleon_mm.units import GIB, MIB, format_size, round_up
 
 # --- Host memory near the GPU: fresh pages come from the GPU's NUMA node.
 #
-# Copies to and from the other socket's memory cross the link between the sockets and run slower. mbind has three advantages
-# over set_mempolicy. Its policy belongs to the range, not to a thread, so all populating threads obey it. There is no policy of
-# the caller to restore. The kernel's NUMA balancing does not move pages of a range that has a policy.
+# Copies to and from the other socket's memory cross the link between the sockets: a wrong node costs about 30 %. The kernel
+# takes a page from the node of the CPU that touches it first, so the threads that populate run on the GPU's CPUs. A full node,
+# or a CPU set that excludes those CPUs, gives memory of another node.
 
 _log = logging.getLogger(__name__)
 
-_MPOL_PREFERRED = 1
-"""Policy that prefers a node. If the node is full, slower memory of other nodes is used. MPOL_BIND would instead end the
-process as out of memory."""
 
-_MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
-_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+def near_cpus(pci_id: str | None, root: Path = Path("/")) -> set[int]:
+    """Return the CPUs next to the device at `pci_id` ("0000:06:00.0"); empty if the kernel reports none. Never raises.
 
-Mbind = Callable[[int, int, int, "ctypes.Array[ctypes.c_ulong]", int, int], int]
-"""The system call: `(address, nbytes, mode, node mask, bits of the mask + 1, flags) -> errno`, 0 on success."""
-
-
-class PreferredNode:
-    """Asks the kernel to take the pages of an untouched range from `node`. Thread-safe.
-
-    It never raises. After a refusal the memory is still correct, but from the node of the thread that touches it first. The
-    first refusal is logged. `mbind` is the system call.
+    `root` is the parent directory of `sys`.
     """
-
-    def __init__(self, node: int, mbind: Mbind | None = None) -> None:
-        self.node = node
-        self._mask = (ctypes.c_ulong * (node // _WORD_BITS + 1))()
-        self._mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
-        self._mbind = mbind or _linux_mbind()
-        self._refused = False
-
-    def __call__(self, address: int, nbytes: int) -> None:
-        """Set the preference for `nbytes` at the page-aligned `address`."""
-        # Pass the bits of the mask plus 1: the kernel subtracts 1.
-        failure = self._mbind(address, nbytes, _MPOL_PREFERRED, self._mask, len(self._mask) * _WORD_BITS + 1, 0)
-        if failure and not self._refused:
-            self._refused = True  # later refusals would repeat the message
-            _log.warning(
-                "chameleon_mm: %s of pinned memory: expected pages of NUMA node %d, near the GPU, got %s from mbind. The "
-                "memory is good, copies may be slower: give the container CAP_SYS_NICE, or start the process by "
-                "`numactl --cpunodebind=%d`",
-                format_size(nbytes),
-                self.node,
-                os.strerror(failure),
-                self.node,
-            )
+    return numbers_in(kernel_text(root / f"sys/bus/pci/devices/{pci_id}/local_cpulist")) if pci_id else set()
 
 
-def near_node(pci_id: str | None, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node of the device at `pci_id` ("0000:06:00.0"), or None if there is no use in preferring it.
-
-    None if the kernel reports no node for the device (-1, as in many virtual machines), or if the process may use only one
-    node. Also None, with a line in the log, if the node has no memory or is outside the process's cpuset: this was set on
-    purpose. `root` is the parent directory of `proc` and `sys`. Never raises.
-    """
-    text = kernel_text(root / f"sys/bus/pci/devices/{pci_id}/numa_node") if pci_id else ""
-    if not text.isdecimal():  # "-1", or no such file
-        return None
-    node, usable = int(text), _usable_nodes(root)
-    if node not in usable:
-        if usable:
-            _log.info(
-                "chameleon_mm: host memory is not placed near the GPU at %s: it hangs on NUMA node %d, the process may "
-                "use memory of %s only",
-                pci_id,
-                node,
-                sorted(usable),
-            )
-        return None
-    return node if len(usable) > 1 else None
-
-
-def _usable_nodes(root: Path) -> set[int]:
-    """Nodes that have memory and that the process's cpuset allows; empty if the kernel lists none."""
-    nodes = root / "sys/devices/system/node"
-    present = numbers_in(kernel_text(nodes / "has_memory")) or numbers_in(kernel_text(nodes / "online"))
-    for line in kernel_text(root / "proc/self/status").splitlines():
-        name, _, listed = line.partition(":")
-        if name == "Mems_allowed_list":
-            return present & numbers_in(listed.strip())
-    return present
+def _run_on(cpus: Collection[int]) -> None:
+    """Run this thread on `cpus` from now on, as far as the process's CPU set allows."""
+    with suppress(OSError):
+        if cpus:
+            os.sched_setaffinity(0, cpus)
 
 
 def numbers_in(text: str) -> set[int]:
@@ -143,29 +80,6 @@ def kernel_text(path: Path) -> str:
         return ""
 
 
-def _linux_mbind(machine: str | None = None) -> Mbind:
-    """Return the system call by its number: libc has no function for it, and libnuma would be one more dependency."""
-    number = _MBIND_NUMBERS.get(machine or platform.machine())
-    if number is None:
-        return lambda address, nbytes, mode, mask, max_node, flags: errno.ENOSYS
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-
-    def mbind(address: int, nbytes: int, mode: int, mask: ctypes.Array[ctypes.c_ulong], max_node: int, flags: int) -> int:
-        failed = call(
-            ctypes.c_long(number),
-            ctypes.c_void_p(address),
-            ctypes.c_ulong(nbytes),
-            ctypes.c_long(mode),
-            mask,
-            ctypes.c_ulong(max_node),
-            ctypes.c_ulong(flags),
-        )
-        return ctypes.get_errno() if failed else 0
-
-    return mbind
-
-
 # --- pinning
 
 _PAGE_BYTES = 4096
@@ -182,11 +96,6 @@ _MAX_THREADS = 8  # more do not help: memory bandwidth is saturated
 
 Madvise = Callable[[int, int, int], int]
 """`(address, nbytes, advice) -> errno`, 0 on success. Must release the GIL."""
-
-PreferPages = Callable[[int, int], None]
-"""Called with `(address, nbytes)` of untouched pages, to set the memory that they should come from. Never raises."""
-
-_Pinned = tuple[Tensor, Callable[[], None]]  # the memory, and the function that frees it
 
 
 def pageable_memory(nbytes: int) -> Tensor:
@@ -207,8 +116,7 @@ def pageable_memory(nbytes: int) -> Tensor:
         return torch.from_numpy(raw[start : start + nbytes])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinningCalls:
+class PinningCalls(NamedTuple):
     """CUDA runtime calls that pinning needs. Each raises `RuntimeError` with the runtime's message when it is refused."""
 
     register: Callable[[int, int], None] | None
@@ -217,9 +125,7 @@ class PinningCalls:
     unregister: Callable[[int], None]
 
     host_alloc: Callable[[int], Tensor]
-    """Return a flat uint8 tensor of `nbytes` of page-locked memory allocated by the driver."""
-
-    host_free: Callable[[Tensor], None]
+    """Return a flat uint8 tensor of `nbytes` of page-locked memory allocated by the driver, freed with its last reference."""
 
     clear_error: Callable[[], None]
     """Clear the error that a refused call leaves: else the next kernel launch reports it. Never raises."""
@@ -228,9 +134,9 @@ class PinningCalls:
 class PageLocker:
     """Pins and unpins host memory. Pinned memory lives until `unpin`, even if the caller drops it: the driver holds its pages.
 
-    `threads` populate a large allocation (None: one per usable CPU, at most 8). `prefer_pages` sets the node of pages before
-    their first touch, but not of memory that the driver allocates. Driver calls run inside a `scope()`. If the locker is
-    dropped, memory that was not unpinned stays pinned until the process ends. Thread-safe. A forked child cannot pin or unpin.
+    `threads` populate a large allocation (None: one per usable CPU, at most 8), on `cpus` if any are given. Driver calls run
+    inside a `scope()`. If the locker is dropped, memory that was not unpinned stays pinned until the process ends.
+    Thread-safe. A forked child cannot pin or unpin.
     """
 
     def __init__(
@@ -239,17 +145,17 @@ class PageLocker:
         *,
         threads: int | None = None,
         madvise: Madvise | None = None,
-        prefer_pages: PreferPages | None = None,
+        cpus: Collection[int] = frozenset(),
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._calls = calls
         self._threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._madvise = madvise or _libc_madvise()
-        self._prefer_pages = prefer_pages
+        self._cpus = cpus
         self._scope = scope
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a pool collected in here unpins on this same thread
-        self._live: dict[int, _Pinned] = {}
+        self._live: dict[int, Tensor] = {}  # by address
         self._registered_at: set[int] = set()  # addresses; includes freed ones that the driver refused to unregister
 
     def pin(self, nbytes: int) -> Tensor:
@@ -266,14 +172,12 @@ class PageLocker:
                 f"pinned memory: expected process {self._pid}, where the device was made, got its forked child {os.getpid()}, "
                 f"which cannot use CUDA: start it by the spawn or forkserver method, and make a device there"
             )
-        ways: list[Callable[[int], _Pinned]] = [self._driver_allocated]
-        if self._calls.register is not None:
-            ways.insert(0, partial(self._registered, self._calls.register))
+        register, allocate = self._calls.register, self._calls.host_alloc
         reasons = []
         with self._scope():
-            for way in ways:
+            for way in (allocate,) if register is None else (partial(self._registered, register), allocate):
                 try:
-                    memory, release = way(nbytes)
+                    memory = way(nbytes)
                 except (RuntimeError, OSError, OverflowError, MemoryError) as error:
                     # Only its text: a log record with the error would keep its frames and their pages alive.
                     reasons.append(str(error))
@@ -282,7 +186,7 @@ class PageLocker:
                     self._calls.clear_error()
                     continue
                 with self._lock:
-                    self._live[memory.data_ptr()] = (memory, release)
+                    self._live[memory.data_ptr()] = memory
                 return memory
         raise HostMemoryExhausted(
             f"pinned memory: expected {format_size(nbytes)} ({nbytes} bytes), got: {'; then '.join(reasons)}. Host memory "
@@ -294,17 +198,21 @@ class PageLocker:
         """Free a whole tensor that `pin` returned. Device work on it must be complete: this does not wait."""
         if os.getpid() != self._pid:  # before taking the lock: another thread may have held it at the fork
             return
+        address = memory.data_ptr()
         with self._lock:
-            entry = self._live.get(memory.data_ptr())
-            if entry is None or entry[0].numel() != memory.numel():
+            pinned = self._live.get(address)
+            if pinned is None or pinned.numel() != memory.numel():
                 raise ValueError(
                     f"free_pinned: expected memory that alloc_pinned returned, whole and not yet freed, got {memory.numel()} "
-                    f"bytes at {memory.data_ptr():#x}: keep the tensor that alloc_pinned returned and free that, once"
+                    f"bytes at {address:#x}: keep the tensor that alloc_pinned returned and free that, once"
                 )
-            del self._live[memory.data_ptr()]
+            del self._live[address]
+        if address not in self._registered_at:
+            return
         with self._scope():
             try:
-                entry[1]()
+                self._calls.unregister(address)
+                self._registered_at.remove(address)  # not reached if the driver refuses: see Note [Mapped while registered]
             except RuntimeError as error:
                 _log.warning(
                     "chameleon_mm: %s of pinned memory could not be unpinned and stay mapped: %s",
@@ -313,11 +221,9 @@ class PageLocker:
                 )
                 self._calls.clear_error()
 
-    def _registered(self, register: Callable[[int, int], None], nbytes: int) -> _Pinned:
-        unregister, held = self._calls.unregister, self._registered_at
-        memory = populated_pages(
-            nbytes, threads=self._threads, madvise=self._madvise, prefer_pages=self._prefer_pages, held=held
-        )
+    def _registered(self, register: Callable[[int, int], None], nbytes: int) -> Tensor:
+        held = self._registered_at
+        memory = populated_pages(nbytes, threads=self._threads, madvise=self._madvise, cpus=self._cpus, held=held)
         address = memory.data_ptr()
         # Before the driver call: else an interrupt right after the call would unmap pages that the driver holds.
         held.add(address)
@@ -326,25 +232,16 @@ class PageLocker:
         except RuntimeError:
             held.remove(address)
             raise
-
-        def release() -> None:
-            unregister(address)
-            held.remove(address)  # not reached if the driver refuses: see Note [Mapped while registered]
-
-        return memory, release
-
-    def _driver_allocated(self, nbytes: int) -> _Pinned:
-        memory, host_free = self._calls.host_alloc(nbytes), self._calls.host_free
-        return memory, lambda: host_free(memory)
+        return memory
 
 
 def populated_pages(
-    nbytes: int, *, threads: int, madvise: Madvise, prefer_pages: PreferPages | None = None, held: Container[int] = frozenset()
+    nbytes: int, *, threads: int, madvise: Madvise, cpus: Collection[int] = frozenset(), held: Container[int] = frozenset()
 ) -> Tensor:
     """Return a flat uint8 tensor over fresh, populated, zeroed pages: huge pages if the kernel has them.
 
-    `prefer_pages` is called before the first touch. The tensor and its views keep the mapping. It also stays if the address is
-    in `held` when the last view is freed. Raises `OSError` if there is not enough memory.
+    The tensor and its views keep the mapping. It also stays if the address is in `held` when the last view is freed. Raises
+    `OSError` if there is not enough memory.
     """
     memory = _mapped(nbytes, held)
     start = memory.data_ptr()
@@ -353,16 +250,11 @@ def populated_pages(
     advise = _libc_madvise()
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         advise(start, nbytes, advice)
-    if prefer_pages is not None:
-        prefer_pages(start, nbytes)
-    slice_bytes = max(_MIN_SLICE_BYTES, -(-nbytes // (threads * _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES)
-    slices = [(start + offset, min(slice_bytes, nbytes - offset)) for offset in range(0, nbytes, slice_bytes)]
-    if len(slices) == 1:
-        _populate(*slices[0], madvise)
-    else:
-        with ThreadPoolExecutor(len(slices), thread_name_prefix="chameleon-populate") as pool:
-            for done in [pool.submit(_populate, address, size, madvise) for address, size in slices]:
-                done.result()
+    slice_bytes = max(_MIN_SLICE_BYTES, round_up(-(-nbytes // threads), _HUGE_PAGE_BYTES))
+    offsets = range(0, nbytes, slice_bytes)
+    with ThreadPoolExecutor(len(offsets), "chameleon-populate", _run_on, (cpus,)) as pool:
+        for done in [pool.submit(_populate, start + at, min(slice_bytes, nbytes - at), madvise) for at in offsets]:
+            done.result()
     return memory
 
 

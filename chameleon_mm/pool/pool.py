@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import resolve_device, warn_of_newer_torch
-from chameleon_mm.device.cuda import CupyPinning
+from chameleon_mm.device.cuda import cupy_cuda
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError, check_method, check_type
@@ -276,6 +276,9 @@ def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes:
 # pool, memory dropped right after them is given out again at once; here its next owner waits for the copy, on any stream.
 
 
+_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+
+
 class _Memory:
     """A block in the form of CuPy's memory objects: `ptr`, 0 for no bytes, and `size` in bytes, as requested."""
 
@@ -296,7 +299,7 @@ class CupyAllocator:
 
     def __init__(self, pool: PinnedPool) -> None:
         self._pool = pool
-        self._cupy = CupyPinning()
+        self._cupy = cupy_cuda()
 
     def __call__(self, nbytes: int) -> Any:
         """Return a `PinnedMemoryPointer` to `nbytes`, which the host may write at once. If memory is exhausted, raises the
@@ -304,6 +307,6 @@ class CupyAllocator:
         try:
             block = self._pool.allocate(nbytes)
         except HostMemoryExhausted as exhausted:
-            raise self._cupy.out_of_memory() from exhausted
+            raise self._cupy.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION) from exhausted
         block.synchronize()
-        return self._cupy.pointer(_Memory(block))
+        return self._cupy.PinnedMemoryPointer(_Memory(block), 0)

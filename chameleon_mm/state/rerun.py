@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
 
-from chameleon_mm.device import Device, Event
-from chameleon_mm.errors import HostMemoryExhausted, RecomputeMismatch
-from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.device import Device
+from chameleon_mm.errors import RecomputeMismatch
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.retry import RandomState, tried_bytes
-from chameleon_mm.state.tensor_copy import dense_bytes
+from chameleon_mm.state.hosted import Home
+from chameleon_mm.state.tensor_copy import Copier, TensorCopy, dense_bytes, form_of
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import format_size
 
@@ -40,73 +40,21 @@ from chameleon_mm.units import format_size
 # another sum: (g + a) + b is not g + (a + b). And a step that clips or zeroes `.grad` must find the original value.
 
 
-class GradientOnHost:
-    """Bytes of a gradient on the host. It does not hold the gradient: if a step drops that, its memory is free."""
+class GradientOnHost(NamedTuple):
+    """Copy of a gradient on the host. It does not hold the gradient: if a step drops that, its memory is free."""
 
-    __slots__ = ("_block", "_device", "_last", "_like", "_of")
+    copy: TensorCopy
+    of: TensorWeakRef
 
-    def __init__(self, grad: Tensor, source: Tensor, device: Device, pool: PinnedPool) -> None:
-        compute = device.current_stream()
-        try:
-            self._block: PinnedBlock = pool.allocate(source.numel(), compute)
-        except HostMemoryExhausted:
-            self._block = pool.allocate_pageable(source.numel())
-        self._device = device
-        self._of = TensorWeakRef(grad)
-        self._like = _form(grad)
-        # Queue it on compute: after the gradient's last write, and before the step's next access.
-        compute.copy(self._block.buffer, source)
-        self._last: Event = compute.record()
-
-    def restore(self, parameter: nn.Parameter) -> None:
+    def restore(self, parameter: nn.Parameter, copier: Copier) -> None:
         """Restore the gradient in place (a DDP bucket may alias it); allocate a new tensor if it was freed."""
-        grad = self._of()
-        if grad is None or _form(grad) != self._like:
+        grad, copy = self.of(), self.copy
+        if grad is not None and (form_of(grad), grad.device) == (copy.form, copy.device):
+            copier.fill(copy, grad)
+        else:
             grad = parameter.grad = None  # frees the step's gradient
-            shape, stride, dtype, device = self._like
-            grad = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        destination = dense_bytes(grad)
-        assert destination is not None
-        compute = self._device.current_stream()
-        compute.copy(destination, self._block.buffer)
-        self._last = compute.record()
+            grad = copier.made_from(copy)
         parameter.grad = grad
-
-    def release(self) -> None:
-        self._block.release(after=self._last)
-
-
-def _form(t: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-    return t.shape, t.stride(), t.dtype, t.device
-
-
-class GradientOnDevice:
-    """A gradient that is more than contiguous bytes: sparse, or a wrapper subclass."""
-
-    __slots__ = ("_copy",)
-
-    def __init__(self, grad: Tensor) -> None:
-        self._copy = grad.detach().clone()
-
-    def restore(self, parameter: nn.Parameter) -> None:
-        parameter.grad = self._copy.clone()  # the step may write to it, and fail again
-
-    def release(self) -> None:
-        """Do nothing: device memory goes with the last reference."""
-
-
-GradientCopy = GradientOnHost | GradientOnDevice
-
-
-def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCopy | None:
-    """Return a copy of `grad`, or None if there is no gradient. Raises `HostMemoryExhausted`, or `torch.OutOfMemoryError` for a
-    copy on the device."""
-    if grad is None:
-        return None
-    source = dense_bytes(grad)
-    if source is None or not source.numel() or not device.owns(grad):
-        return GradientOnDevice(grad)
-    return GradientOnHost(grad, source, device, pool)
 
 
 class BufferCopies:
@@ -176,20 +124,29 @@ class StepStart:
     Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` if there is no memory for the copies, with nothing changed.
     """
 
-    def __init__(self, model: nn.Module, device: Device, pool: PinnedPool, buffers: BufferCopies) -> None:
+    def __init__(self, model: nn.Module, device: Device, copier: Copier, buffers: BufferCopies) -> None:
         self._stepped: list[Optimizer] = []
+        self._device, self._copier = device, copier
         self._random = RandomState(device)
         self._buffers = buffers
         self._model = model
         self._parameters = [(parameter, _mark(parameter)) for parameter in model.parameters()]
         buffers.take()
-        self._gradients: list[tuple[nn.Parameter, GradientCopy | None]] = []
+        self._gradients: list[tuple[nn.Parameter, GradientOnHost | Tensor | None]] = []
+        """Parameters, each with the copy of its gradient: on the device if that is more than contiguous bytes of the device."""
         try:
             for parameter, _ in self._parameters:
-                self._gradients.append((parameter, copy_of(parameter.grad, device, pool)))
+                self._gradients.append((parameter, self._copy_of(parameter.grad)))
         except BaseException:
             self.release()
             raise
+
+    def _copy_of(self, grad: Tensor | None) -> GradientOnHost | Tensor | None:
+        if grad is None:
+            return None
+        if dense_bytes(grad) is None or not grad.numel() or not self._device.owns(grad):
+            return grad.detach().clone()
+        return GradientOnHost(self._copier.copy(grad), TensorWeakRef(grad))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -230,17 +187,21 @@ class StepStart:
             if copy is None:  # first: freeing the step's gradients makes room for the others
                 parameter.grad = None
         for parameter, copy in self._gradients:
-            if copy is not None:
-                copy.restore(parameter)
+            if isinstance(copy, Tensor):
+                parameter.grad = copy.clone()  # the step may write to it, and fail again
+            elif copy is not None:
+                copy.restore(parameter, self._copier)
         self._buffers.restore()
         self._random.restore()
 
     def release(self) -> None:
         """Release the copies of gradients: the step will not run again."""
-        for _, copy in self._gradients:
-            if copy is not None:
-                copy.release()
+        on_host = [copied.copy for _, copied in self._gradients if isinstance(copied, GradientOnHost)]
         self._gradients = []
+        if on_host:
+            last = self._device.current_stream().record()
+            for copy in on_host:
+                copy.block.release(after=last)  # Note [Host block]
 
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:
@@ -303,7 +264,7 @@ class StepRunner:
         """The budget now: lowered by each step that had to run again."""
         self._executor = executor
         self._device = executor.device
-        self._pool = pool
+        self._copier = Copier(Home(executor), pool, None)
         self._model = model
         self._buffers = BufferCopies(model)
 
@@ -322,7 +283,7 @@ class StepRunner:
                     return fn()
             except (torch.OutOfMemoryError, RecomputeMismatch) as error:
                 raise _not_retried(error, obstacle) from error
-        start = StepStart(self._model, self._device, self._pool, self._buffers)
+        start = StepStart(self._model, self._device, self._copier, self._buffers)
         try:
             return self._run(start, step, fn, repair)
         finally:

@@ -210,24 +210,25 @@ class Copier:
 
     def put_back(self, copy: TensorCopy, t: Tensor | HostedTensor) -> None:
         """Write the contents of `copy` to `t`, which has its form. The host must have seen the copy complete."""
-        hosted, start = self._place(t)
-        with self._home.entered() as compute:
-            self._put_back(copy, t, hosted, start, compute)
+        self.fill(copy, t)
         if isinstance(t, Tensor) and not t.is_inference():
             torch.autograd.graph.increment_version(t)  # as any write: a graph that saved it raises eager's error
 
-    def _put_back(self, copy: TensorCopy, t: Tensor | HostedTensor, hosted: Hosted | None, start: int, compute: Stream) -> None:
-        if not copy.nbytes:
-            return
-        if hosted is not None:
-            hosted.copy_from(copy.block, start, compute)
-            return
-        assert isinstance(t, Tensor)
-        destination = dense_bytes(t.detach())
-        if destination is not None and self._home.device.owns(t):
-            compute.copy(destination, copy.block.buffer)
-        elif 0 not in t.stride():  # one that repeats its elements cannot be written
-            t.detach().copy_(_typed(copy))
+    def fill(self, copy: TensorCopy, t: Tensor | HostedTensor) -> None:
+        """Write as `put_back` does, without moving the version counter of `t`."""
+        hosted, start = self._place(t)
+        with self._home.entered() as compute:
+            if not copy.nbytes:
+                return
+            if hosted is not None:
+                hosted.copy_from(copy.block, start, compute)
+                return
+            assert isinstance(t, Tensor)
+            destination = dense_bytes(t.detach())
+            if destination is not None and self._home.device.owns(t):
+                compute.copy(destination, copy.block.buffer)
+            elif 0 not in t.stride():  # one that repeats its elements cannot be written
+                t.detach().copy_(_typed(copy))
 
     def made_from(self, copy: TensorCopy) -> Tensor:
         """Return a new tensor with the form and contents of `copy`. Raises `torch.OutOfMemoryError`."""

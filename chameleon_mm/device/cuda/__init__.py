@@ -1,4 +1,4 @@
-"""A real GPU: torch's streams, events and allocator; copies and pinning by CuPy if installed, else by torch.
+"""A real GPU: torch's streams, events and allocator; copies by CuPy if installed, else by torch.
 
     device = CudaDevice(); h2d = device.new_stream("h2d")
 
@@ -7,10 +7,9 @@ The only package that calls torch.cuda, CuPy or CUDA's own bindings. Importing i
 
 from __future__ import annotations
 
-from chameleon_mm.device.cuda.cuda_device import CudaDevice, CupyPinning, VisibleGpu, cuda_is_available, visible_gpus
+from chameleon_mm.device.cuda.cuda_device import CudaDevice, VisibleGpu, cuda_is_available, cupy_cuda, visible_gpus
 from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
 
 __all__ = [
-    "CudaDevice", "CudaEvent", "CudaStream", "CupyPinning", "VisibleGpu",
-    "cuda_is_available", "visible_gpus",
+    "CudaDevice", "CudaEvent", "CudaStream", "VisibleGpu", "cuda_is_available", "cupy_cuda", "visible_gpus",
 ]  # fmt: skip

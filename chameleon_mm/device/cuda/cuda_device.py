@@ -3,7 +3,6 @@
 current_stream()  = torch's current stream, wrapped once
 alloc_pinned(n)   = mmap + populate + cudaHostRegister, else cudaHostAlloc        # see pinning.py
 read_memory()     = counters of the caching allocator
-CupyPinning()     = CuPy calls for an allocator of pinned memory for CuPy
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from chameleon_mm.device import native
 from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream, events_after_all_work
 from chameleon_mm.device.holders import REFERENCES_AT_REST
 from chameleon_mm.device.packing import PACK_PROGRAMS, Checksummer, Packer
-from chameleon_mm.device.pinning import PageLocker, PinningCalls, PreferredNode, near_node, pageable_memory
+from chameleon_mm.device.pinning import PageLocker, PinningCalls, near_cpus, pageable_memory
 from chameleon_mm.device.protocols import Event, MemoryReading, Stream
 from chameleon_mm.errors import DeviceUnavailable, check_type
 from chameleon_mm.units import MIB
@@ -108,7 +107,7 @@ def torch_reader(index: int) -> Reading:
     return int(found["current"]), int(found["allocated"]), int(found["peak"])
 
 
-# --- CuPy's binding of the CUDA runtime, if usable, and the calls that page-lock host memory, by CuPy or by torch
+# --- CuPy's binding of the CUDA runtime, if usable, and the calls that page-lock host memory
 
 ATTR_HOST_REGISTER_SUPPORTED = 99
 """cudaDevAttrHostRegisterSupported."""
@@ -122,19 +121,16 @@ _ATTR_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 def cupy_runtime(index: int) -> Any:
     """Return CuPy's CUDA runtime if CuPy is installed and works with this device, else None."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its warnings on import concern compilers and libraries not used here
-            from cupy.cuda import runtime
-
+        runtime = cupy_cuda().runtime
         runtime.deviceGetAttribute(ATTR_HOST_REGISTER_SUPPORTED, index)  # fails if CuPy's CUDA does not suit the driver
-    except (ImportError, RuntimeError) as error:
-        _log.info("chameleon_mm: copies and pinning go through torch, as CuPy cannot be used: %s", error)
+    except RuntimeError as error:
+        _log.info("chameleon_mm: copies go through torch, as CuPy cannot be used: %s", error)
         return None
     return runtime
 
 
-def pinning_calls(runtime: Any, index: int) -> PinningCalls:
-    """Return the calls of CuPy's runtime, or of torch's if `runtime` is None."""
+def pinning_calls(index: int) -> PinningCalls:
+    """Return the calls that page-lock host memory. torch's release the GIL."""
 
     def clear_error() -> None:
         # The runtime keeps the error per thread, and torch has no call that reads it. A kernel launch reads and raises it.
@@ -144,28 +140,12 @@ def pinning_calls(runtime: Any, index: int) -> PinningCalls:
             _log.debug("chameleon_mm: cleared a CUDA error that a refused pinning left behind: %s", error)
 
     # Without the second attribute, a kernel would need another address for the memory than its tensor has.
-    wanted = (ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER)
-    ask = driver_attribute if runtime is None else runtime.deviceGetAttribute
-    registers = all(ask(attribute, index) for attribute in wanted)
-    if runtime is None:
-        return PinningCalls(
-            register=_torch_register if registers else None,
-            unregister=_torch_unregister,
-            # torch rounds this up to a power of two and caches it: wasteful, but correct as a last resort.
-            host_alloc=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True),
-            host_free=lambda memory: None,  # returns to that cache when its last reference is dropped
-            clear_error=clear_error,
-        )
-
-    def host_alloc(nbytes: int) -> Tensor:
-        address = runtime.hostAlloc(nbytes, _HOST_PORTABLE)
-        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
-
+    registers = all(driver_attribute(each, index) for each in (ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER))
     return PinningCalls(
-        register=(lambda address, nbytes: runtime.hostRegister(address, nbytes, _HOST_PORTABLE)) if registers else None,
-        unregister=runtime.hostUnregister,
-        host_alloc=host_alloc,
-        host_free=lambda memory: runtime.freeHost(memory.data_ptr()),
+        register=_register if registers else None,
+        unregister=_unregister,
+        # torch rounds this up to a power of two, and caches it once it is freed: wasteful, but correct as a last resort.
+        host_alloc=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True),
         clear_error=clear_error,
     )
 
@@ -180,11 +160,11 @@ def driver_attribute(attribute: int, index: int) -> int:
     return value.value if known else 0
 
 
-def _torch_register(address: int, nbytes: int) -> None:
+def _register(address: int, nbytes: int) -> None:
     _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, nbytes, _HOST_PORTABLE))
 
 
-def _torch_unregister(address: int) -> None:
+def _unregister(address: int) -> None:
     _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
 
 
@@ -304,10 +284,9 @@ class CudaDevice:
         """CuPy's binding of the CUDA runtime, or None if it is not installed or does not work with this driver."""
         self.torch_device = torch.device("cuda", self.index)
         self._known_streams: dict[int, CudaStream] = {}
-        node = near_node(pci_id(torch.cuda.get_device_properties(self.index)))
         self._locker = PageLocker(
-            pinning_calls(self.cupy_runtime, self.index),
-            prefer_pages=None if node is None else PreferredNode(node),
+            pinning_calls(self.index),
+            cpus=near_cpus(pci_id(torch.cuda.get_device_properties(self.index))),
             # Make the device current, so that a process that uses GPU 1 starts no context on GPU 0.
             scope=partial(torch.cuda.device, self.index),
         )
@@ -438,28 +417,14 @@ class CudaDevice:
         return int(torch.cuda.memory_stats_as_nested_dict(self.index)["reserved_bytes"]["all"][which])
 
 
-_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
-
-
-class CupyPinning:
-    """CuPy calls for an allocator of pinned memory for CuPy. Raises `DeviceUnavailable` if CuPy is not installed."""
-
-    def __init__(self) -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # as in `cupy_runtime`
-                from cupy import cuda
-        except ImportError as error:
-            raise DeviceUnavailable(
-                f"as_cupy_allocator: expected CuPy, got none ({error}): install cupy-cuda13x, or the build for your CUDA"
-            ) from error
-        self._cuda = cuda
-
-    def pointer(self, memory: Any) -> Any:
-        """Return a `PinnedMemoryPointer` to the start of `memory`, an object with `ptr` and `size`. It keeps `memory` alive."""
-        return self._cuda.PinnedMemoryPointer(memory, 0)
-
-    def out_of_memory(self) -> Exception:
-        """Return the error that says no more can be pinned. On it, CuPy warns and copies from ordinary memory."""
-        error: Exception = self._cuda.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION)
-        return error
+def cupy_cuda() -> Any:
+    """Return the module `cupy.cuda`, for an allocator of pinned memory. Raises `DeviceUnavailable` if CuPy is not installed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its warnings on import concern compilers and libraries not used here
+            from cupy import cuda
+    except ImportError as error:
+        raise DeviceUnavailable(
+            f"as_cupy_allocator: expected CuPy, got none ({error}): install cupy-cuda13x, or the build for your CUDA"
+        ) from error
+    return cuda

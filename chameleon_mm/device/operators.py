@@ -376,13 +376,8 @@ def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> 
 
 def have_plain_sizes(values: Iterable[Any]) -> bool:
     """True if all tensors in nested arguments are strided and of torch's own classes."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if type(value) not in (Tensor, Parameter) or value.layout is not torch.strided or value.is_nested:
-                return False
-        elif isinstance(value, (tuple, list)) and not have_plain_sizes(value):
-            return False
-    return True
+    tensors = (t for t in tree_iter(values) if isinstance(t, Tensor))
+    return all(type(t) in (Tensor, Parameter) and t.layout is torch.strided and not t.is_nested for t in tensors)
 
 
 def _nbytes(t: Tensor) -> int:

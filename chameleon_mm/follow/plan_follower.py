@@ -194,7 +194,7 @@ class PlanFollower(Director):
             since = NEW_STORAGE if hooks_ago is None else hooks_ago
         expected = self.light.saved(t, since)
         if self._recorder is not None:
-            self._recorder.all_sendable(over.slot.traced for over in finished)
+            self._recorder.sendable(*(over.slot.traced for over in finished))
             if first and saved is not None and saved.part is None and saved.device is not None:
                 saved.slot.note_traced(self._recorder.add_claim(saved.device))
             self._recorder.on_save([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
@@ -214,7 +214,7 @@ class PlanFollower(Director):
         hook = self.light.num_hooks
         expected = self.light.used(save)
         if self._recorder is not None:
-            self._recorder.all_sendable(over.slot.traced for over in finished)
+            self._recorder.sendable(*(over.slot.traced for over in finished))
             self._recorder.on_use([None if saved is None else saved.slot.traced], feature_hash(self.light.feature))
         self._locate(hook, expected=expected)
 

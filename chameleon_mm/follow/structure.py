@@ -47,7 +47,6 @@ from chameleon_mm.record.light_profiler import (
     feature_hash,
     outline,
     resized,
-    save_parts,
     sizes_of,
 )
 from chameleon_mm.swap.recipe import Refusal
@@ -425,7 +424,7 @@ class Structure:
         return self._resized_to(save, cast("tuple[int, ...]", sizes), is_small=is_small)
 
     def _resized_to(self, save: Feature, sizes: tuple[int, ...], *, is_small: bool) -> Feature:
-        dtype, since = cast("torch.dtype", save[2]), save_parts(save).since
+        dtype, since = cast("torch.dtype", save[2]), save[4]
         before_bytes, nbytes = (prod(some) * dtype.itemsize for some in (sizes_of(save) or (), sizes))
         if is_small:
             return resized(save, sizes, FIXED_STORAGE)

@@ -61,47 +61,26 @@ class _Setting(NamedTuple):
     """Setting of torch: its getter and its setter."""
 
     read: Callable[[], Any]
-    write: Callable[[Any], object]
+    setter: Callable[..., object]
+
+    def write(self, value: Any) -> None:
+        self.setter(*value) if isinstance(value, tuple) else self.setter(value)
 
 
-def _precision(backend: str, op: str) -> _Setting:
-    return _Setting(partial(_C._get_fp32_precision_getter, backend, op), partial(_C._set_fp32_precision_setter, backend, op))
+_PRECISIONS = "generic all", "cuda all", "mkldnn all", "cuda matmul", "cuda conv", "mkldnn matmul", "mkldnn conv"
+"""Backends, each with a kind of operator. Widest first: writing one may change the narrower ones."""
 
-
-def _plain(name: str) -> _Setting:
-    return _Setting(getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}"))
-
-
-def _spread(name: str) -> _Setting:
-    """Setting that is read as a tuple and written as several arguments."""
-    write = getattr(_C, f"_set_{name}")
-
-    def write_all(value: Any) -> None:
-        write(*value) if isinstance(value, tuple) else write(value)
-
-    return _Setting(getattr(_C, f"_get_{name}"), write_all)
-
+_NAMES = (
+    "cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
+    "cublas_allow_fp16_accumulation", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled",
+    "mkldnn_deterministic", "deterministic_algorithms", "blas_preferred_backend",
+)  # fmt: skip
 
 _OF_PRODUCTS = (
-    # Widest first: writing one may change the narrower ones.
-    _precision("generic", "all"),
-    _precision("cuda", "all"),
-    _precision("mkldnn", "all"),
-    _precision("cuda", "matmul"),
-    _precision("cuda", "conv"),
-    _precision("mkldnn", "matmul"),
-    _precision("mkldnn", "conv"),
-    _spread("cublas_allow_fp16_reduced_precision_reduction"),
-    _spread("cublas_allow_bf16_reduced_precision_reduction"),
-    _plain("cublas_allow_fp16_accumulation"),
-    _plain("cudnn_enabled"),
-    _plain("cudnn_benchmark"),
-    _plain("cudnn_deterministic"),
-    _plain("mkldnn_enabled"),
-    _plain("mkldnn_deterministic"),
-    _plain("deterministic_algorithms"),
-    _plain("blas_preferred_backend"),
-)
+    *(_Setting(*(partial(call, *at.split()) for call in (_C._get_fp32_precision_getter, _C._set_fp32_precision_setter)))
+      for at in _PRECISIONS),
+    *(_Setting(getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")) for name in _NAMES),
+)  # fmt: skip
 
 
 class KernelSettings(NamedTuple):
@@ -114,11 +93,8 @@ class KernelSettings(NamedTuple):
 
 def settings_now(*, is_product: bool) -> KernelSettings:
     """Present settings."""
-    return KernelSettings(torch.get_default_dtype(), _read() if is_product else None)
-
-
-def _read() -> tuple[Any, ...]:
-    return tuple([setting.read() for setting in _OF_PRODUCTS])
+    of_products = tuple([setting.read() for setting in _OF_PRODUCTS]) if is_product else None
+    return KernelSettings(torch.get_default_dtype(), of_products)
 
 
 @contextmanager
@@ -398,13 +374,10 @@ def is_product(func: Any) -> bool:
 
 
 def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """Generator that a random operator draws from."""
-    given = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator))
-    return next(given, None) or _default_generator(args, kwargs)
-
-
-def _default_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """Generator that a random operator draws from if it is given none: the default generator of its device."""
+    """Generator that a random operator draws from: the given one, or the default generator of its device."""
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, torch.Generator):
+            return one
     device = next((t.device for t in tensors_of(args)), None)
     if device is None:
         named = kwargs.get("device")

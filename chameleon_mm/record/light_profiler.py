@@ -26,7 +26,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -58,23 +57,6 @@ def feature_hash(feature: Feature) -> int:
     return hash(tuple(2 * part if type(part) is int else part for part in feature)) & _UNSIGNED
 
 
-class SaveParts(NamedTuple):
-    """Parts of a save's feature."""
-
-    signature: Feature
-    """Part that does not depend on other saves."""
-    operators: int
-    """Number of operators since the last save."""
-    since: int
-    """Hooks since the storage's last save, or `NEW_STORAGE` or `FIXED_STORAGE`."""
-
-
-def save_parts(feature: Feature) -> SaveParts:
-    """Parts of a save's feature."""
-    kind, sizes, dtype, operators, since, *phase = feature
-    return SaveParts((kind, sizes, dtype, *phase), cast("int", operators), cast("int", since))
-
-
 def sizes_of(feature: Feature) -> tuple[int, ...] | None:
     """Sizes of a saved tensor. None: the hook is a use, or some dimension is not a whole number, as in a nested tensor."""
     if len(feature) < SAVE_PARTS:
@@ -93,8 +75,8 @@ def outline(feature: Feature) -> Hashable:
     """Return a feature without its sizes, and without `since`, which shows if its storage is large enough to move."""
     if len(feature) < SAVE_PARTS:
         return feature
-    (kind, sizes, *rest), operators, _ = save_parts(feature)
-    return (kind, len(sizes) if isinstance(sizes, tuple) else None, operators, *rest)
+    kind, sizes, dtype, operators, _, *phase = feature
+    return (kind, len(sizes) if isinstance(sizes, tuple) else None, operators, dtype, *phase)
 
 
 class Boundary(NamedTuple):
@@ -108,7 +90,7 @@ class Boundary(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRecord:
-    """Record of a step of n hook calls. Raises `ValueError` for columns of different length, and for a use without its save."""
+    """Record of a step of n hook calls."""
 
     fingerprint: int
     """Hash of the whole sequence of features. Comparable within this process only, like the features' hashes."""
@@ -118,21 +100,6 @@ class StepRecord:
     """(n,) saves, type code "i". For a use: the hook that saved it, or `EARLIER_STEP`. For a save: `NOT_A_USE`."""
     boundaries: tuple[Boundary, ...] = ()
     """Boundaries of the phases, in the order of their hooks."""
-
-    def __post_init__(self) -> None:
-        if len(self.features) != len(self.save_of):
-            raise ValueError(
-                f"step record: expected a feature and a save_of for every hook, got {len(self.features)} features and "
-                f"{len(self.save_of)} save_of; take both from one step"
-            )
-        saves = np.frombuffer(self.save_of, np.int32)
-        used = saves[saves >= 0]
-        known = (saves >= EARLIER_STEP).all() and (saves < np.arange(len(saves))).all() and (saves[used] == NOT_A_USE).all()
-        if not known:
-            raise ValueError(
-                "step record: expected every use to name an earlier save of the step, got one that does not; number hooks from "
-                "the step's first"
-            )
 
     @classmethod
     def of(cls, features: Sequence[Feature], save_of: Sequence[int], boundaries: tuple[Boundary, ...]) -> StepRecord:
@@ -150,10 +117,6 @@ class StepRecord:
     @property
     def num_hooks(self) -> int:
         return len(self.features)
-
-    @property
-    def num_saves(self) -> int:
-        return self.save_of.count(NOT_A_USE)
 
 
 # --- light
@@ -278,19 +241,6 @@ class LightProfiler:
             return True
         return self._used_elsewhere(save, node)
 
-    def _enter_forward(self) -> None:
-        """Note that a forward saves on this thread, and that the last hook was not a save of a forward on it."""
-        self._enter(_FORWARD)
-        self._thread = thread = _thread_id()
-        # Operators are numbered per thread. For a thread that is new in the step, assume that none ran before.
-        self._number = self._numbers.get(thread, _sequence_nr())
-
-    def enter_backward(self) -> None:
-        """Note that a node runs, and that the last hook was not in a backward."""
-        self._leave_forward()
-        self._enter(_BACKWARD)
-        self._last_used = self.num_hooks
-
     @property
     def feature(self) -> Feature:
         """Feature of the last hook. Comparable within this process. Raises `IndexError` before the first hook."""
@@ -325,7 +275,10 @@ class LightProfiler:
         if thread != self._thread:
             self._leave_forward()
             if torch._C._current_graph_task_id() == -1:
-                self._enter_forward()
+                self._enter(_FORWARD)
+                self._thread = thread
+                # Operators are numbered per thread. For a thread that is new in the step, assume that none ran before.
+                self._number = self._numbers.get(thread, number)
                 operators = number - self._number
             else:  # a forward that backward runs again, or a graph of the backward: not a new micro-batch
                 operators, self._numbers[thread] = number - self._numbers.get(thread, number), number
@@ -342,7 +295,9 @@ class LightProfiler:
         kind = type(node)
         operator = kind if kind in self._kinds else self._operator_of(node)
         if self._phase is not _BACKWARD and node is not None:  # without a node, user code reads a saved tensor of the graph
-            self.enter_backward()
+            self._leave_forward()
+            self._enter(_BACKWARD)
+            self._last_used = self.num_hooks
         feature = (operator, self._last_used - save)
         self._last_used = save
         return self._next(feature, save)

@@ -171,9 +171,7 @@ class Recorder(StepMode):
             # It was entered within a backward, and autograd removed it at the end of that backward.
             _push_mode(self)
             leave(self, kind, error, trace)
-        elif (
-            entered
-        ):  # torch removes the innermost mode: a mode that was left before has removed this one, and noted its own leave
+        elif entered:  # a mode that was left before has removed this one, torch's innermost then, and noted its own leave
             _pop_mode()
         else:
             self._give_up("it was left on a thread that had not entered it")
@@ -283,19 +281,15 @@ class Recorder(StepMode):
         with self._lock:
             return self._log.use(used, feature)
 
-    def all_sendable(self, traced: Iterable[TracedStorage | None]) -> None:
-        """Call `sendable` for each."""
-        for one in traced:
-            self.sendable(one)
+    def sendable(self, *traced: TracedStorage | None) -> None:
+        """Note that the operators that saved them are over. Called by the running hook, before its own `on_save` or `on_use`.
 
-    def sendable(self, traced: TracedStorage | None) -> None:
-        """Note that the operator that saved it is over. Called by the running hook, before its own `on_save` or `on_use`.
-
-        Called again if other operators save more of it: a copy that began before would lack their bytes.
+        Called again if other operators save more of one: a copy that began before would lack their bytes.
         """
-        if traced is not None and traced.owner is self._table.owner:
-            with self._lock:
-                traced.sendable = self._log.builder.num_hooks
+        with self._lock:
+            for one in traced:
+                if one is not None and one.owner is self._table.owner:
+                    one.sendable = self._log.builder.num_hooks
 
     def restored(self, traced: TracedStorage | None, storage: torch.UntypedStorage) -> None:
         """Note that `storage`, made inside of `paused()`, holds the bytes of a saved one again: they are one in the trace."""
@@ -444,11 +438,8 @@ class _HookPair:
         storage = t.untyped_storage()
         traced = self._recorder.add_claim(storage)
         whole = (traced.number, None)
-        view = (
-            whole
-            if t.numel() * t.element_size() == storage.nbytes()
-            else (traced.number, (t.storage_offset(), t.stride(), t.shape))
-        )
+        is_whole = t.numel() * t.element_size() == storage.nbytes()
+        view = whole if is_whole else (traced.number, (t.storage_offset(), t.stride(), t.shape))
         # A copy out must begin after the last save of bytes that no earlier save had.
         if whole not in self._seen and view not in self._seen:
             self._seen.add(view)
@@ -457,9 +448,7 @@ class _HookPair:
 
     def _note_copyable(self) -> None:
         now = _sequence_nr()
-        for traced, number in self._fresh:
-            if number < now:
-                self._recorder.sendable(traced)
+        self._recorder.sendable(*(traced for traced, number in self._fresh if number < now))
         self._fresh = [(traced, number) for traced, number in self._fresh if number >= now]
 
     def _may_move(self, t: Tensor) -> bool:

@@ -119,9 +119,7 @@ def _generators(call: OpCall) -> Iterator[torch.Generator]:
 def tried_bytes(failure: torch.OutOfMemoryError) -> int:
     """Requested bytes according to the message, rounded up; 0 if the message does not say."""
     match = _TRIED.search(str(failure))
-    return 0 if match is None else ceil(_bytes_of(match[1]) * _ROUNDED_OFF)
-
-
-def _bytes_of(text: str) -> float:
-    number, unit = text.split()
-    return float(number) * (1 if unit in ("B", "bytes") else parse_size(f"1{unit}"))
+    if match is None:
+        return 0
+    number, unit = match[1].split()
+    return ceil(float(number) * (1 if unit in ("B", "bytes") else parse_size(f"1{unit}")) * _ROUNDED_OFF)

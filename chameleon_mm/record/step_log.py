@@ -75,21 +75,13 @@ class _Stretch:
 
 
 class EventTimes:
-    """Operator times by events on the current stream, one per `ops_per_event` operators (None: `OPS_PER_EVENT`; simulated: 1).
-
-    Raises `ValueError` below 1.
-    """
+    """Operator times by events on the current stream, one per `ops_per_event` operators (None: `OPS_PER_EVENT`; simulated: 1)."""
 
     def __init__(self, device: Device, *, ops_per_event: int | None = None) -> None:
-        if ops_per_event is not None and ops_per_event < 1:
-            raise ValueError(f"ops_per_event: expected 1 or more, got {ops_per_event}")
         self._device = device
         self._ops_per_event = ops_per_event or (1 if device.simulated else OPS_PER_EVENT)
         self._current: _Stretch | None = None
         self._closed: list[_Stretch] = []
-
-    def begin(self) -> None:
-        self.resume()
 
     def ran(self, op: int, call: OpCall) -> None:
         """Note that operator number `op` was launched."""
@@ -143,9 +135,6 @@ class PricedTimes:
         self._price = price
         self._times: list[tuple[int, float]] = []
 
-    def begin(self) -> None:
-        """Do nothing: no clock runs."""
-
     def ran(self, op: int, call: OpCall) -> None:
         price = self._price(_flops(call), call.touched_bytes(), call.dtype) if call.facts.kernel else 0.0
         self._times.append((op, price))
@@ -153,8 +142,7 @@ class PricedTimes:
     def pause(self) -> None:
         """Do nothing: no clock runs."""
 
-    def resume(self) -> None:
-        """Do nothing: no clock runs."""
+    resume = pause
 
     def resolve(self) -> Iterator[tuple[int, float]]:
         yield from self._times
@@ -222,7 +210,7 @@ class StepLog:
             self._expect(storage, kind)
         for parameter in () if model is None else model.parameters():
             self._parameters[id(parameter)] = weakref.ref(parameter)
-        self.times.begin()
+        self.times.resume()
 
     # --- operators
 

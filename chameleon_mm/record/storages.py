@@ -26,6 +26,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -96,7 +97,7 @@ class TracedStorage:
         self.claims = 0
         self.aliases = 0
         """Number of tensors over it that handles hold themselves. They do not count as other holders."""
-        self.emptied: Callable[[TracedStorage], None] = _nobody_asks
+        self.emptied: Callable[[TracedStorage], None] = lambda traced: None
         """Function to call when its memory is freed and its storage stays. Any thread, at any time."""
         self.saved = self.used = self.released = self.dead = False
         self.sendable = NEVER
@@ -110,10 +111,6 @@ class TracedStorage:
         return allocated_size(self.nbytes) if self.counted else 0
 
 
-def _nobody_asks(traced: TracedStorage) -> None:
-    pass
-
-
 class _Ref(weakref.ref[torch.UntypedStorage]):
     """Weak reference to one device copy, with the record that owns it. Its callback gets the reference itself."""
 
@@ -125,17 +122,14 @@ class _Ref(weakref.ref[torch.UntypedStorage]):
     traced: TracedStorage
 
 
-class _Expected:
+class _Expected(NamedTuple):
     """Storage known to be there before the step, which no operator has touched yet."""
 
-    __slots__ = ("kind", "nbytes", "rank", "ref")
-
-    def __init__(self, storage: torch.UntypedStorage, kind: TensorKind, rank: int) -> None:
-        self.rank = rank
-        """Number of storages expected before it. Their order must not depend on the ids that storages happen to get."""
-        self.ref = weakref.ref(storage)
-        self.kind = kind
-        self.nbytes = storage.nbytes()
+    ref: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    kind: TensorKind
+    rank: int
+    """Number of storages expected before it. Their order must not depend on the ids that storages happen to get."""
 
 
 class StorageTable:
@@ -175,7 +169,7 @@ class StorageTable:
             traced.kind = kind
         else:
             self._take_expected(storage)
-            self._expected[id(storage)] = _Expected(storage, kind, self._num_expected)
+            self._expected[id(storage)] = _Expected(weakref.ref(storage), storage.nbytes(), kind, self._num_expected)
             self._num_expected += 1
 
     def find(self, storage: torch.UntypedStorage) -> TracedStorage | None:

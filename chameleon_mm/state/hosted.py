@@ -262,18 +262,8 @@ class Hosted(ABC):
 
 
 def is_alone(t: Tensor) -> bool:
-    """True if no other tensor lies in the storage of `t`."""
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) <= _LEAST_USES
-
-
-def _least_uses() -> int:
-    """Use count of a storage with a single tensor that Python knows. Measured, because torch versions differ."""
-    with torch._C._DisableTorchDispatch():
-        alone = torch.empty(1)
-    return torch._C._storage_Use_Count(alone.untyped_storage()._cdata)
-
-
-_LEAST_USES = _least_uses()
+    """True if no other tensor lies in the storage of `t`, whose Python object is the second user."""
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) <= 2
 
 
 class HostedStorage(Hosted):
@@ -397,9 +387,15 @@ class HostedTensor(Hosted):
     def __init__(self, t: Tensor, alloc_stream: Stream, context: SwapContext, budget: Budget) -> None:
         self._storage: torch.UntypedStorage | None = t.untyped_storage()
         super().__init__(self._storage.nbytes(), alloc_stream, context)
-        self._dtype, self._size, self._stride, self._offset = t.dtype, t.size(), t.stride(), t.storage_offset()
-        self._device = t.device
+        self.dtype, self.shape, self.device = t.dtype, t.shape, t.device
+        self._stride, self._offset = t.stride(), int(t.storage_offset())
         self._budget = budget
+
+    def stride(self) -> tuple[int, ...]:
+        return self._stride
+
+    def storage_offset(self) -> int:
+        return self._offset
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
@@ -409,33 +405,25 @@ class HostedTensor(Hosted):
     def tensor(self, compute: Stream) -> Tensor:
         """Return the tensor, ready for `compute`; if it was away, its copy back must be queued. Raises `TransferFailed`."""
         self.arrive(compute)
-        assert self.where is Where.ON_DEVICE and self._storage is not None
+        assert self.where is Where.ON_DEVICE
         self.host_is_current = False  # the caller may write it
-        flat = torch.empty(0, dtype=self._dtype, device=self._device)
-        return flat.set_(self._storage, self._offset, self._size, self._stride)
+        return self._over(self._storage_on_device())
 
     def has(self, t: Tensor) -> bool:
         """True if `t` is this tensor, on the device, with the same storage and form."""
         if self.where is not Where.ON_DEVICE or self._storage is None:
             return False
         same = self._storage._cdata == t.untyped_storage()._cdata and self._storage.nbytes() == self.nbytes
-        shape = self._dtype, self._size, self._stride, self._offset
-        return same and shape == (t.dtype, t.size(), t.stride(), t.storage_offset())
-
-    @property
-    def form(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-        """Shape, strides, dtype and device of the tensor."""
-        return self._size, self._stride, self._dtype, self._device
-
-    @property
-    def start_byte(self) -> int:
-        """Byte of its storage at which it begins."""
-        return int(self._offset) * self._dtype.itemsize
+        shape = self.dtype, self.shape, self._stride, self._offset
+        return same and shape == (t.dtype, t.shape, t.stride(), t.storage_offset())
 
     def on_host(self) -> Tensor:
         """Return a copy in pageable host memory of a tensor that is on the host. The host waits for its copy out."""
-        memory = self.host_bytes()
-        return torch.empty(0, dtype=self._dtype).set_(memory.untyped_storage(), self._offset, self._size, self._stride)
+        return self._over(self.host_bytes().untyped_storage())
+
+    def _over(self, storage: torch.UntypedStorage) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self._offset, self.shape, self._stride)
 
     # --- calls of swapping
 

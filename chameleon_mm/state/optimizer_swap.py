@@ -12,9 +12,9 @@ import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from chameleon_mm.errors import TransferFailed, check_type
 from chameleon_mm.state.swapped_state import StateHome, SwappedState, movable_bytes
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import KIB, MIB, format_size
+
+if TYPE_CHECKING:
+    from chameleon_mm.state.parameter_swap import ParameterSwap
 
 # --- An optimizer's step, taken apart: a few parameters at a time, so that only their state must be on the device
 #
@@ -139,16 +142,6 @@ def check_optimizer(optimizer: object, model: nn.Module | None) -> torch.optim.O
     return optimizer
 
 
-class SwappedParameters(Protocol):
-    """Swapper of the parameters that the optimizer steps."""
-
-    def bring(self, params: Iterable[Tensor]) -> None:
-        """Bring `params` and their gradients to the device."""
-
-    def send_out(self, params: Iterable[Tensor]) -> None:
-        """Queue the copies out of `params`, which were written."""
-
-
 class OptimizerSwap:
     """Keeps the state of one optimizer in host memory between its steps."""
 
@@ -160,7 +153,7 @@ class OptimizerSwap:
         bucket_bytes: int = BUCKET_BYTES,
         min_bytes: int = MIN_BYTES,
     ) -> None:
-        self.parameters: SwappedParameters | None = None
+        self.parameters: ParameterSwap | None = None
         """Swapper of the parameters; None: they stay."""
         self._optimizer = optimizer
         self._home = StateHome(executor, min_bytes=min_bytes)

@@ -49,17 +49,12 @@ def charged_sizes(tensors: Iterable[Tensor]) -> list[int]:
     return [allocated_size(storage.nbytes()) for storage in storages.values()]
 
 
-def least_window(sizes: Sequence[int]) -> int:
-    """Minimum bytes for parameters of these sizes and their gradients."""
-    return min(2 * sum(sizes), LEAST_STORAGES * max(sizes, default=0))
-
-
 def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0) -> int:
     """Return the bytes to set aside for parameters of these sizes and their gradients, besides `fixed_bytes` that never move.
     Raises `InfeasibleBudget` if the largest have no room."""
     if not sizes:
         return 0
-    window = min(2 * sum(sizes), max(least_window(sizes), int(WINDOW_SHARE * (hbm_budget_bytes - fixed_bytes))))
+    window = min(2 * sum(sizes), max(LEAST_STORAGES * max(sizes), int(WINDOW_SHARE * (hbm_budget_bytes - fixed_bytes))))
     if window + fixed_bytes >= hbm_budget_bytes:
         beside = f", beside {format_size(fixed_bytes)} that never move" if fixed_bytes else ""
         raise InfeasibleBudget(
@@ -262,11 +257,6 @@ class ParameterSwap:
                 entry.host_is_current = False
             self.window.send_out(written)
 
-    def note_gradient(self, p: Tensor) -> None:
-        """Send out the gradient of `p`, which other code has made."""
-        if self._active:
-            self._note_gradient(p)
-
     # --- calls of a watch
 
     def refuse_swap_of(self, t: object) -> None:
@@ -370,8 +360,10 @@ class ParameterSwap:
 
         return before
 
-    def _note_gradient(self, p: Tensor) -> None:
+    def note_gradient(self, p: Tensor) -> None:
         """Send out the gradient of `p`, which was made or added to now."""
+        if not self._active:
+            return
         with torch._C.DisableTorchFunction(), self._home.entered():
             entry = self._entry_of_gradient(p)
             if entry is not None:
@@ -404,7 +396,7 @@ class ParameterSwap:
         if p.requires_grad and id(p) not in self._hooked:  # it may have been frozen until now
             self._hooked.add(id(p))
             self._handles.append(p.register_hook(self._before_accumulating(weakref.ref(p))))
-            self._handles.append(p.register_post_accumulate_grad_hook(self._note_gradient))
+            self._handles.append(p.register_post_accumulate_grad_hook(self.note_gradient))
         if p.grad is not None and id(p) in self._hooked and self.find(p.grad) is None:
             with self._home.entered():
                 if (entry := self._entry_of_gradient(p)) is not None:

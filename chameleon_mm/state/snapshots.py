@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,13 @@ from chameleon_mm.errors import check_type
 from chameleon_mm.record.retry import RandomState
 from chameleon_mm.state.checkpoint_folder import check_target
 from chameleon_mm.state.hosted import Home
-from chameleon_mm.state.tensor_copy import Copier, Hosts, TensorCopy
+from chameleon_mm.state.tensor_copy import Copier, TensorCopy
 from chameleon_mm.state.training_copy import ModelCopy, OptimizerCopy, check_model
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import format_size
+
+if TYPE_CHECKING:
+    from chameleon_mm.state.parameter_swap import ParameterSwap
 
 # --- Write of a snapshot on a separate thread
 #
@@ -120,24 +123,20 @@ class Snapshot:
     ) -> None:
         self.model, self.optimizer, self.random, self.device = model, optimizer, random, device
         self._copies: Sequence[TensorCopy] = [*model.copies, *(() if optimizer is None else optimizer.copies)]
-        self._last = last
-        """Event after all device work on the blocks."""
+        self.last = last
+        """Event after all device work on its memory."""
         self._turn = turn
         self._lock = threading.Lock()
         self._writes = 0
-        self._released = False
+        self.released = False
+        """True if it was released: it can no longer be restored or written."""
         self.nbytes = sum(copy.nbytes for copy in self._copies)
         """Bytes of host memory that it holds, or held before its release."""
-
-    @property
-    def released(self) -> bool:
-        """True if it was released: it can no longer be restored or written."""
-        return self._released
 
     def release(self) -> None:
         """Free its host memory: at once, or when the last running write has ended. A second call does nothing."""
         with self._lock:
-            self._released = True
+            self.released = True
             if not self._writes:
                 self._free()
 
@@ -168,53 +167,37 @@ class Snapshot:
 
     def check_live(self, what: str) -> None:
         """Raise `ValueError` if it was released."""
-        if self._released:
+        if self.released:
             raise ValueError(f"{what}: expected a snapshot that holds its memory, got one that was released; take another")
 
     # --- calls of restoring and writing
 
-    @property
-    def last(self) -> Event:
-        """Event after all device work on its memory."""
-        return self._last
-
-    def note_read(self, last: Event) -> None:
-        """Record that the device reads its memory until `last`, an event after all earlier work on it."""
-        self._last = last
-
     def for_checkpoint(self) -> dict[str, Any]:
         """Return the contents of a checkpoint, once the device is done with the copies. The tensors hold the memory."""
-        self._last.synchronize()  # the copies that fill the blocks -> the host reads them
+        self.last.synchronize()  # the copies that fill the blocks -> the host reads them
         optimizer = None if self.optimizer is None else self.optimizer.for_checkpoint()
         return {**self.model.for_checkpoint(), "optimizer": optimizer, "random": self.random.tensors()}
 
     def _write_ended(self) -> None:
         with self._lock:
             self._writes -= 1
-            if self._released and not self._writes:
+            if self.released and not self._writes:
                 self._free()
 
     def _free(self) -> None:
         copies, self._copies = self._copies, ()
         for copy in copies:
-            copy.block.release(after=self._last)  # Note [Host block]
+            copy.block.release(after=self.last)  # Note [Host block]
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._free()  # no write is running: a write holds it
 
     def __repr__(self) -> str:
-        return f"<Snapshot of {format_size(self.nbytes)}{', released' if self._released else ''}>"
+        return f"<Snapshot of {format_size(self.nbytes)}{', released' if self.released else ''}>"
 
 
 # --- snapshots
-
-
-class HostedParameters(Hosts, Protocol):
-    """Swapper of parameters and gradients."""
-
-    def note_gradient(self, p: Tensor) -> None:
-        """Send out the gradient of `p`, which is new."""
 
 
 class Snapshots:
@@ -226,7 +209,7 @@ class Snapshots:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         *,
-        parameters: HostedParameters | None = None,
+        parameters: ParameterSwap | None = None,
         leave: Callable[[list[Tensor]], None] | None = None,
     ) -> None:
         """`leave(params)`: sends out the state of `params`, which is new."""
@@ -237,7 +220,9 @@ class Snapshots:
         self._counters = executor.metrics.totals
         self._model, self._optimizer = model, optimizer
         self._copier = Copier(self._home, pool, parameters)
-        self._parameters, self._leave = parameters, leave
+        self._parameters = parameters
+        self._note_gradient = _do_nothing if parameters is None else parameters.note_gradient
+        self._leave = leave or _do_nothing
         self._turn = threading.Lock()
 
     def take(self) -> Snapshot:
@@ -285,9 +270,9 @@ class Snapshots:
         try:
             snapshot.model.restore(self._copier, self._model, self._note_gradient)
             if snapshot.optimizer is not None and self._optimizer is not None:
-                snapshot.optimizer.restore(self._copier, self._optimizer, self._note_state)
+                snapshot.optimizer.restore(self._copier, self._optimizer, self._leave)
         finally:
-            snapshot.note_read(self._join_streams())
+            snapshot.last = self._join_streams()
         snapshot.random.restore()
 
     def _checked(self, snapshot: Snapshot | None) -> Snapshot:
@@ -311,13 +296,9 @@ class Snapshots:
                 _refuse(difference)
         return snapshot
 
-    def _note_gradient(self, p: Tensor) -> None:
-        if self._parameters is not None:
-            self._parameters.note_gradient(p)
 
-    def _note_state(self, params: list[Tensor]) -> None:
-        if self._leave is not None:
-            self._leave(params)
+def _do_nothing(sent_out: object) -> None:
+    pass
 
 
 def _refuse(difference: str) -> NoReturn:

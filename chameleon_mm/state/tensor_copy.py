@@ -15,17 +15,19 @@ from __future__ import annotations
 import copy as copying
 from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from chameleon_mm.device import Stream
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pool.block import BlockView, PinnedBlock, as_tensor
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.state.hosted import Home, Hosted, HostedStorage, HostedTensor
+
+if TYPE_CHECKING:
+    from chameleon_mm.state.parameter_swap import ParameterSwap
 
 # --- Contiguous bytes of a tensor, for copies and comparisons
 
@@ -80,9 +82,6 @@ class Form(NamedTuple):
 
 def form_of(t: Tensor | HostedTensor) -> Form:
     """Form of a tensor, which may be away."""
-    if isinstance(t, HostedTensor):
-        shape, stride, dtype, _ = t.form
-        return Form(tuple(shape), tuple(stride), dtype)
     return Form(tuple(t.shape), tuple(t.stride()), t.dtype)
 
 
@@ -91,16 +90,6 @@ def is_copyable(t: object) -> TypeGuard[Tensor | HostedTensor]:
     if isinstance(t, HostedTensor):
         return True
     return isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and not t.is_meta and is_plain(t)
-
-
-class Hosts(Protocol):
-    """Swapper that may have parameters and gradients in host memory."""
-
-    def find(self, t: Tensor) -> HostedStorage | None:
-        """Find the entry of the storage that `t` lies in; None: it never leaves."""
-
-    def use(self, entries: list[HostedStorage], what: str) -> None:
-        """Bring `entries` to the device."""
 
 
 class TensorCopy:
@@ -184,7 +173,7 @@ class Copier:
     and inside `torch.no_grad()`.
     """
 
-    def __init__(self, home: Home, pool: PinnedPool, hosts: Hosts | None) -> None:
+    def __init__(self, home: Home, pool: PinnedPool, hosts: ParameterSwap | None) -> None:
         self._home, self._pool, self._hosts = home, pool, hosts
 
     def copy(self, t: Tensor | HostedTensor) -> TensorCopy:
@@ -193,7 +182,11 @@ class Copier:
         nbytes = form.dtype.itemsize * prod(form.shape)
         hosted, start = self._place(t)
         with self._home.entered() as compute:
-            copy = TensorCopy(form, t.form[3] if isinstance(t, HostedTensor) else t.device, self._allocate(nbytes, compute))
+            try:
+                block = self._pool.allocate(nbytes, compute)
+            except HostMemoryExhausted:
+                block = self._pool.allocate_pageable(nbytes)
+            copy = TensorCopy(form, t.device, block)
             if not nbytes:
                 return copy
             if hosted is not None:
@@ -239,21 +232,11 @@ class Copier:
 
     def _place(self, t: Tensor | HostedTensor) -> tuple[Hosted | None, int]:
         """Return the owner of `t`'s host copy and the byte in it at which `t` begins; None: `t` is in its own memory."""
-        if isinstance(t, HostedTensor):
-            return t, t.start_byte
-        entry = None if self._hosts is None else self._hosts.find(t)
-        if entry is None or self._hosts is None:
-            return None, 0
-        if not is_dense(t.shape, t.stride()):
-            self._hosts.use([entry], "a snapshot")
-            return None, 0
-        return entry, int(t.storage_offset()) * t.element_size()
-
-    def _allocate(self, nbytes: int, compute: Stream) -> PinnedBlock:
-        try:
-            return self._pool.allocate(nbytes, compute)
-        except HostMemoryExhausted:
-            return self._pool.allocate_pageable(nbytes)
+        hosted: Hosted | None = t if isinstance(t, HostedTensor) else None if self._hosts is None else self._hosts.find(t)
+        if self._hosts is not None and isinstance(hosted, HostedStorage) and not is_dense(t.shape, t.stride()):
+            self._hosts.use([hosted], "a snapshot")
+            hosted = None
+        return hosted, int(t.storage_offset()) * t.dtype.itemsize
 
 
 def _typed(copy: TensorCopy) -> Tensor:

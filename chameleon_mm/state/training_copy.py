@@ -11,7 +11,7 @@ State is read and written directly in its dicts, without the methods that bring 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from chameleon_mm.state.hosted import HostedTensor
 from chameleon_mm.state.tensor_copy import (
     Copier,
     Form,
-    Hosts,
     TensorCopy,
     form_of,
     is_copyable,
@@ -29,10 +28,13 @@ from chameleon_mm.state.tensor_copy import (
     value_to_host,
 )
 
+if TYPE_CHECKING:
+    from chameleon_mm.state.parameter_swap import ParameterSwap
+
 # --- Copy of a model on the host: parameters, buffers, gradients that exist, and their names in `state_dict`
 
 
-def check_model(model: nn.Module, hosts: Hosts | None) -> None:
+def check_model(model: nn.Module, hosts: ParameterSwap | None) -> None:
     """Raise `ValueError` if a parameter or buffer is more than elements in memory, or has no memory."""
     for name, t in _named_tensors(model):
         if not is_copyable(t):
@@ -227,7 +229,7 @@ class OptimizerCopy:
             current = dict.get(state, name)
             if not isinstance(value, TensorCopy):
                 dict.__setitem__(state, name, value_from_host(value, current))
-            elif is_copyable(current) and form_of(current) == value.form and _device(current) == value.device:
+            elif is_copyable(current) and form_of(current) == value.form and current.device == value.device:
                 copier.put_back(value, current)
             else:
                 del current
@@ -273,7 +275,3 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 def _key(key: Any, numbers: dict[int, int]) -> Any:
     return numbers.get(id(key), key) if isinstance(key, Tensor) else key
-
-
-def _device(t: Tensor | HostedTensor) -> torch.device:
-    return t.form[3] if isinstance(t, HostedTensor) else t.device

@@ -247,21 +247,17 @@ class Window:
 
     def make_room(self, nbytes: int, *, keep: Collection[HostedStorage]) -> None:
         """Free storages, first those with the furthest next use, until `nbytes` more fit or only `keep` is left."""
-        self.settle()
-        kept = {id(entry) for entry in (*keep, *self._of_node)}
         near = set(islice(self.sequence.upcoming(), NEXT_USES))
-        while self._resident_bytes + nbytes > self.limit_bytes:
-            self.settle()  # the last one freed may have lost its last reference
-            choices = [
-                entry
-                for entry in self._entries.values()
-                if entry.where is not Where.ON_HOST and id(entry) not in kept and not entry.is_refused
-            ]
-            if not choices:
-                return
+        while self.resident_bytes + nbytes > self.limit_bytes and (choices := self._choices(keep)):
             self.free(
                 min(choices, key=lambda entry: (entry.key in near, self._cost(entry), -self.sequence.distance(entry.key)))
             )
+
+    def _choices(self, keep: Collection[HostedStorage]) -> list[HostedStorage]:
+        """Storages with device memory that may leave, besides `keep` and those of the node that runs."""
+        kept = {id(entry) for entry in (*keep, *self._of_node)}
+        there = (entry for entry in self._entries.values() if entry.where is not Where.ON_HOST)
+        return [entry for entry in there if id(entry) not in kept and not entry.is_refused]
 
     def _cost(self, entry: HostedStorage) -> int:
         """Rank of the cost of its leaving now: 0 none, 1 wait for a running copy out, 2 a whole copy, 3 it is just coming
@@ -316,22 +312,13 @@ class Window:
 
     def _room_was_made_for(self, wanted: HostedStorage, keep: Collection[HostedStorage]) -> bool:
         """Free, without a wait, storages used later than `wanted`, until it fits. Return True if it does."""
-        until = self.sequence.distance(wanted.key)
-        kept = {id(entry) for entry in (*keep, *self._of_node)}
-        while self._resident_bytes + wanted.charged_bytes > self.limit_bytes:
-            self.settle()  # the last one freed may have lost its last reference
-            choices = [
-                (distance, entry)
-                for entry in self._entries.values()
-                if entry.where in (Where.ON_DEVICE, Where.LEAVING)
-                and id(entry) not in kept
-                and not entry.is_refused
-                and (distance := self.sequence.distance(entry.key)) > until
-                and self._cost(entry) == 0
-            ]
-            if not choices:
+        distance = self.sequence.distance
+        until = distance(wanted.key)
+        while self.resident_bytes + wanted.charged_bytes > self.limit_bytes:
+            later = [entry for entry in self._choices(keep) if distance(entry.key) > until and self._cost(entry) == 0]
+            if not later:
                 return False
-            self.free(max(choices, key=lambda choice: choice[0])[1])
+            self.free(max(later, key=lambda entry: distance(entry.key)))
         return True
 
 

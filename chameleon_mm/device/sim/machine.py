@@ -15,7 +15,8 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from chameleon_mm.device.packing import add_by_operators, check_ends, check_packed, check_sum
 from chameleon_mm.device.protocols import Event
-from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel, Span, touched_bytes
+from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel, touched_bytes
 from chameleon_mm.units import allocated_size, format_size
 
 # --- Observer of a simulated device: it sees the work in the order of issue. It may refuse work or move its bytes later.
@@ -249,6 +250,9 @@ class Ledger:
 # record():        the stream's time and the observer's mark; wait(event): the later of both times
 
 
+_MEMORY = torch.device("cpu")  # device of simulated memory
+
+
 class SimEvent:
     """A point in a simulated stream's work: its virtual time, and the observer's mark of the work before it."""
 
@@ -294,21 +298,51 @@ class SimStream:
     def __repr__(self) -> str:
         return f"<SimStream {self.name} at {self.ready_us:.1f} us>"
 
+    @contextmanager
+    def _launching(self, host_us: float) -> Iterator[Machine]:
+        """Context for one call on this stream, which takes the host `host_us`. Holds the lock."""
+        machine = self._machine
+        with machine.lock:
+            machine.ledger.settle()
+            machine.host_us += host_us
+            machine.observer.launch(self)
+            yield machine
+
     def alloc(self, nbytes: int) -> Tensor:
-        """Allocate as `Stream.alloc` does."""
-        return self._machine.allocate(self, nbytes)
+        with self._launching(self._machine.cost.view_us) as machine:
+            machine.ledger.make_room(nbytes)
+            buffer = plain_bytes(nbytes)
+            machine.ledger.adopt(buffer.untyped_storage())
+            machine.observer.allocated(self, buffer.untyped_storage())
+            return buffer
 
     def free(self, buffer: Tensor) -> None:
         """Free as `Stream.free` does. The buffer counts as allocated until its last reference is dropped."""
-        self._machine.free(self, buffer)
+        with self._launching(0.0) as machine:
+            machine.observer.freed(self, buffer)
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Resize as `Stream.resize` does."""
-        self._machine.resize(self, storage, nbytes)
+        with self._launching(self._machine.cost.view_us) as machine:
+            if not nbytes:
+                machine.observer.emptied(self, storage)
+            machine.ledger.resize(storage, nbytes)
+            if nbytes:
+                machine.observer.allocated(self, storage)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         """Copy as `Stream.copy` does. Raises `ValueError` also if both ends lie in host memory."""
-        self._machine.copy(self, dst, src, speculative=speculative)
+        machine = self._machine
+        check_ends("copy", dst, src, _MEMORY)
+        machine.observer.check_move("copy", [(dst, src)])
+        with machine.lock:
+            machine.ledger.settle()
+            to_host, from_host = machine.is_host(dst), machine.is_host(src)
+            if to_host and from_host:
+                raise ValueError("copy: expected at least one end in device memory, got two of pinned host memory")
+            with self._launching(machine.cost.copy_us):
+                direction = "d2h" if to_host else "h2d" if from_host else "d2d"
+                machine.observer.move(self, f"{direction} copy", [(dst, src)], speculative=speculative)
+                machine.transfer(self, src.numel(), to_host=to_host, from_host=from_host)
 
     def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
         """Copy as `Stream.copy_storage` does. Raises `ValueError` as `copy` does."""
@@ -320,27 +354,61 @@ class SimStream:
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Pack as `Stream.pack` does. It costs one launch, and the time to read and write the bytes in device memory. Raises
         `ValueError` also for host memory."""
-        self._machine.pack(self, "pack", sources, dst, offsets)
+        self._run_packing("pack", sources, dst, offsets)
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         """Unpack as `Stream.unpack` does, priced and checked as `pack` is."""
-        self._machine.pack(self, "unpack", destinations, src, offsets)
+        self._run_packing("unpack", destinations, src, offsets)
+
+    def _run_packing(self, what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> None:
+        machine = self._machine
+        check_packed(what, buffers, staging, offsets, _MEMORY)
+        with torch._C._DisableTorchDispatch():  # an active mode would count it as an operator of the model
+            parts = [staging.narrow(0, at, buffer.numel()) for buffer, at in zip(buffers, offsets, strict=True)]
+        pairs = list(zip(parts, buffers, strict=True) if what == "pack" else zip(buffers, parts, strict=True))
+        machine.observer.check_move(what, pairs)
+        total = sum(src.numel() for _, src in pairs)
+        if total == 0:
+            return
+        with machine.lock:
+            machine.ledger.settle()
+            for i, pair in enumerate(pairs):
+                if any(machine.is_host(t) for t in pair):
+                    raise ValueError(
+                        f"{what}: expected buffers in device memory, but of buffer {i} and the staging buffer one is pinned "
+                        f"host memory: copy it, or give memory from Stream.alloc"
+                    )
+            with self._launching(machine.cost.triton_launch_us + machine.cost.packed_tensor_us * len(pairs)):
+                machine.observer.move(self, what, pairs, speculative=False)
+                machine.run_kernel(self, machine.cost.device_copy_us(total))
 
     def add_checksum(self, out: Tensor, src: Tensor) -> None:
         """Add as `Stream.add_checksum` does. It costs one launch and the time to read the bytes. Raises `ValueError` also for
         host memory, and on a stream for copies."""
-        check_sum(out, src, torch.device("cpu"))
-        self._machine.add_checksum(self, out, src)
+        machine = self._machine
+        check_sum(out, src, _MEMORY)
+        if self.for_copies:
+            raise ValueError(f"checksum: expected a compute stream, got {self.name}, which is for copies: use current_stream()")
+        with machine.lock:
+            machine.ledger.settle()
+            if machine.is_host(src) or machine.is_host(out):
+                raise ValueError("checksum: expected buffers in device memory, got one of pinned host memory: copy it")
+            with self._launching(machine.cost.triton_launch_us):
+                label = f"checksum on {self.name}"
+                moved = machine.access(self, [src], write=False, label=label)
+                moved += machine.access(self, [out], write=True, label=label)
+                machine.run_kernel(self, machine.cost.device_copy_us(moved // 2))
+                with torch._C._DisableTorchDispatch(), torch.no_grad():
+                    add_by_operators(out.view(torch.int64), src)
 
     def record(self, *, timed: bool = False) -> SimEvent:
-        """Record as `Stream.record` does."""
         return self._machine.record((self,), timed=timed)
 
     def record_again(self, event: Event) -> None:
         """Record as `Stream.record_again` does. Raises `TypeError` for an event of another kind of device."""
         if not isinstance(event, SimEvent):
             raise TypeError(f"record_again: expected an event of the simulator, got {type(event).__name__}: use one device")
-        now = self._machine.record((self,))
+        now = self.record()
         event.time_us, event.mark = now.time_us, now.mark
 
     def is_current(self) -> bool:
@@ -353,12 +421,12 @@ class SimStream:
             raise TypeError(f"wait: expected an event of the simulator, got {type(event).__name__}: use one device throughout")
         if event.machine is not self._machine:
             raise ValueError("wait: expected an event of this simulated device, got another one's: use one device throughout")
-        self._machine.stream_waits(self, event)
+        with self._launching(self._machine.cost.event_us) as machine:
+            self.ready_us = max(self.ready_us, event.time_us)
+            machine.observer.stream_waits(self, event.mark)
 
 
 # --- machine
-
-_MEMORY = torch.device("cpu")  # device of simulated memory
 
 
 class Machine:
@@ -373,9 +441,10 @@ class Machine:
         self.observe(SimObserver())
         self._streams: list[SimStream] = []
         spec = cost.spec
-        self._d2h = CopyEngine(spec.d2h_gbps, spec.duplex_gbps - spec.h2d_gbps)
-        self._h2d = CopyEngine(spec.h2d_gbps, spec.duplex_gbps - spec.d2h_gbps)
-
+        self.engines = {
+            "d2h": CopyEngine(spec.d2h_gbps, spec.duplex_gbps - spec.h2d_gbps),
+            "h2d": CopyEngine(spec.h2d_gbps, spec.duplex_gbps - spec.d2h_gbps),
+        }
         self._thread = threading.local()
         self._default = self.make_stream("compute", for_copies=False)
 
@@ -421,11 +490,6 @@ class Machine:
             for stream in self._streams:
                 self.host_waits_for(stream)
 
-    def host_memory(self, memory: Tensor) -> None:
-        """Register pinned memory. `memory` is all of its storage."""
-        with self.lock:
-            self.ledger.adopt(memory.untyped_storage(), host=True)
-
     def forget_host_memory(self, memory: Tensor) -> None:
         """Free pinned memory."""
         with self.lock:
@@ -450,100 +514,11 @@ class Machine:
             ready_us = max(stream.ready_us for stream in streams)
             return SimEvent(self, max(ready_us, self.host_us), self.observer.passed(streams), timed)
 
-    def stream_waits(self, stream: SimStream, event: SimEvent) -> None:
-        with self.lock:
-            self.host_us += self.cost.event_us
-            self.observer.launch(stream)
-            stream.ready_us = max(stream.ready_us, event.time_us)
-            self.observer.stream_waits(stream, event.mark)
+    # --- work on streams, under the lock
 
-    def allocate(self, stream: SimStream, nbytes: int) -> Tensor:
-        with self.lock:
-            self.ledger.settle()
-            self.host_us += self.cost.view_us
-            self.observer.launch(stream)
-            self.ledger.make_room(nbytes)
-            buffer = plain_bytes(nbytes)
-            self.ledger.adopt(buffer.untyped_storage())
-            self.observer.allocated(stream, buffer.untyped_storage())
-            return buffer
-
-    def free(self, stream: SimStream, tensor: Tensor) -> None:
-        with self.lock:
-            self.ledger.settle()
-            self.observer.launch(stream)
-            self.observer.freed(stream, tensor)
-
-    def resize(self, stream: SimStream, storage: torch.UntypedStorage, nbytes: int) -> None:
-        with self.lock:
-            self.ledger.settle()
-            self.host_us += self.cost.view_us
-            self.observer.launch(stream)
-            if not nbytes:
-                self.observer.emptied(stream, storage)
-            self.ledger.resize(storage, nbytes)
-            if nbytes:
-                self.observer.allocated(stream, storage)
-
-    # --- work on streams
-
-    def copy(self, stream: SimStream, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
-        check_ends("copy", dst, src, _MEMORY)
-        self.observer.check_move("copy", [(dst, src)])
-        with self.lock:
-            self.ledger.settle()
-            to_host, from_host = self._adopt(dst).host, self._adopt(src).host
-            if to_host and from_host:
-                raise ValueError("copy: expected at least one end in device memory, got two of pinned host memory")
-            self.host_us += self.cost.copy_us
-            self.observer.launch(stream)
-            direction = "d2h" if to_host else "h2d" if from_host else "d2d"
-            self.observer.move(stream, f"{direction} copy", [(dst, src)], speculative=speculative)
-            self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
-
-    def pack(self, stream: SimStream, what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> None:
-        """Run one kernel: `what` is "pack" or "unpack"."""
-        check_packed(what, buffers, staging, offsets, _MEMORY)
-        with torch._C._DisableTorchDispatch():  # an active mode would count it as an operator of the model
-            parts = [staging.narrow(0, at, buffer.numel()) for buffer, at in zip(buffers, offsets, strict=True)]
-        pairs = list(zip(parts, buffers, strict=True) if what == "pack" else zip(buffers, parts, strict=True))
-        self.observer.check_move(what, pairs)
-        total = sum(src.numel() for _, src in pairs)
-        if total == 0:
-            return
-        with self.lock:
-            self.ledger.settle()
-            for i, pair in enumerate(pairs):
-                if any(self._adopt(t).host for t in pair):
-                    raise ValueError(
-                        f"{what}: expected buffers in device memory, but of buffer {i} and the staging buffer one is pinned "
-                        f"host memory: copy it, or give memory from Stream.alloc"
-                    )
-            self.host_us += self.cost.triton_launch_us + self.cost.packed_tensor_us * len(pairs)
-            self.observer.launch(stream)
-            self.observer.move(stream, what, pairs, speculative=False)
-            self.run_kernel(stream, self.cost.device_copy_us(total))
-
-    def add_checksum(self, stream: SimStream, out: Tensor, src: Tensor) -> None:
-        """Run one checksum kernel on a compute stream, in program order."""
-        if stream.for_copies:
-            raise ValueError(
-                f"checksum: expected a compute stream, got {stream.name}, which is for copies: use current_stream()"
-            )
-        with self.lock:
-            self.ledger.settle()
-            if self._adopt(src).host or self._adopt(out).host:
-                raise ValueError("checksum: expected buffers in device memory, got one of pinned host memory: copy it")
-            self.host_us += self.cost.triton_launch_us
-            self.observer.launch(stream)
-            label = f"checksum on {stream.name}"
-            moved = self.access(stream, [src], write=False, label=label) + self.access(stream, [out], write=True, label=label)
-            self.run_kernel(stream, self.cost.device_copy_us(moved // 2))
-            with torch._C._DisableTorchDispatch(), torch.no_grad():
-                add_by_operators(out.view(torch.int64), src)
-
-    def _adopt(self, end: Tensor) -> Buffer:
-        return self.ledger.adopt(end.untyped_storage())
+    def is_host(self, end: Tensor) -> bool:
+        """True if the tensor lies in pinned host memory."""
+        return self.ledger.adopt(end.untyped_storage()).host
 
     def transfer(self, stream: SimStream, nbytes: int, *, to_host: bool, from_host: bool) -> None:
         """Add the time of a copy to the stream: on a copy engine of the link, or inside device memory."""
@@ -551,14 +526,10 @@ class Machine:
         if to_host == from_host:
             stream.ready_us = ready + self.cost.device_copy_us(nbytes)
             return
-        engine, other = (self._d2h, self._h2d) if to_host else (self._h2d, self._d2h)
+        engine, other = map(self.engines.__getitem__, ("d2h", "h2d") if to_host else ("h2d", "d2h"))
         engine.forget_before(self.host_us)
         other.forget_before(self.host_us)
         stream.ready_us = engine.schedule(nbytes, ready, other).end_us
-
-    def copy_spans(self, direction: str) -> tuple[Span, ...]:
-        with self.lock:
-            return tuple({"d2h": self._d2h, "h2d": self._h2d}[direction].spans)
 
     def run_kernel(self, stream: SimStream, price_us: float) -> None:
         stream.ready_us = max(stream.ready_us, self.host_us) + price_us
@@ -567,11 +538,11 @@ class Machine:
         """Report to the observer that `stream` reads or writes these tensors now. Returns the bytes touched."""
         total = 0
         for t in tensors:
-            self.observer.access(stream, self._adopt(t), t, write=write, label=label)
+            self.observer.access(stream, self.ledger.adopt(t.untyped_storage()), t, write=write, label=label)
             total += touched_bytes(t)
         return total
 
     def host_access(self, tensors: Iterable[Tensor], *, write: bool, label: str) -> None:
         """Report to the observer that the host accesses these tensors in pinned memory, before all its later launches."""
         for t in tensors:
-            self.observer.host_access(self._adopt(t), t, write=write, label=label)
+            self.observer.host_access(self.ledger.adopt(t.untyped_storage()), t, write=write, label=label)

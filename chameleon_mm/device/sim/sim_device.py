@@ -68,7 +68,7 @@ class SimCompute(TorchDispatchMode):
             machine.ledger.settle()
             stream = machine.current_stream()
             machine.observer.launch(stream)
-            hosts = [machine.ledger.adopt(t.untyped_storage()).host for t in call.inputs.values()]
+            hosts = [machine.is_host(t) for t in call.inputs.values()]
             if facts.kernel and hosts and all(hosts) and (facts.in_place or facts.host_reads):
                 return self._run_on_host(call)
             label = f"{facts.name} on {stream.name}"
@@ -104,7 +104,7 @@ class SimCompute(TorchDispatchMode):
         machine, facts = self.machine, call.facts
         machine.host_us += machine.cost.launch_us
         if facts.copies and reads_host:
-            ends = [machine.ledger.adopt(t.untyped_storage()).host for t in call.written.values()]
+            ends = [machine.is_host(t) for t in call.written.values()]
             machine.transfer(stream, written_bytes, to_host=all(ends), from_host=not all(ends))
             if not call.non_blocking:
                 machine.host_waits_for(stream)
@@ -190,7 +190,8 @@ class SimDevice:
 
     def _host_memory(self, nbytes: int) -> Tensor:
         memory = pageable_memory(nbytes)
-        self._machine.host_memory(memory)
+        with self._machine.lock:
+            self._machine.ledger.adopt(memory.untyped_storage(), host=True)
         return memory
 
     def free_pinned(self, memory: Tensor) -> None:
@@ -275,7 +276,8 @@ class SimDevice:
 
     def copy_spans(self, direction: str) -> tuple[Span, ...]:
         """Latest copies on the engine of "d2h" or "h2d": those that a copy issued now may overlap."""
-        return self._machine.copy_spans(direction)
+        with self._machine.lock:
+            return tuple(self._machine.engines[direction].spans)
 
     def compute(self) -> AbstractContextManager[SimDevice]:
         """Return a context as `Device.compute` does: CPU ops of this thread, backward included, run on `current_stream()`."""

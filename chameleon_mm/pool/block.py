@@ -31,10 +31,8 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Device, Event, Stream
-from chameleon_mm.errors import BlockInUseError, BlockReleasedError, HostMemoryExhausted, check_method, describe
+from chameleon_mm.errors import BlockInUseError, BlockReleasedError, check_method, describe
 from chameleon_mm.pool.chunks import LateEvent, recorded
-from chameleon_mm.pool.host_memory import AvailableMemory
-from chameleon_mm.units import format_size
 
 # --- Views of a block that keep it alive, and tensors over a whole block:
 #
@@ -66,11 +64,6 @@ def as_tensor(view: BlockView, shape: tuple[int, ...], dtype: torch.dtype) -> Te
         return torch.from_numpy(flat).view(dtype).view(shape)
 
 
-def as_array(view: BlockView, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return `view` as a contiguous array, which holds it."""
-    return np.ndarray(shape, dtype, buffer=np.asarray(view))
-
-
 def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return the sizes of `shape`; a number is a shape of one dimension. `what` names the function in the error.
 
@@ -86,14 +79,13 @@ def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def tensor_nbytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, limit: int | None = None) -> int:
-    """Return the bytes of a tensor. Raises `ValueError` for a shape that takes more than `limit`, `TypeError` for no dtype."""
+def check_dtype(what: str, dtype: torch.dtype) -> None:
+    """Raise `TypeError` if `dtype` is none of torch's."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(
             f"{what}: expected a torch.dtype such as torch.float32, got {describe(dtype)}; an array with a "
             f"dtype of NumPy's is allocate(nbytes).numpy(shape, dtype)"
         )
-    return nbytes_of(what, shape, dtype, limit)
 
 
 def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -108,17 +100,6 @@ def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     if kind.hasobject:
         raise ValueError(f"numpy: expected a dtype of plain bytes, got {kind}; pinned memory cannot hold Python objects")
     return kind
-
-
-def nbytes_of(what: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any], limit: int | None) -> int:
-    """Return the bytes of a tensor or an array. Raises `ValueError` for a shape that takes more than `limit`."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if limit is not None and nbytes > limit:
-        raise ValueError(
-            f"{what}: expected a shape of at most {limit} bytes, got {shape} of {dtype} = {nbytes} bytes; "
-            f"allocate a larger block"
-        )
-    return nbytes
 
 
 # --- block
@@ -158,6 +139,9 @@ class PinnedBlock:
 
     __slots__ = ("__weakref__", "_memory", "_met", "_owner", "_start", "_take_turn", "_views", "nbytes", "pending_events")
 
+    pageable = False
+    """True if this is pageable memory, because no more could be pinned."""
+
     def __init__(
         self, owner: Owner, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
     ) -> None:
@@ -176,11 +160,6 @@ class PinnedBlock:
     @property
     def released(self) -> bool:
         return not self._take_turn
-
-    @property
-    def pageable(self) -> bool:
-        """True if this is pageable memory, because no more could be pinned."""
-        return False
 
     @property
     def buffer(self) -> Tensor:
@@ -204,13 +183,14 @@ class PinnedBlock:
         `BlockReleasedError` after the release.
         """
         sizes = plain_shape("tensor", shape)
-        return as_tensor(self._view(tensor_nbytes("tensor", sizes, dtype, self.nbytes), "tensor"), sizes, dtype)
+        check_dtype("tensor", dtype)
+        return as_tensor(self._view("tensor", sizes, dtype), sizes, dtype)
 
     def numpy(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return the memory as a NumPy array, under the conditions of `tensor`. Also raises `ValueError` for a dtype of Python
         objects."""
         sizes, kind = plain_shape("numpy", shape), plain_dtype(dtype)
-        return as_array(self._view(nbytes_of("numpy", sizes, kind, self.nbytes), "numpy"), sizes, kind)
+        return np.ndarray(sizes, kind, buffer=np.asarray(self._view("numpy", sizes, kind)))
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -308,10 +288,17 @@ class PinnedBlock:
     def _bytes(self, what: str) -> Any:
         """Return all of the memory as an array, for the protocols. Any: its type declares them only for some versions of Python
         and NumPy."""
-        return np.asarray(self._view(self.nbytes, what))
+        return np.asarray(self._view(what, (self.nbytes,), np.dtype(np.uint8)))
 
-    def _view(self, nbytes: int, what: str) -> BlockView:
-        """Return a recorded view of the first `nbytes`. The host waits, because it may access them next."""
+    def _view(self, what: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> BlockView:
+        """Return a recorded view of the first bytes. The host waits, because it may access them next. Raises `ValueError` for a
+        shape that takes more than the block."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self.nbytes:
+            raise ValueError(
+                f"{what}: expected a shape of at most {self.nbytes} bytes, got {shape} of {dtype} = {nbytes} bytes; "
+                f"allocate a larger block"
+            )
         self._check_live(what)
         self.synchronize()
         views = self._views
@@ -343,9 +330,7 @@ class PageableBlock(PinnedBlock):
 
     __slots__ = ()
 
-    @property
-    def pageable(self) -> bool:
-        return True
+    pageable = True
 
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         super()._return(ticket, events)
@@ -407,26 +392,3 @@ class PageableLedger:
         self._live.clear()
         self._ending.clear()
         self.nbytes = 0
-
-
-class PageableSource:
-    """Pageable memory from `device`, within the available memory of the machine and its control groups. Thread-safe."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._memory = AvailableMemory()
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """Return a flat uint8 tensor of `nbytes`. Raises `HostMemoryExhausted`.
-
-        If the system reports no available memory, only the device decides.
-        """
-        available = self._memory.read(taking=nbytes)
-        if 0 < available < nbytes:
-            raise HostMemoryExhausted(
-                f"pageable memory: asked for {nbytes} bytes, but {format_size(available)} of host memory are available; "
-                f"release blocks, ask for less, or give the process more memory"
-            )
-        # It outlives the current mode, and a tensor made under inference_mode cannot be written outside of it.
-        with torch.inference_mode(mode=False):
-            return self._device.alloc_pageable(nbytes)

@@ -209,25 +209,20 @@ class FreeList:
 
     def is_region_free(self, base: int) -> bool:
         """True if no block of the region at `base` is live. Raises `ValueError` for an offset that starts no region."""
-        lowest, units = self._region(base)
+        if base not in self._regions:
+            raise ValueError(f"expected the offset that add_region gave for a region that still is, got {base}")
+        lowest, units = self._regions[base]
         return lowest.free and lowest.units == units
 
     def remove_region(self, base: int) -> int:
         """Remove the region at `base` and return its bytes."""
-        lowest, units = self._region(base)
-        if not (lowest.free and lowest.units == units):
+        if not self.is_region_free(base):
             raise ValueError(f"remove_region: expected a region without live blocks, got the one at {base}; free them first")
+        lowest, units = self._regions.pop(base)
         self._leave(lowest)
-        del self._regions[base]
         self._capacity_units -= units
         self._free_units -= units
         return units << self._shift
-
-    def _region(self, base: int) -> tuple[_Span, int]:
-        region = self._regions.get(base)
-        if region is None:
-            raise ValueError(f"expected the offset that add_region gave for a region that still is, got {base}")
-        return region
 
     def _enter(self, span: _Span, units: int) -> None:
         """Make `span` a free block of `units`, the newest of its size."""

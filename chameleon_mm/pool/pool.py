@@ -19,6 +19,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from heapq import nlargest
+from math import prod
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,11 +31,11 @@ from chameleon_mm.device.cuda import cupy_cuda
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError, check_method, check_type
-from chameleon_mm.pool.block import PageableBlock, PageableSource, PinnedBlock, Ticket, plain_shape, tensor_nbytes
+from chameleon_mm.pool.block import PageableBlock, PinnedBlock, Ticket, check_dtype, plain_shape
 from chameleon_mm.pool.chunks import Chunks
 from chameleon_mm.pool.free_list import Units
 from chameleon_mm.pool.growth import Growth
-from chameleon_mm.pool.host_memory import MemoryLimit
+from chameleon_mm.pool.host_memory import AvailableMemory, MemoryLimit
 from chameleon_mm.pool.ledger import Ledger, PoolStats
 from chameleon_mm.units import format_size, parse_size
 
@@ -87,7 +88,7 @@ class PinnedPool:
         self._ledger = Ledger(self._chunks)
         self._returned = self._ledger.returned
         self._growth = Growth(self._ledger, limit)
-        self._pageable_source = PageableSource(self.device)
+        self._available = AvailableMemory()
         self._pid = os.getpid()
         # The finalizer must not hold the pool, only the parts that it needs. Never at exit: the driver may be gone by then.
         weakref.finalize(self, _free_all, self.device, self._ledger, self._pid).atexit = False
@@ -147,7 +148,15 @@ class PinnedPool:
         `HostMemoryExhausted`.
         """
         nbytes = parse_size(nbytes, what="allocate")
-        memory = self._pageable_source.allocate(nbytes)
+        available = self._available.read(taking=nbytes)
+        if 0 < available < nbytes:  # 0: the system does not say, so only the device decides
+            raise HostMemoryExhausted(
+                f"pageable memory: asked for {nbytes} bytes, but {format_size(available)} of host memory are available; "
+                f"release blocks, ask for less, or give the process more memory"
+            )
+        # It outlives the current mode, and a tensor made under inference_mode cannot be written outside of it.
+        with torch.inference_mode(mode=False):
+            memory = self.device.alloc_pageable(nbytes)
         ledger = self._ledger
         with ledger.lock:
             ledger.check_open("allocate_pageable")
@@ -164,11 +173,11 @@ class PinnedPool:
         `allocate`, `ValueError` for sizes below 0, and `TypeError` for an invalid shape or dtype.
         """
         sizes = plain_shape("empty", shape)
-        return self.allocate(tensor_nbytes("empty", sizes, dtype)).tensor(sizes, dtype)
+        check_dtype("empty", dtype)
+        return self.allocate(prod(sizes) * dtype.itemsize).tensor(sizes, dtype)
 
     def as_cupy_allocator(self) -> CupyAllocator:
         """Return this pool as an allocator for `cupy.cuda.set_pinned_memory_allocator`."""
-
         return CupyAllocator(self)
 
     def take_back(self) -> None:

@@ -50,7 +50,9 @@ class GradientOnHost(NamedTuple):
         """Restore the gradient in place (a DDP bucket may alias it); allocate a new tensor if it was freed."""
         grad, copy = self.of(), self.copy
         if grad is not None and (form_of(grad), grad.device) == (copy.form, copy.device):
-            copier.fill(copy, grad)
+            dense_bytes(grad)  # here, and not in the executor's lock, it is brought back if it is away
+            with torch._C.DisableTorchFunction():
+                copier.fill(copy, grad)
         else:
             grad = parameter.grad = None  # frees the step's gradient
             grad = copier.made_from(copy)
@@ -146,7 +148,8 @@ class StepStart:
             return None
         if dense_bytes(grad) is None or not grad.numel() or not self._device.owns(grad):
             return grad.detach().clone()
-        return GradientOnHost(self._copier.copy(grad), TensorWeakRef(grad))
+        with torch._C.DisableTorchFunction():
+            return GradientOnHost(self._copier.copy(grad), TensorWeakRef(grad))
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -88,7 +88,7 @@ Reading = tuple[int, int, int]
 def reader(index: int) -> Callable[[], Reading]:
     """Return a function that reads the memory of GPU `index`. CUDA must be initialised."""
     of_torch = partial(torch_reader, index)
-    module = None if torch.version.cuda is None else native.load("memory")
+    module = native.load("memory")
     if module is None:
         return of_torch
     helper: Callable[[], Reading] = partial(module.read, index)
@@ -180,11 +180,6 @@ def _check(call: str, status: Any) -> None:
 
 SEGMENT_BYTES = 20 * MIB
 """Bytes by which torch's allocator grows for a small request (`kLargeBuffer` in c10/core/AllocatorConfig.h)."""
-
-
-def helper() -> ModuleType | None:
-    """Return the C++ helper, or None if it is not built for this torch."""
-    return None if torch.version.cuda is None else native.load("reclaim")
 
 
 class CudaAllocatorHook:
@@ -383,7 +378,7 @@ class CudaDevice:
             torch.cuda.empty_cache()
 
     def allocator_hook(self) -> CudaAllocatorHook | None:
-        module = helper()
+        module = native.load("reclaim")
         return None if module is None else CudaAllocatorHook(module, self.index)
 
     def native_loop(self, streams: tuple[Stream, Stream]) -> tuple[ModuleType, int, tuple[int, int]] | None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
-from chameleon_mm.state.window import UNKNOWN, UseSequence, beside_window
+from chameleon_mm.state.window import UNKNOWN, DeviceBesideWindow, UseSequence
 from chameleon_mm.units import KIB, MIB
 
 SEQUENCES = st.lists(st.integers(0, 5), min_size=1, max_size=12).map(
@@ -99,7 +99,7 @@ class Set:
 
 
 def test_memory_beside_a_window_counts_it_at_its_full_size(sim: cm.SimDevice) -> None:
-    seen, beside = beside_window(sim)
+    seen = beside = DeviceBesideWindow(sim)
     with sim.compute():
         held = torch.ones(MIB)
         before = seen.read_memory()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from chameleon_mm.state.optimizer_swap import BUCKET_BYTES, OptimizerSwap, check
 from chameleon_mm.state.parameter_swap import ParameterSwap, check_parameters
 from chameleon_mm.state.rerun import Repair
 from chameleon_mm.state.snapshots import Snapshots
-from chameleon_mm.state.window import DeviceBesideWindow, beside_window
+from chameleon_mm.state.window import DeviceBesideWindow
 from chameleon_mm.swap.budget import check_budget
 from chameleon_mm.swap.checksums import Checksums
 from chameleon_mm.swap.executor import Executor
@@ -58,8 +58,8 @@ class ModelSwap:
         """Return the device for the executor: it may count a window for parameters."""
         if self._model is None:
             return device
-        seen, self._beside = beside_window(device)
-        return seen
+        self._beside = DeviceBesideWindow(device)
+        return cast(Device, self._beside)  # which has all that it has not from `device`
 
     def bind(self, executor: Executor, hbm_budget_bytes: int) -> None:
         """Swap with the executor's link, pool and budget. Raises `InfeasibleBudget`."""

@@ -57,7 +57,6 @@ def folder() -> Path:
 
 
 def useful() -> list[str]:
-    """The helpers that are of use with the torch that is installed."""
     return [name for name in HELPERS if name not in OF_CUDA or torch.version.cuda is not None]
 
 
@@ -80,7 +79,6 @@ def file_of(name: str) -> Path:
 
 
 def builds() -> list[Path]:
-    """Every build that is there. Raises as `folder` does."""
     return sorted(path for name in HELPERS for path in folder().glob(f"chameleon_mm_{name}-*"))
 
 
@@ -168,8 +166,6 @@ def _compile(command: list[str], name: str, target: Path) -> None:
 
 
 class Status(NamedTuple):
-    """Whether a helper is used, in words."""
-
     active: bool
     words: str
 

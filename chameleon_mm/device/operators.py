@@ -131,8 +131,6 @@ def _has(name: str, key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """Facts about one operator overload."""
-
     name: str
     composite: bool = False
     """True if dense tensors run it decomposed into other operators, because the device has no kernel for it."""
@@ -167,7 +165,35 @@ class OpFacts:
         schema and gets the safe assumptions."""
         if isinstance(func, torch._ops.HigherOrderOperator):
             return OpFacts(func.name(), kernel=True, random=True)
-        return _from_schema(func, device_type)
+        schema = func._schema
+        namespace, _, name = schema.name.partition("::")
+        aliases = [r.alias_info for r in schema.returns]
+        written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        is_view = any(a is not None for a in aliases) and not written
+        gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
+        runs = gives_tensors or bool(written) or name in _HOST_READS
+        # `prim` operators are all queries. The dispatcher's table lacks them, and a lookup there raises.
+        composite = namespace != "prim" and composite_on(func.name(), device_type)
+        return OpFacts(
+            name,
+            composite=composite,
+            kernel=not is_view and name not in _NO_KERNEL and runs,
+            question=not composite and not runs,
+            uninitialised=name in _UNINITIALISED,
+            copies=name in _COPIES,
+            asks_for_shape=name in _ASKS_FOR_SHAPE,
+            gathers=name in _GATHERS,
+            host_reads=name in _HOST_READS,
+            in_place=bool(written) and all(a is not None for a in aliases),
+            overwrites=name in _OVERWRITES or all(a.kwarg_only for _, a in written),
+            mutated=tuple(i for i, a in written if not a.kwarg_only),
+            mutated_names=tuple(a.name for _, a in written),
+            is_torchs_own=namespace in _TORCHS_OWN,
+            repeatable=not schema.is_mutable and name not in _HIDDEN_WRITES and namespace not in _COLLECTIVES,
+            hidden_writes=name in _HIDDEN_WRITES or (namespace == "c10d" and not written),
+            random=torch.Tag.nondeterministic_seeded in func.tags or namespace not in _TORCHS_OWN,
+            flops=_flop_formula(func),
+        )
 
 
 def running_statistics(facts: OpFacts, args: Sequence[Any]) -> list[Any]:
@@ -204,38 +230,6 @@ def run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
     with mode:
         # Not `decompose`: it prefers Python decompositions, whose bits may differ from eager's.
         return func._op_dk(_COMPOSITE, *args, **kwargs)
-
-
-def _from_schema(func: torch._ops.OpOverload[Any, Any], device_type: str) -> OpFacts:
-    schema = func._schema
-    namespace, _, name = schema.name.partition("::")
-    aliases = [r.alias_info for r in schema.returns]
-    written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    is_view = any(a is not None for a in aliases) and not written
-    gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
-    runs = gives_tensors or bool(written) or name in _HOST_READS
-    # `prim` operators are all queries. The dispatcher's table lacks them, and a lookup there raises.
-    composite = namespace != "prim" and composite_on(func.name(), device_type)
-    return OpFacts(
-        name,
-        composite=composite,
-        kernel=not is_view and name not in _NO_KERNEL and runs,
-        question=not composite and not runs,
-        uninitialised=name in _UNINITIALISED,
-        copies=name in _COPIES,
-        asks_for_shape=name in _ASKS_FOR_SHAPE,
-        gathers=name in _GATHERS,
-        host_reads=name in _HOST_READS,
-        in_place=bool(written) and all(a is not None for a in aliases),
-        overwrites=name in _OVERWRITES or all(a.kwarg_only for _, a in written),
-        mutated=tuple(i for i, a in written if not a.kwarg_only),
-        mutated_names=tuple(a.name for _, a in written),
-        is_torchs_own=namespace in _TORCHS_OWN,
-        repeatable=not schema.is_mutable and name not in _HIDDEN_WRITES and namespace not in _COLLECTIVES,
-        hidden_writes=name in _HIDDEN_WRITES or (namespace == "c10d" and not written),
-        random=torch.Tag.nondeterministic_seeded in func.tags or namespace not in _TORCHS_OWN,
-        flops=_flop_formula(func),
-    )
 
 
 def _flop_formula(func: torch._ops.OpOverload[Any, Any]) -> FlopFormula | None:

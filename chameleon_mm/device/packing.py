@@ -70,8 +70,6 @@ PACK_PROGRAMS = 16
 
 
 class PackedOffsets(NamedTuple):
-    """Offsets of packed buffers."""
-
     offsets: list[int]
     """Bytes from the start of the staging buffer to each buffer."""
     total_bytes: int
@@ -87,8 +85,6 @@ def packed_offsets(sizes: Sequence[int]) -> PackedOffsets:
 
 
 class PackKernels(NamedTuple):
-    """Kernels that a packer launches, from `chameleon_mm.kernels.pack_kernels`."""
-
     pack: Callable[..., None]
     unpack: Callable[..., None]
 

@@ -60,5 +60,4 @@ class PeakWatch:
             self._was_reset, self._before_bytes = True, 0
 
     def peak(self) -> Peak:
-        """Bounds of the peak until the last reading."""
         return Peak(self._most_bytes, None if self._was_reset else max(self._most_bytes, self.last_bytes))

@@ -29,7 +29,6 @@ class Arena:
         return ArenaPart(self, offset, nbytes)
 
     def let_go(self) -> None:
-        """Let go of one part."""
         self._parts -= 1
         self.release_if_empty()
 
@@ -53,7 +52,6 @@ class ArenaPart:
 
     @property
     def buffer(self) -> Tensor:
-        """The memory as a flat uint8 tensor."""
         assert self._arena is not None, "a part of host memory was used after its release"
         return self._arena.block.buffer[self._offset : self._offset + self.nbytes]
 

@@ -341,54 +341,37 @@ class PageableLedger:
     """The pageable memory of one pool. Not thread-safe: the pool's lock guards it."""
 
     def __init__(self) -> None:
-        self._live: dict[int, Tensor] = {}  # serial -> memory
-        self._ending: list[tuple[Tensor, tuple[Event, ...]]] = []
+        self.live: dict[int, Tensor] = {}
+        """Memory of live blocks, by their serial numbers."""
+        self.ending: list[tuple[Tensor, tuple[Event, ...]]] = []
+        """Memory of released blocks, each with the events until which it is held."""
         self.nbytes = 0
         """Bytes held now: live blocks, and released ones whose last event was incomplete at the last check."""
         self.peak_bytes = 0
 
-    def __contains__(self, serial: int) -> bool:
-        return serial in self._live
-
-    @property
-    def num_live(self) -> int:
-        return len(self._live)
-
-    def live_sizes(self) -> list[int]:
-        """Bytes of each live block."""
-        return [memory.numel() for memory in self._live.values()]
-
-    @property
-    def holds_memory(self) -> bool:
-        return bool(self._live or self._ending)
-
     def add(self, serial: int, memory: Tensor) -> None:
         """Hold `memory` for the block of that serial number."""
         self.drop_complete()
-        self._live[serial] = memory
+        self.live[serial] = memory
         self.nbytes += memory.numel()
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def note_released(self, serial: int, events: tuple[Event, ...]) -> None:
         """Record that the block was released: its memory stays until `events` are complete."""
-        memory = self._live.pop(serial)
+        memory = self.live.pop(serial)
         if events:
-            self._ending.append((memory, events))
+            self.ending.append((memory, events))
         else:
             self.nbytes -= memory.numel()
 
     def drop_complete(self) -> None:
         """Free the memory of released blocks that the device is done with. The host does not wait."""
-        kept = [(memory, events) for memory, events in self._ending if not all(event.query() for event in events)]
-        self.nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self._ending)
-        self._ending = kept
-
-    def ending(self) -> list[Event]:
-        """Events until which memory of released blocks is held. Once they are complete, `drop_complete` frees all of it."""
-        return [event for _, events in self._ending for event in events]
+        kept = [(memory, events) for memory, events in self.ending if not all(event.query() for event in events)]
+        self.nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self.ending)
+        self.ending = kept
 
     def free_all(self) -> None:
         """Free everything. All device work on it must be complete."""
-        self._live.clear()
-        self._ending.clear()
+        self.live.clear()
+        self.ending.clear()
         self.nbytes = 0

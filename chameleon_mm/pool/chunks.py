@@ -186,8 +186,6 @@ to 1.04. Chunks of 1 GiB throughout give 1.03 to 1.05, and seven times the memor
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Pinned region from the device."""
-
     base: int
     memory: Tensor
     pending: PendingRanges = field(default_factory=PendingRanges)
@@ -207,7 +205,7 @@ class Chunks:
     def __init__(self, device: Device, chunk_bytes: int | None) -> None:
         self.device = device
         self.free_list = FreeList(0)
-        self._chunk_bytes = None if chunk_bytes is None else self.free_list.round_up(chunk_bytes)
+        self._chunk_bytes = None if chunk_bytes is None else round_up(chunk_bytes, self.free_list.alignment)
         self._chunks: list[Chunk] = []  # by base: bases only grow
         self._bases: list[int] = []
         self._arrived: deque[Tensor] = deque()  # pinned, and not admitted yet
@@ -226,7 +224,6 @@ class Chunks:
         return bool(self._chunks or self._arrived or self._leaving)
 
     def of(self, offset: int) -> Chunk:
-        """Return the chunk that the block at `offset` lies in."""
         return self._chunks[bisect_right(self._bases, offset) - 1]
 
     def room(self, limit: int) -> int:
@@ -244,22 +241,17 @@ class Chunks:
     def admit(self) -> None:
         """Add the chunks that were pinned."""
         while self._arrived:
-            self._add(self._arrived.popleft())
-
-    def _add(self, memory: Tensor) -> None:
-        base = self.free_list.add_region(memory.numel())
-        self._chunks.append(Chunk(base, memory))
-        self._bases.append(base)
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        _log.debug(
-            "chameleon_mm: pinned pool: reserved a chunk of %s, %s in all",
-            format_size(memory.numel()),
-            format_size(self.reserved_bytes),
-        )
+            memory = self._arrived.popleft()
+            base = self.free_list.add_region(memory.numel())
+            self._chunks.append(Chunk(base, memory))
+            self._bases.append(base)
+            self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+            sizes = format_size(memory.numel()), format_size(self.reserved_bytes)
+            _log.debug("chameleon_mm: pinned pool: reserved a chunk of %s, %s in all", *sizes)
 
     def make_room(self, nbytes: int, limit: int) -> int:
         """Return the size of the next chunk, for a request of `nbytes` that no free block holds."""
-        size = self.free_list.round_up(nbytes)
+        size = round_up(nbytes, self.free_list.alignment)
         if size >= REGISTRATION_LIMIT_BYTES:
             raise HostMemoryExhausted(
                 f"pinned pool: asked for one block of {nbytes} bytes, but one registration of "
@@ -278,7 +270,6 @@ class Chunks:
         return min(wanted, self.room(limit), REGISTRATION_LIMIT_BYTES - self.free_list.alignment)
 
     def unused(self) -> list[Chunk]:
-        """Chunks that hold no block."""
         return [chunk for chunk in self._chunks if self.free_list.is_region_free(chunk.base)]
 
     def shrink(self, limit: int, *, wait: bool) -> bool:
@@ -313,11 +304,8 @@ class Chunks:
             except Exception:
                 self._leaving.appendleft(chunk)
                 raise
-            _log.debug(
-                "chameleon_mm: pinned pool: gave a chunk of %s back, %s left",
-                format_size(chunk.nbytes),
-                format_size(self.reserved_bytes),
-            )
+            sizes = format_size(chunk.nbytes), format_size(self.reserved_bytes)
+            _log.debug("chameleon_mm: pinned pool: gave a chunk of %s back, %s left", *sizes)
 
     def free_all(self) -> None:
         """Free every chunk, even with live blocks. All device work on them must be complete."""

@@ -109,10 +109,6 @@ class FreeList:
     def num_live(self) -> int:
         return len(self._live)
 
-    def round_up(self, nbytes: int) -> int:
-        """Bytes that a block of `nbytes` takes."""
-        return -(-nbytes // self.alignment) * self.alignment
-
     def allocate(self, nbytes: int) -> int | None:
         """Return the offset of a block of at least `nbytes`, or None if no free block is large enough.
 
@@ -215,7 +211,6 @@ class FreeList:
         return lowest.free and lowest.units == units
 
     def remove_region(self, base: int) -> int:
-        """Remove the region at `base` and return its bytes."""
         if not self.is_region_free(base):
             raise ValueError(f"remove_region: expected a region without live blocks, got the one at {base}; free them first")
         lowest, units = self._regions.pop(base)

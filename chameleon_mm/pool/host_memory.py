@@ -15,9 +15,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from chameleon_mm.device.pinning import kernel_text
 from chameleon_mm.units import parse_size
@@ -33,31 +32,22 @@ TRUSTED_SHARE = 16
 """Inverse of the share of a result that may be taken before the next reading: only a reading shows the asker's own use."""
 
 
-class _Version(NamedTuple):
-    """Names of the files of one version of control groups."""
+_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+"""Files with a group's limits, of control groups of versions 2 and 1. memory.high refuses nothing: above it a process is
+delayed until enough is reclaimed, and pinned memory never is. So such a process is as good as stuck."""
 
-    limits: tuple[str, ...]
-    usage: str
-    cache: str
-    """Line of memory.stat with the part of the usage, in all groups below too, that is inactive page cache. The kernel frees
-    that before it refuses memory, so it counts as available, as in MemAvailable. Otherwise a job that has read its data set
-    would find no memory left."""
-    inherited: str
-    """Line of memory.stat with the narrowest limit on the group, also of groups that cannot be seen from here."""
-    conventional: tuple[str, ...]
-    """Usual mount path of the hierarchy, if /proc does not tell."""
+_USAGES = ("memory.current", "memory.usage_in_bytes")
 
+_CACHES = ("total_inactive_file", "inactive_file")
+"""Lines of memory.stat with the part of the usage, in all groups below too, that is inactive page cache: of version 1, of 2.
+The kernel frees that before it refuses memory, so it counts as available, as in MemAvailable. Otherwise a job that has read its
+data set would find no memory left."""
 
-# memory.high refuses nothing: above it a process is delayed until enough is reclaimed, and pinned memory never is. So such a
-# process is as good as stuck.
-_V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file", "", ("sys/fs/cgroup", "sys/fs/cgroup/unified"))
-_V1 = _Version(
-    ("memory.limit_in_bytes",),
-    "memory.usage_in_bytes",
-    "total_inactive_file",
-    "hierarchical_memory_limit",
-    ("sys/fs/cgroup/memory",),
-)
+_INHERITED = "hierarchical_memory_limit"
+"""Line of version 1 with the narrowest limit on the group, also of groups that cannot be seen from here."""
+
+_USUAL_MOUNTS = {True: ("sys/fs/cgroup", "sys/fs/cgroup/unified"), False: ("sys/fs/cgroup/memory",)}
+"""Usual mount paths of version 2 and of version 1, if /proc does not tell."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
@@ -127,17 +117,13 @@ def _of_cgroups(root: Path) -> Iterator[int]:
         if len(fields) != 3:
             continue
         hierarchy, controllers, path = fields
-        if hierarchy == "0" and not controllers:
-            version = _V2
-        elif "memory" in controllers.split(","):
-            version = _V1
-        else:
-            continue
-        for mount, mounted in _mounts(root, version):
-            yield from _up_from(mount, _below(path, mounted), version)
+        is_v2 = hierarchy == "0" and not controllers
+        if is_v2 or "memory" in controllers.split(","):
+            for mount, mounted in _mounts(root, is_v2=is_v2):
+                yield from _up_from(mount, _below(path, mounted))
 
 
-def _mounts(root: Path, version: _Version) -> list[tuple[Path, str]]:
+def _mounts(root: Path, *, is_v2: bool) -> list[tuple[Path, str]]:
     """Return `(mount point, the group that is mounted there)` of each mount of the hierarchy that accounts for memory.
 
     In a container that is often the container's own group, not the root; next to version 1, version 2 is in a subfolder.
@@ -148,9 +134,9 @@ def _mounts(root: Path, version: _Version) -> list[tuple[Path, str]]:
         where, what = before.split(), after.split()
         if len(where) < 5 or len(what) < 3:
             continue
-        if what[0] == "cgroup2" if version is _V2 else what[0] == "cgroup" and "memory" in what[2].split(","):
+        if what[0] == "cgroup2" if is_v2 else what[0] == "cgroup" and "memory" in what[2].split(","):
             found.append((root / _unescape(where[4]).lstrip("/"), _unescape(where[3])))
-    return found or [(root / place, "/") for place in version.conventional]
+    return found or [(root / place, "/") for place in _USUAL_MOUNTS[is_v2]]
 
 
 def _below(path: str, mounted: str) -> list[str]:
@@ -160,21 +146,16 @@ def _below(path: str, mounted: str) -> list[str]:
     return [] if ".." in way else way  # a group outside of the namespace: it has no path here
 
 
-def _up_from(mount: Path, way: list[str], version: _Version) -> Iterator[int]:
+def _up_from(mount: Path, way: list[str]) -> Iterator[int]:
     """Yield the bytes that each group leaves, from the end of the way up to the mount, without groups that cannot be seen."""
     for depth in range(len(way), -1, -1):
         group = mount.joinpath(*way[:depth])
-        stat = _stat(group)
-        limits = [limit for name in version.limits if (limit := _number(group / name)) is not None]
-        limits += [stat[version.inherited]] if version.inherited in stat else []
-        usage = _number(group / version.usage)
-        if limits and usage is not None:
-            yield min(limits) - usage + min(usage, stat.get(version.cache, 0))
-
-
-def _stat(group: Path) -> dict[str, int]:
-    pairs = (line.partition(" ") for line in kernel_text(group / "memory.stat").splitlines())
-    return {name: int(value) for name, _, value in pairs if value.isdecimal()}
+        stat = dict(line.partition(" ")[::2] for line in kernel_text(group / "memory.stat").splitlines())
+        limits = _numbers([*(kernel_text(group / name) for name in _LIMITS), stat.get(_INHERITED, "")])
+        usage = _numbers(kernel_text(group / name) for name in _USAGES)
+        cache = _numbers(stat.get(name, "") for name in _CACHES)
+        if limits and usage:
+            yield min(limits) - usage[0] + min(usage[0], (*cache, 0)[0])
 
 
 def _parts(path: str) -> list[str]:
@@ -186,9 +167,8 @@ def _unescape(path: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
-def _number(path: Path) -> int | None:
-    text = kernel_text(path)
-    return int(text) if text.isdecimal() else None  # "max": no limit
+def _numbers(texts: Iterable[str]) -> list[int]:
+    return [int(text) for text in texts if text.isdecimal()]  # not "max": no limit
 
 
 class AvailableMemory:

@@ -71,11 +71,11 @@ class Ledger:
     @property
     def num_live(self) -> int:
         """Number of live blocks, including those released since the last `drain`."""
-        return len(self._live) + self.pageable.num_live
+        return len(self._live) + len(self.pageable.live)
 
     def live_sizes(self) -> list[int]:
         """Requested bytes of each live block."""
-        return [*self._live.values(), *self.pageable.live_sizes()]
+        return [*self._live.values(), *(memory.numel() for memory in self.pageable.live.values())]
 
     def next_serial(self) -> int:
         """Return a number that no block of the pool has had."""
@@ -92,7 +92,7 @@ class Ledger:
         while returned:
             (serial, offset), events = returned.popleft()
             if offset is None:
-                if serial in self.pageable:
+                if serial in self.pageable.live:
                     self.pageable.note_released(serial, events)
                 else:
                     del self._live[serial]
@@ -125,7 +125,6 @@ class Ledger:
         return PinnedBlock(owner, (serial, offset), memory, start, nbytes, events)
 
     def stats(self, limit_bytes: int) -> PoolStats:
-        """Statistics of the pool, including every release until now."""
         self.drain()
         self.pageable.drop_complete()
         return PoolStats(
@@ -144,7 +143,7 @@ class Ledger:
 
     def free_all(self, device: Device) -> None:
         """Give everything back, even live blocks: for a pool that nothing refers to any more. The host waits for the device."""
-        if self.chunks.hold_memory or self.pageable.holds_memory:
+        if self.chunks.hold_memory or self.pageable.live or self.pageable.ending:
             # Not only the events: a pool is abandoned after an error, and a block may have been dropped without an event.
             device.synchronize()
             self.pageable.free_all()

@@ -237,7 +237,7 @@ class PinnedPool:
                     f"(the largest: {some}); release them, or drop what holds them, and close again"
                 )
             ledger.closed = True
-            ending = ledger.pageable.ending()
+            ending = [event for _, events in ledger.pageable.ending for event in events]
         self._growth.free_unused(wait=True)
         for event in ending:
             event.synchronize()  # the last device access to pageable memory -> it is dropped

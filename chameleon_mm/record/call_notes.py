@@ -119,31 +119,25 @@ class CallNotes:
             torch._C._dispatch_tls_set_dispatch_key_included("Fake", False)
 
     def paused(self) -> _Paused:
-        """Context in which the operators of this thread are not part of the step. May be nested."""
         return _Paused(self._helper.pause)
 
     def end(self) -> None:
-        """Note nothing more, and forget the notes."""
         self.is_over = True
         self.noted.end()
         for kept in (self._values, self._calls, self._storages, self.births.born):
             kept.clear()
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
-        """Latest value of `storage`; None: not known."""
         return self._value(self.noted.value_of(storage._cdata))
 
     def given(self, t: Tensor) -> Value:
-        """Latest value of the storage of `t`, a plain tensor; a new value if none was known."""
         return self._known(self.noted.given(t))
 
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
-        """Hold storages from their birth on, as `Births` does."""
         self.births.hold(places)
         self.noted.tell_of_births(self.births.are_due)
 
     def at_hook(self, hooks: int) -> None:
-        """Note the number of hooks in the step so far."""
         self.births.at_hook(hooks)
         self.noted.tell_of_births(self.births.are_due)
 
@@ -159,7 +153,6 @@ class CallNotes:
         return value
 
     def storage_ref(self, number: int, storage: torch.UntypedStorage | None) -> Any:
-        """Weak reference to a storage, the same one for all of its values."""
         ref = self._storages.get(number)
         if ref is None:
             ref = self._storages[number] = (lambda: None) if storage is None else weakref.ref(storage)

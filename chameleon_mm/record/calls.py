@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -58,8 +59,6 @@ _C: Any = torch._C
 
 
 class _Setting(NamedTuple):
-    """Setting of torch: its getter and its setter."""
-
     read: Callable[[], Any]
     setter: Callable[..., object]
 
@@ -92,7 +91,6 @@ class KernelSettings(NamedTuple):
 
 
 def settings_now(*, is_product: bool) -> KernelSettings:
-    """Present settings."""
     of_products = tuple([setting.read() for setting in _OF_PRODUCTS]) if is_product else None
     return KernelSettings(torch.get_default_dtype(), of_products)
 
@@ -154,7 +152,6 @@ class Births:
         self._places, self._watched = places, frozenset(place.hooks for place in places)
 
     def at_hook(self, hooks: int) -> None:
-        """Note the number of hooks in the step so far."""
         self._hooks = hooks
         self._ran.clear()
 
@@ -173,7 +170,6 @@ class Births:
                 self.born.append((number, value, storage))
 
     def take(self) -> list[tuple[int, Value, torch.UntypedStorage]]:
-        """Return the storages born since the last call, and forget them."""
         born, self.born = self.born, []
         return born
 
@@ -209,21 +205,19 @@ class Result(NamedTuple):
     position: int
 
 
+@dataclass(slots=True, eq=False)
 class Relied:
     """Dependents of a value's bytes: autograd's handles, and dropped storages recomputed from it. Note [Relied on].
 
     It refers neither to the value nor to its call, so a recipe that holds it holds no history of the step.
     """
 
-    __slots__ = ("dependents", "handles", "reliance")
-
-    def __init__(self) -> None:
-        self.handles: list[weakref.ref[Any]] = []
-        """Autograd's handles that are not used yet."""
-        self.dependents: list[weakref.ref[Any]] = []
-        """Saved storages that were dropped and are recomputed from the bytes."""
-        self.reliance: weakref.ref[Any] | None = None
-        """Watcher of the handles, if a recipe relies on them."""
+    handles: list[weakref.ref[Any]] = field(default_factory=list)
+    """Autograd's handles that are not used yet."""
+    dependents: list[weakref.ref[Any]] = field(default_factory=list)
+    """Saved storages that were dropped and are recomputed from the bytes."""
+    reliance: weakref.ref[Any] | None = None
+    """Watcher of the handles, if a recipe relies on them."""
 
     @property
     def by_autograd(self) -> bool:
@@ -281,8 +275,6 @@ class Value:
 
 
 class Argument(NamedTuple):
-    """Tensor argument of a call."""
-
     value: Value
     geometry: Geometry
 
@@ -309,8 +301,6 @@ class Operation:
 
 
 class Call(NamedTuple):
-    """Operator that ran, with its arguments."""
-
     operation: Operation
     args: Any
     """Arguments, with an `Argument` in place of each tensor; None: one of them cannot be noted."""
@@ -440,7 +430,6 @@ class CallWatch(StepMode):
             leave(self, kind, error, trace)
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
-        """Latest value of `storage`; None: not known."""
         value = self._latest.get(id(storage))
         return value if value is not None and value.storage() is storage and value.nbytes == storage.nbytes() else None
 
@@ -451,11 +440,9 @@ class CallWatch(StepMode):
         self.births.born.clear()
 
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
-        """Hold storages from their birth on, as `Births` does."""
         self.births.hold(places)
 
     def at_hook(self, hooks: int) -> None:
-        """Note the number of hooks in the step so far."""
         self.births.at_hook(hooks)
 
     def __torch_dispatch__(
@@ -515,7 +502,8 @@ class CallWatch(StepMode):
             raise _Opaque
         storage = t.untyped_storage()
         value = self.value_of(storage)
-        if value is None or not self._is_as_seen(value, t):
+        root = None if value is None or value.tensor is None else value.tensor()
+        if value is None or (root is not None and root._version != value.version):
             if value is not None:
                 value.is_latest = False  # something wrote to it unseen
             value = self._latest[id(storage)] = Value(weakref.ref(storage), storage.nbytes(), None, None, 0)
@@ -528,12 +516,6 @@ class CallWatch(StepMode):
         if not t.is_inference():
             root = t if (base := t._base) is None else base
             value.tensor, value.version = weakref.ref(root), root._version + writes
-
-    @staticmethod
-    def _is_as_seen(value: Value, t: Tensor) -> bool:
-        """True if the version counter shows no unseen write."""
-        root = None if value.tensor is None else value.tensor()
-        return root is None or root._version == value.version
 
     # --- values that a call made
 

@@ -72,7 +72,6 @@ class DispatchState:
 
     @property
     def fake(self) -> bool:
-        """True if the recorded step is one of fake tensors."""
         return self._fake_mode is not None
 
     @property
@@ -95,7 +94,6 @@ def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
 
 
 def in_backward() -> bool:
-    """True if a backward runs on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -106,7 +104,6 @@ def saved_tensor_hooks_on_top() -> SavedTensorHooks | None:
 
 
 def is_on(mode: TorchDispatchMode) -> bool:
-    """True if `mode` is active on this thread."""
     return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(torch._C._len_torch_dispatch_stack()))
 
 

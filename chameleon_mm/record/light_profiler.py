@@ -80,8 +80,6 @@ def outline(feature: Feature) -> Hashable:
 
 
 class Boundary(NamedTuple):
-    """Beginning of a phase."""
-
     hook: int
     """Number of its first hook."""
     phase: StepPhase
@@ -251,7 +249,6 @@ class LightProfiler:
 
     @property
     def beginning(self) -> list[Feature]:
-        """Features of the hooks so far."""
         return cast("list[Feature]", self._features[: self.num_hooks])
 
     def end_step(self) -> StepRecord:

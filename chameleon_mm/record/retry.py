@@ -11,7 +11,7 @@ The allocator does not check again the blocks that events held when it failed (p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from typing import Any
 
@@ -78,7 +78,8 @@ class OomRetry:
         facts = call.facts
         if not (facts.repeatable and (facts.is_torchs_own or _is_alone())) or self._device.capturing():
             return call.run()
-        drawn = RandomState(self._device, _generators(call)) if facts.random else None
+        given = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Generator))
+        drawn = RandomState(self._device, given) if facts.random else None
         failure = self._attempt(call)
         if failure is None:
             return call.out
@@ -110,10 +111,6 @@ class OomRetry:
 
 def _is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-
-
-def _generators(call: OpCall) -> Iterator[torch.Generator]:
-    return (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Generator))
 
 
 def tried_bytes(failure: torch.OutOfMemoryError) -> int:

@@ -66,8 +66,6 @@ _READS_LENGTHS = {
 
 @dataclass(slots=True)
 class _Stretch:
-    """Operators between two events."""
-
     start: Event
     end: Event | None = None
     ops: list[int] = field(default_factory=list)
@@ -75,7 +73,7 @@ class _Stretch:
 
 
 class EventTimes:
-    """Operator times by events on the current stream, one per `ops_per_event` operators (None: `OPS_PER_EVENT`; simulated: 1)."""
+    """Operator times by events on the current stream, one per `ops_per_event` operators. None: `OPS_PER_EVENT`, simulated 1."""
 
     def __init__(self, device: Device, *, ops_per_event: int | None = None) -> None:
         self._device = device
@@ -84,7 +82,6 @@ class EventTimes:
         self._closed: list[_Stretch] = []
 
     def ran(self, op: int, call: OpCall) -> None:
-        """Note that operator number `op` was launched."""
         stretch = self._current
         if stretch is None:
             return
@@ -253,7 +250,6 @@ class StepLog:
     # --- hooks
 
     def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
-        """Note a new claim on `storage`. Returns the storage's record in the trace."""
         if self.table.find(storage) is None:  # saved before any operator got it as input
             if storage.device.type == self._device_type:
                 self._readings.take(self.table, [storage], tick=self.builder.num_ticks)
@@ -279,7 +275,6 @@ class StepLog:
     # --- the end
 
     def forget(self) -> None:
-        """Forget the storages: there will be no trace."""
         self._parameters.clear()
         self.table.forget()
 
@@ -350,7 +345,6 @@ class StepLog:
         return list(given.values()), written, inner
 
     def _update_table(self) -> None:
-        """Record the storages that died since the last call, then poll those that are watched."""
         self.table.record_deaths()
         self.table.poll()
 

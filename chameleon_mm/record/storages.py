@@ -26,6 +26,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -75,36 +76,35 @@ class Readings:
         return max(0, now.cumulative_bytes - before.cumulative_bytes - made_bytes - unknown_bytes)
 
 
+@dataclass(slots=True, eq=False)
 class TracedStorage:
     """Storage of the trace, independent of the memory that holds it. Keeps nothing alive."""
 
-    __slots__ = (
-        "aliases", "born", "claims", "counted", "dead", "device_copies", "emptied", "first_write", "kind", "last_write",
-        "nbytes", "number", "owner", "released", "saved", "sendable", "use_hook", "used",
-    )  # fmt: skip
-
-    def __init__(self, number: int, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool, owner: object) -> None:
-        self.number = number
-        self.nbytes = nbytes
-        self.born = born
-        self.kind = kind
-        """Known kind; None: its use in the step will show it."""
-        self.counted = counted
-        """True if the device counts it. Fake memory is not counted."""
-        self.owner = owner
-        """Owner of the number, which means nothing to another recorder."""
-        self.device_copies = 1
-        self.claims = 0
-        self.aliases = 0
-        """Number of tensors over it that handles hold themselves. They do not count as other holders."""
-        self.emptied: Callable[[TracedStorage], None] = lambda traced: None
-        """Function to call when its memory is freed and its storage stays. Any thread, at any time."""
-        self.saved = self.used = self.released = self.dead = False
-        self.sendable = NEVER
-        self.use_hook = NEVER
-        """Number of the hook of its latest use."""
-        self.first_write = self.last_write = NEVER
-        """Numbers of the first and of the last operator that wrote to it."""
+    number: int
+    nbytes: int
+    born: int
+    kind: TensorKind | None
+    """Known kind; None: its use in the step will show it."""
+    counted: bool
+    """True if the device counts it. Fake memory is not counted."""
+    owner: object
+    """Owner of the number, which means nothing to another recorder."""
+    device_copies: int = 1
+    claims: int = 0
+    aliases: int = 0
+    """Number of tensors over it that handles hold themselves. They do not count as other holders."""
+    emptied: Callable[[TracedStorage], None] = lambda traced: None
+    """Function to call when its memory is freed and its storage stays. Any thread, at any time."""
+    saved: bool = False
+    used: bool = False
+    released: bool = False
+    dead: bool = False
+    sendable: int = NEVER
+    use_hook: int = NEVER
+    """Number of the hook of its latest use."""
+    first_write: int = NEVER
+    last_write: int = NEVER
+    """Numbers of the first and of the last operator that wrote to it."""
 
     @property
     def charged_bytes(self) -> int:
@@ -249,7 +249,6 @@ class StorageTable:
     # --- saved storages
 
     def saved(self, storage: torch.UntypedStorage) -> TracedStorage:
-        """Note a handle's claim on a storage of the table."""
         ref = self._refs[id(storage)]
         traced = ref.traced
         traced.claims += 1
@@ -281,7 +280,6 @@ class StorageTable:
             del self._held_after_use[traced.number]
 
     def retired(self, traced: TracedStorage) -> None:
-        """Note that a claim on it ended. Any thread may call this at any time."""
         self._retired.append(traced)
 
     def note_emptied(self) -> None:
@@ -313,7 +311,6 @@ class StorageTable:
         return uncounted
 
     def forget(self) -> None:
-        """Stop watching storages."""
         for watched in (
             self._refs, self._held, self._held_after_use, self._expected, self._gone, self._deaths, self._retired,
             self._emptied,

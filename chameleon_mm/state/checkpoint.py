@@ -84,7 +84,6 @@ class _Planner(DefaultSavePlanner):
 
 
 def _empty_mappings(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the empty mappings in `values`."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             at = (*path, str(key))

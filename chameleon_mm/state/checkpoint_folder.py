@@ -145,7 +145,6 @@ def _busy(target: Path, why: str) -> BlockingIOError:
 
 
 def _sync(folder: Path) -> None:
-    """Sync the names in `folder` to disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         with _where_supported():

@@ -49,6 +49,8 @@ class Hosted(ABC):
 
     what = "memory"
     """Name of its contents, for messages."""
+    kind: str
+    """Name of its contents, for totals: "parameter", "gradient" or "state"."""
 
     def __init__(self, nbytes: int, alloc_stream: Stream, context: SwapContext) -> None:
         self.nbytes = nbytes
@@ -78,9 +80,11 @@ class Hosted(ABC):
     def _allocate(self, compute: Stream) -> torch.UntypedStorage:
         """Allocate device memory on `compute`. Returns the storage. Raises `torch.OutOfMemoryError`."""
 
-    @abstractmethod
     def _count(self, *, out: int = 0, back: int = 0) -> None:
         """Count bytes queued to be copied out and back."""
+        totals = self._context.metrics.totals
+        for name, nbytes in ((f"{self.kind}_bytes_swapped_out", out), (f"{self.kind}_bytes_swapped_in", back)):
+            setattr(totals, name, getattr(totals, name) + nbytes)
 
     # --- out
 
@@ -285,7 +289,7 @@ class HostedStorage(Hosted):
         allocates (positive) and frees (negative)."""
         storage = t.untyped_storage()
         super().__init__(storage.nbytes(), alloc_stream, context)
-        self.what = "a gradient" if is_gradient else "parameters"
+        self.what, self.kind = ("a gradient", "gradient") if is_gradient else ("parameters", "parameter")
         self.key = key
         """Number of the parameter or gradient that it holds, in the order of uses."""
         self.is_refused = False
@@ -301,7 +305,6 @@ class HostedStorage(Hosted):
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes that the allocator counts for it."""
         return allocated_size(self.nbytes)
 
     @property
@@ -366,15 +369,6 @@ class HostedStorage(Hosted):
         self._note_resident(self.charged_bytes)
         return storage
 
-    def _count(self, *, out: int = 0, back: int = 0) -> None:
-        totals = self._context.metrics.totals
-        if self.is_gradient:
-            totals.gradient_bytes_swapped_out += out
-            totals.gradient_bytes_swapped_in += back
-        else:
-            totals.parameter_bytes_swapped_out += out
-            totals.parameter_bytes_swapped_in += back
-
 
 # --- Tensor of optimizer state, on the device or in pinned host memory: its storage is freed, and a new one made to come back
 
@@ -382,11 +376,12 @@ class HostedStorage(Hosted):
 class HostedTensor(Hosted):
     """A dense tensor that covers its storage and that nothing else holds. Not thread-safe: the executor's lock is held."""
 
-    what = "optimizer state"
+    what, kind = "optimizer state", "state"
 
     def __init__(self, t: Tensor, alloc_stream: Stream, context: SwapContext, budget: Budget) -> None:
-        self._storage: torch.UntypedStorage | None = t.untyped_storage()
-        super().__init__(self._storage.nbytes(), alloc_stream, context)
+        self.storage: torch.UntypedStorage | None = t.untyped_storage()
+        """Its storage; None: it is on the host."""
+        super().__init__(self.storage.nbytes(), alloc_stream, context)
         self.dtype, self.shape, self.device = t.dtype, t.shape, t.device
         self._stride, self._offset = t.stride(), int(t.storage_offset())
         self._budget = budget
@@ -397,11 +392,6 @@ class HostedTensor(Hosted):
     def storage_offset(self) -> int:
         return self._offset
 
-    @property
-    def storage(self) -> torch.UntypedStorage | None:
-        """Its storage; None: it is on the host."""
-        return self._storage
-
     def tensor(self, compute: Stream) -> Tensor:
         """Return the tensor, ready for `compute`; if it was away, its copy back must be queued. Raises `TransferFailed`."""
         self.arrive(compute)
@@ -411,9 +401,9 @@ class HostedTensor(Hosted):
 
     def has(self, t: Tensor) -> bool:
         """True if `t` is this tensor, on the device, with the same storage and form."""
-        if self.where is not Where.ON_DEVICE or self._storage is None:
+        if self.where is not Where.ON_DEVICE or self.storage is None:
             return False
-        same = self._storage._cdata == t.untyped_storage()._cdata and self._storage.nbytes() == self.nbytes
+        same = self.storage._cdata == t.untyped_storage()._cdata and self.storage.nbytes() == self.nbytes
         shape = self.dtype, self.shape, self._stride, self._offset
         return same and shape == (t.dtype, t.shape, t.stride(), t.storage_offset())
 
@@ -428,24 +418,19 @@ class HostedTensor(Hosted):
     # --- calls of swapping
 
     def _storage_on_device(self) -> torch.UntypedStorage:
-        assert self._storage is not None
-        return self._storage
+        assert self.storage is not None
+        return self.storage
 
     def _free(self) -> None:
-        assert self._storage is not None
-        self._alloc_stream.free(flat_bytes(self._storage))
-        self._storage = None
+        assert self.storage is not None
+        self._alloc_stream.free(flat_bytes(self.storage))
+        self.storage = None
 
     def _allocate(self, compute: Stream) -> torch.UntypedStorage:
         self._budget.room_was_made(self.nbytes, exclude=())
         whole = self._budget.allocate(self.nbytes, lambda: compute.alloc(self.nbytes))
-        self._storage = whole.untyped_storage()
-        return self._storage
-
-    def _count(self, *, out: int = 0, back: int = 0) -> None:
-        totals = self._context.metrics.totals
-        totals.state_bytes_swapped_out += out
-        totals.state_bytes_swapped_in += back
+        self.storage = whole.untyped_storage()
+        return self.storage
 
 
 # --- Home of the hosted memory of one session, activations excluded: the executor that it shares

@@ -52,14 +52,11 @@ SPLITTABLE = (
 
 
 class Bucket(NamedTuple):
-    """Parameters of one group that are stepped together."""
-
     group: dict[str, Any]
     params: list[Tensor]
 
 
 def is_splittable(optimizer: torch.optim.Optimizer) -> bool:
-    """True if its step may be taken apart."""
     return any(isinstance(optimizer, kind) and type(optimizer).step is kind.step for kind in SPLITTABLE)
 
 
@@ -173,7 +170,7 @@ class OptimizerSwap:
         @functools.wraps(raw)
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             run = raw if (it := me()) is None else it._step
-            return run(optimizer, closure) if closure is not None else run(optimizer)
+            return run(optimizer) if closure is None else run(optimizer, closure)
 
         # Wrapped by torch's own wrapper: its hooks run once around all parts.
         hooked = torch.optim.Optimizer.profile_hook_step(step)
@@ -217,7 +214,6 @@ class OptimizerSwap:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of state that is on the device now and may leave."""
         states = (state for state in self._optimizer.state.values() if isinstance(state, dict))
         return sum(movable_bytes(value, self._home) for state in states for value in dict.values(state))
 
@@ -228,12 +224,18 @@ class OptimizerSwap:
 
     # --- a step
 
-    def _step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, optimizer: torch.optim.Optimizer, *given: Callable[[], Any]) -> Any:
+        """Step as `optimizer.step` does, with the closure, if one was given."""
         raw = raw_step(optimizer)
         if not self._active or self._home.device.capturing():
-            return raw(optimizer, closure) if closure is not None else raw(optimizer)
+            return raw(optimizer, *given)
         if not self._splits:
-            return self._step_whole(raw, closure)
+            self._arrive(list(optimizer.state))
+            try:
+                return raw(optimizer, *given)
+            finally:
+                self._leave(list(optimizer.state))
+        (closure,) = given or (None,)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -257,14 +259,6 @@ class OptimizerSwap:
             budget = self._home.budget
             budget.reclaim.reclaim_until(lambda: budget.reclaim.pending_bytes <= nbytes)
             budget.allocated_bytes()
-
-    def _step_whole(self, raw: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """Step all parameters at once, after bringing all state back."""
-        self._arrive(list(self._optimizer.state))
-        try:
-            return raw(self._optimizer, closure) if closure is not None else raw(self._optimizer)
-        finally:
-            self._leave(list(self._optimizer.state))
 
     def _state_bytes(self, p: Tensor) -> int:
         state = self._optimizer.state.get(p)

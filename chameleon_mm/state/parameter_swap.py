@@ -216,7 +216,6 @@ class ParameterSwap:
         return sum(charged_sizes(tensors))
 
     def window_bytes(self, hbm_budget_bytes: int) -> int:
-        """Return the bytes to set aside within a budget. Raises `InfeasibleBudget`."""
         return window_for(self._sizes, hbm_budget_bytes, self._fixed_bytes)
 
     def change_window(self, limit_bytes: int) -> None:
@@ -292,7 +291,6 @@ class ParameterSwap:
             self.window.use_by(torch._C._current_autograd_node(), entry)
 
     def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
-        """True if there is room for all of `entries` at once."""
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
     def sees_saves(self) -> bool:
@@ -301,8 +299,6 @@ class ParameterSwap:
         return hooks is not None and hooks[0] is self._save
 
     def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
-        """Bring `entries` to the device whenever one of `nodes` runs."""
-
         def use(gradients: Sequence[Tensor]) -> None:
             with torch._C.DisableTorchFunction():
                 for entry in entries:

@@ -161,7 +161,8 @@ class ParameterWatch(TorchFunctionMode):
         single call if torch may choose its kernels by the whole list."""
         tensors = args[0] if args and isinstance(args[0], (tuple, list)) else ()
         length = len(tensors)
-        alike = len({(t.dtype, t.device, t.layout) for t in tensors}) == 1 and all(_is_dense(t) for t in tensors)
+        alike = len({(t.dtype, t.device) for t in tensors}) == 1
+        alike = alike and all(t.layout is torch.strided and t.is_contiguous() for t in tensors)
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (tuple, list))]
         if length < 2 or not alike or any(len(one) != length for one in lists):
             yield tuple(args), kwargs
@@ -229,10 +230,6 @@ def _may_write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs:
     if takes_lists and not (name.startswith(_LISTS) or name == _UNSCALE):
         return (args, kwargs)
     return (args[:1], kwargs)
-
-
-def _is_dense(t: Tensor) -> bool:
-    return t.layout is torch.strided and t.is_contiguous()
 
 
 def _backward(

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,6 @@ class BufferCopies:
                 torch._foreach_copy_([copy for _, copy in again], [buffer for buffer, _ in again])
 
     def restore(self) -> None:
-        """Restore the buffers' tensors and their contents."""
         for table, as_it_was in self._tables:
             table.clear()
             table.update(as_it_was)
@@ -230,13 +229,6 @@ _R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
-class _Result(Generic[_R]):
-    """Return value of a step."""
-
-    value: _R
-
-
-@dataclass(frozen=True, slots=True)
 class _Failure:
     """A run that found no memory, or recomputed other bits, without the exception itself: its frames hold tensors."""
 
@@ -302,8 +294,8 @@ class StepRunner:
         budgets = [self.hbm_budget_bytes]
         while True:
             outcome = self._attempt(start, step, fn, None if repair is None else repair.optimizer)
-            if isinstance(outcome, _Result):
-                return outcome.value
+            if isinstance(outcome, tuple):
+                return outcome[0]
             gc.collect()  # a reference cycle may hold tensors of the step
             if repair is not None:
                 repair.restore()
@@ -323,13 +315,13 @@ class StepRunner:
         step: Callable[[], AbstractContextManager[object]],
         fn: Callable[[], _R],
         restored: torch.optim.Optimizer | None,
-    ) -> _Result[_R] | _Failure:
+    ) -> tuple[_R] | _Failure:
         """Run the step once. Return its result, or a failure after which it may run again; raise any other."""
         allocated_bytes = 0
         try:
             with start.watching(), step():
                 try:
-                    return _Result(fn())
+                    return (fn(),)
                 except torch.OutOfMemoryError:
                     allocated_bytes = self._device.allocated_bytes()  # before any of it is freed
                     raise

@@ -44,7 +44,6 @@ class SwappedState(dict[Any, Any]):
 
     @property
     def away_bytes(self) -> int:
-        """Bytes of the tensors that are away."""
         return sum(value.nbytes for value in dict.values(self) if isinstance(value, HostedTensor))
 
     @property
@@ -205,8 +204,6 @@ def least_holders() -> tuple[int, int]:
 
 
 class StateHome(Home):
-    """The home of an optimizer's state."""
-
     def __init__(self, executor: Executor, *, min_bytes: int) -> None:
         super().__init__(executor)
         self.min_bytes = min_bytes

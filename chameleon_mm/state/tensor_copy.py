@@ -70,8 +70,6 @@ def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
 
 
 class Form(NamedTuple):
-    """Shape, strides and dtype of a tensor."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -81,7 +79,6 @@ class Form(NamedTuple):
 
 
 def form_of(t: Tensor | HostedTensor) -> Form:
-    """Form of a tensor, which may be away."""
     return Form(tuple(t.shape), tuple(t.stride()), t.dtype)
 
 
@@ -93,8 +90,6 @@ def is_copyable(t: object) -> TypeGuard[Tensor | HostedTensor]:
 
 
 class TensorCopy:
-    """Copy of one tensor in host memory."""
-
     __slots__ = ("block", "device", "form", "nbytes", "stride")
 
     def __init__(self, form: Form, device: torch.device, block: PinnedBlock) -> None:

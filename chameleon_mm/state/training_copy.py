@@ -61,8 +61,6 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class ModelCopy:
-    """Copy of one model."""
-
     def __init__(self) -> None:
         self.copies: list[TensorCopy] = []
         self._tensors: dict[str, TensorCopy] = {}
@@ -73,7 +71,6 @@ class ModelCopy:
         """Result of `state_dict`: for each name a copy, or the result of `value_to_host` for any other value."""
 
     def take(self, copier: Copier, model: nn.Module) -> None:
-        """Copy `model`. Raises `HostMemoryExhausted`."""
         layout = model.state_dict(keep_vars=True)  # hooks of the model run as usual: the tensors that they read come back
         seen: dict[int, TensorCopy] = {}
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -160,8 +157,6 @@ def _text(form: Form | None, device: torch.device) -> str:
 
 
 class OptimizerCopy:
-    """Copy of one optimizer."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self.copies: list[TensorCopy] = []
         self._kind = type(optimizer).__name__
@@ -173,7 +168,6 @@ class OptimizerCopy:
         """State by the number of the parameter, counted through the groups, or by the key itself if it is no parameter."""
 
     def take(self, copier: Copier, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the state. Raises `HostMemoryExhausted`."""
         numbers = _numbers(optimizer)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for key, state in list(optimizer.state.items()):

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ class UseSequence:
         self._expect(list(first_guess))
 
     def begin_step(self) -> None:
-        """Begin a step and learn its uses."""
         self._at, self._seen, self._in_step, self._latest = 0, [], True, None
 
     def end_step(self, *, completed: bool) -> None:
@@ -147,7 +146,6 @@ class Window:
 
     @property
     def entries(self) -> list[HostedStorage]:
-        """The storages, in the order in which they were added."""
         self.settle()
         return list(self._entries.values())
 
@@ -175,7 +173,6 @@ class Window:
         return entry
 
     def settle(self) -> None:
-        """Forget the storages that have died."""
         while self._deaths:
             number, ref = self._deaths.popleft()
             entry = self._entries.get(number)
@@ -190,7 +187,6 @@ class Window:
         self._resident_bytes = 0
 
     def remove(self, entry: HostedStorage, number: int) -> None:
-        """Forget an entry: its device memory is no longer counted."""
         del self._entries[number]
         if self._by_key.get(entry.key) is entry:
             del self._by_key[entry.key]
@@ -211,7 +207,6 @@ class Window:
         self.use(self._of_node)
 
     def leave_node(self) -> None:
-        """Record that no autograd node runs now."""
         self._node, self._of_node = None, []
 
     def use(self, entries: Sequence[HostedStorage]) -> None:
@@ -234,16 +229,13 @@ class Window:
     def send_out(self, entries: Iterable[HostedStorage]) -> None:
         """Queue the copies out of `entries`, if not everything fits and as far as the host takes them. They stay on the device
         until their memory is needed."""
-        if self._fits_whole():
+        if sum(entry.charged_bytes for entry in self._entries.values()) <= self.limit_bytes:
             return
         for entry in entries:
             if entry.where is Where.ON_DEVICE:
                 entry.note_writes()
                 if not entry.host_is_current:
                     self._swap_out(entry)
-
-    def _fits_whole(self) -> bool:
-        return sum(entry.charged_bytes for entry in self._entries.values()) <= self.limit_bytes
 
     def make_room(self, nbytes: int, *, keep: Collection[HostedStorage]) -> None:
         """Free storages, first those with the furthest next use, until `nbytes` more fit or only `keep` is left."""
@@ -342,11 +334,9 @@ class DeviceBesideWindow:
         self._window = window
 
     def note_taken(self, nbytes: int) -> None:
-        """Record memory that the window has allocated."""
         self._taken_bytes += nbytes
 
     def allocated_bytes(self) -> int:
-        """Bytes in live tensors, with the window at its full size."""
         return self._device.allocated_bytes() + self._beside()
 
     def read_memory(self) -> MemoryReading:
@@ -360,9 +350,3 @@ class DeviceBesideWindow:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
-
-
-def beside_window(device: Device) -> tuple[Device, DeviceBesideWindow]:
-    """Return a device that counts a window, which is set later: once as the protocol, once as its own type."""
-    beside = DeviceBesideWindow(device)
-    return cast(Device, beside), beside

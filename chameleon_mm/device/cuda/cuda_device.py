@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisibleGpu:
-    """Properties of a GPU that torch sees."""
-
     index: int
     name: str
     total_bytes: int
@@ -403,10 +401,6 @@ class CudaDevice:
 
     def compute(self) -> AbstractContextManager[Any]:
         return nullcontext()
-
-    def is_current(self) -> bool:
-        """True if this is the calling thread's current device."""
-        return torch.cuda.current_device() == self.index
 
     def _reserved(self, which: str) -> int:
         return int(torch.cuda.memory_stats_as_nested_dict(self.index)["reserved_bytes"]["all"][which])

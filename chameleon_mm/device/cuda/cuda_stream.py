@@ -78,7 +78,6 @@ class CudaStream:
         """Do nothing: once the last reference is dropped, the allocating stream may reuse the block, in stream order."""
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Resize as `Stream.resize` does, with a block of the caching allocator on this stream."""
         with self._as_current():
             storage.resize_(nbytes)
 
@@ -110,7 +109,6 @@ class CudaStream:
             self.copy(dst[offset : offset + source.numel()], source)
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
-        """Unpack as `Stream.unpack` does, checked as `pack` is."""
         check_packed("unpack", destinations, src, offsets, self._device.torch_device)
         with self._as_current():
             if self._device.packer.unpack(src, destinations, offsets):
@@ -134,7 +132,10 @@ class CudaStream:
 
     def _as_current(self) -> AbstractContextManager[Any]:
         """Context that makes this stream and its device current, so that kernels start there. Does nothing if they are."""
-        if self._device.current_stream().raw.stream_id == self.raw.stream_id and self._device.is_current():
+        if (
+            self._device.current_stream().raw.stream_id == self.raw.stream_id
+            and torch.cuda.current_device() == self._device.index
+        ):
             return nullcontext()
         return torch.cuda.stream(self.raw)
 

@@ -17,6 +17,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,22 +101,20 @@ def plain_bytes(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Record of a storage, in device memory (`host` False) or pinned host memory."""
 
-    __slots__ = ("address", "charged_bytes", "freed", "host", "nbytes", "note", "ref")
-
-    def __init__(self, ref: weakref.ref[torch.UntypedStorage], nbytes: int, *, host: bool, address: int) -> None:
-        self.ref = ref
-        self.address = address
-        """Address of pinned host memory, 0 for device memory."""
-        self.nbytes = nbytes
-        self.host = host
-        self.charged_bytes = 0
-        self.freed = False
-        """True if pinned memory was freed while its storage still exists."""
-        self.note: Any = None
-        """For the observer."""
+    ref: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    host: bool
+    address: int
+    """Address of pinned host memory, 0 for device memory."""
+    charged_bytes: int = 0
+    freed: bool = False
+    """True if pinned memory was freed while its storage still exists."""
+    note: Any = None
+    """For the observer."""
 
 
 def _address(buffer: Buffer) -> int:
@@ -345,7 +344,6 @@ class SimStream:
                 machine.transfer(self, src.numel(), to_host=to_host, from_host=from_host)
 
     def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
-        """Copy as `Stream.copy_storage` does. Raises `ValueError` as `copy` does."""
         with torch._C._DisableTorchDispatch():  # an active mode would count it as an operator of the model
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         dst, src = (host, whole) if out else (whole, host)
@@ -357,7 +355,6 @@ class SimStream:
         self._run_packing("pack", sources, dst, offsets)
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
-        """Unpack as `Stream.unpack` does, priced and checked as `pack` is."""
         self._run_packing("unpack", destinations, src, offsets)
 
     def _run_packing(self, what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> None:
@@ -453,7 +450,6 @@ class Machine:
         observer.machine = self
 
     def current_stream(self) -> SimStream:
-        """Return the stream on which the calling thread's operators run."""
         stream: SimStream = getattr(self._thread, "stream", self._default)
         return stream
 
@@ -491,7 +487,6 @@ class Machine:
                 self.host_waits_for(stream)
 
     def forget_host_memory(self, memory: Tensor) -> None:
-        """Free pinned memory."""
         with self.lock:
             storage = memory.untyped_storage()
             buffer = self.ledger.find(storage)
@@ -517,7 +512,6 @@ class Machine:
     # --- work on streams, under the lock
 
     def is_host(self, end: Tensor) -> bool:
-        """True if the tensor lies in pinned host memory."""
         return self.ledger.adopt(end.untyped_storage()).host
 
     def transfer(self, stream: SimStream, nbytes: int, *, to_host: bool, from_host: bool) -> None:

@@ -195,7 +195,6 @@ class SimDevice:
         return memory
 
     def free_pinned(self, memory: Tensor) -> None:
-        """Free as `Device.free_pinned` does. Raises `ValueError` unless `memory` is a whole, live allocation."""
         self._machine.forget_host_memory(memory)
 
     def is_host_memory(self, tensor: Tensor) -> bool:
@@ -251,7 +250,6 @@ class SimDevice:
         return False
 
     def new_compute_stream(self, name: str = "compute") -> SimStream:
-        """Return a new compute stream for `stream(...)`."""
         return self._machine.make_stream(name, for_copies=False)
 
     @contextmanager

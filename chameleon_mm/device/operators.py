@@ -349,8 +349,8 @@ class OpCall:
 
     def touched_bytes(self) -> int:
         """Bytes read and written by the call, after it has run, counted per tensor."""
-        written = sum(_nbytes(t) for t in self.written.values())
-        read = sum(_nbytes(t) for t in self.read())
+        written = sum(map(touched_bytes, self.written.values()))
+        read = sum(map(touched_bytes, self.read()))
         return written + (min(read, 2 * written) if self.facts.gathers else read)
 
 
@@ -374,9 +374,13 @@ def have_plain_sizes(values: Iterable[Any]) -> bool:
     return all(type(t) in (Tensor, Parameter) and t.layout is torch.strided and not t.is_nested for t in tensors)
 
 
-def _nbytes(t: Tensor) -> int:
-    """Bytes of a tensor's elements, at most its storage's bytes: so elements that a stride of 0 repeats count about once."""
-    return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
+def touched_bytes(t: Tensor) -> int:
+    """Bytes of `t` that an operator touches: those of its elements, or the span from first to last element if that is less."""
+    count = t.numel()
+    if count == 0 or t.is_contiguous():
+        return count * t.element_size()
+    reach = 1 + sum(int(stride) * (int(size) - 1) for size, stride in zip(t.shape, t.stride(), strict=True))
+    return min(count, reach) * t.element_size()
 
 
 def _parts(sparse: Tensor) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -110,7 +110,7 @@ class CallNotes:
         torch._C._dispatch_tls_set_dispatch_key_included("Fake", True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.leave_if_on()
 
     def leave_if_on(self) -> None:
@@ -128,7 +128,8 @@ class CallNotes:
             kept.clear()
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
-        return self._value(self.noted.value_of(storage._cdata))
+        number = self.noted.value_of(storage._cdata)
+        return None if number == _NONE else self._known(number)
 
     def given(self, t: Tensor) -> Value:
         return self._known(self.noted.given(t))
@@ -142,9 +143,6 @@ class CallNotes:
         self.noted.tell_of_births(self.births.are_due)
 
     # --- called by values and recipes
-
-    def _value(self, number: int) -> NotedValue | None:
-        return None if number == _NONE else self._known(number)
 
     def _known(self, number: int) -> NotedValue:
         value = self._values.get(number)
@@ -190,9 +188,8 @@ class CallNotes:
             place, in_list, number, dtype, offset, conj, neg, rank = numbers[at : at + 8]
             shape, stride = numbers[at + 8 : at + 8 + rank], numbers[at + 8 + rank : at + 8 + 2 * rank]
             at += 8 + 2 * rank
-            value, dtype_ = self._value(number), self._helper.dtype(dtype)
-            geometry = Geometry(dtype_, torch.Size(shape), tuple(stride), offset, bool(conj), bool(neg))
-            argument = None if value is None else Argument(value, geometry)
+            geometry = Geometry(self._helper.dtype(dtype), torch.Size(shape), tuple(stride), offset, bool(conj), bool(neg))
+            argument = None if number == _NONE else Argument(self._known(number), geometry)
             if in_list:
                 given[place].append(argument)
             else:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -424,10 +423,10 @@ class CallWatch(StepMode):
         super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave it, also if other modes are above it. Does nothing if autograd has removed it."""
         if is_on(self):
-            leave(self, kind, error, trace)
+            leave(self)
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
         value = self._latest.get(id(storage))

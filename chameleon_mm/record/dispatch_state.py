@@ -22,7 +22,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -107,11 +106,9 @@ def is_on(mode: TorchDispatchMode) -> bool:
     return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(torch._C._len_torch_dispatch_stack()))
 
 
-def leave(
-    mode: TorchDispatchMode, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-) -> None:
+def leave(mode: TorchDispatchMode) -> None:
     """Leave `mode`, which is on this thread's stack, and no other. Torch itself would remove the innermost mode."""
-    _with_innermost(mode, lambda: TorchDispatchMode.__exit__(mode, kind, error, trace))
+    _with_innermost(mode, lambda: TorchDispatchMode.__exit__(mode, None, None, None))
 
 
 def remove(mode: TorchDispatchMode) -> None:

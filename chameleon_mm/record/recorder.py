@@ -29,7 +29,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -163,14 +163,14 @@ class Recorder(StepMode):
             self._thread.backward = torch._C._current_graph_task_id()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         entered = getattr(self._thread, "entered", 0)
         if is_on(self):
-            leave(self, kind, error, trace)
+            leave(self)
         elif entered and self._thread.backward not in (-1, torch._C._current_graph_task_id()):
             # It was entered within a backward, and autograd removed it at the end of that backward.
             _push_mode(self)
-            leave(self, kind, error, trace)
+            leave(self)
         elif entered:  # a mode that was left before has removed this one, torch's innermost then, and noted its own leave
             _pop_mode()
         else:

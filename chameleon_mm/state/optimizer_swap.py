@@ -142,18 +142,11 @@ def check_optimizer(optimizer: object, model: nn.Module | None) -> torch.optim.O
 class OptimizerSwap:
     """Keeps the state of one optimizer in host memory between its steps."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        optimizer: torch.optim.Optimizer,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        min_bytes: int = MIN_BYTES,
-    ) -> None:
+    def __init__(self, executor: Executor, optimizer: torch.optim.Optimizer, *, bucket_bytes: int) -> None:
         self.parameters: ParameterSwap | None = None
         """Swapper of the parameters; None: they stay."""
         self._optimizer = optimizer
-        self._home = StateHome(executor, min_bytes=min_bytes)
+        self._home = StateHome(executor, min_bytes=MIN_BYTES)
         self.bucket_bytes = bucket_bytes
         self._splits = is_splittable(optimizer)
         self._active = False
@@ -266,14 +259,13 @@ class OptimizerSwap:
             return state.moved_bytes
         return _STATE_PER_PARAMETER * p.numel() * p.element_size()
 
-    def _states(self, params: list[Any]) -> list[SwappedState]:
+    def _away(self, params: list[Any]) -> list[SwappedState]:
         states = (self._optimizer.state.get(p) for p in params)
-        return [state for state in states if isinstance(state, SwappedState)]
+        return [state for state in states if isinstance(state, SwappedState) and state.away_bytes]
 
     def _prefetch(self, params: list[Any]) -> None:
         """Queue the copies back of the state of `params`, as far as memory allows."""
-        states = [state for state in self._states(params) if state.away_bytes]
-        if states:
+        if states := self._away(params):
             with self._home.entered() as compute, suppress(torch.OutOfMemoryError, TransferFailed):  # not needed yet
                 for state in states:
                     state.swap_in(compute)
@@ -282,8 +274,7 @@ class OptimizerSwap:
         """Bring `params` and their state to the device. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
         if self.parameters is not None:
             self.parameters.bring(params)
-        states = [state for state in self._states(params) if state.away_bytes]
-        if states:
+        if states := self._away(params):
             with self._home.entered() as compute:
                 for state in states:
                     state.arrive(compute)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MISSING = object()
+_MAPPING: Any = MutableMapping
+"""Methods that read by `__getitem__`."""
 
 
 class SwappedState(dict[Any, Any]):
@@ -119,45 +120,20 @@ class SwappedState(dict[Any, Any]):
             value = super().__getitem__(key)
         return value
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401 - this is `get`
+    get, items, values, pop, setdefault, __eq__ = (
+        _MAPPING.get, _MAPPING.items, _MAPPING.values, _MAPPING.pop, _MAPPING.setdefault, _MAPPING.__eq__,
+    )  # fmt: skip
+    __hash__ = None
 
     def __iter__(self) -> Iterator[Any]:  # with its own `__iter__` no reader in C takes the raw values
         return super().__iter__()
-
-    def values(self) -> Any:
-        self._back()
-        return super().values()
-
-    def items(self) -> Any:
-        self._back()
-        return super().items()
-
-    def pop(self, key: Any, default: Any = _MISSING) -> Any:
-        if key in self:
-            self[key]
-            return super().pop(key)
-        if default is _MISSING:
-            raise KeyError(key)
-        return default
 
     def popitem(self) -> Any:
         self._back()
         return super().popitem()
 
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
     def copy(self) -> dict[Any, Any]:
         return dict(self.items())
-
-    def __eq__(self, other: object) -> bool:
-        self._back()
-        return super().__eq__(other)
-
-    __hash__ = None
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | other

@@ -95,7 +95,8 @@ class TensorCopy:
     def __init__(self, form: Form, device: torch.device, block: PinnedBlock) -> None:
         self.form, self.device, self.block = form, device, block
         self.nbytes = block.nbytes
-        self.stride = form.stride if is_dense(form.shape, form.stride) else _contiguous(form.shape)
+        is_like_it = is_dense(form.shape, form.stride)
+        self.stride = form.stride if is_like_it else torch.empty(form.shape, device="meta").stride()
         """Strides in the block: the tensor's own if it has no gaps."""
 
     def host_tensor(self) -> Tensor:
@@ -107,14 +108,6 @@ class TensorCopy:
         return as_tensor(view, (self.nbytes // self.form.dtype.itemsize,), self.form.dtype).as_strided(
             self.form.shape, self.stride
         )
-
-
-def _contiguous(shape: Iterable[int]) -> tuple[int, ...]:
-    strides, expected = [], 1
-    for length in reversed(tuple(shape)):
-        strides.append(expected)
-        expected *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 class _OddTensor(NamedTuple):

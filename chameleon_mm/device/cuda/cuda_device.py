@@ -55,19 +55,17 @@ def cuda_is_available() -> bool:
 
 def visible_gpus() -> list[VisibleGpu]:
     """Return the GPUs that torch sees, in its order; empty without CUDA. Initialises CUDA if available."""
-    gpus = []
-    for index in range(torch.cuda.device_count() if cuda_is_available() else 0):
-        about = torch.cuda.get_device_properties(index)
-        gpus.append(
-            VisibleGpu(
-                index=index,
-                name=about.name,
-                total_bytes=about.total_memory,
-                capability=f"{about.major}.{about.minor}",
-                pci_id=pci_id(about),
-            )
+    found = range(torch.cuda.device_count() if cuda_is_available() else 0)
+    return [
+        VisibleGpu(
+            index=index,
+            name=about.name,
+            total_bytes=about.total_memory,
+            capability=f"{about.major}.{about.minor}",
+            pci_id=pci_id(about),
         )
-    return gpus
+        for index, about in ((index, torch.cuda.get_device_properties(index)) for index in found)
+    ]
 
 
 def pci_id(about: Any) -> str | None:

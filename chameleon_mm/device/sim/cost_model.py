@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from chameleon_mm.device.specs import GpuSpec
 
@@ -70,15 +69,6 @@ class CostModel:
     def device_copy_us(self, nbytes: int) -> float:
         """Device time of a copy inside device memory, which reads and writes every byte."""
         return self.kernel_us(0, 2 * nbytes, torch.float32)
-
-
-def touched_bytes(t: Tensor) -> int:
-    """Bytes of `t` that an operator touches: those of its elements, or the span from first to last element if that is less."""
-    count = t.numel()
-    if count == 0 or t.is_contiguous():
-        return count * t.element_size()
-    reach = 1 + sum(int(stride) * (int(size) - 1) for size, stride in zip(t.shape, t.stride(), strict=True))
-    return min(count, reach) * t.element_size()
 
 
 class Span(NamedTuple):

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.operators import touched_bytes
 from chameleon_mm.device.packing import add_by_operators, check_ends, check_packed, check_sum
 from chameleon_mm.device.protocols import Event
-from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel, touched_bytes
+from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel
 from chameleon_mm.units import allocated_size, format_size
 
 # --- Observer of a simulated device: it sees the work in the order of issue. It may refuse work or move its bytes later.

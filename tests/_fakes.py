@@ -115,15 +115,7 @@ class UnsimulatedDevice(SimDevice):
 
     def __init__(self, driver: str | None = None) -> None:
         super().__init__()
-        self._driver = driver
-
-    @property
-    def simulated(self) -> bool:
-        return False
-
-    @property
-    def driver(self) -> str:
-        return self._driver or super().driver
+        self.simulated, self.driver = False, driver or SimDevice.driver
 
 
 class PlayedStandIn(UnsimulatedDevice):

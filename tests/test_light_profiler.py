@@ -438,11 +438,6 @@ def test_hashes_of_features_are_unsigned() -> None:
     assert len(set(features[:120])) == 120
 
 
-def test_no_feature_before_the_first_hook() -> None:
-    with pytest.raises(IndexError, match="expected a hook in this step"):
-        _ = LightProfiler().feature
-
-
 # --- phases
 
 

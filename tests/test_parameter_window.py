@@ -104,7 +104,7 @@ def test_memory_beside_a_window_counts_it_at_its_full_size(sim: cm.SimDevice) ->
         held = torch.ones(MIB)
         before = seen.read_memory()
         assert before == sim.read_memory()
-        beside.set_window(Set)  # type: ignore[arg-type]  # as much of a window as is read
+        beside.window = Set  # type: ignore[assignment]  # as much of a window as is read
         beside.note_taken(2 * MIB)
         after = seen.read_memory()
         assert after.allocated_bytes - before.allocated_bytes == 7 * MIB == seen.allocated_bytes() - sim.allocated_bytes()

@@ -71,7 +71,12 @@ def resolve_device(device: Device | torch.device | str | None = None) -> Device:
     if isinstance(device, torch.device):
         device = str(device)
     if isinstance(device, str):
-        return _by_name(device)
+        kind, colon, which = device.partition(":")
+        if kind == "sim" and (which or not colon):
+            return SimDevice(which) if which else SimDevice()
+        if kind == "cuda" and (which.isdecimal() or not colon):
+            return CudaDevice(int(which)) if which else CudaDevice()
+        raise ValueError(f"device: expected the name of one, got {device!r}: {_NAMES}")
     given: object = device
     if isinstance(given, Device) and not isinstance(given, type):  # a class has every method, too
         return given
@@ -94,12 +99,3 @@ def check_placement(tensors: Iterable[torch.Tensor]) -> None:
 
 
 _NAMES = 'pass "cuda", "cuda:0", "sim", "sim:h200" (any of chameleon_mm.device.SPECS), a SimDevice or a CudaDevice'
-
-
-def _by_name(name: str) -> Device:
-    kind, colon, which = name.partition(":")
-    if kind == "sim" and (which or not colon):
-        return SimDevice(which) if which else SimDevice()
-    if kind == "cuda" and (which.isdecimal() or not colon):
-        return CudaDevice(int(which)) if which else CudaDevice()
-    raise ValueError(f"device: expected the name of one, got {name!r}: {_NAMES}")

@@ -24,31 +24,15 @@ PyObject* read(PyObject*, PyObject* index) {
   if (device < 0 || device > std::numeric_limits<c10::DeviceIndex>::max()) {
     return PyErr_Format(PyExc_ValueError, "read: expected the index of a GPU, got %ld", device);
   }
-  long long now = 0, ever = 0, peak = 0;
   try {
     const auto bytes = allocated_bytes(static_cast<c10::DeviceIndex>(device));
-    now = bytes.current;
-    ever = bytes.allocated;
-    peak = bytes.peak;
+    return Py_BuildValue("LLL", (long long)bytes.current, (long long)bytes.allocated, (long long)bytes.peak);
   } catch (const c10::Error& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
-    return nullptr;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
   }
-  PyObject* reading = PyTuple_New(3);
-  if (reading == nullptr) return nullptr;
-  const long long figures[] = {now, ever, peak};
-  for (int i = 0; i < 3; ++i) {
-    PyObject* figure = PyLong_FromLongLong(figures[i]);
-    if (figure == nullptr) {
-      Py_DECREF(reading);
-      return nullptr;
-    }
-    PyTuple_SET_ITEM(reading, i, figure);
-  }
-  return reading;
+  return nullptr;
 }
 
 PyMethodDef functions[] = {

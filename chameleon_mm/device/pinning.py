@@ -134,22 +134,21 @@ class PinningCalls(NamedTuple):
 class PageLocker:
     """Pins and unpins host memory. Pinned memory lives until `unpin`, even if the caller drops it: the driver holds its pages.
 
-    `threads` populate a large allocation (None: one per usable CPU, at most 8), on `cpus` if any are given. Driver calls run
-    inside a `scope()`. If the locker is dropped, memory that was not unpinned stays pinned until the process ends.
-    Thread-safe. A forked child cannot pin or unpin.
+    Threads populate a large allocation, one per usable CPU and at most 8, on `cpus` if any are given. Driver calls run inside a
+    `scope()`. If the locker is dropped, memory that was not unpinned stays pinned until the process ends. Thread-safe. A forked
+    child cannot pin or unpin.
     """
 
     def __init__(
         self,
         calls: PinningCalls,
         *,
-        threads: int | None = None,
         madvise: Madvise | None = None,
         cpus: Collection[int] = frozenset(),
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._calls = calls
-        self._threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._madvise = madvise or _libc_madvise()
         self._cpus = cpus
         self._scope = scope

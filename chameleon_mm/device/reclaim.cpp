@@ -30,6 +30,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -54,24 +55,20 @@ C10_DECLARE_REGISTRY(FreeCudaMemoryCallbacksRegistry, FreeMemoryCallback);
 
 namespace {
 
-// Calls into the CUDA runtime. A test gives its own.
-struct Driver {
-  int (*query_event)(void* event) = nullptr;
-  int (*wait_event)(void* stream, void* event, unsigned flags) = nullptr;
-  int (*is_capturing)(void* stream, int* status) = nullptr;
-  int (*exchange_capture_mode)(int* mode) = nullptr;
-  int (*free_memory)(size_t* free, size_t* total) = nullptr;
-  int (*last_error)() = nullptr;
+// Calls into the CUDA runtime, each returns an error or 0. A test gives its own.
+enum Call { QUERY_EVENT, WAIT_EVENT, IS_CAPTURING, EXCHANGE_CAPTURE_MODE, FREE_MEMORY, LAST_ERROR, NUM_CALLS };
+constexpr std::array<const char*, NUM_CALLS> NAMES = {
+    "cudaEventQuery", "cudaStreamWaitEvent", "cudaStreamIsCapturing", "cudaThreadExchangeStreamCaptureMode", "cudaMemGetInfo", "cudaGetLastError"};
+std::array<void*, NUM_CALLS> driver{};
 
-  bool is_complete() const {
-    return query_event && wait_event && is_capturing && exchange_capture_mode && free_memory && last_error;
-  }
-};
+template <typename... Arguments>
+int call(Call which, Arguments... arguments) {
+  return reinterpret_cast<int (*)(Arguments...)>(driver[which])(arguments...);
+}
+bool driver_is_complete() { return std::all_of(driver.begin(), driver.end(), [](void* function) { return function != nullptr; }); }
 
 constexpr int SUCCESS = 0;
 constexpr int RELAXED = 2;  // cudaStreamCaptureModeRelaxed: queries of this thread break no capture of another one
-
-Driver driver;
 
 // Limits and counts of one session.
 struct Session {
@@ -82,17 +79,14 @@ struct Session {
 };
 
 struct Entry {
-  Entry(c10::Storage storage, void* event, void* stream, c10::StreamId stream_id, std::shared_ptr<Session> session, size_t tensors, Py_ssize_t references)
-      : storage(std::move(storage)), event(event), stream(stream), stream_id(stream_id), nbytes(this->storage.nbytes()), session(std::move(session)), tensors(tensors), references(references) {}
-
   c10::Storage storage;
   void* event;
   void* stream;
   c10::StreamId stream_id;
-  size_t nbytes;
   std::shared_ptr<Session> session;
   size_t tensors;         // over the storage, which are the lender's own
   Py_ssize_t references;  // to its Python object, while the lender alone has it
+  size_t nbytes = storage.nbytes();
   std::atomic<bool> reclaimed{false};
   bool queued = true;
 
@@ -163,8 +157,8 @@ size_t missing_bytes(const Session& session, const Request& request) {
 }
 
 bool is_copied(const Entry& entry) {
-  if (driver.query_event(entry.event) == SUCCESS) return true;
-  driver.last_error();  // "not ready" is no error of anybody's
+  if (call(QUERY_EVENT, entry.event) == SUCCESS) return true;
+  call(LAST_ERROR);  // "not ready" is no error of anybody's
   return false;
 }
 
@@ -188,36 +182,28 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
   int capturing = 0;
   for (const auto& entry : queue.entries) {
     if (entry->stream_id != stream_id) continue;
-    if (driver.is_capturing(entry->stream, &capturing) != SUCCESS) driver.last_error(), capturing = 1;
+    if (call(IS_CAPTURING, entry->stream, &capturing) != SUCCESS) call(LAST_ERROR), capturing = 1;
     break;
   }
   if (capturing) return 0;
-  bool asked = false;
-  Request request{stream_id, 0, 0};
+  std::optional<Request> request;
   bool copies_are_complete = true;  // they end in the order in which they are held
+  const auto may_go = [&](const Entry& entry) {
+    return entry.stream_id == stream_id && entry.is_sole_holder() && (!entry.session->needs_gil || PyGILState_Check());
+  };
+  // The memory's next owner, on the same stream, comes after the copy, which is complete or waited for.
+  const auto is_ordered = [&](const Entry& entry) {
+    copies_are_complete = copies_are_complete && is_copied(entry);
+    if (copies_are_complete) return true;
+    if (!request) request = ask();
+    if (missing_bytes(*entry.session, *request) <= bytes) return false;
+    if (call(WAIT_EVENT, entry.stream, entry.event, 0u) == SUCCESS) return true;
+    call(LAST_ERROR);
+    return false;
+  };
   for (auto at = queue.entries.begin(); at != queue.entries.end();) {
     Entry& entry = **at;
-    const bool may_go = entry.stream_id == stream_id && entry.is_sole_holder() &&
-        (!entry.session->needs_gil || PyGILState_Check());
-    if (!may_go) {
-      ++at;
-      continue;
-    }
-    copies_are_complete = copies_are_complete && is_copied(entry);
-    if (!copies_are_complete) {
-      if (!asked) request = ask(), asked = true;
-      if (missing_bytes(*entry.session, request) <= bytes) {
-        ++at;
-        continue;
-      }
-      // The memory's next owner, on the same stream, comes after the copy.
-      if (driver.wait_event(entry.stream, entry.event, 0) != SUCCESS) {
-        driver.last_error();
-        ++at;
-        continue;
-      }
-    }
-    if (!entry.is_sole_holder()) {  // asked again: the wait has taken its time
+    if (!may_go(entry) || !is_ordered(entry) || !entry.is_sole_holder()) {  // asked again: the wait has taken its time
       ++at;
       continue;
     }
@@ -240,18 +226,15 @@ struct ReclaimInMalloc final : c10::FreeMemoryCallback {
     const c10::Device device = guard.getDevice();  // the allocator is asked for memory of the current one
     Queue& queue = queue_of(device.index());
     int mode = RELAXED;
-    if (driver.exchange_capture_mode(&mode) != SUCCESS) {
-      driver.last_error();
-      return false;
-    }
+    if (call(EXCHANGE_CAPTURE_MODE, &mode) != SUCCESS) return call(LAST_ERROR), false;
     const c10::StreamId stream = guard.getStream(device).id();
     const size_t bytes = reclaim(queue, stream, [&] {
       const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device.index());
       size_t free = 0, total = 0;
-      if (driver.free_memory(&free, &total) != SUCCESS) driver.last_error();
+      if (call(FREE_MEMORY, &free, &total) != SUCCESS) call(LAST_ERROR);
       return Request{stream, static_cast<size_t>(stats.reserved_bytes[0].current), free};
     });
-    driver.exchange_capture_mode(&mode);
+    call(EXCHANGE_CAPTURE_MODE, &mode);
     return bytes > 0;
   }
 };
@@ -261,16 +244,8 @@ void find_driver() {
   Dl_info torch_library;
   const auto registry = reinterpret_cast<const void*>(&c10::FreeCudaMemoryCallbacksRegistry);
   void* library = dladdr(registry, &torch_library) ? dlopen(torch_library.dli_fname, RTLD_NOLOAD | RTLD_NOW) : nullptr;
-  const auto find = [library](auto& function, const char* name) {
-    function = library ? reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name)) : nullptr;
-  };
-  find(driver.query_event, "cudaEventQuery");
-  find(driver.wait_event, "cudaStreamWaitEvent");
-  find(driver.is_capturing, "cudaStreamIsCapturing");
-  find(driver.exchange_capture_mode, "cudaThreadExchangeStreamCaptureMode");
-  find(driver.free_memory, "cudaMemGetInfo");
-  find(driver.last_error, "cudaGetLastError");
-  if (!driver.is_complete()) throw std::runtime_error("torch's CUDA runtime lacks a call that the helper needs");
+  for (size_t i = 0; i < NUM_CALLS; ++i) driver[i] = library ? dlsym(library, NAMES[i]) : nullptr;
+  if (!driver_is_complete()) throw std::runtime_error("torch's CUDA runtime lacks a call that the helper needs");
 }
 #endif
 
@@ -319,7 +294,7 @@ class Hook {
   py::object hold(
       const py::object& storage, py::object event, uintptr_t event_handle, uintptr_t stream, c10::StreamId stream_id, size_t tensors,
       Py_ssize_t references) {
-    if (!driver.is_complete()) throw std::runtime_error("hold: expected torch's CUDA build, got another one");
+    if (!driver_is_complete()) throw std::runtime_error("hold: expected torch's CUDA build, got another one");
     if (!THPStorage_Check(storage.ptr())) throw py::type_error("hold: expected a torch.UntypedStorage");
     const c10::Storage& held = THPStorage_Unpack(storage.ptr());
     const c10::Device device = held.device();
@@ -347,11 +322,6 @@ class Hook {
   std::shared_ptr<Session> session_;
 };
 
-template <typename Function>
-Function address(uintptr_t at) {
-  return reinterpret_cast<Function>(at);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(chameleon_mm_reclaim, m) {
@@ -370,13 +340,8 @@ PYBIND11_MODULE(chameleon_mm_reclaim, m) {
       .def_property_readonly("waits", [](const Hook& hook) { return hook.session().waits.load(); });
   m.def("held", [] { return num_held.load(); });
   // For tests of the queue on machines without CUDA: another driver, and the allocator's question.
-  m.def("use_driver", [](uintptr_t query, uintptr_t wait, uintptr_t capturing, uintptr_t exchange, uintptr_t free, uintptr_t last) {
-    driver.query_event = address<int (*)(void*)>(query);
-    driver.wait_event = address<int (*)(void*, void*, unsigned)>(wait);
-    driver.is_capturing = address<int (*)(void*, int*)>(capturing);
-    driver.exchange_capture_mode = address<int (*)(int*)>(exchange);
-    driver.free_memory = address<int (*)(size_t*, size_t*)>(free);
-    driver.last_error = address<int (*)()>(last);
+  m.def("use_driver", [](const py::args& functions) {
+    for (size_t i = 0; i < NUM_CALLS; ++i) driver[i] = reinterpret_cast<void*>(functions[i].cast<uintptr_t>());
   });
   m.def("reclaim", [](int device, c10::StreamId stream, size_t reserved, size_t free) {
     py::gil_scoped_release released;

@@ -65,11 +65,6 @@ class _Guarded:
     def poison(self) -> None:
         self._bytes()[ZONE_BYTES : ZONE_BYTES + self.nbytes] = POISON_BYTE
 
-    def draw_zones(self) -> None:
-        held = self._bytes()
-        held[:ZONE_BYTES] = _ZONE_BYTE
-        held[ZONE_BYTES + self.nbytes :] = _ZONE_BYTE
-
     def damage(self) -> str:
         """Text that names the written bytes of the zones; "" for none."""
         held = self._bytes()
@@ -147,7 +142,7 @@ class CheckingAllocator:
             self._settle(wait=True)
             inner = self.pool.allocate(padded, stream)
         guarded = _Guarded(inner, nbytes, _where())
-        guarded.draw_zones()
+        guarded._bytes()[:] = _ZONE_BYTE
         guarded.poison()
         serial = next(self._serials)
         self._live[serial] = guarded

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from heapq import nlargest
 from math import prod
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import torch
@@ -288,17 +288,6 @@ def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes:
 _ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 
 
-class _Memory:
-    """A block in the form of CuPy's memory objects: `ptr`, 0 for no bytes, and `size` in bytes, as requested."""
-
-    __slots__ = ("block", "ptr", "size")
-
-    def __init__(self, block: PinnedBlock) -> None:
-        self.block = block
-        self.size = block.nbytes
-        self.ptr = block.buffer.data_ptr() if block.nbytes else 0
-
-
 class CupyAllocator:
     """Allocator for `cupy.cuda.set_pinned_memory_allocator`: bytes -> `cupy.cuda.PinnedMemoryPointer`. Thread-safe; imports
     CuPy.
@@ -318,4 +307,5 @@ class CupyAllocator:
         except HostMemoryExhausted as exhausted:
             raise self._cupy.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION) from exhausted
         block.synchronize()
-        return self._cupy.PinnedMemoryPointer(_Memory(block), 0)
+        memory = SimpleNamespace(block=block, size=block.nbytes, ptr=block.buffer.data_ptr() if block.nbytes else 0)
+        return self._cupy.PinnedMemoryPointer(memory, 0)  # which keeps the object, and so the block

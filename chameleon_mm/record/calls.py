@@ -82,8 +82,6 @@ _OF_PRODUCTS = (
 
 
 class KernelSettings(NamedTuple):
-    """Settings under which an operator ran."""
-
     default_dtype: torch.dtype
     of_products: tuple[Any, ...] | None
     """Values of `_OF_PRODUCTS`; None: the operator is not a product, so they do not matter."""
@@ -279,8 +277,6 @@ class Argument(NamedTuple):
 
 
 class Operation:
-    """Operator that ran, without its arguments."""
-
     __slots__ = ("dropped", "facts", "func", "grad_enabled", "made_bytes", "number", "random_state", "settings")
 
     def __init__(self, number: int, func: Any, facts: OpFacts) -> None:

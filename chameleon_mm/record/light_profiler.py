@@ -241,11 +241,8 @@ class LightProfiler:
 
     @property
     def feature(self) -> Feature:
-        """Feature of the last hook. Comparable within this process. Raises `IndexError` before the first hook."""
-        feature = self._features[self.num_hooks - 1] if self.num_hooks else None
-        if feature is None:
-            raise IndexError("light profiler: expected a hook in this step before its feature is asked for, got none")
-        return feature
+        """Feature of the last hook. Comparable within this process."""
+        return cast("Feature", self._features[self.num_hooks - 1])
 
     @property
     def beginning(self) -> list[Feature]:
@@ -283,7 +280,11 @@ class LightProfiler:
             feature = (kind, shape, dtype, operators, since)
         if self._thread is not None:
             self._number = number
-        known_by: Feature = feature if kind in PLAIN_CLASSES else (*_described(kind, shape), dtype, operators, since)
+        known_by: Feature = feature
+        if isinstance(kind, type) and kind not in PLAIN_CLASSES and isinstance(shape, tuple):
+            # The name of a subclass keeps no class alive. A jagged dimension's size is "*", as it is new in every batch.
+            sizes = tuple(size if type(size) is int else "*" for size in shape)
+            known_by = (kind.__qualname__, sizes, dtype, operators, since)
         # Saves of a forward and of a backward have different features. So steps with equal features have equal phases.
         return self._next(known_by if self._phase is _FORWARD else (*known_by, _BACKWARD), NOT_A_USE)
 
@@ -324,10 +325,12 @@ class LightProfiler:
         if node is None:
             return "nobody"
         name, kind = node.name(), type(node)
-        if kind.__name__ == name and _outlives_steps(kind):  # nodes written in C++ may share one class
-            self._kinds.add(kind)
-            return kind
-        return name
+        # Nodes written in C++ may share one class. A class made in a function may hold that function's tensors.
+        is_local = kind.__flags__ & HEAP_TYPE and "<locals>" in getattr(kind, "_forward_cls", kind).__qualname__
+        if kind.__name__ != name or is_local:
+            return name
+        self._kinds.add(kind)
+        return kind
 
     def _leave_forward(self) -> None:
         if self._thread is not None:
@@ -338,19 +341,3 @@ class LightProfiler:
         if phase is not self._phase:
             self._phase = phase
             self._boundaries.append(Boundary(self.num_hooks, phase))
-
-
-def _outlives_steps(kind: type) -> bool:
-    """True if a class of nodes lives as long as its module. A class made in a function may hold that function's tensors."""
-    if not kind.__flags__ & HEAP_TYPE:
-        return True
-    function: type = getattr(kind, "_forward_cls", kind)
-    return "<locals>" not in function.__qualname__
-
-
-def _described(kind: Hashable, shape: Hashable) -> tuple[Hashable, Hashable]:
-    """Name of a subclass, which keeps no class alive, and its sizes. A jagged dimension's size is "*", as it is new in every
-    batch."""
-    if isinstance(kind, type) and isinstance(shape, tuple):
-        return kind.__qualname__, tuple(size if type(size) is int else "*" for size in shape)
-    return kind, shape

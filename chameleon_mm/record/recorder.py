@@ -146,7 +146,6 @@ class Recorder(StepMode):
 
     @property
     def oom_retries(self) -> int:
-        """Number of repeated runs of operators that had found no memory."""
         return 0 if self._retry is None else self._retry.retries
 
     @property

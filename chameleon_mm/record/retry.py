@@ -76,7 +76,7 @@ class OomRetry:
         """Run `call.run()`. Raises `torch.OutOfMemoryError` if nothing more can be reclaimed, or the operator may not run
         twice."""
         facts = call.facts
-        if not (facts.repeatable and (facts.is_torchs_own or _is_alone())) or self._device.capturing():
+        if not (facts.repeatable and (facts.is_torchs_own or is_alone())) or self._device.capturing():
             return call.run()
         given = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Generator))
         drawn = RandomState(self._device, given) if facts.random else None
@@ -109,7 +109,8 @@ class OomRetry:
         return None
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
+    """True unless there are several ranks."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 

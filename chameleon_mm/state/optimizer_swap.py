@@ -202,7 +202,6 @@ class OptimizerSwap:
             )
 
     def is_state(self, storage: torch.UntypedStorage) -> bool:
-        """True if state came back into `storage`, to leave again."""
         return self._home.is_state(storage)
 
     @property

@@ -139,7 +139,7 @@ class ParameterSwap:
             note_taken=beside.note_taken,
         )
         me = weakref.ref(self)
-        beside.set_window(lambda: it.window if (it := me()) is not None and it._active else None)
+        beside.window = lambda: it.window if (it := me()) is not None and it._active else None
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
         """Ids of the parameters whose gradients have hooks."""

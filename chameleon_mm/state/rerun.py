@@ -28,7 +28,7 @@ from torch.utils.weak import TensorWeakRef
 from chameleon_mm.device import Device
 from chameleon_mm.errors import RecomputeMismatch
 from chameleon_mm.pool.pool import PinnedPool
-from chameleon_mm.record.retry import RandomState, tried_bytes
+from chameleon_mm.record.retry import RandomState, is_alone, tried_bytes
 from chameleon_mm.state.hosted import Home
 from chameleon_mm.state.tensor_copy import Copier, TensorCopy, dense_bytes, form_of
 from chameleon_mm.swap.executor import Executor
@@ -337,9 +337,7 @@ class StepRunner:
         """Return the reason why no step may run again here, or None."""
         if self._device.capturing():
             return "a graph was captured"
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            return "the other ranks would not, and its collectives would wait for them"
-        return None
+        return None if is_alone() else "the other ranks would not, and its collectives would wait for them"
 
     def _tighten(self, failure: _Failure) -> None:
         before = self.hbm_budget_bytes

@@ -325,13 +325,10 @@ class DeviceBesideWindow:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._window: Callable[[], Window | None] = lambda: None
+        self.window: Callable[[], Window | None] = lambda: None
+        """Returns the window to count, for as long as there is one."""
         self._taken_bytes = 0
         """Total bytes that the window has allocated."""
-
-    def set_window(self, window: Callable[[], Window | None]) -> None:
-        """Count a window from now on, for as long as `window()` returns it."""
-        self._window = window
 
     def note_taken(self, nbytes: int) -> None:
         self._taken_bytes += nbytes
@@ -345,7 +342,7 @@ class DeviceBesideWindow:
         return MemoryReading(now.allocated_bytes + unused, now.cumulative_bytes - self._taken_bytes, now.peak_bytes, unused)
 
     def _beside(self) -> int:
-        window = self._window()
+        window = self.window()
         return 0 if window is None else window.charged_bytes - window.resident_bytes
 
     def __getattr__(self, name: str) -> Any:

@@ -138,8 +138,8 @@ def pinning_calls(index: int) -> PinningCalls:
     # Without the second attribute, a kernel would need another address for the memory than its tensor has.
     registers = all(driver_attribute(each, index) for each in (ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER))
     return PinningCalls(
-        register=_register if registers else None,
-        unregister=_unregister,
+        register=(lambda *range_: _runtime("cudaHostRegister", *range_, _HOST_PORTABLE)) if registers else None,
+        unregister=partial(_runtime, "cudaHostUnregister"),
         # torch rounds this up to a power of two, and caches it once it is freed: wasteful, but correct as a last resort.
         host_alloc=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True),
         clear_error=clear_error,
@@ -156,16 +156,10 @@ def driver_attribute(attribute: int, index: int) -> int:
     return value.value if known else 0
 
 
-def _register(address: int, nbytes: int) -> None:
-    _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, nbytes, _HOST_PORTABLE))
-
-
-def _unregister(address: int) -> None:
-    _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
-
-
-def _check(call: str, status: Any) -> None:
+def _runtime(call: str, *arguments: int) -> None:
+    """Make a call of CUDA's runtime. Raises `RuntimeError` with the runtime's message."""
     runtime = torch.cuda.cudart()
+    status = getattr(runtime, call)(*arguments)
     if status != runtime.cudaError.success:
         raise RuntimeError(f"{call}: {runtime.cudaGetErrorString(status)} ({int(status)})")
 

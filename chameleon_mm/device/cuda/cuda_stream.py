@@ -132,12 +132,9 @@ class CudaStream:
 
     def _as_current(self) -> AbstractContextManager[Any]:
         """Context that makes this stream and its device current, so that kernels start there. Does nothing if they are."""
-        if (
-            self._device.current_stream().raw.stream_id == self.raw.stream_id
-            and torch.cuda.current_device() == self._device.index
-        ):
-            return nullcontext()
-        return torch.cuda.stream(self.raw)
+        is_current = self._device.current_stream().raw.stream_id == self.raw.stream_id
+        is_current = is_current and torch.cuda.current_device() == self._device.index
+        return nullcontext() if is_current else torch.cuda.stream(self.raw)
 
     def record(self, *, timed: bool = False) -> CudaEvent:
         event = torch.cuda.Event(enable_timing=timed)

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -118,8 +119,7 @@ class Buffer:
     """For the observer."""
 
 
-def _address(buffer: Buffer) -> int:
-    return buffer.address
+_address = attrgetter("address")
 
 
 class Ledger:

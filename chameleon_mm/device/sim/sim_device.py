@@ -130,6 +130,11 @@ class SimDevice:
     Raises `ValueError` for an unknown spec or size, and `TypeError` for arguments of another type.
     """
 
+    simulated = True
+    driver = "simulated"
+    torch_device = torch.device("cpu")
+    block_slack_bytes = 0
+
     def __init__(
         self,
         spec: str | GpuSpec = "h200",
@@ -150,22 +155,6 @@ class SimDevice:
     @property
     def name(self) -> str:
         return f"simulated {self.spec.name}"
-
-    @property
-    def simulated(self) -> bool:
-        return True
-
-    @property
-    def driver(self) -> str:
-        return "simulated"
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def block_slack_bytes(self) -> int:
-        return 0
 
     @property
     def host_us(self) -> float:

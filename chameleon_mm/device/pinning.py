@@ -187,9 +187,11 @@ class PageLocker:
                 with self._lock:
                     self._live[memory.data_ptr()] = memory
                 return memory
+        memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        memlock_text = "none" if memlock == resource.RLIM_INFINITY else format_size(memlock)
         raise HostMemoryExhausted(
             f"pinned memory: expected {format_size(nbytes)} ({nbytes} bytes), got: {'; then '.join(reasons)}. Host memory "
-            f"available: {_available_text()}; memlock limit: {_memlock_text()}. Ask for less (host_budget, max_bytes, "
+            f"available: {_available_text()}; memlock limit: {memlock_text}. Ask for less (host_budget, max_bytes, "
             f"chunk_bytes), free host memory, or raise the container's memory limit or `ulimit -l`."
         )
 
@@ -308,8 +310,3 @@ def _available_text() -> str:
     with suppress(psutil.Error, OSError, RuntimeError):
         return format_size(int(psutil.virtual_memory().available))
     return "unknown"
-
-
-def _memlock_text() -> str:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "none" if soft == resource.RLIM_INFINITY else format_size(soft)

@@ -48,13 +48,13 @@ def import_dynamo() -> None:
     """
     if _DYNAMO in sys.modules:
         return
-    thread = threading.Thread(target=_try_import_dynamo, name="chameleon_mm: import of dynamo")
+
+    def tried() -> None:
+        with suppress(Exception):  # no caller here to raise to
+            importlib.import_module(_DYNAMO)
+
+    thread = threading.Thread(target=tried, name="chameleon_mm: import of dynamo")
     with suppress(RuntimeError):  # no thread can start during interpreter shutdown
         thread.start()
         thread.join()
     importlib.import_module(_DYNAMO)  # does nothing unless the import failed: then it raises
-
-
-def _try_import_dynamo() -> None:
-    with suppress(Exception):  # no caller here to raise to; `import_dynamo` imports again and raises
-        importlib.import_module(_DYNAMO)

@@ -58,10 +58,6 @@ class _Guarded:
     events: tuple[Event, ...] = ()
     """Events until which the device may use it, once it was released."""
 
-    @property
-    def is_complete(self) -> bool:
-        return all(event.query() for event in self.events)
-
     def poison(self) -> None:
         self._bytes()[ZONE_BYTES : ZONE_BYTES + self.nbytes] = POISON_BYTE
 
@@ -204,7 +200,7 @@ class CheckingAllocator:
                 self._waiting.append(self._returned.popleft())
             waiting, self._waiting = self._waiting, []
             for guarded in waiting:
-                if not (wait or guarded.is_complete):
+                if not wait and not all(event.query() for event in guarded.events):
                     self._waiting.append(guarded)
                     continue
                 for event in guarded.events:

@@ -216,6 +216,7 @@ class ParameterSwap:
         return sum(charged_sizes(tensors))
 
     def window_bytes(self, hbm_budget_bytes: int) -> int:
+        """Return the bytes to set aside within a budget. Raises `InfeasibleBudget`."""
         return window_for(self._sizes, hbm_budget_bytes, self._fixed_bytes)
 
     def change_window(self, limit_bytes: int) -> None:

@@ -166,6 +166,7 @@ class Snapshot:
             raise
 
     def check_live(self, what: str) -> None:
+        """Raise `ValueError` if it was released."""
         if self.released:
             raise ValueError(f"{what}: expected a snapshot that holds its memory, got one that was released; take another")
 

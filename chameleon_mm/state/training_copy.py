@@ -71,6 +71,7 @@ class ModelCopy:
         """Result of `state_dict`: for each name a copy, or the result of `value_to_host` for any other value."""
 
     def take(self, copier: Copier, model: nn.Module) -> None:
+        """Copy `model`. Raises `HostMemoryExhausted`."""
         layout = model.state_dict(keep_vars=True)  # hooks of the model run as usual: the tensors that they read come back
         seen: dict[int, TensorCopy] = {}
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -168,6 +169,7 @@ class OptimizerCopy:
         """State by the number of the parameter, counted through the groups, or by the key itself if it is no parameter."""
 
     def take(self, copier: Copier, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the state. Raises `HostMemoryExhausted`."""
         numbers = _numbers(optimizer)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for key, state in list(optimizer.state.items()):

@@ -177,7 +177,11 @@ class Window:
             number, ref = self._deaths.popleft()
             entry = self._entries.get(number)
             if entry is not None and entry.ref is ref:
-                self.remove(entry, number)
+                del self._entries[number]
+                if self._by_key.get(entry.key) is entry:
+                    del self._by_key[entry.key]
+                if entry.where is not Where.ON_HOST:
+                    self._resident_bytes -= entry.charged_bytes
 
     def clear(self) -> None:
         """Forget all entries and free their host memory: their storages stay in their current place."""
@@ -185,13 +189,6 @@ class Window:
         self._by_key.clear()
         self.leave_node()
         self._resident_bytes = 0
-
-    def remove(self, entry: HostedStorage, number: int) -> None:
-        del self._entries[number]
-        if self._by_key.get(entry.key) is entry:
-            del self._by_key[entry.key]
-        if entry.where is not Where.ON_HOST:
-            self._resident_bytes -= entry.charged_bytes
 
     def _note_resident(self, nbytes: int) -> None:
         self._resident_bytes += nbytes

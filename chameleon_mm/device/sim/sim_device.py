@@ -184,6 +184,7 @@ class SimDevice:
         return memory
 
     def free_pinned(self, memory: Tensor) -> None:
+        """Free as `Device.free_pinned` does. Raises `ValueError` unless `memory` is a whole, live allocation."""
         self._machine.forget_host_memory(memory)
 
     def is_host_memory(self, tensor: Tensor) -> bool:

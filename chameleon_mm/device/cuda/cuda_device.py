@@ -135,10 +135,13 @@ def pinning_calls(index: int) -> PinningCalls:
         except RuntimeError as error:
             _log.debug("chameleon_mm: cleared a CUDA error that a refused pinning left behind: %s", error)
 
+    def register(address: int, nbytes: int) -> None:
+        _runtime("cudaHostRegister", address, nbytes, _HOST_PORTABLE)
+
     # Without the second attribute, a kernel would need another address for the memory than its tensor has.
     registers = all(driver_attribute(each, index) for each in (ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER))
     return PinningCalls(
-        register=(lambda *range_: _runtime("cudaHostRegister", *range_, _HOST_PORTABLE)) if registers else None,
+        register=register if registers else None,
         unregister=partial(_runtime, "cudaHostUnregister"),
         # torch rounds this up to a power of two, and caches it once it is freed: wasteful, but correct as a last resort.
         host_alloc=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True),

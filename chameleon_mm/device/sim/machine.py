@@ -253,16 +253,14 @@ class Ledger:
 _MEMORY = torch.device("cpu")  # device of simulated memory
 
 
+@dataclass(slots=True, eq=False)
 class SimEvent:
     """A point in a simulated stream's work: its virtual time, and the observer's mark of the work before it."""
 
-    __slots__ = ("machine", "mark", "time_us", "timed")
-
-    def __init__(self, machine: Machine, time_us: float, mark: object, timed: bool) -> None:
-        self.machine = machine
-        self.time_us = time_us
-        self.mark = mark
-        self.timed = timed
+    machine: Machine
+    time_us: float
+    mark: object
+    timed: bool
 
     def query(self) -> bool:
         """True if the host's clock has passed the event. True orders all later host work and launches after it."""

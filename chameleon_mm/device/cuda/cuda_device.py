@@ -409,6 +409,6 @@ def cupy_cuda() -> Any:
             from cupy import cuda
     except ImportError as error:
         raise DeviceUnavailable(
-            f"as_cupy_allocator: expected CuPy, got none ({error}): install cupy-cuda13x, or the build for your CUDA"
+            f"cupy: expected CuPy, got none ({error}): install cupy-cuda13x, or the build for your CUDA"
         ) from error
     return cuda

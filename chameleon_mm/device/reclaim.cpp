@@ -33,6 +33,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #ifdef Py_GIL_DISABLED
@@ -75,7 +76,7 @@ struct Session {
   std::atomic<size_t> limit_bytes{SIZE_MAX};   // what the allocator may reserve
   std::atomic<size_t> growth_bytes{0};         // what may be allocated until the limits are set again
   std::atomic<bool> needs_gil{false};          // a free may run Python code: memory history with stacks
-  std::atomic<size_t> reclaimed{0}, reclaimed_bytes{0}, waits{0};
+  std::atomic<size_t> reclaimed{0}, waits{0};
 };
 
 struct Entry {
@@ -125,9 +126,7 @@ constexpr int MAX_DEVICES = 128;
 std::array<Queue, MAX_DEVICES>& queues = *new std::array<Queue, MAX_DEVICES>;
 
 // Memory of the CPU, which tests hold, has the index -1.
-Queue& queue_of(int device) {
-  return queues[device + 1];
-}
+Queue& queue_of(int device) { return queues[device + 1]; }
 
 // Calls `change` under the queue's lock, from a thread that holds the GIL. It never waits for one of the two while it holds the
 // other: whoever holds the GIL may wait for the allocator, and that for the queue.
@@ -168,7 +167,6 @@ c10::DataPtr take_memory(Entry& entry) {
   c10::DataPtr memory = impl->set_data_ptr(c10::DataPtr(nullptr, impl->device()));
   impl->set_nbytes(0);
   entry.reclaimed = true;
-  entry.session->reclaimed_bytes += entry.nbytes;
   entry.session->reclaimed++;
   return memory;
 }
@@ -249,45 +247,35 @@ void find_driver() {
 }
 #endif
 
-class Held {
- public:
-  Held(std::shared_ptr<Entry> entry, int device, py::object event)
-      : entry_(std::move(entry)), device_(device), event_(std::move(event)) {}
+struct Held {
+  std::shared_ptr<Entry> entry;
+  int device;
+  py::object event;  // whose handle the entry has
 
-  ~Held() {
-    take_out();
-  }
-
-  bool reclaimed() const {
-    return !entry_ || entry_->reclaimed;
-  }
+  ~Held() { take_out(); }
+  bool reclaimed() const { return !entry || entry->reclaimed; }
 
   // Returns whether its memory is still there. Once.
   bool withdraw() {
-    if (!entry_) throw std::runtime_error("withdraw: expected a storage that is held, got one that was withdrawn");
+    if (!entry) throw std::runtime_error("withdraw: expected a storage that is held, got one that was withdrawn");
     return take_out();
   }
 
- private:
   bool take_out() {
-    if (!entry_) return false;
-    Queue& queue = queue_of(device_);
+    if (!entry) return false;
+    Queue& queue = queue_of(device);
     change_from_python(queue, [&] {
-      if (entry_->queued) queue.remove(std::find(queue.entries.begin(), queue.entries.end(), entry_));
+      if (entry->queued) queue.remove(std::find(queue.entries.begin(), queue.entries.end(), entry));
     });
-    const bool reclaimed = entry_->reclaimed;
-    entry_.reset();
-    return !reclaimed;
+    return !std::exchange(entry, {})->reclaimed;
   }
-
-  std::shared_ptr<Entry> entry_;
-  int device_;
-  py::object event_;  // whose handle the entry has
 };
 
-class Hook {
- public:
-  explicit Hook(int device) : device_(device), session_(std::make_shared<Session>()) {
+struct Hook {
+  const int device;
+  const std::shared_ptr<Session> session = std::make_shared<Session>();
+
+  explicit Hook(int index) : device(index) {
     if (device < -1 || device + 1 >= MAX_DEVICES) throw py::value_error("Hook: expected a device's index, got " + std::to_string(device));
   }
 
@@ -297,29 +285,21 @@ class Hook {
     if (!driver_is_complete()) throw std::runtime_error("hold: expected torch's CUDA build, got another one");
     if (!THPStorage_Check(storage.ptr())) throw py::type_error("hold: expected a torch.UntypedStorage");
     const c10::Storage& held = THPStorage_Unpack(storage.ptr());
-    const c10::Device device = held.device();
+    const c10::Device on = held.device();
     // Memory that another allocator made may need Python when it goes.
-    if (device.index() != device_ || held.data_ptr().get_deleter() != c10::GetAllocator(device.type())->raw_deleter()) return py::none();
-    auto entry = std::make_shared<Entry>(
-        held, reinterpret_cast<void*>(event_handle), reinterpret_cast<void*>(stream), stream_id, session_, tensors, references);
-    Queue& queue = queue_of(device_);
+    if (on.index() != device || held.data_ptr().get_deleter() != c10::GetAllocator(on.type())->raw_deleter()) return py::none();
+    const std::shared_ptr<Entry> entry(new Entry{
+        held, reinterpret_cast<void*>(event_handle), reinterpret_cast<void*>(stream), stream_id, session, tensors, references});
+    Queue& queue = queue_of(device);
     change_from_python(queue, [&] { queue.add(entry); });
-    return py::cast(std::make_unique<Held>(std::move(entry), device_, std::move(event)));
+    return py::cast(std::unique_ptr<Held>(new Held{entry, device, std::move(event)}));
   }
 
   void set_limits(size_t limit_bytes, size_t growth_bytes, bool needs_gil) {
-    session_->limit_bytes = limit_bytes;
-    session_->growth_bytes = growth_bytes;
-    session_->needs_gil = needs_gil;
+    session->limit_bytes = limit_bytes;
+    session->growth_bytes = growth_bytes;
+    session->needs_gil = needs_gil;
   }
-
-  const Session& session() const {
-    return *session_;
-  }
-
- private:
-  int device_;
-  std::shared_ptr<Session> session_;
 };
 
 }  // namespace
@@ -335,9 +315,8 @@ PYBIND11_MODULE(chameleon_mm_reclaim, m) {
       .def(py::init<int>())
       .def("hold", &Hook::hold)
       .def("set_limits", &Hook::set_limits)
-      .def_property_readonly("reclaimed", [](const Hook& hook) { return hook.session().reclaimed.load(); })
-      .def_property_readonly("reclaimed_bytes", [](const Hook& hook) { return hook.session().reclaimed_bytes.load(); })
-      .def_property_readonly("waits", [](const Hook& hook) { return hook.session().waits.load(); });
+      .def_property_readonly("reclaimed", [](const Hook& hook) { return hook.session->reclaimed.load(); })
+      .def_property_readonly("waits", [](const Hook& hook) { return hook.session->waits.load(); });
   m.def("held", [] { return num_held.load(); });
   // For tests of the queue on machines without CUDA: another driver, and the allocator's question.
   m.def("use_driver", [](const py::args& functions) {

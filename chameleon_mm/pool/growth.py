@@ -56,16 +56,7 @@ class Growth:
                 limit.grow(chunks.reserved_bytes)
                 with ledger.lock:
                     wanted = chunks.make_room(nbytes, limit.nbytes)
-                chunks.free()  # first: before the limit is used up again
-                try:
-                    chunks.pin(wanted)
-                except MemoryError as error:
-                    raise HostMemoryExhausted(
-                        f"pinned pool: asked the device for a chunk of {wanted} bytes, got: {error}. "
-                        f"{chunks.reserved_bytes} of at most {limit.nbytes} bytes are reserved"
-                    ) from error
-                with ledger.lock:
-                    chunks.admit()
+                self._pin(wanted)
 
     def set_limit(self, nbytes: int) -> None:
         """Set the limit, and free unused chunks until it holds, as far as they are enough. The host waits if the device still
@@ -105,3 +96,17 @@ class Growth:
                     chunks.detach(chunk)
             chunks.free()
         return sum(chunk.nbytes for chunk in leaving)
+
+    def _pin(self, nbytes: int) -> None:
+        """Pin another chunk. Called under `_resizing`, so that detached chunks are freed before the limit is used up again."""
+        chunks = self._chunks
+        chunks.free()
+        try:
+            chunks.pin(nbytes)
+        except MemoryError as error:
+            raise HostMemoryExhausted(
+                f"pinned pool: asked the device for a chunk of {nbytes} bytes, got: {error}. {chunks.reserved_bytes} of at "
+                f"most {self._limit.nbytes} bytes are reserved"
+            ) from error
+        with self._ledger.lock:
+            chunks.admit()

@@ -195,8 +195,6 @@ class Geometry(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Position of a value among a call's tensors."""
-
     returned: bool
     """True if it is in a tensor that the call returned; False: in an argument that the call wrote to."""
     position: int
@@ -227,8 +225,6 @@ class Relied:
 
 
 class Value:
-    """Bytes that a storage holds from one write to the next."""
-
     __slots__ = (
         "call", "claim", "is_latest", "nbytes", "relied", "result", "storage", "tensor", "version", "writes",
     )  # fmt: skip

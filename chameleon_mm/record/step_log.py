@@ -236,7 +236,7 @@ class StepLog:
         """Record that `call` ran. `read` and `new_storages`: as `before` returned them."""
         self.table.record_deaths()
         given, written, inner = self._number(call, new_storages)
-        name = call.func.name()
+        name = call.name
         signature = f"{name}({_describe(call.args)}, {_describe(call.kwargs)})"
         content = self._contents.get(signature)
         if content is None:

@@ -310,8 +310,9 @@ class SessionPrediction:
         }
 
 
-def record(request: RunRequest, *, in_buckets: bool) -> RecordedStep:
-    """Record one step of the request's model. `in_buckets`: a swapped optimizer steps in buckets that suit the budget."""
+def record(request: RunRequest, *, in_buckets: bool = False, compiled: float | None = None) -> RecordedStep:
+    """Record one step of the request's model. `in_buckets`: a swapped optimizer steps in buckets that suit the budget.
+    `compiled`: as in `record_step`."""
     buckets = in_buckets and request.swapped.optimizer
     return record_step(
         request.build,
@@ -321,12 +322,13 @@ def record(request: RunRequest, *, in_buckets: bool) -> RecordedStep:
         min_bytes=request.min_bytes,
         autocast=request.autocast,
         bucket_bytes=bucket_bytes_within(request.hbm_budget_bytes) if buckets else None,
+        compiled=compiled,
     )
 
 
 def predict_session(request: RunRequest) -> SessionPrediction:
     """Predict the session of `request`."""
-    unswapped = record(request, in_buckets=False)
+    unswapped = record(request)
     peak = peak_memory(unswapped.trace)
     step = record(request, in_buckets=True)
     left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)

@@ -29,6 +29,7 @@ from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.state.optimizer_swap import alone, buckets_of, raw_step
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
+from chameleon_mm.tools.compiled_blocks import compile_blocks, notes_on_compiled
 from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, gpu_autocast
 from chameleon_mm.tools.workload import Build, ModelUnusable, Workload, told_as
 
@@ -77,6 +78,8 @@ class RecordedStep:
     """Dtype of the autocast around forward; None: there is none but the model's own."""
     optimizer: str
     """Name of the optimizer, one of `OPTIMIZERS`."""
+    activation_memory_budget: float | None
+    """Torch's setting under which the repeated blocks are compiled; None: all runs eagerly."""
     min_bytes: int
     trace: Trace
     window: Callable[[int], int]
@@ -103,6 +106,7 @@ class RecordedStep:
             "parameters_by_dtype": dict(self.parameters_by_dtype),
             "autocast": self.autocast,
             "optimizer": self.optimizer,
+            "activation_memory_budget": self.activation_memory_budget,
             "min_bytes": self.min_bytes,
         }
 
@@ -116,12 +120,14 @@ def record_step(
     min_bytes: int,
     autocast: torch.dtype | None = None,
     bucket_bytes: int | None = None,
+    compiled: float | None = None,
 ) -> RecordedStep:
     """Record one step of the workload of `build` under fake tensors: weights, batch and activations take no memory.
 
     dtype: torch's default while the model is built and run. optimizer: a key of `OPTIMIZERS`. min_bytes: smaller saved storages
     never move. autocast: dtype of the autocast around forward; None: there is none, and the model's own still acts as CUDA's.
     bucket_bytes: state that the optimizer steps together, as in a session that swaps the state; None: all of it.
+    compiled: each repeated block is compiled with this `activation_memory_budget` of torch, 0 to 1; None: all runs eagerly.
     Takes tens of microseconds for each operator. Raises `ModelUnusable` if the model fails.
     """
     device = SimDevice(spec)
@@ -129,6 +135,7 @@ def record_step(
         workload = build()
         step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes)
         recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
+        num_compiled = 0 if compiled is None else compile_blocks(workload.model, recorder, activation_memory_budget=compiled)
         with recorder:
             with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
                 loss = step.forward_backward()
@@ -137,7 +144,8 @@ def record_step(
         del loss  # a training loop, too, holds it until here
     return RecordedStep(
         about=workload.about,
-        notes=workload.notes,
+        notes=workload.notes if compiled is None else (*workload.notes, *notes_on_compiled(num_compiled)),
+        activation_memory_budget=compiled,
         parameters_by_dtype=_by_dtype(workload.model),
         autocast=None if autocast is None else _name(autocast),
         optimizer=optimizer,

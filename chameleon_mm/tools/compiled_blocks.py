@@ -1,0 +1,379 @@
+"""Compiled blocks of a step on shapes alone: AOTAutograd's graphs of a block, run as the kernels that Inductor would make of them.
+
+    compile_blocks(model, recorder)      # from now on each repeated block is a compiled region, as with `block.compile()`
+
+AOTAutograd traces a block's forward and backward together and divides them by torch's own min-cut partition. That decides what
+is saved, and so what may move. Equal blocks share one compiled code, as in torch. No kernel of a region is ever recomputed alone.
+
+    realized     a node whose result is stored: a reduction, a result for a product, attention or a caller, and an elementwise
+                 node that reads much and has several users
+    inlined      any other elementwise node: computed again in each kernel that uses it
+    kernel       a product or attention alone; or realized nodes over the same elements, which share what they read
+
+The rules and both limits are those of Inductor's lowering (`torch/_inductor/ir.py`, `should_realize_on_reuse`) and scheduler
+(`can_fuse`). A kernel reads each stored input once and writes each result once. Left out: that Inductor reuses memory of dead
+inputs for results, tunes, and fuses elementwise nodes into some products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_map
+
+from chameleon_mm.device.operators import OpCall, OpFacts, OpFactsCache
+from chameleon_mm.record.recorder import Recorder
+
+# --- Blocks: the modules that are compiled
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Outermost repeated blocks of `model`: modules with parameters in its lists and sequences. Without one: the model itself."""
+    found: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop(0)
+        repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
+        for child in module.children():
+            is_block = repeats and any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.Sequential))
+            (found if is_block else waiting).append(child)
+    return found or [model]
+
+
+def compile_blocks(model: nn.Module, recorder: Recorder, *, activation_memory_budget: float) -> int:
+    """Compile the blocks of `model` for steps that `recorder` records, under that setting of torch. Returns their number.
+
+    Call it under `shapes_alone`. The blocks belong to this copy of the model: they are not compiled for anything else.
+    """
+    codes: dict[Any, Callable[..., Any]] = {}
+    blocks = blocks_of(model)
+    for block in blocks:
+        block.forward = _compiled(block, codes, recorder, activation_memory_budget)  # type: ignore[method-assign]
+    return len(blocks)
+
+
+def notes_on_compiled(num_blocks: int) -> tuple[str, ...]:
+    """Sentences on the figures of a step with so many compiled blocks."""
+    return (
+        f"{num_blocks} blocks are compiled, each for itself, as by block.compile(); all else runs eagerly",
+        "kernels are fused by Inductor's rules; that it reuses dead inputs for results, and tunes, is left out",
+    )
+
+
+def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], recorder: Recorder, budget: float) -> Callable[..., Any]:
+    original, held = block.forward, {**dict(block.named_parameters()), **dict(block.named_buffers())}
+
+    def functional(tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        with _reparametrize_module(block, tensors):
+            return original(*args, **kwargs)
+
+    def region(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return make_boxed_func(Region(graph, recorder).run)  # type: ignore[no-untyped-call, no-any-return]  # torch's
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        key = _code_key(block), torch.is_grad_enabled(), str(tree_map(_shape_key, (held, args, kwargs)))
+        if key not in codes:
+            codes[key] = aot_function(
+                functional, region, region, min_cut_rematerialization_partition, decompositions=select_decomp_table()
+            )
+        with functorch.patch(activation_memory_budget=budget):  # read at the first call, which compiles
+            return codes[key](held, args, kwargs)
+
+    return forward
+
+
+def _code_key(block: nn.Module) -> tuple[Any, ...]:
+    """What the compiled code of `block` depends on, besides its inputs: classes and plain attributes, as torch's guards."""
+    plain = (int, float, bool, str, type(None), torch.dtype)
+    return tuple(
+        (name, type(module), tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, plain)))
+        for name, module in block.named_modules()
+    )
+
+
+def _shape_key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return value if isinstance(value, (int, float, bool, str, type(None))) else type(value)
+
+
+# --- Kernels of one graph
+
+
+@dataclass(eq=False)
+class Kernel:
+    """Nodes of a graph that run as one kernel."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    """Nodes whose results it stores."""
+    reads: dict[fx.Node, None] = field(default_factory=dict)
+    """Stored values that it reads."""
+    numel: int = 0
+    """Elements of its loops; for a reduction those that it reads."""
+    reduced: tuple[int, ...] | None = None
+    """Shape of the results of its reductions over those elements; None: it reduces nothing."""
+
+
+_REDUCTIONS = frozenset({
+    "sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "argmin", "max", "min", "std",
+})  # fmt: skip
+"""Reductions that are left after Inductor's decompositions."""
+
+_ELEMENTWISE = frozenset({
+    "cat", "clone", "constant_pad_nd", "convert_element_type", "_to_copy", "copy", "embedding", "index", "gather", "full", "full_like",
+    "arange", "iota", "empty", "scalar_tensor", "slice_scatter", "select_scatter", "where", "masked_fill", "rand", "randn", "rand_like",
+    "bernoulli", "copy_", "fill", "zeros", "zeros_like", "ones", "ones_like", "tril", "triu", "repeat", "flip", "roll",
+})  # fmt: skip
+"""Operators that compute each element by itself and lack torch's tag `pointwise`."""
+
+
+def is_view(node: fx.Node) -> bool:
+    """True if the node makes a view, or takes a result out of a tuple."""
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True  # getitem
+    returns = node.target._schema.returns
+    views = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return views or node.target.overloadpacket.__name__ in ("_unsafe_view", "detach", "alias")
+
+
+def _kind(node: fx.Node) -> str:
+    """`stored`: an input; `view`; `reduction`; `elementwise`; `alone`: a kernel of its own."""
+    if node.op != "call_function":
+        return "stored"
+    if is_view(node):
+        return "view"
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name = node.target.overloadpacket.__name__
+    if name in _REDUCTIONS and isinstance(node.args[0], fx.Node):
+        return "reduction"
+    return "elementwise" if torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE else "alone"
+
+
+class Fusion:
+    """Kernels that Inductor's rules make of a graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.kinds = {node: _kind(node) for node in graph.nodes}
+        self._leaves: dict[fx.Node, dict[fx.Node, None]] = {}
+        self.kernels: list[Kernel] = []
+        self._kernel_of: dict[fx.Node, Kernel] = {}
+        self._readers: dict[fx.Node, list[Kernel]] = {}
+        for node in graph.nodes:
+            kind = self.kinds[node]
+            if kind == "stored" or (kind == "elementwise" and not self._is_realized(node)):
+                continue
+            if kind != "view":
+                self._place(node, kind)
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """The node that computes what `node` is a view of."""
+        while self.kinds[node] == "view":
+            node = node.all_input_nodes[0]
+        return node
+
+    def leaves(self, node: fx.Node) -> dict[fx.Node, None]:
+        """Stored values that computing `node` reads, with all inlined nodes in between."""
+        found = self._leaves.get(node)
+        if found is None:
+            found = self._leaves[node] = {}
+            for given in map(self.base, node.all_input_nodes):
+                inlined = self.kinds[given] == "elementwise" and not self._is_realized(given)
+                found.update(self.leaves(given) if inlined else {given: None})
+        return found
+
+    def users(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Nodes that use `node` or a view of it."""
+        for user in node.users:
+            if self.kinds[user] == "view":
+                yield from self.users(user)
+            else:
+                yield user
+
+    def _is_realized(self, node: fx.Node) -> bool:
+        """True if the result of an elementwise node is stored."""
+        users = dict.fromkeys(self.users(node))
+        if any(self.kinds[user] in ("alone", "stored") for user in users):
+            return True
+        reads = len(self.leaves(node))
+        most = inductor.realize_reads_threshold if len(users) > 1 else inductor.realize_acc_reads_threshold
+        return most is not None and reads > most
+
+    def _place(self, node: fx.Node, kind: str) -> None:
+        reads = self.leaves(node)
+        kernel = Kernel([node], dict(reads))
+        if kind != "alone":
+            kernel.numel, kernel.reduced = _numel(node.args[0] if kind == "reduction" else node), None
+            if kind == "reduction":
+                kernel.reduced = _shape(node)
+            for earlier in self._candidates(reads):
+                if self._may_join(earlier, kernel):
+                    kernel = self._join(earlier, node, kernel)
+                    break
+            else:
+                self.kernels.append(kernel)
+        else:
+            self.kernels.append(kernel)
+        self._kernel_of[node] = kernel
+        for read in reads:
+            if read not in self._readers:
+                self._readers[read] = []
+            if kernel not in self._readers[read]:
+                self._readers[read].append(kernel)
+
+    def _candidates(self, reads: dict[fx.Node, None]) -> list[Kernel]:
+        """Kernels that make or read one of `reads`, the latest first."""
+        near = {id(kernel) for read in reads for kernel in self._readers.get(read, ())}
+        near |= {id(self._kernel_of[read]) for read in reads if read in self._kernel_of}
+        return [kernel for kernel in reversed(self.kernels) if id(kernel) in near and self.kinds[kernel.nodes[0]] != "alone"]
+
+    def _may_join(self, earlier: Kernel, new: Kernel) -> bool:
+        if earlier.reduced is not None and new.reduced is not None and earlier.reduced != new.reduced:
+            return False
+        reduced = earlier.reduced if earlier.reduced is not None else new.reduced
+        same = earlier.numel == new.numel or (reduced is not None and new.reduced is None and new.numel == prod(reduced))
+        # None of what it reads may come from behind `earlier` through another kernel.
+        return same and not any(self._depends(read, earlier) for read in new.reads)
+
+    def _depends(self, node: fx.Node, kernel: Kernel) -> bool:
+        """True if `node`, made by another kernel, needs a result of `kernel`."""
+        waiting, seen = [node], {id(kernel)}
+        while waiting:
+            made_by = self._kernel_of.get(waiting.pop())
+            if made_by is None or id(made_by) in seen:
+                continue
+            seen.add(id(made_by))
+            if any(self._kernel_of.get(read) is kernel for read in made_by.reads):
+                return True
+            waiting.extend(made_by.reads)
+        return False
+
+    def _join(self, earlier: Kernel, node: fx.Node, new: Kernel) -> Kernel:
+        earlier.reads.update((read, None) for read in new.reads if read not in earlier.nodes)
+        earlier.nodes.append(node)
+        earlier.reduced = earlier.reduced if earlier.reduced is not None else new.reduced
+        earlier.numel = max(earlier.numel, new.numel)
+        return earlier
+
+    def in_order(self) -> list[Kernel]:
+        """The kernels, each after those whose results it reads."""
+        needs = {id(kernel): {id(self._kernel_of[read]) for read in kernel.reads if read in self._kernel_of} for kernel in self.kernels}
+        by_id = {id(kernel): kernel for kernel in self.kernels}
+        return [by_id[one] for one in TopologicalSorter(needs).static_order()]
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape) if isinstance(value, Tensor) else tuple(value[0].shape)
+
+
+def _numel(node: Any) -> int:
+    return prod(_shape(node))
+
+
+# --- run
+
+
+class FusedCall(OpCall):
+    """Call of a kernel that computes `nodes` from `reads`: it makes their results, of the right shapes."""
+
+    __slots__ = ("_nodes",)
+
+    def __init__(self, nodes: Sequence[fx.Node], reads: tuple[Tensor, ...], device_type: str) -> None:
+        super().__init__(_FUSED, _Named("compiled::fused"), reads, {}, device_type=device_type)
+        self._nodes = nodes
+
+    def run(self) -> Any:
+        self.out = [tree_map(_made, node.meta["val"]) for node in self._nodes]
+        self.written = {id(t): t for t in tree_flatten(self.out)[0] if isinstance(t, Tensor)}
+        return self.out
+
+
+class RegionCall(OpCall):
+    """Call of a product, or of another operator with a kernel of its own, inside of a region."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        return f"compiled::{self.facts.name}"
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A name, in place of an operator's overload."""
+
+    text: str
+
+    def name(self) -> str:
+        return self.text
+
+
+_FUSED = OpFacts("fused", kernel=True)
+
+
+def _made(value: Any) -> Any:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) if isinstance(value, Tensor) else value
+
+
+class Region:
+    """One graph of a block: what the recorder sees of it are its kernels."""
+
+    def __init__(self, graph: fx.GraphModule, recorder: Recorder) -> None:
+        self._graph, self._recorder = graph.graph, recorder
+        self._facts = OpFactsCache("cpu")
+        fusion = Fusion(graph.graph)
+        self.kernels = fusion.in_order()
+        self._kinds = fusion.kinds
+        self._inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        (self._output,) = (node for node in graph.graph.nodes if node.op == "output")
+        needed = [dict.fromkeys(kernel.reads) for kernel in self.kernels]
+        needed.append(dict.fromkeys(map(fusion.base, self._output.all_input_nodes)))
+        self._dies: list[list[fx.Node]] = [[] for _ in self.kernels]
+        """For each kernel, the values that nobody reads after it."""
+        last = {node: i for i, nodes in enumerate(needed) for node in nodes}
+        for i, kernel in enumerate(self.kernels):
+            for node in (*kernel.reads, *kernel.nodes):
+                if last.get(node, i) == i and node not in self._dies[i]:
+                    self._dies[i].append(node)
+
+    def run(self, *args: Any) -> Any:
+        """Run it on `args`. Returns what the graph returns."""
+        values: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
+        for kernel, dies in zip(self.kernels, self._dies, strict=True):
+            self._launch(kernel, values)
+            for node in dies:
+                values.pop(node, None)
+        return tree_map(lambda value: self._value(value, values) if isinstance(value, fx.Node) else value, self._output.args[0])
+
+    def _launch(self, kernel: Kernel, values: dict[fx.Node, Any]) -> None:
+        first = kernel.nodes[0]
+        if self._kinds[first] == "alone":
+            args, kwargs = fx.map_arg((first.args, first.kwargs), lambda node: self._value(node, values))
+            call: OpCall = RegionCall(self._facts[first.target], first.target, tuple(args), kwargs, device_type="cpu")
+            values[first] = self._recorder.record(call)
+            return
+        read = tuple(t for node in kernel.reads for t in tree_flatten(values[node])[0] if isinstance(t, Tensor))
+        made = self._recorder.record(FusedCall(kernel.nodes, read, "cpu"))
+        values.update(zip(kernel.nodes, made, strict=True))
+
+    def _value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        """Value of a stored node, or of a view of one."""
+        if self._kinds[node] != "view":
+            return values[node]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: self._value(given, values))
+        with self._recorder.paused():
+            return node.target(*args, **kwargs)  # type: ignore[operator]  # a function of the graph

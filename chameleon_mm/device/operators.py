@@ -304,11 +304,6 @@ class OpCall:
         if facts.hidden_writes:
             collect_tensors(updated_statistics(facts, args), device_type, self.mutated)
 
-    @property
-    def name(self) -> str:
-        """Name of the operator, with namespace and overload."""
-        return str(self.func.name())
-
     def run(self) -> Any:
         """Run it, once. Afterwards `written` has the returned and mutated tensors. Torch function modes do not see the call, as
         for any operator called from C++."""

@@ -213,11 +213,6 @@ class Recorder(StepMode):
     def _run(self, call: OpCall) -> Any:
         return call.run() if self._retry is None else self._retry.run(call)
 
-    def record(self, call: OpCall) -> Any:
-        """Run `call` and return what it returns. It is one operator of the step, whatever runs inside."""
-        with StepMode.paused(self):
-            return self._record(call) if self._writes() else self._run(call)
-
     def _record(self, call: OpCall) -> Any:
         read: list[TracedStorage] = []
         new_storages: list[torch.UntypedStorage] = []

@@ -1,6 +1,6 @@
 """Compiled blocks of a step on shapes alone: AOTAutograd's graphs of a block, run as the kernels that Inductor would make of them.
 
-    compile_blocks(model, recorder)      # from now on each repeated block is a compiled region, as with `block.compile()`
+    compile_blocks(model, activation_memory_budget=1.0)      # each repeated block is a compiled region, as by `block.compile()`
 
 AOTAutograd traces a block's forward and backward together and divides them by torch's own min-cut partition. That decides what
 is saved, and so what may move. Equal blocks share one compiled code, as in torch. No kernel of a region is ever recomputed alone.
@@ -30,11 +30,13 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from chameleon_mm.device.operators import OpCall, OpFacts, OpFactsCache
-from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.record.dispatch_state import compiled_region
 
 # --- Blocks: the modules that are compiled
 
@@ -52,15 +54,15 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return found or [model]
 
 
-def compile_blocks(model: nn.Module, recorder: Recorder, *, activation_memory_budget: float) -> int:
-    """Compile the blocks of `model` for steps that `recorder` records, under that setting of torch. Returns their number.
+def compile_blocks(model: nn.Module, *, activation_memory_budget: float) -> int:
+    """Compile the blocks of `model` under that setting of torch, for steps on shapes alone. Returns their number.
 
-    Call it under `shapes_alone`. The blocks belong to this copy of the model: they are not compiled for anything else.
+    They belong to this copy of the model, and compute nothing any more.
     """
     codes: dict[Any, Callable[..., Any]] = {}
     blocks = blocks_of(model)
     for block in blocks:
-        block.forward = _compiled(block, codes, recorder, activation_memory_budget)  # type: ignore[method-assign]
+        block.forward = _compiled(block, codes, activation_memory_budget)  # type: ignore[method-assign]
     return len(blocks)
 
 
@@ -72,7 +74,7 @@ def notes_on_compiled(num_blocks: int) -> tuple[str, ...]:
     )
 
 
-def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], recorder: Recorder, budget: float) -> Callable[..., Any]:
+def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: float) -> Callable[..., Any]:
     original, held = block.forward, {**dict(block.named_parameters()), **dict(block.named_buffers())}
 
     def functional(tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
@@ -80,16 +82,20 @@ def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], recorder: 
             return original(*args, **kwargs)
 
     def region(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        return make_boxed_func(Region(graph, recorder).run)  # type: ignore[no-untyped-call, no-any-return]  # torch's
+        return make_boxed_func(Region(graph.graph).run)  # type: ignore[no-untyped-call, no-any-return]  # torch's
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         key = _code_key(block), torch.is_grad_enabled(), str(tree_map(_shape_key, (held, args, kwargs)))
         if key not in codes:
-            codes[key] = aot_function(
+            code = aot_function(
                 functional, region, region, min_cut_rematerialization_partition, decompositions=select_decomp_table()
             )
-        with functorch.patch(activation_memory_budget=budget):  # read at the first call, which compiles
-            return codes[key](held, args, kwargs)
+            # Compiled by a call that nobody sees, on fake tensors of its own: what looks at a step would disturb the trace.
+            unseen = _disable_current_modes(), saved_tensors_hooks(_itself, _itself), FakeTensorMode()
+            with unseen[0], unseen[1], unseen[2], functorch.patch(activation_memory_budget=budget):
+                code(*tree_map(_like, (held, args, kwargs)))
+            codes[key] = code
+        return codes[key](held, args, kwargs)
 
     return forward
 
@@ -101,6 +107,17 @@ def _code_key(block: nn.Module) -> tuple[Any, ...]:
         (name, type(module), tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, plain)))
         for name, module in block.named_modules()
     )
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return like.requires_grad_(value.requires_grad) if value.requires_grad else like
 
 
 def _shape_key(value: Any) -> Any:
@@ -284,96 +301,72 @@ def _numel(node: Any) -> int:
     return prod(_shape(node))
 
 
-# --- run
+# --- Regions: the graphs as autograd calls them
+#
+# A fused kernel is an operator of ours, so that whatever looks at a step sees it: a recorder, the simulated device, fake tensors.
+
+_LIBRARY = torch.library.Library("chameleon_mm", "DEF")  # noqa: TOR901 - lives as long as the process, like the operator
+_LIBRARY.define("fused(Tensor[] reads, int[] numbers, ScalarType[] dtypes) -> Tensor[]")
 
 
-class FusedCall(OpCall):
-    """Call of a kernel that computes `nodes` from `reads`: it makes their results, of the right shapes."""
-
-    __slots__ = ("_nodes",)
-
-    def __init__(self, nodes: Sequence[fx.Node], reads: tuple[Tensor, ...], device_type: str) -> None:
-        super().__init__(_FUSED, _Named("compiled::fused"), reads, {}, device_type=device_type)
-        self._nodes = nodes
-
-    def run(self) -> Any:
-        self.out = [tree_map(_made, node.meta["val"]) for node in self._nodes]
-        self.written = {id(t): t for t in tree_flatten(self.out)[0] if isinstance(t, Tensor)}
-        return self.out
+def _fused(reads: Sequence[Tensor], numbers: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Results of a fused kernel, uninitialised. `numbers`: for each, its dimensions, its sizes and its strides."""
+    results, at = [], 0
+    for dtype in dtypes:
+        dims = numbers[at]
+        sizes, strides = numbers[at + 1 : at + 1 + dims], numbers[at + 1 + dims : at + 1 + 2 * dims]
+        results.append(torch.empty_strided(sizes, strides, dtype=dtype))
+        at += 1 + 2 * dims
+    return results
 
 
-class RegionCall(OpCall):
-    """Call of a product, or of another operator with a kernel of its own, inside of a region."""
-
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        return f"compiled::{self.facts.name}"
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A name, in place of an operator's overload."""
-
-    text: str
-
-    def name(self) -> str:
-        return self.text
-
-
-_FUSED = OpFacts("fused", kernel=True)
-
-
-def _made(value: Any) -> Any:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype) if isinstance(value, Tensor) else value
+_LIBRARY.impl("fused", _fused, "CPU")
+torch.library.register_fake("chameleon_mm::fused", _fused, lib=_LIBRARY)
 
 
 class Region:
-    """One graph of a block: what the recorder sees of it are its kernels."""
+    """One graph of a block, as the kernels that it is compiled to."""
 
-    def __init__(self, graph: fx.GraphModule, recorder: Recorder) -> None:
-        self._graph, self._recorder = graph.graph, recorder
-        self._facts = OpFactsCache("cpu")
-        fusion = Fusion(graph.graph)
-        self.kernels = fusion.in_order()
-        self._kinds = fusion.kinds
-        self._inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        (self._output,) = (node for node in graph.graph.nodes if node.op == "output")
-        needed = [dict.fromkeys(kernel.reads) for kernel in self.kernels]
-        needed.append(dict.fromkeys(map(fusion.base, self._output.all_input_nodes)))
+    def __init__(self, graph: fx.Graph) -> None:
+        fusion = Fusion(graph)
+        self.kernels, self.kinds = fusion.in_order(), fusion.kinds
+        self._inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        (self._output,) = (node for node in graph.nodes if node.op == "output")
+        last: dict[fx.Node, int] = {}
+        for i, kernel in enumerate(self.kernels):
+            last.update((node, i) for node in (*kernel.reads, *kernel.nodes))
+        for node in map(fusion.base, self._output.all_input_nodes):
+            last.pop(node, None)  # it lives on
         self._dies: list[list[fx.Node]] = [[] for _ in self.kernels]
         """For each kernel, the values that nobody reads after it."""
-        last = {node: i for i, nodes in enumerate(needed) for node in nodes}
-        for i, kernel in enumerate(self.kernels):
-            for node in (*kernel.reads, *kernel.nodes):
-                if last.get(node, i) == i and node not in self._dies[i]:
-                    self._dies[i].append(node)
+        for node, i in last.items():
+            self._dies[i].append(node)
 
     def run(self, *args: Any) -> Any:
-        """Run it on `args`. Returns what the graph returns."""
+        """Run it on `args`. Returns what the graph returns, uninitialised."""
         values: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
-        for kernel, dies in zip(self.kernels, self._dies, strict=True):
-            self._launch(kernel, values)
-            for node in dies:
-                values.pop(node, None)
-        return tree_map(lambda value: self._value(value, values) if isinstance(value, fx.Node) else value, self._output.args[0])
+        with compiled_region():
+            for kernel, dies in zip(self.kernels, self._dies, strict=True):
+                self._launch(kernel, values)
+                for node in dies:
+                    del values[node]
+            return tree_map(lambda value: self._value(value, values), self._output.args[0])
 
     def _launch(self, kernel: Kernel, values: dict[fx.Node, Any]) -> None:
         first = kernel.nodes[0]
-        if self._kinds[first] == "alone":
+        if self.kinds[first] == "alone":
             args, kwargs = fx.map_arg((first.args, first.kwargs), lambda node: self._value(node, values))
-            call: OpCall = RegionCall(self._facts[first.target], first.target, tuple(args), kwargs, device_type="cpu")
-            values[first] = self._recorder.record(call)
+            values[first] = first.target(*args, **kwargs)  # type: ignore[operator]  # an operator
             return
-        read = tuple(t for node in kernel.reads for t in tree_flatten(values[node])[0] if isinstance(t, Tensor))
-        made = self._recorder.record(FusedCall(kernel.nodes, read, "cpu"))
-        values.update(zip(kernel.nodes, made, strict=True))
+        reads = [t for node in kernel.reads for t in tree_flatten(values[node])[0] if isinstance(t, Tensor)]
+        flat, nest = tree_flatten([node.meta["val"] for node in kernel.nodes])
+        numbers = [number for t in flat for number in (t.dim(), *t.shape, *t.stride())]
+        made = torch.ops.chameleon_mm.fused(reads, numbers, [t.dtype for t in flat])
+        values.update(zip(kernel.nodes, tree_unflatten(made, nest), strict=True))
 
-    def _value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        """Value of a stored node, or of a view of one."""
-        if self._kinds[node] != "view":
-            return values[node]
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda given: self._value(given, values))
-        with self._recorder.paused():
-            return node.target(*args, **kwargs)  # type: ignore[operator]  # a function of the graph
+    def _value(self, value: Any, values: dict[fx.Node, Any]) -> Any:
+        """Value of a stored node, or of a view of one; anything else is itself."""
+        if not isinstance(value, fx.Node) or self.kinds[value] != "view":
+            return values[value] if isinstance(value, fx.Node) else value
+        args, kwargs = fx.map_arg((value.args, value.kwargs), lambda given: self._value(given, values))
+        return value.target(*args, **kwargs)  # type: ignore[operator]  # a function

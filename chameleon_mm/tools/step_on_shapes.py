@@ -135,7 +135,7 @@ def record_step(
         workload = build()
         step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes)
         recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
-        num_compiled = 0 if compiled is None else compile_blocks(workload.model, recorder, activation_memory_budget=compiled)
+        num_compiled = 0 if compiled is None else compile_blocks(workload.model, activation_memory_budget=compiled)
         with recorder:
             with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
                 loss = step.forward_backward()

@@ -1,9 +1,9 @@
-"""Compiled blocks of a step on shapes alone: AOTAutograd's graphs of a block, run as the kernels that Inductor would make of them.
+"""Compiled blocks of a step on shapes alone: AOTAutograd's graphs, run as the kernels that Inductor would make of them.
 
     compile_blocks(model, activation_memory_budget=1.0)      # each repeated block is a compiled region, as by `block.compile()`
 
 AOTAutograd traces a block's forward and backward together and divides them by torch's own min-cut partition. That decides what
-is saved, and so what may move. Equal blocks share one compiled code, as in torch. No kernel of a region is ever recomputed alone.
+is saved, and so what may move. Equal blocks share one compiled code, as in torch. No kernel of a block is recomputed alone.
 
     realized     a node whose result is stored: a reduction, a result for a product, attention or a caller, and an elementwise
                  node that reads much and has several users
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
@@ -42,34 +42,31 @@ from chameleon_mm.record.dispatch_state import compiled_region
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Outermost repeated blocks of `model`: modules with parameters in its lists and sequences. Without one: the model itself."""
+    """Outermost blocks of `model`: modules with parameters in its lists and sequences. If it has none: the model itself."""
     found: list[nn.Module] = []
     waiting = [model]
     while waiting:
         module = waiting.pop(0)
         repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
         for child in module.children():
-            is_block = repeats and any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.Sequential))
+            is_block = (
+                repeats and any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.Sequential))
+            )
             (found if is_block else waiting).append(child)
     return found or [model]
 
 
-def compile_blocks(model: nn.Module, *, activation_memory_budget: float) -> int:
-    """Compile the blocks of `model` under that setting of torch, for steps on shapes alone. Returns their number.
+def compile_blocks(model: nn.Module, *, activation_memory_budget: float) -> tuple[str, ...]:
+    """Compile the blocks of `model` under that setting of torch, for steps on shapes alone. Returns sentences on the figures.
 
     They belong to this copy of the model, and compute nothing any more.
     """
     codes: dict[Any, Callable[..., Any]] = {}
     blocks = blocks_of(model)
     for block in blocks:
-        block.forward = _compiled(block, codes, activation_memory_budget)  # type: ignore[method-assign]
-    return len(blocks)
-
-
-def notes_on_compiled(num_blocks: int) -> tuple[str, ...]:
-    """Sentences on the figures of a step with so many compiled blocks."""
+        block.forward = _compiled(block, codes, activation_memory_budget)
     return (
-        f"{num_blocks} blocks are compiled, each for itself, as by block.compile(); all else runs eagerly",
+        f"{len(blocks)} blocks are compiled, each for itself, as by block.compile(); all else runs eagerly",
         "kernels are fused by Inductor's rules; that it reuses dead inputs for results, and tunes, is left out",
     )
 
@@ -81,8 +78,8 @@ def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: fl
         with _reparametrize_module(block, tensors):
             return original(*args, **kwargs)
 
-    def region(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        return make_boxed_func(Region(graph.graph).run)  # type: ignore[no-untyped-call, no-any-return]  # torch's
+    def region(gm: fx.GraphModule, example_inputs: Any) -> Any:  # torch gives both by name
+        return Region(gm.graph)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         key = _code_key(block), torch.is_grad_enabled(), str(tree_map(_shape_key, (held, args, kwargs)))
@@ -90,7 +87,7 @@ def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: fl
             code = aot_function(
                 functional, region, region, min_cut_rematerialization_partition, decompositions=select_decomp_table()
             )
-            # Compiled by a call that nobody sees, on fake tensors of its own: what looks at a step would disturb the trace.
+            # The first call compiles, on fake tensors of its own: modes and hooks around it would disturb the trace.
             unseen = _disable_current_modes(), saved_tensors_hooks(_itself, _itself), FakeTensorMode()
             with unseen[0], unseen[1], unseen[2], functorch.patch(activation_memory_budget=budget):
                 code(*tree_map(_like, (held, args, kwargs)))
@@ -101,7 +98,7 @@ def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: fl
 
 
 def _code_key(block: nn.Module) -> tuple[Any, ...]:
-    """What the compiled code of `block` depends on, besides its inputs: classes and plain attributes, as torch's guards."""
+    """Return what the compiled code of `block` depends on besides its inputs: classes and plain attributes."""
     plain = (int, float, bool, str, type(None), torch.dtype)
     return tuple(
         (name, type(module), tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, plain)))
@@ -149,9 +146,10 @@ _REDUCTIONS = frozenset({
 """Reductions that are left after Inductor's decompositions."""
 
 _ELEMENTWISE = frozenset({
-    "cat", "clone", "constant_pad_nd", "convert_element_type", "_to_copy", "copy", "embedding", "index", "gather", "full", "full_like",
-    "arange", "iota", "empty", "scalar_tensor", "slice_scatter", "select_scatter", "where", "masked_fill", "rand", "randn", "rand_like",
-    "bernoulli", "copy_", "fill", "zeros", "zeros_like", "ones", "ones_like", "tril", "triu", "repeat", "flip", "roll",
+    "_to_copy", "arange", "bernoulli", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy", "copy_", "embedding",
+    "empty", "fill", "flip", "full", "full_like", "gather", "index", "iota", "masked_fill", "ones", "ones_like", "rand",
+    "rand_like", "randn", "repeat", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu", "where",
+    "zeros", "zeros_like",
 })  # fmt: skip
 """Operators that compute each element by itself and lack torch's tag `pointwise`."""
 
@@ -262,7 +260,7 @@ class Fusion:
             return False
         reduced = earlier.reduced if earlier.reduced is not None else new.reduced
         same = earlier.numel == new.numel or (reduced is not None and new.reduced is None and new.numel == prod(reduced))
-        # None of what it reads may come from behind `earlier` through another kernel.
+        # Not if another kernel reads a result of `earlier` and makes something that `new` reads.
         return same and not any(self._depends(read, earlier) for read in new.reads)
 
     def _depends(self, node: fx.Node, kernel: Kernel) -> bool:
@@ -287,7 +285,10 @@ class Fusion:
 
     def in_order(self) -> list[Kernel]:
         """The kernels, each after those whose results it reads."""
-        needs = {id(kernel): {id(self._kernel_of[read]) for read in kernel.reads if read in self._kernel_of} for kernel in self.kernels}
+        needs = {
+            id(kernel): {id(self._kernel_of[read]) for read in kernel.reads if read in self._kernel_of}
+            for kernel in self.kernels
+        }
         by_id = {id(kernel): kernel for kernel in self.kernels}
         return [by_id[one] for one in TopologicalSorter(needs).static_order()]
 
@@ -303,9 +304,9 @@ def _numel(node: Any) -> int:
 
 # --- Regions: the graphs as autograd calls them
 #
-# A fused kernel is an operator of ours, so that whatever looks at a step sees it: a recorder, the simulated device, fake tensors.
+# A fused kernel is an operator of ours, so that all that look at a step see it: recorder, simulated device, fake tensors.
 
-_LIBRARY = torch.library.Library("chameleon_mm", "DEF")  # noqa: TOR901 - lives as long as the process, like the operator
+_LIBRARY = torch.library.Library("chameleon_mm", "DEF")  # lives as long as the process, as the operator does
 _LIBRARY.define("fused(Tensor[] reads, int[] numbers, ScalarType[] dtypes) -> Tensor[]")
 
 
@@ -325,7 +326,7 @@ torch.library.register_fake("chameleon_mm::fused", _fused, lib=_LIBRARY)
 
 
 class Region:
-    """One graph of a block, as the kernels that it is compiled to."""
+    """Graph of a block, run as kernels on shapes alone."""
 
     def __init__(self, graph: fx.Graph) -> None:
         fusion = Fusion(graph)
@@ -338,13 +339,17 @@ class Region:
         for node in map(fusion.base, self._output.all_input_nodes):
             last.pop(node, None)  # it lives on
         self._dies: list[list[fx.Node]] = [[] for _ in self.kernels]
-        """For each kernel, the values that nobody reads after it."""
+        """Values that die with each kernel."""
         for node, i in last.items():
             self._dies[i].append(node)
 
-    def run(self, *args: Any) -> Any:
+    _boxed_call = True
+    """Torch's mark: the arguments come in a list, which the callee empties, so that none outlives its last use."""
+
+    def __call__(self, args: list[Any]) -> Any:
         """Run it on `args`. Returns what the graph returns, uninitialised."""
         values: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
+        args.clear()
         with compiled_region():
             for kernel, dies in zip(self.kernels, self._dies, strict=True):
                 self._launch(kernel, values)

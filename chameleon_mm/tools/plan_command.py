@@ -13,6 +13,7 @@ import argparse
 import difflib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         budgets = request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute
         if args.compile:
             with console.status("compiling and recording a step for each partition"):
-                prediction = predict_compiled(lambda share: record(request, compiled=share), *budgets)
+                prediction = predict_compiled(lambda share: record(replace(request, compiled=share)), *budgets)
         else:
             with console.status("recording one step under fake tensors, and planning"):
                 prediction = predict(record(request), *budgets)

@@ -288,7 +288,7 @@ def predict(
 
 
 PARTITIONS = tuple(share / 10 for share in range(10, -1, -1))
-"""Values of torch's `activation_memory_budget` that are tried: how much of what it would save by itself compiled code may save."""
+"""Values of torch's `activation_memory_budget` that are tried: the share of what it saves by itself that may be saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +313,7 @@ def predict_compiled(
 ) -> Prediction:
     """Predict the step of a model with compiled blocks, with the partition whose plan takes least time, as `predict` does.
 
-    `record_at(share)`: the step under that `activation_memory_budget`. The ways are those of torch's own partition, but the plan.
+    `record_at(share)`: the step under that `activation_memory_budget`. All ways but the plan are those of torch's partition.
     """
     steps = [record_at(share) for share in PARTITIONS]
     cost, own = link_of(spec), steps[0].trace
@@ -329,9 +329,7 @@ def predict_compiled(
     if alone := [one for one in partitions if one.peak_bytes <= hbm_budget]:
         fastest = min(alone, key=lambda one: one.step_us)
         again_us = fastest.step_us - own.duration_us
-        ways.append(
-            Way(name="memory budget", peak_bytes=fastest.peak_bytes, step_us=fastest.step_us, recompute_us=again_us)
-        )
+        ways.append(Way(name="memory budget", peak_bytes=fastest.peak_bytes, step_us=fastest.step_us, recompute_us=again_us))
     ways.append(_ways(own, peak_memory(own), None, hbm_budget, host_budget, cost)[-1])
     return dataclasses.replace(prediction, ways=tuple(ways), partitions=partitions)
 

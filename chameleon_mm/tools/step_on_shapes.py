@@ -10,9 +10,10 @@ The step is one in the middle of training: the optimizer already has its state, 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +30,6 @@ from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.state.optimizer_swap import alone, buckets_of, raw_step
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
-from chameleon_mm.tools.compiled_blocks import compile_blocks, notes_on_compiled
 from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, gpu_autocast
 from chameleon_mm.tools.workload import Build, ModelUnusable, Workload, told_as
 
@@ -131,11 +131,10 @@ def record_step(
     Takes tens of microseconds for each operator. Raises `ModelUnusable` if the model fails.
     """
     device = SimDevice(spec)
-    with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast():
+    with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast(), _uncompiled():
         workload = build()
-        step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes)
+        step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes, compiled=compiled)
         recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
-        num_compiled = 0 if compiled is None else compile_blocks(workload.model, activation_memory_budget=compiled)
         with recorder:
             with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
                 loss = step.forward_backward()
@@ -144,7 +143,7 @@ def record_step(
         del loss  # a training loop, too, holds it until here
     return RecordedStep(
         about=workload.about,
-        notes=workload.notes if compiled is None else (*workload.notes, *notes_on_compiled(num_compiled)),
+        notes=(*workload.notes, *step.notes),
         activation_memory_budget=compiled,
         parameters_by_dtype=_by_dtype(workload.model),
         autocast=None if autocast is None else _name(autocast),
@@ -156,9 +155,14 @@ def record_step(
     )
 
 
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Context in which what the user compiled runs eagerly: `compile_blocks` compiles for shapes alone."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 class TrainingStep:
     """Step of a training loop. `started`: the optimizer already has its state, as from the second step on.
-    `bucket_bytes`: as in `record_step`."""
+    `bucket_bytes` and `compiled`: as in `record_step`."""
 
     def __init__(
         self,
@@ -168,6 +172,7 @@ class TrainingStep:
         *,
         started: bool = True,
         bucket_bytes: int | None = None,
+        compiled: float | None = None,
     ) -> None:
         trained = [p for p in workload.model.parameters() if p.requires_grad]
         if not trained:
@@ -183,6 +188,12 @@ class TrainingStep:
         self._autocast = autocast
         self._bucket_bytes = bucket_bytes
         self.largest_bucket_bytes = 0
+        self.notes: tuple[str, ...] = ()
+        """Sentences on what its compiled blocks leave out."""
+        if compiled is not None:
+            from chameleon_mm.tools.compiled_blocks import compile_blocks  # imports Inductor, which takes seconds
+
+            self.notes = compile_blocks(self.model, activation_memory_budget=compiled)
         self.optimizers = _optimizers(optimizer, trained)
         if started and self.optimizers:
             for parameter in trained:

@@ -324,6 +324,7 @@ class SwapReport(Counters):
         host = f"{format_size(self.peak_host_bytes)} live at most, {format_size(self.host_reserved_bytes)} reserved"
         if self.host_bytes_wanted is not None:
             host += f", {format_size(self.host_bytes_wanted)} wanted by plans"
+        also = ", others too" * (self.timed_steps > self.steps)
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         phases = ", ".join(f"{count} {StepKind(kind)}" for kind, count in self.steps_by_phase.items()) or "none ended"
         return [
@@ -331,7 +332,7 @@ class SwapReport(Counters):
             ("device", self.device),
             *(("PROBLEM", problem) for problem in self.problems),
             *(("WARNING", f"{text} ({count} of its kind)") for text, count in self.warnings.items()),
-            ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
+            ("steps", f"{self.steps} completed, {self.timed_steps} timed{also}"),
             ("what the steps were", phases),
             ("steps recorded in detail", str(self.detailed_steps)),
             ("plans made, host time", f"{self.plans}, {format_us(self.planning_us)}"),

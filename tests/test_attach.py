@@ -569,3 +569,18 @@ def test_whether_the_budget_held_is_not_known_where_nothing_was_measured(sim: cm
         assert handle.report().budget_held is None
     assert handle.report().budget_held is None
     assert "not measured" in str(handle.report())
+
+
+def test_a_second_attach_on_a_thread_is_said_to_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    models = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 1e-3) for model in models]
+    attached = [
+        cm.attach(model, optimizer, device="sim", min_bytes=0) for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    for _ in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.randn(32, 64)).sum().backward()
+            optimizer.step()
+    assert "attach(nn.ModuleList([a, b]))" in "".join(attached[0].report().problems)
+    for attachment in reversed(attached):
+        attachment.detach()

@@ -176,3 +176,14 @@ def test_on_a_gpu_the_link_is_measured_and_kept() -> None:
     found = {finding.name: finding for finding in collect()}
     assert found["GPUs"].text.startswith("0: ")
     assert found["rates"].text.endswith("; kept for sessions")
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    assert found["expandable segments"].available is bool(settings["expandable_segments"])
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_segments_that_do_not_grow_are_said_with_the_line_that_mends_it(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "visible_gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": {"expandable_segments": on}})
+    (found,) = [finding for finding in collect() if finding.name == "expandable segments"]
+    assert found.available is on
+    assert ("export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in found.text) is not on

@@ -21,7 +21,7 @@ PROMISED = {
     "steps", "detailed_steps", "plans", "plan_cache_hits", "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed",
     "hidden_fraction", "stall_us", "peak_hbm_bytes", "hbm_budget_bytes", "peak_host_bytes", "host_reserved_bytes",
     "kept_by_reason", "fallbacks", "oom_retries", "simulated", "device", "bytes_recomputed", "bytes_held", "recompute_us",
-    "recipes_banned", "host_bytes_wanted",
+    "recipes_banned", "host_bytes_wanted", "peak_reserved_bytes",
 }  # fmt: skip
 
 
@@ -59,6 +59,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         peak_hbm_at_most_bytes=30 * MIB,
         hbm_budget_bytes=32 * MIB,
         budget_misses=0,
+        peak_reserved_bytes=None,
         peak_host_bytes=10 * MIB,
         host_reserved_bytes=1024 * MIB,
         host_bytes_wanted=9 * MIB,

@@ -137,6 +137,25 @@ def frames_compiled() -> int:
     return 0 if utils is None else int(utils.counters["frames"]["total"])
 
 
+_compiled = threading.local()
+
+
+@contextmanager
+def compiled_region() -> Iterator[None]:
+    """Context in which the operators of this thread are those of a compiled region: none of them runs again alone."""
+    before = in_compiled_region()
+    _compiled.region = True
+    try:
+        yield
+    finally:
+        _compiled.region = before
+
+
+def in_compiled_region() -> bool:
+    """True if the operators that run on this thread now are those of a compiled region."""
+    return bool(getattr(_compiled, "region", False))
+
+
 class StepMode(TorchDispatchMode):
     """Dispatch mode that is on for a part of a step. Hooks pause it on their own thread."""
 

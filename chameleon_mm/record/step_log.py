@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from chameleon_mm.device import Device, Event
 from chameleon_mm.device.operators import OpCall, Tensors, collect_tensors, inner_bytes
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder, UInt8s
-from chameleon_mm.record.dispatch_state import in_backward
+from chameleon_mm.record.dispatch_state import in_backward, in_compiled_region
 from chameleon_mm.record.storages import Readings, StorageTable, TracedStorage
 from chameleon_mm.units import MIB
 
@@ -222,6 +222,8 @@ class StepLog:
         self.table.record_deaths()
         given, written, inner = self._number(call, new_storages)
         name = call.func.name()
+        if in_compiled_region():
+            name = f"compiled::{call.facts.name}"  # a name of no operator that may run again
         signature = f"{name}({_describe(call.args)}, {_describe(call.kwargs)})"
         content = self._contents.get(signature)
         if content is None:

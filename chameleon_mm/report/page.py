@@ -293,7 +293,9 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
     before = len(all_steps) - len(steps)
     older = f" The {before} before them are left out." if before else ""
     if warm_up := sum(step.warm_up for step in steps):
-        older += f" The first {warm_up} are warm-up, before any step followed a plan."
+        older += (
+            f" {'The first step is' if warm_up == 1 else f'The first {warm_up} steps are'} warm-up: none followed a plan yet."
+        )
     return (
         f'<section id="steps"><h2>Steps</h2><p class="note">Steps {steps[0].index} to '
         f"{steps[-1].index}: peak of device memory against the budget, time, and stall. A step that was not timed has no time."

@@ -187,6 +187,8 @@ class SwapReport(Counters):
     """Upper bound of that maximum; None: not known. Both equal the peak if it is known: the process had not reached it before,
     and the device's peak was not reset meanwhile."""
     hbm_budget_bytes: int
+    peak_reserved_bytes: int | None
+    """Maximum that torch's allocator reserved since the process began or its peak was reset; None: simulated."""
     peak_host_bytes: int
     """Maximum pinned memory in live blocks."""
     host_reserved_bytes: int
@@ -258,6 +260,7 @@ class SwapReport(Counters):
             peak_hbm_bytes=peak.at_least_bytes,
             peak_hbm_at_most_bytes=peak.at_most_bytes,
             hbm_budget_bytes=hbm_budget_bytes,
+            peak_reserved_bytes=device.peak_reserved_bytes(),
             peak_host_bytes=pool.peak_live_bytes,
             host_reserved_bytes=pool.reserved_bytes,
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
@@ -321,6 +324,7 @@ class SwapReport(Counters):
         host = f"{format_size(self.peak_host_bytes)} live at most, {format_size(self.host_reserved_bytes)} reserved"
         if self.host_bytes_wanted is not None:
             host += f", {format_size(self.host_bytes_wanted)} wanted by plans"
+        also = ", others too" * (self.timed_steps > self.steps)
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         phases = ", ".join(f"{count} {StepKind(kind)}" for kind, count in self.steps_by_phase.items()) or "none ended"
         return [
@@ -328,13 +332,14 @@ class SwapReport(Counters):
             ("device", self.device),
             *(("PROBLEM", problem) for problem in self.problems),
             *(("WARNING", f"{text} ({count} of its kind)") for text, count in self.warnings.items()),
-            ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
+            ("steps", f"{self.steps} completed, {self.timed_steps} timed{also}"),
             ("what the steps were", phases),
             ("steps recorded in detail", str(self.detailed_steps)),
             ("plans made, host time", f"{self.plans}, {format_us(self.planning_us)}"),
             ("steps that had a plan already", str(self.plan_cache_hits)),
             *self._planned_rows(clock),
             ("peak device memory", self._peak()),
+            *(("reserved by torch at most", format_size(n)) for n in (self.peak_reserved_bytes,) if n is not None),
             *self._recomputed_rows(clock),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             *self._state_rows(),

@@ -90,6 +90,9 @@ class HookCounts:
 
 
 _STEP = "`with session.step():`"
+_ATTACH_INSIDE = (
+    "attach inside of them, and several models at once, as attach(nn.ModuleList([a, b])): each attach enters hooks of its own"
+)
 
 NEVER_CALLED = (
     f"session.step() was never called: everything was swapped by the default rule, with no plan and nothing timed; put each "
@@ -165,9 +168,8 @@ def _without_saves(counts: HookCounts, *, thread: str, frozen: bool) -> str:
     if counts.steps_without_gradients == counts.steps:
         return f"{said}gradients were off as each step began; train outside of torch.no_grad() and torch.inference_mode()"
     if counts.steps_under_others == counts.steps:
-        return (
-            f"{said}other saved-tensor hooks were entered after the session's, and only the innermost are called; enter the "
-            f"session inside of them"
+        return f"{said}other saved-tensor hooks were entered after the session's, and only the innermost are called; " + (
+            "enter the session inside of them" if counts.attached is None else _ATTACH_INSIDE
         )
     return (
         f"{said}autograd saved nothing on the thread that entered it ({thread}); run the forward on that thread, or enter the "

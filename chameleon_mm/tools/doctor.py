@@ -95,6 +95,18 @@ def _link(root: Path, pci_id: str | None) -> str:
     return f"link {now}" if now == most else f"link {now} now, at most {most} (an idle GPU lowers its link)"
 
 
+def segments(root: Path) -> str:
+    """Whether torch's caching allocator grows its segments."""
+    if not visible_gpus():
+        raise Unavailable("no GPU")
+    if not torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments"):
+        raise Unavailable(
+            "off: plans leave gaps between blocks, so more is reserved than allocated; before the program starts, "
+            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    return "on"
+
+
 def memory(root: Path) -> str:
     """Host memory available, and the part that may be pinned by default: half of it, divided among the ranks here."""
     available, machine = available_host_bytes(root), max(of_machine(root), default=0)
@@ -137,6 +149,7 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
     ("software", "C++ helpers", helpers),
     ("software", "NVIDIA driver", driver),
     ("gpu", "GPUs", gpus),
+    ("gpu", "expandable segments", segments),
     ("host", "memory available", memory),
     ("host", "memlock limit", memlock),
     ("link", "rates", link_rates),

@@ -13,6 +13,7 @@ import argparse
 import difflib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from chameleon_mm.files import write_file
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule
 from chameleon_mm.tools.largest import SIZES, largest, say
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
-from chameleon_mm.tools.prediction import REPLAYED, default_budget, predict, show
+from chameleon_mm.tools.prediction import REPLAYED, default_budget, predict, predict_compiled, show
 from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, predict_session, record, show_session
 from chameleon_mm.tools.step_on_shapes import AUTOCAST, DTYPES, OPTIMIZERS
 from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, hugging_face, own_function
@@ -78,6 +79,11 @@ def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
         "--autocast",
         choices=list(AUTOCAST),
         help="put forward under torch.autocast to it (default: no more than the model does itself)",
+    )
+    step.add_argument(
+        "--compile",
+        action="store_true",
+        help="each repeated block is compiled, as by block.compile(), and what its compiled code saves is chosen too",
     )
     step.add_argument(
         "--optimizer", choices=list(OPTIMIZERS), default="adamw",
@@ -132,10 +138,13 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         show_session(session, console)
         told, held = session.to_dict(), session.holds
     else:
-        with console.status("recording one step under fake tensors"):
-            step = record(request, in_buckets=False)
-        with console.status("planning"):
-            prediction = predict(step, request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute)
+        budgets = request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute
+        if args.compile:
+            with console.status("compiling and recording a step for each partition"):
+                prediction = predict_compiled(lambda share: record(replace(request, compiled=share)), *budgets)
+        else:
+            with console.status("recording one step under fake tensors, and planning"):
+                prediction = predict(record(request), *budgets)
         show(prediction, console)
         told, held = prediction.to_dict(), prediction.infeasible is None
     if args.json is not None:
@@ -173,6 +182,8 @@ def _check_swapped(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options about swapping that contradict each other."""
     if args.optimizer == "none" and args.swap_optimizer:
         raise ValueError("--swap-optimizer: expected an optimizer, whose state is swapped, got --optimizer none; name one")
+    if args.compile and (args.largest or args.swap_optimizer or args.swap_parameters):
+        raise ValueError("--compile: expected no --largest, --swap-optimizer or --swap-parameters beside it; leave those out")
     if args.largest is None:
         return
     if args.swap_parameters and not args.swap_optimizer:

@@ -14,6 +14,7 @@ may have a worse plan.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -173,6 +174,8 @@ class Prediction:
     planning_ms: float | None
     """Time that making `plan` took on this machine: the only measured figure here."""
     timeline: Timeline | None
+    partitions: tuple[Partition, ...] = ()
+    """Partitions of compiled blocks that were tried; empty: all runs eagerly."""
     ideal_us: float | None
     """Lower bound T* of the step's time (docs/policy.md) within the budget; it covers recomputation if plans may recompute."""
 
@@ -218,6 +221,7 @@ class Prediction:
             "ideal_us": self.ideal_us,
             "ideal_share": self.ideal_share,
             "ways": [asdict(way) for way in self.ways],
+            "partitions": [asdict(one) for one in self.partitions],
             "plan": None if plan is None else self._plan_dict(plan),
         }
 
@@ -280,6 +284,68 @@ def predict(
         planning_ms=planning_ms,
         timeline=None if plan is None else simulate(trace, plan, cost),
         ideal_us=ideal_us,
+    )
+
+
+PARTITIONS = tuple(share / 10 for share in range(10, -1, -1))
+"""Values of torch's `activation_memory_budget` that are tried: the share of what it saves by itself that may be saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Step whose compiled blocks save what torch's `activation_memory_budget` leaves."""
+
+    activation_memory_budget: float
+    peak_bytes: int
+    """Peak without swapping."""
+    step_us: float
+    """Time without swapping."""
+    planned_us: float | None
+    """Time of the best plan within the budgets; None: there is none."""
+
+
+def predict_compiled(
+    record_at: Callable[[float], RecordedStep],
+    spec: GpuSpec,
+    hbm_budget: int,
+    host_budget: int | None,
+    recompute: Collection[str] = REPLAYED,
+) -> Prediction:
+    """Predict the step of a model with compiled blocks, with the partition whose plan takes least time, as `predict` does.
+
+    `record_at(share)`: the step under that `activation_memory_budget`. All ways but the plan are those of torch's partition.
+    """
+    steps = [record_at(share) for share in PARTITIONS]
+    cost, own = link_of(spec), steps[0].trace
+    partitions = tuple(_partition(step, hbm_budget, host_budget, cost, recompute) for step in steps)
+    planned = [i for i, one in enumerate(partitions) if one.planned_us is not None]
+    best = min(planned, key=lambda i: partitions[i].planned_us or 0.0, default=len(steps) - 1)  # the last one saves least
+    prediction = predict(steps[best], spec, hbm_budget, host_budget, recompute)
+    ways = [Way(name="no swapping", peak_bytes=partitions[0].peak_bytes, step_us=own.duration_us)]
+    if prediction.plan is not None:
+        ways.append(_planned("this plan", steps[best].trace, prediction.plan))
+    with suppress(InfeasibleBudget):
+        ways.append(_planned("torch's partition", own, generate_plan(own, hbm_budget, host_budget, cost)))
+    if alone := [one for one in partitions if one.peak_bytes <= hbm_budget]:
+        fastest = min(alone, key=lambda one: one.step_us)
+        again_us = fastest.step_us - own.duration_us
+        ways.append(Way(name="memory budget", peak_bytes=fastest.peak_bytes, step_us=fastest.step_us, recompute_us=again_us))
+    ways.append(_ways(own, peak_memory(own), None, hbm_budget, host_budget, cost)[-1])
+    return dataclasses.replace(prediction, ways=tuple(ways), partitions=partitions)
+
+
+def _partition(
+    step: RecordedStep, hbm_budget: int, host_budget: int | None, cost: LinkCost, recompute: Collection[str]
+) -> Partition:
+    planned_us = None
+    with suppress(InfeasibleBudget):
+        planned_us = generate_plan(step.trace, hbm_budget, host_budget, cost, recompute=recompute).step_us
+    assert step.activation_memory_budget is not None
+    return Partition(
+        activation_memory_budget=step.activation_memory_budget,
+        peak_bytes=peak_memory(step.trace).nbytes,
+        step_us=step.trace.duration_us,
+        planned_us=planned_us,
     )
 
 
@@ -365,6 +431,8 @@ def verdicts(prediction: Prediction) -> list[str]:
     if prediction.ideal_us is not None:
         ideal = format_us(prediction.ideal_us)
         lines.append(f"ideal bound T* within this budget: {ideal}; this plan reaches {prediction.ideal_share:.1%} of it")
+    if (share := prediction.step.activation_memory_budget) is not None:
+        lines.append(f"the plan is for torch._functorch.config.activation_memory_budget = {share:g}, set before blocks compile")
     if prediction.can_be_lowered:
         # Rounded up: each of these texts may be given back as --hbm-budget.
         smallest, hidden = (

@@ -117,6 +117,8 @@ class RunRequest:
     optimizer: str
     min_bytes: int
     autocast: torch.dtype | None = None
+    compiled: float | None = None
+    """`activation_memory_budget` of torch under which each repeated block is compiled; None: all runs eagerly."""
 
 
 def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = True) -> SessionRun:
@@ -129,7 +131,9 @@ def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = 
     with _quiet(), NoArithmetic(), default_dtype(request.dtype), GpuOperators(), gpu_autocast():
         try:
             with nullcontext() if request.swapped.parameters else device.compute():
-                step = TrainingStep(request.build(), request.optimizer, request.autocast, started=False)
+                step = TrainingStep(
+                    request.build(), request.optimizer, request.autocast, started=False, compiled=request.compiled
+                )
             with device.compute():
                 session = _session(request, device, step)
                 return _run(request, device, session, step, steps, counted=counted)
@@ -310,7 +314,7 @@ class SessionPrediction:
         }
 
 
-def record(request: RunRequest, *, in_buckets: bool) -> RecordedStep:
+def record(request: RunRequest, *, in_buckets: bool = False) -> RecordedStep:
     """Record one step of the request's model. `in_buckets`: a swapped optimizer steps in buckets that suit the budget."""
     buckets = in_buckets and request.swapped.optimizer
     return record_step(
@@ -321,12 +325,13 @@ def record(request: RunRequest, *, in_buckets: bool) -> RecordedStep:
         min_bytes=request.min_bytes,
         autocast=request.autocast,
         bucket_bytes=bucket_bytes_within(request.hbm_budget_bytes) if buckets else None,
+        compiled=request.compiled,
     )
 
 
 def predict_session(request: RunRequest) -> SessionPrediction:
     """Predict the session of `request`."""
-    unswapped = record(request, in_buckets=False)
+    unswapped = record(request)
     peak = peak_memory(unswapped.trace)
     step = record(request, in_buckets=True)
     left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)

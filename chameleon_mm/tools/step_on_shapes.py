@@ -10,9 +10,10 @@ The step is one in the middle of training: the optimizer already has its state, 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,6 +78,8 @@ class RecordedStep:
     """Dtype of the autocast around forward; None: there is none but the model's own."""
     optimizer: str
     """Name of the optimizer, one of `OPTIMIZERS`."""
+    activation_memory_budget: float | None
+    """Torch's setting under which the repeated blocks are compiled; None: all runs eagerly."""
     min_bytes: int
     trace: Trace
     window: Callable[[int], int]
@@ -103,6 +106,7 @@ class RecordedStep:
             "parameters_by_dtype": dict(self.parameters_by_dtype),
             "autocast": self.autocast,
             "optimizer": self.optimizer,
+            "activation_memory_budget": self.activation_memory_budget,
             "min_bytes": self.min_bytes,
         }
 
@@ -116,18 +120,20 @@ def record_step(
     min_bytes: int,
     autocast: torch.dtype | None = None,
     bucket_bytes: int | None = None,
+    compiled: float | None = None,
 ) -> RecordedStep:
     """Record one step of the workload of `build` under fake tensors: weights, batch and activations take no memory.
 
     dtype: torch's default while the model is built and run. optimizer: a key of `OPTIMIZERS`. min_bytes: smaller saved storages
     never move. autocast: dtype of the autocast around forward; None: there is none, and the model's own still acts as CUDA's.
     bucket_bytes: state that the optimizer steps together, as in a session that swaps the state; None: all of it.
+    compiled: each repeated block is compiled with this `activation_memory_budget` of torch, 0 to 1; None: all runs eagerly.
     Takes tens of microseconds for each operator. Raises `ModelUnusable` if the model fails.
     """
     device = SimDevice(spec)
-    with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast():
+    with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast(), _uncompiled():
         workload = build()
-        step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes)
+        step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes, compiled=compiled)
         recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
         with recorder:
             with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
@@ -137,7 +143,8 @@ def record_step(
         del loss  # a training loop, too, holds it until here
     return RecordedStep(
         about=workload.about,
-        notes=workload.notes,
+        notes=(*workload.notes, *step.notes),
+        activation_memory_budget=compiled,
         parameters_by_dtype=_by_dtype(workload.model),
         autocast=None if autocast is None else _name(autocast),
         optimizer=optimizer,
@@ -148,9 +155,14 @@ def record_step(
     )
 
 
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Context in which what the user compiled runs eagerly: `compile_blocks` compiles for shapes alone."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 class TrainingStep:
     """Step of a training loop. `started`: the optimizer already has its state, as from the second step on.
-    `bucket_bytes`: as in `record_step`."""
+    `bucket_bytes` and `compiled`: as in `record_step`."""
 
     def __init__(
         self,
@@ -160,6 +172,7 @@ class TrainingStep:
         *,
         started: bool = True,
         bucket_bytes: int | None = None,
+        compiled: float | None = None,
     ) -> None:
         trained = [p for p in workload.model.parameters() if p.requires_grad]
         if not trained:
@@ -175,6 +188,12 @@ class TrainingStep:
         self._autocast = autocast
         self._bucket_bytes = bucket_bytes
         self.largest_bucket_bytes = 0
+        self.notes: tuple[str, ...] = ()
+        """Sentences on what its compiled blocks leave out."""
+        if compiled is not None:
+            from chameleon_mm.tools.compiled_blocks import compile_blocks  # imports Inductor, which takes seconds
+
+            self.notes = compile_blocks(self.model, activation_memory_budget=compiled)
         self.optimizers = _optimizers(optimizer, trained)
         if started and self.optimizers:
             for parameter in trained:

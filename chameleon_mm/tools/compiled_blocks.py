@@ -1,0 +1,377 @@
+"""Compiled blocks of a step on shapes alone: AOTAutograd's graphs, run as the kernels that Inductor would make of them.
+
+    compile_blocks(model, activation_memory_budget=1.0)      # each repeated block is a compiled region, as by `block.compile()`
+
+AOTAutograd traces a block's forward and backward together and divides them by torch's own min-cut partition. That decides what
+is saved, and so what may move. Equal blocks share one compiled code, as in torch. No kernel of a block is recomputed alone.
+
+    realized     a node whose result is stored: a reduction, a result for a product, attention or a caller, and an elementwise
+                 node that reads much and has several users
+    inlined      any other elementwise node: computed again in each kernel that uses it
+    kernel       a product or attention alone; or realized nodes over the same elements, which share what they read
+
+The rules and both limits are those of Inductor's lowering (`torch/_inductor/ir.py`, `should_realize_on_reuse`) and scheduler
+(`can_fuse`). A kernel reads each stored input once and writes each result once. Left out: that Inductor reuses memory of dead
+inputs for results, tunes, and fuses elementwise nodes into some products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from chameleon_mm.record.dispatch_state import compiled_region
+
+# --- Blocks: the modules that are compiled
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Outermost blocks of `model`: modules with parameters in its lists and sequences. If it has none: the model itself."""
+    found: list[nn.Module] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop(0)
+        repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
+        for child in module.children():
+            is_block = (
+                repeats and any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.Sequential))
+            )
+            (found if is_block else waiting).append(child)
+    return found or [model]
+
+
+def compile_blocks(model: nn.Module, *, activation_memory_budget: float) -> tuple[str, ...]:
+    """Compile the blocks of `model` under that setting of torch, for steps on shapes alone. Returns sentences on the figures.
+
+    They belong to this copy of the model, and compute nothing any more.
+    """
+    codes: dict[Any, Callable[..., Any]] = {}
+    blocks = blocks_of(model)
+    for block in blocks:
+        block.forward = _compiled(block, codes, activation_memory_budget)
+    return (
+        f"{len(blocks)} blocks are compiled, each for itself, as by block.compile(); all else runs eagerly",
+        "kernels are fused by Inductor's rules; that it reuses dead inputs for results, and tunes, is left out",
+    )
+
+
+def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: float) -> Callable[..., Any]:
+    original, held = block.forward, {**dict(block.named_parameters()), **dict(block.named_buffers())}
+
+    def functional(tensors: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        with _reparametrize_module(block, tensors):
+            return original(*args, **kwargs)
+
+    def region(gm: fx.GraphModule, example_inputs: Any) -> Any:  # torch gives both by name
+        return Region(gm.graph)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        key = _code_key(block), torch.is_grad_enabled(), str(tree_map(_shape_key, (held, args, kwargs)))
+        if key not in codes:
+            code = aot_function(
+                functional, region, region, min_cut_rematerialization_partition, decompositions=select_decomp_table()
+            )
+            # The first call compiles, on fake tensors of its own: modes and hooks around it would disturb the trace.
+            unseen = _disable_current_modes(), saved_tensors_hooks(_itself, _itself), FakeTensorMode()
+            with unseen[0], unseen[1], unseen[2], functorch.patch(activation_memory_budget=budget):
+                code(*tree_map(_like, (held, args, kwargs)))
+            codes[key] = code
+        return codes[key](held, args, kwargs)
+
+    return forward
+
+
+def _code_key(block: nn.Module) -> tuple[Any, ...]:
+    """Return what the compiled code of `block` depends on besides its inputs: classes and plain attributes."""
+    plain = (int, float, bool, str, type(None), torch.dtype)
+    return tuple(
+        (name, type(module), tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, plain)))
+        for name, module in block.named_modules()
+    )
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return like.requires_grad_(value.requires_grad) if value.requires_grad else like
+
+
+def _shape_key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return value if isinstance(value, (int, float, bool, str, type(None))) else type(value)
+
+
+# --- Kernels of one graph
+
+
+@dataclass(eq=False)
+class Kernel:
+    """Nodes of a graph that run as one kernel."""
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    """Nodes whose results it stores."""
+    reads: dict[fx.Node, None] = field(default_factory=dict)
+    """Stored values that it reads."""
+    numel: int = 0
+    """Elements of its loops; for a reduction those that it reads."""
+    reduced: tuple[int, ...] | None = None
+    """Shape of the results of its reductions over those elements; None: it reduces nothing."""
+
+
+_REDUCTIONS = frozenset({
+    "sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax", "argmin", "max", "min", "std",
+})  # fmt: skip
+"""Reductions that are left after Inductor's decompositions."""
+
+_ELEMENTWISE = frozenset({
+    "_to_copy", "arange", "bernoulli", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy", "copy_", "embedding",
+    "empty", "fill", "flip", "full", "full_like", "gather", "index", "iota", "masked_fill", "ones", "ones_like", "rand",
+    "rand_like", "randn", "repeat", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu", "where",
+    "zeros", "zeros_like",
+})  # fmt: skip
+"""Operators that compute each element by itself and lack torch's tag `pointwise`."""
+
+
+def is_view(node: fx.Node) -> bool:
+    """True if the node makes a view, or takes a result out of a tuple."""
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True  # getitem
+    returns = node.target._schema.returns
+    views = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return views or node.target.overloadpacket.__name__ in ("_unsafe_view", "detach", "alias")
+
+
+def _kind(node: fx.Node) -> str:
+    """`stored`: an input; `view`; `reduction`; `elementwise`; `alone`: a kernel of its own."""
+    if node.op != "call_function":
+        return "stored"
+    if is_view(node):
+        return "view"
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name = node.target.overloadpacket.__name__
+    if name in _REDUCTIONS and isinstance(node.args[0], fx.Node):
+        return "reduction"
+    return "elementwise" if torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE else "alone"
+
+
+class Fusion:
+    """Kernels that Inductor's rules make of a graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.kinds = {node: _kind(node) for node in graph.nodes}
+        self._leaves: dict[fx.Node, dict[fx.Node, None]] = {}
+        self.kernels: list[Kernel] = []
+        self._kernel_of: dict[fx.Node, Kernel] = {}
+        self._readers: dict[fx.Node, list[Kernel]] = {}
+        for node in graph.nodes:
+            kind = self.kinds[node]
+            if kind == "stored" or (kind == "elementwise" and not self._is_realized(node)):
+                continue
+            if kind != "view":
+                self._place(node, kind)
+
+    def base(self, node: fx.Node) -> fx.Node:
+        """The node that computes what `node` is a view of."""
+        while self.kinds[node] == "view":
+            node = node.all_input_nodes[0]
+        return node
+
+    def leaves(self, node: fx.Node) -> dict[fx.Node, None]:
+        """Stored values that computing `node` reads, with all inlined nodes in between."""
+        found = self._leaves.get(node)
+        if found is None:
+            found = self._leaves[node] = {}
+            for given in map(self.base, node.all_input_nodes):
+                inlined = self.kinds[given] == "elementwise" and not self._is_realized(given)
+                found.update(self.leaves(given) if inlined else {given: None})
+        return found
+
+    def users(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Nodes that use `node` or a view of it."""
+        for user in node.users:
+            if self.kinds[user] == "view":
+                yield from self.users(user)
+            else:
+                yield user
+
+    def _is_realized(self, node: fx.Node) -> bool:
+        """True if the result of an elementwise node is stored."""
+        users = dict.fromkeys(self.users(node))
+        if any(self.kinds[user] in ("alone", "stored") for user in users):
+            return True
+        reads = len(self.leaves(node))
+        most = inductor.realize_reads_threshold if len(users) > 1 else inductor.realize_acc_reads_threshold
+        return most is not None and reads > most
+
+    def _place(self, node: fx.Node, kind: str) -> None:
+        reads = self.leaves(node)
+        kernel = Kernel([node], dict(reads))
+        if kind != "alone":
+            kernel.numel, kernel.reduced = _numel(node.args[0] if kind == "reduction" else node), None
+            if kind == "reduction":
+                kernel.reduced = _shape(node)
+            for earlier in self._candidates(reads):
+                if self._may_join(earlier, kernel):
+                    kernel = self._join(earlier, node, kernel)
+                    break
+            else:
+                self.kernels.append(kernel)
+        else:
+            self.kernels.append(kernel)
+        self._kernel_of[node] = kernel
+        for read in reads:
+            if read not in self._readers:
+                self._readers[read] = []
+            if kernel not in self._readers[read]:
+                self._readers[read].append(kernel)
+
+    def _candidates(self, reads: dict[fx.Node, None]) -> list[Kernel]:
+        """Kernels that make or read one of `reads`, the latest first."""
+        near = {id(kernel) for read in reads for kernel in self._readers.get(read, ())}
+        near |= {id(self._kernel_of[read]) for read in reads if read in self._kernel_of}
+        return [kernel for kernel in reversed(self.kernels) if id(kernel) in near and self.kinds[kernel.nodes[0]] != "alone"]
+
+    def _may_join(self, earlier: Kernel, new: Kernel) -> bool:
+        if earlier.reduced is not None and new.reduced is not None and earlier.reduced != new.reduced:
+            return False
+        reduced = earlier.reduced if earlier.reduced is not None else new.reduced
+        same = earlier.numel == new.numel or (reduced is not None and new.reduced is None and new.numel == prod(reduced))
+        # Not if another kernel reads a result of `earlier` and makes something that `new` reads.
+        return same and not any(self._depends(read, earlier) for read in new.reads)
+
+    def _depends(self, node: fx.Node, kernel: Kernel) -> bool:
+        """True if `node`, made by another kernel, needs a result of `kernel`."""
+        waiting, seen = [node], {id(kernel)}
+        while waiting:
+            made_by = self._kernel_of.get(waiting.pop())
+            if made_by is None or id(made_by) in seen:
+                continue
+            seen.add(id(made_by))
+            if any(self._kernel_of.get(read) is kernel for read in made_by.reads):
+                return True
+            waiting.extend(made_by.reads)
+        return False
+
+    def _join(self, earlier: Kernel, node: fx.Node, new: Kernel) -> Kernel:
+        earlier.reads.update((read, None) for read in new.reads if read not in earlier.nodes)
+        earlier.nodes.append(node)
+        earlier.reduced = earlier.reduced if earlier.reduced is not None else new.reduced
+        earlier.numel = max(earlier.numel, new.numel)
+        return earlier
+
+    def in_order(self) -> list[Kernel]:
+        """The kernels, each after those whose results it reads."""
+        needs = {
+            id(kernel): {id(self._kernel_of[read]) for read in kernel.reads if read in self._kernel_of}
+            for kernel in self.kernels
+        }
+        by_id = {id(kernel): kernel for kernel in self.kernels}
+        return [by_id[one] for one in TopologicalSorter(needs).static_order()]
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    value = node.meta["val"]
+    return tuple(value.shape) if isinstance(value, Tensor) else tuple(value[0].shape)
+
+
+def _numel(node: Any) -> int:
+    return prod(_shape(node))
+
+
+# --- Regions: the graphs as autograd calls them
+#
+# A fused kernel is an operator of ours, so that all that look at a step see it: recorder, simulated device, fake tensors.
+
+_LIBRARY = torch.library.Library("chameleon_mm", "DEF")  # lives as long as the process, as the operator does
+_LIBRARY.define("fused(Tensor[] reads, int[] numbers, ScalarType[] dtypes) -> Tensor[]")
+
+
+def _fused(reads: Sequence[Tensor], numbers: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Results of a fused kernel, uninitialised. `numbers`: for each, its dimensions, its sizes and its strides."""
+    results, at = [], 0
+    for dtype in dtypes:
+        dims = numbers[at]
+        sizes, strides = numbers[at + 1 : at + 1 + dims], numbers[at + 1 + dims : at + 1 + 2 * dims]
+        results.append(torch.empty_strided(sizes, strides, dtype=dtype))
+        at += 1 + 2 * dims
+    return results
+
+
+_LIBRARY.impl("fused", _fused, "CPU")
+torch.library.register_fake("chameleon_mm::fused", _fused, lib=_LIBRARY)
+
+
+class Region:
+    """Graph of a block, run as kernels on shapes alone."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        fusion = Fusion(graph)
+        self.kernels, self.kinds = fusion.in_order(), fusion.kinds
+        self._inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        (self._output,) = (node for node in graph.nodes if node.op == "output")
+        last: dict[fx.Node, int] = {}
+        for i, kernel in enumerate(self.kernels):
+            last.update((node, i) for node in (*kernel.reads, *kernel.nodes))
+        for node in map(fusion.base, self._output.all_input_nodes):
+            last.pop(node, None)  # it lives on
+        self._dies: list[list[fx.Node]] = [[] for _ in self.kernels]
+        """Values that die with each kernel."""
+        for node, i in last.items():
+            self._dies[i].append(node)
+
+    _boxed_call = True
+    """Torch's mark: the arguments come in a list, which the callee empties, so that none outlives its last use."""
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run it on `args`. Returns what the graph returns, uninitialised."""
+        values: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
+        args.clear()
+        with compiled_region():
+            for kernel, dies in zip(self.kernels, self._dies, strict=True):
+                self._launch(kernel, values)
+                for node in dies:
+                    del values[node]
+            return tree_map(lambda value: self._value(value, values), self._output.args[0])
+
+    def _launch(self, kernel: Kernel, values: dict[fx.Node, Any]) -> None:
+        first = kernel.nodes[0]
+        if self.kinds[first] == "alone":
+            args, kwargs = fx.map_arg((first.args, first.kwargs), lambda node: self._value(node, values))
+            values[first] = first.target(*args, **kwargs)  # type: ignore[operator]  # an operator
+            return
+        reads = [t for node in kernel.reads for t in tree_flatten(values[node])[0] if isinstance(t, Tensor)]
+        flat, nest = tree_flatten([node.meta["val"] for node in kernel.nodes])
+        numbers = [number for t in flat for number in (t.dim(), *t.shape, *t.stride())]
+        made = torch.ops.chameleon_mm.fused(reads, numbers, [t.dtype for t in flat])
+        values.update(zip(kernel.nodes, tree_unflatten(made, nest), strict=True))
+
+    def _value(self, value: Any, values: dict[fx.Node, Any]) -> Any:
+        """Value of a stored node, or of a view of one; anything else is itself."""
+        if not isinstance(value, fx.Node) or self.kinds[value] != "view":
+            return values[value] if isinstance(value, fx.Node) else value
+        args, kwargs = fx.map_arg((value.args, value.kwargs), lambda given: self._value(given, values))
+        return value.target(*args, **kwargs)  # type: ignore[operator]  # a function

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from chameleon_mm.device import SPECS
+from chameleon_mm.device import SPECS, SimDevice
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
+from chameleon_mm.tools import session_on_shapes
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.compiled_blocks import Fusion, Kernel, blocks_of, compile_blocks
 from chameleon_mm.tools.plan_command import source_of
@@ -236,6 +238,22 @@ def test_the_command_prints_the_partition_and_writes_all_of_them(tmp_path: Path,
 def test_what_it_does_not_predict_is_refused(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt2", "--compile", *more]) == 2
     assert "--compile: expected no --largest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "share"), [("llama-7b", 1.0), ("llama-13b", None)])
+def test_a_plan_costs_no_more_if_the_host_is_not_far_ahead(
+    name: str, share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are handed over whole at their hooks, so the link does not starve between them."""
+    asked = replace(request(share, GIB), build=built_in(name, batch=2, seq=2048, layers=4))
+    step = record(asked)
+    least = least_memory(step.trace).nbytes
+    budget = least + (peak_memory(step.trace).nbytes - least) // 2
+    took_us = []
+    for lead in (1000, 100):
+        monkeypatch.setattr(session_on_shapes, "SimDevice", partial(SimDevice, host_lead=lead))
+        took_us.append(run_session(replace(asked, hbm_budget_bytes=budget), steps=6, counted=False).steps[-1].step_us)
+    assert took_us[1] - took_us[0] <= 0.005 * step.trace.duration_us
 
 
 @pytest.mark.thorough

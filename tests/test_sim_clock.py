@@ -296,3 +296,22 @@ def test_a_wrapper_subclass_is_priced_by_what_it_wraps() -> None:
 def test_an_efficiency_is_a_share(share: float) -> None:
     with pytest.raises(ValueError, match=r"matmul_efficiency: expected a share in \(0, 1\]"):
         CostModel(spec=SPEC, matmul_efficiency=share)
+
+
+def test_the_host_is_at_most_so_many_kernels_ahead() -> None:
+    def host_us(lead: int) -> list[float]:
+        device = SimDevice(host_lead=lead)
+        with device.compute():
+            x = torch.zeros(1 << 24)
+            seen = []
+            for _ in range(6):
+                x = x + 1
+                seen.append(device.host_us)
+        return seen
+
+    free, bound = host_us(1000), host_us(2)
+    kernel_us = SimDevice().cost.device_copy_us(1 << 26)
+    assert free[-1] < 2 * kernel_us  # launches alone
+    assert bound[-1] - bound[-2] == pytest.approx(kernel_us)
+    with pytest.raises(ValueError, match="host_lead: expected 1 kernel or more, got 0"):
+        SimDevice(host_lead=0)

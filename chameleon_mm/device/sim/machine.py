@@ -285,13 +285,15 @@ class SimEvent:
 class SimStream:
     """A queue of simulated work. `for_copies`: True if no operators run on it."""
 
-    __slots__ = ("_machine", "for_copies", "name", "ready_us")
+    __slots__ = ("_machine", "for_copies", "kernel_ends", "name", "ready_us")
 
     def __init__(self, machine: Machine, name: str, *, for_copies: bool) -> None:
         self._machine = machine
         self.name = name
         self.for_copies = for_copies
         self.ready_us = 0.0
+        self.kernel_ends = deque[float](maxlen=machine.host_lead)
+        """Ends of its latest kernels, in virtual microseconds."""
 
     def __repr__(self) -> str:
         return f"<SimStream {self.name} at {self.ready_us:.1f} us>"
@@ -425,13 +427,18 @@ class SimStream:
 # --- machine
 
 
+HOST_LEAD = 1000
+"""Kernels that the host may be ahead of a stream: about what the queue of a GPU's channel takes, 1,024 entries."""
+
+
 class Machine:
     """State of a simulated GPU. `moves_bytes` False: memory is counted and copies take time, but no bytes are written."""
 
-    def __init__(self, capacity: int, cost: CostModel, *, moves_bytes: bool = True) -> None:
+    def __init__(self, capacity: int, cost: CostModel, *, moves_bytes: bool = True, host_lead: int = HOST_LEAD) -> None:
         self.lock = threading.RLock()
         self.cost = cost
         self.moves_bytes = moves_bytes
+        self.host_lead = host_lead
         self.host_us = 0.0
         self.ledger = Ledger(capacity)
         self.observe(SimObserver())
@@ -525,7 +532,11 @@ class Machine:
         stream.ready_us = engine.schedule(nbytes, ready, other).end_us
 
     def run_kernel(self, stream: SimStream, price_us: float) -> None:
+        """Add a kernel to the stream. The host waits first while the stream has `host_lead` unfinished ones."""
+        if len(stream.kernel_ends) == stream.kernel_ends.maxlen:
+            self.host_us = max(self.host_us, stream.kernel_ends[0])
         stream.ready_us = max(stream.ready_us, self.host_us) + price_us
+        stream.kernel_ends.append(stream.ready_us)
 
     def access(self, stream: SimStream, tensors: Iterable[Tensor], *, write: bool, label: str) -> int:
         """Report to the observer that `stream` reads or writes these tensors now. Returns the bytes touched."""

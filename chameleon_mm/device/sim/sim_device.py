@@ -21,7 +21,7 @@ from chameleon_mm.device.operators import OpCall, OpFactsCache, inner_bytes, run
 from chameleon_mm.device.pinning import pageable_memory
 from chameleon_mm.device.protocols import AllocatorHook, MemoryReading, Stream
 from chameleon_mm.device.sim.cost_model import CostModel, Span
-from chameleon_mm.device.sim.machine import Machine, SimEvent, SimObserver, SimStream
+from chameleon_mm.device.sim.machine import HOST_LEAD, Machine, SimEvent, SimObserver, SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.device.uncompiled import import_dynamo
 from chameleon_mm.errors import check_type
@@ -124,7 +124,8 @@ class SimDevice:
 
     `spec` names a GPU (`chameleon_mm.device.SPECS`) or is a `GpuSpec`; `hbm_bytes` overrides its capacity.
     `moves_bytes` False: memory is counted and copies take time, but no bytes are written, so no physical memory is used. For
-    steps whose operators compute nothing either. Thread-safe; all threads count as one host.
+    steps whose operators compute nothing either. `host_lead`: kernels that the host may be ahead of a stream; at more it waits.
+    Thread-safe; all threads count as one host.
     Work outside `compute()` is not seen: its tensors count from their first copy on, its accesses never. A missing wait or a
     use of freed memory raises no error, unless an observer raises one.
     Raises `ValueError` for an unknown spec or size, and `TypeError` for arguments of another type.
@@ -142,15 +143,19 @@ class SimDevice:
         *,
         cost: CostModel | None = None,
         moves_bytes: bool = True,
+        host_lead: int = HOST_LEAD,
     ) -> None:
         self.spec = spec_by_name(spec) if isinstance(spec, str) else spec
         check_type("spec", self.spec, GpuSpec, "the name of a GPU or a GpuSpec", "pass one of chameleon_mm.device.SPECS")
         if cost is not None:
             check_type("cost", cost, CostModel, "a CostModel or None", "leave it out")
         check_type("moves_bytes", moves_bytes, bool, "True or False", "pass one of the two")
+        check_type("host_lead", host_lead, int, "a number of kernels", "leave it out")
+        if host_lead < 1:
+            raise ValueError(f"host_lead: expected 1 kernel or more, got {host_lead}; leave it out")
         self.capacity = self.spec.hbm_bytes if hbm_bytes is None else parse_size(hbm_bytes, what="hbm_bytes")
         self.cost = cost or CostModel(spec=self.spec)
-        self._machine = Machine(self.capacity, self.cost, moves_bytes=moves_bytes)
+        self._machine = Machine(self.capacity, self.cost, moves_bytes=moves_bytes, host_lead=host_lead)
 
     @property
     def name(self) -> str:

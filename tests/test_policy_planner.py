@@ -113,9 +113,9 @@ def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
     assert [action.use_at for action in plan.actions] == sorted(action.use_at for action in plan.actions)
 
 
-def delay_us(problem: Problem, moves: ActionColumns, cost: LinkCost, lag_us: Sequence[float] = ()) -> float:
-    """Microseconds by which the step is longer with `moves`. `lag_us`: of each, by how much its copy out is there later."""
-    walked = walk(moves, in_order(moves), problem.time_us, cost, lag_us=lag_us)
+def delay_us(problem: Problem, moves: ActionColumns, cost: LinkCost) -> float:
+    """Microseconds by which the step is longer with `moves`."""
+    walked = walk(moves, in_order(moves), problem.time_us, cost)
     return walked.stall_us + walked.head_copy_us
 
 
@@ -256,8 +256,6 @@ def test_a_part_fills_the_budget_to_the_last_unit() -> None:
         ((1 << 20, -1), {}, "host_budget: expected 0 bytes or more"),
         ((1 << 20, None), {"lead_us": float("nan")}, "lead_us: expected finite times"),
         ((1 << 20, None), {"lead_us": {3: -1.0}}, "lead_us: expected finite times"),
-        ((1 << 20, None), {"lag_us": float("inf")}, "lag_us: expected finite times"),
-        ((1 << 20, None), {"lag_us": {3: -1.0}}, "lag_us: expected finite times"),
         ((1 << 20, None), {"drafts": -1}, "expected drafts of 0 or more"),
         ((1 << 20, None), {"at_most": 0}, "at_most of 1 or more"),
         ((1 << 20, None), {"within": float("nan")}, "within of 0 or more"),
@@ -408,58 +406,11 @@ def test_a_copy_back_begins_no_later_than_its_use(lead_us: float) -> None:
         held_to(trace, plan, cost)
 
 
-# --- copies out that lag
-
-
-@settings(max_examples=40)
-@given(seed=st.integers(0, 10**6), share=st.floats(0, 0.99), slow=st.booleans(), lag_us=st.sampled_from((0.0, 40.0, 1e6)))
-def test_a_plan_with_lags_is_as_sound_as_any(seed: int, share: float, slow: bool, lag_us: float) -> None:
-    trace, cost = any_step(seed), SLOW_LINK if slow else H200_LINK
-    budget = between(trace, share)
-    lags = dict.fromkeys(Candidates.of(trace).tensor.tolist()[::2], lag_us)
-    for given_us in (lags, lag_us):
-        plan = generate_plan(trace, budget, None, cost, lag_us=given_us, drafts=60)
-        held_to(trace, plan, cost)
-        if not lag_us:
-            assert plan == generate_plan(trace, budget, None, cost, drafts=60)
-
-
-def behind(trace: Trace, plan: SwapPlan, cost: LinkCost, lag_us: dict[int, float]) -> float:
-    """Microseconds that the step takes where those copies out are there so much later than their engine has them."""
-    problem, moves = Problem.of(trace), ActionColumns.of(plan.actions, trace)
-    return problem.total_us + delay_us(problem, moves, cost, [lag_us.get(action.tensor, 0.0) for action in plan.actions])
+# --- stalls, and leads
 
 
 def reclaims(plan: SwapPlan) -> dict[int, int]:
     return {action.tensor: action.reclaim_at for action in plan.actions}
-
-
-@pytest.mark.parametrize("layers", [3, 8, 40])
-@pytest.mark.parametrize("place", [0, 3, -1])
-@pytest.mark.parametrize("share", [0.25, 0.5])
-def test_a_storage_whose_copy_out_lags_is_reclaimed_later_or_others_go_instead(layers: int, place: int, share: float) -> None:
-    trace = chain(layers=layers, op_us=60.0)
-    budget = between(trace, share)
-    before = generate_plan(trace, budget, None, H200_LINK, drafts=600)
-    lagging = sorted(before.actions, key=lambda action: action.reclaim_at)[place].tensor
-    lags = {lagging: 1_000.0}
-    after = generate_plan(trace, budget, None, H200_LINK, lag_us=lags, drafts=600)
-    held_to(trace, after, H200_LINK)
-    assert lagging not in reclaims(after) or reclaims(after)[lagging] > reclaims(before)[lagging]
-    unchanged_us, now_us = behind(trace, before, H200_LINK, lags), behind(trace, after, H200_LINK, lags)
-    assert now_us <= unchanged_us + 1e-6
-    if unchanged_us > before.step_us + 1e-6:
-        assert now_us - before.step_us <= 0.1 * (unchanged_us - before.step_us)
-
-
-def test_lags_of_all_and_of_storages_that_do_not_move_change_no_plan() -> None:
-    trace = chain(layers=8, op_us=200.0)
-    budget = between(trace, 0.5)
-    plan = generate_plan(trace, budget, None, H200_LINK)
-    unmoved = set(Candidates.of(trace).tensor.tolist()) - set(reclaims(plan))
-    assert unmoved
-    assert generate_plan(trace, budget, None, H200_LINK, lag_us=dict.fromkeys(unmoved, 500.0)) == plan
-    assert generate_plan(trace, budget, None, H200_LINK, lag_us={9_999: 500.0}) == plan
 
 
 def test_stalls_are_told_by_tensor() -> None:

@@ -60,7 +60,6 @@ class PlanLimits:
     host_budget: int | None
     cost: LinkCost
     lead_us: PerTensor
-    lag_us: PerTensor
 
 
 def hybrid_plans(
@@ -173,7 +172,7 @@ class HybridSearch:
             dropped -= spared
         else:
             return
-        search = Search(problem, budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
+        search = Search(problem, budget, limits.host_budget, limits.cost, lead_us=limits.lead_us)
         if problem.peak_bytes <= budget:
             found = Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
         else:
@@ -239,7 +238,6 @@ def generate_plan(
     cost_model: LinkCost,
     *,
     lead_us: PerTensor = 0.0,
-    lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
     recompute: Collection[str] = (),
     refused: Collection[int] = (),
@@ -251,9 +249,7 @@ def generate_plan(
     there are at most 16 candidates; the default takes most of a second; 0: none.
 
     lead_us: how long before its use a copy back should end, for all tensors or by tensor; if memory has no room for that, as
-    early as it has. lag_us: how much later than predicted a copy out ends, for all tensors or by tensor. The plan is the one
-    with the least delay under these lags; a storage whose copy lags gives its memory back after others, if those are enough.
-    The times in the plan are those of `simulate`, without lags.
+    early as it has.
 
     recompute: base names of operators that may run again (`replayable.py`); empty: nothing is recomputed. refused: numbers of
     storages that must not be recomputed. Each storage is kept, swapped, or dropped and recomputed; inputs of recomputations may
@@ -263,7 +259,7 @@ def generate_plan(
     Deterministic. About n log n in saved tensors, and linear in operators.
 
     Raises `InfeasibleBudget`, with the smallest budgets that are feasible, if no plan is within the budgets; `ValueError` for a
-    budget, lead or lag out of range; `TypeError` for a budget that is not a whole number of bytes.
+    budget or lead out of range; `TypeError` for a budget that is not a whole number of bytes.
     """
     return candidate_plans(
         trace,
@@ -271,7 +267,6 @@ def generate_plan(
         host_budget,
         cost_model,
         lead_us=lead_us,
-        lag_us=lag_us,
         drafts=drafts,
         at_most=1,
         recompute=recompute,
@@ -286,7 +281,6 @@ def candidate_plans(
     cost_model: LinkCost,
     *,
     lead_us: PerTensor = 0.0,
-    lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
     at_most: int = 2,
     within: float = 0.02,
@@ -300,7 +294,7 @@ def candidate_plans(
     """
     hbm_budget = parse_size(hbm_budget, what="hbm_budget")
     host_budget = None if host_budget is None else parse_size(host_budget, what="host_budget")
-    _check_arguments(hbm_budget, host_budget, {"lead_us": lead_us, "lag_us": lag_us}, drafts, at_most, within)
+    _check_arguments(hbm_budget, host_budget, lead_us, drafts, at_most, within)
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:
         return [_plan(trace, problem, hbm_budget, _nothing(problem))]
@@ -308,14 +302,8 @@ def candidate_plans(
         problem, recompute = Problem.of(trace, between_uses=True), ()
         if problem.least_bytes > hbm_budget:
             raise _infeasible(trace, problem, hbm_budget)
-    limits = PlanLimits(
-        budget=hbm_budget,
-        host_budget=host_budget,
-        cost=cost_model,
-        lead_us=lead_us,
-        lag_us=lag_us,
-    )
-    search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
+    limits = PlanLimits(budget=hbm_budget, host_budget=host_budget, cost=cost_model, lead_us=lead_us)
+    search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us)
     search.try_ranks()
     search.try_swap_all()
     search.improve(drafts)
@@ -438,7 +426,7 @@ def _host_too_small(
 
 
 def _check_arguments(
-    hbm_budget: int, host_budget: int | None, times_us: Mapping[str, PerTensor], drafts: int, at_most: int, within: float
+    hbm_budget: int, host_budget: int | None, lead_us: PerTensor, drafts: int, at_most: int, within: float
 ) -> None:
     if hbm_budget <= 0:
         raise ValueError(
@@ -446,10 +434,9 @@ def _check_arguments(
         )
     if host_budget is not None and host_budget < 0:
         raise ValueError(f"host_budget: expected 0 bytes or more, or None for no limit, got {host_budget}")
-    for name, given in times_us.items():
-        for us in given.values() if isinstance(given, Mapping) else (given,):
-            if not isfinite(us) or us < 0:
-                raise ValueError(f"{name}: expected finite times of 0 us or more, got {us}")
+    for us in lead_us.values() if isinstance(lead_us, Mapping) else (lead_us,):
+        if not isfinite(us) or us < 0:
+            raise ValueError(f"lead_us: expected finite times of 0 us or more, got {us}")
     if drafts < 0 or at_most < 1 or not within >= 0:
         raise ValueError(
             f"expected drafts of 0 or more, at_most of 1 or more and within of 0 or more, got {drafts}, {at_most} and {within}"

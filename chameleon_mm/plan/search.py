@@ -1,6 +1,6 @@
 """Searches for the fastest plan within both budgets: by several ranks, and by a local search if candidates are few.
 
-search = Search(problem, budget, host_budget, cost, lead_us, lag_us)
+search = Search(problem, budget, host_budget, cost, lead_us)
 search.try_ranks()          selections by a few ranks; enough if nothing stalls
 search.try_swap_all()       swapping all candidates, at several depths: the result is never worse than that
 search.improve(drafts)      random small changes to the best ones, kept if they are hardly worse (selection.py)
@@ -16,21 +16,9 @@ from dataclasses import dataclass
 from math import inf
 from random import Random
 
-import numpy as np
-
 from chameleon_mm.plan.bounds import estimate_us
-from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled, by_candidate, copied_by, latest_back, schedule
-from chameleon_mm.plan.selection import (
-    RANKS,
-    Rank,
-    SearchPoint,
-    deprioritising,
-    neighbour,
-    select,
-    spread_evenly,
-    start_of,
-    used_latest,
-)
+from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled, latest_back, schedule
+from chameleon_mm.plan.selection import RANKS, Rank, SearchPoint, neighbour, select, spread_evenly, start_of, used_latest
 from chameleon_mm.plan.swap_all import SwapAll
 from chameleon_mm.plan.swap_plan import in_order, pinned_peak
 from chameleon_mm.plan.timing import LinkCost, walk
@@ -59,9 +47,9 @@ class Found:
     host_bytes: int = 0
     moved_bytes: int = 0
     delay_us: float = 0.0
-    """Time by which it delays the step if copies out lag as the search assumes."""
+    """Time by which it delays the step."""
     stall_us: float = 0.0
-    """Time that compute waits if copies out do not lag."""
+    """Time that compute waits."""
     head_copy_us: float = 0.0
     """Time of copies, within device memory, of the parts that stay of storages that move in part."""
 
@@ -72,7 +60,7 @@ class Found:
 
 
 class Search:
-    """Search among the tentative plans for one problem. `host_budget`: None for no limit. `lead_us`, `lag_us`: as in
+    """Search among the tentative plans for one problem. `host_budget`: None for no limit. `lead_us`: as in
     `generate_plan`."""
 
     def __init__(
@@ -83,7 +71,6 @@ class Search:
         cost: LinkCost,
         *,
         lead_us: PerTensor = 0.0,
-        lag_us: PerTensor = 0.0,
     ) -> None:
         self.found: list[Found] = []
         self.best: Found | None = None
@@ -94,9 +81,6 @@ class Search:
         self._host_budget = host_budget
         self._cost = cost
         self._lead_us = lead_us
-        lag = by_candidate(problem, range(len(problem.size)), lag_us)
-        self._lag_us: list[float] = lag.tolist() if lag.any() else []
-        self._lagging = frozenset(np.flatnonzero(lag > lag.min(initial=0.0)).tolist())
         self._drafts = 0
 
     @property
@@ -121,16 +105,13 @@ class Search:
         if self.best is not None and self.best.delay_us - self.best.head_copy_us < _NO_WORSE_US:
             # Its only cost is copying the parts that stay of storages that move in part: let them move whole.
             self._schedule({i: self._problem.size[i] for i in self.best.scheduled.who}, eager=False)
-        ranks = [*RANKS, *(deprioritising(rank, self._lagging) for rank in RANKS if self._lagging)]
         left = _CANDIDATES_BY_RANK // max(len(self._problem.size), 1)
         if not left:
-            few = [deprioritising(used_latest, self._lagging)] if self._lagging else []
-            for rank in few if self._close_to_estimate else [*few, spread_evenly]:
-                if not self.hides_all:
-                    self._try_rank(rank, eager=False)
+            if not self.hides_all and not self._close_to_estimate:
+                self._try_rank(spread_evenly, eager=False)
             return
         for eager in (False, True):
-            for rank in ranks:
+            for rank in RANKS:
                 if left <= 0 or self.hides_all:
                     return
                 if eager or rank is not used_latest:
@@ -214,16 +195,12 @@ class Search:
             hooks = {} if eager else latest_back(self._problem, selected, self._cost, self._lead_us)
             return hooks if not_back_before is None else {i: max(hooks.get(i, 0), not_back_before[i]) for i in selected}
 
-        def copied_out_us(selected: Mapping[int, int]) -> Mapping[int, float]:
-            return copied_by(self._problem, selected, send_from or self._problem.sendable, self._cost, self._lag_us)
-
         scheduled = schedule(
             self._problem,
             self._budget,
             selected,
             send_from=send_from,
             latest_return=latest_return,
-            copied_out_us=copied_out_us if self._lagging else None,
             reclaim_early=reclaim_early,
         )
         return self._evaluate(scheduled, at_most=at_most)
@@ -242,13 +219,10 @@ class Search:
         self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)
         if self._host_budget is not None and host_bytes > self._host_budget:
             return inf
-        events, lags = in_order(moves), [self._lag_us[i] for i in who] if self._lag_us else []
-        walked = walk(moves, events, problem.time_us, self._cost, at_most_us=at_most, lag_us=lags)
+        walked = walk(moves, in_order(moves), problem.time_us, self._cost, at_most_us=at_most)
         delay_us = walked.stall_us + walked.head_copy_us
         if delay_us > at_most:
             return inf
-        if lags:
-            walked = walk(moves, events, problem.time_us, self._cost)
         found = Found(
             scheduled=scheduled,
             delay_us=delay_us,

@@ -11,7 +11,7 @@ ranks move more bytes, or as many of other candidates, and may stall less.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import sqrt
@@ -69,17 +69,6 @@ def largest(problem: Problem) -> Sequence[float]:
 
 def smallest(problem: Problem) -> Sequence[float]:
     return problem.size
-
-
-def deprioritising(rank: Rank, spared: Collection[int]) -> Rank:
-    """Rank by `rank`, but put the candidates of `spared` after all others."""
-
-    def deprioritised(problem: Problem) -> Sequence[float]:
-        ranked = rank(problem)
-        beyond = max(ranked) - min(ranked) + 1
-        return [place + beyond if i in spared else place for i, place in enumerate(ranked)]
-
-    return deprioritised
 
 
 RANKS: Sequence[Rank] = (used_latest, spread_evenly, spread_evenly_by_bytes, idle_longest, saved_first, largest, smallest)

@@ -202,17 +202,14 @@ def walk(
     cost: LinkCost,
     *,
     at_most_us: float = inf,
-    lag_us: Sequence[float] = (),
 ) -> Walk:
     """Walk through `events`, those of `moves`. `hook_us`: (hooks,) when compute is at each, nothing swapped.
 
-    at_most_us: stop once the step is later by more than that. lag_us: (n,) how much later than on their engine copies out end;
-    empty: not at all.
+    at_most_us: stop once the step is later by more than that.
     """
     nbytes, out_at, in_at = moves.nbytes.tolist(), moves.out_at.tolist(), moves.in_at.tolist()
     head_us = (moves.stays / (cost.hbm_gbps * 1e3)).tolist()
-    lag, again = lag_us or [0.0] * len(nbytes), moves.again.tolist()
-    out, back = CopyEngine.pair(cost)
+    again, (out, back) = moves.again.tolist(), CopyEngine.pair(cost)
     out_done, back_done, out_waits, in_waits = ([0.0] * len(nbytes) for _ in range(4))
     stall = heads = late = 0.0
     for hook, kind, j in zip(*(column.tolist() for column in events), strict=True):
@@ -221,13 +218,13 @@ def walk(
             if again[j]:
                 continue
             if out_at[j] == hook:
-                out_done[j] = out.queue(j, nbytes[j], now) + lag[j]
+                out_done[j] = out.queue(j, nbytes[j], now)
             now += head_us[j]
             late += head_us[j]
             heads += head_us[j]
             wait, waits = out_done[j] - now, out_waits
         elif kind == OUT:
-            out_done[j] = out.queue(j, nbytes[j], now) + lag[j]
+            out_done[j] = out.queue(j, nbytes[j], now)
             continue
         else:
             wait, waits = 0.0, in_waits

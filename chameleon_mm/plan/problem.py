@@ -84,13 +84,13 @@ class Problem:
         """Return the problem of `trace`. `between_uses`: storages that are idle between two uses may be away there, too.
         O(operators + storages + hooks), without a loop."""
         curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace, between_uses=between_uses)
-        *time_us, total_us = trace.hook_us().tolist()
+        clock = trace.clock_us()
         return cls(
             before_bytes=int(curve[: hooks[0] if len(hooks) else None].max(initial=0)) if len(curve) else trace.start_bytes,
             level=np.maximum.reduceat(curve, hooks) if len(hooks) else np.empty(0, np.int64),
             at_hook=curve[hooks],
-            time_us=time_us,
-            total_us=total_us,
+            time_us=clock[hooks].tolist(),
+            total_us=float(clock[-1]),
             candidates=candidates.take(np.argsort(candidates.sendable, kind="stable")),
             goes_between_uses=between_uses,
         )
@@ -157,19 +157,17 @@ def schedule(
     *,
     send_from: Sequence[int] | None = None,
     latest_return: Callable[[Mapping[int, int]], Mapping[int, int]] | None = None,
-    reclaim_early: Sequence[bool] = (),
 ) -> Scheduled:
     """Assign hooks to `selected` (candidate -> bytes), a selection for `problem`. Time: O(K + n log n).
 
     send_from: (n,) hooks from which copies out begin; default: as soon as sendable. latest_return: for a selection, returns by
     candidate the hook until which its copy back need not begin (`latest_back`); default: it begins as soon as there is room.
-    reclaim_early: (n,) True if its memory is reclaimed as soon as possible, needed or not; empty: none is.
     """
     selected = dict(selected)
     send_from = problem.sendable if send_from is None else send_from
     while True:
         in_at = _copies_back(problem, budget, selected, latest_return(selected) if latest_return is not None else {})
-        reclaim_at = _reclaims(problem, budget, selected, in_at, send_from, reclaim_early)
+        reclaim_at = _reclaims(problem, budget, selected, in_at, send_from)
         who = sorted(reclaim_at, key=lambda i: (problem.use[i], i))
         moves = problem.moves(
             who,
@@ -243,7 +241,6 @@ def _reclaims(
     selected: Mapping[int, int],
     in_at: Mapping[int, int],
     send_from: Sequence[int],
-    reclaim_early: Sequence[bool],
 ) -> dict[int, int]:
     """Return, by candidate, the last hook at which its memory must be reclaimed; the first copied out go first."""
     first, use = problem.first, problem.use
@@ -255,11 +252,6 @@ def _reclaims(
     back = [0] * (len(problem.level) + 1)  # by hook: bytes that are away, less those that went early
     reclaim_at: dict[int, int] = {}
     away, seen = 0, -1
-    for i in who if reclaim_early else ():
-        if reclaim_early[i] and first[i] < in_at[i]:
-            reclaim_at[i] = first[i]
-            back[first[i]] -= selected[i]
-            back[in_at[i]] += selected[i]
     for k, excess in zip(*problem.over(budget, climbs), strict=True):
         while arrivals and first[who[arrivals[-1]]] <= k:
             heapq.heappush(waiting, arrivals.pop())
@@ -267,7 +259,7 @@ def _reclaims(
         seen = k
         while away < excess:
             i = who[heapq.heappop(waiting)]
-            if in_at[i] > k and i not in reclaim_at:
+            if in_at[i] > k:
                 reclaim_at[i] = k
                 away += selected[i]
                 back[in_at[i]] += selected[i]

@@ -33,8 +33,6 @@ from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
 
 
 class Stall(NamedTuple):
-    """Wait of compute for a copy."""
-
     hook: int
     tensor: int
     us: float
@@ -48,14 +46,12 @@ class Timeline:
     `recompute_us`."""
 
     peak_bytes: int
-    """Peak of device memory."""
     allocated_bytes: Int64s
     """(ticks,) most bytes allocated during each, including the buffers of storages that move in part."""
     host_bytes: int
     """Peak of pinned memory."""
     step_us: float
     stall_us: float
-    """Time that compute waits for copies."""
     head_copy_us: float
     """Time that compute copies the parts that stay of storages that move in part, out of them and back into them."""
     out_stalls_us: Mapping[int, float]
@@ -199,7 +195,6 @@ def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) 
 
 
 def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
-    """Sum the time of `stalls` by tensor; a tensor may stall several times."""
     by_tensor: dict[int, float] = {}
     for stall in stalls:
         by_tensor[stall.tensor] = by_tensor.get(stall.tensor, 0.0) + stall.us

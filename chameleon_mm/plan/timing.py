@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
-from operator import index
+from math import inf
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -39,9 +38,6 @@ from chameleon_mm.units import MIB
 SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
 """Bounds far beyond any link. Within them no copy's time overflows to infinity or rounds to 0."""
 
-_DEAREST_US = 1e9
-"""Maximum fixed cost of a piece: a quarter of an hour."""
-
 _ROUNDING = 1e-9
 """Share by which a duplex rate may exceed the sum of both rates: a factor may have scaled all three."""
 
@@ -50,8 +46,7 @@ _ROUNDING = 1e-9
 class LinkCost:
     """The link between a device and pinned host memory. One FIFO engine per direction. Rates in 1e9 bytes a second.
 
-    Raises `ValueError` for a rate that no link has; a duplex rate below the faster direction's or above the sum of both; a
-    fixed cost out of range; a piece size that is not a whole number of bytes.
+    Raises `ValueError` for a rate that no link has, and a duplex rate below the faster direction's or above the sum of both.
     """
 
     d2h_gbps: float
@@ -74,14 +69,6 @@ class LinkCost:
                     f"{knob}: expected a finite number above 0, from {SLOWEST_GBPS:g} to {FASTEST_GBPS:g} GB/s, got {rate}; "
                     f"measure the link again"
                 )
-        if not isfinite(self.copy_us) or not 0 <= self.copy_us <= _DEAREST_US:
-            raise ValueError(f"copy_us: expected a finite number from 0 to {_DEAREST_US:g} us, got {self.copy_us}")
-        try:
-            whole = index(self.piece_bytes)
-        except TypeError:
-            whole = 0
-        if whole < 1:
-            raise ValueError(f"piece_bytes: expected a whole number of 1 byte or more, got {self.piece_bytes!r}")
         fastest, total = max(self.d2h_gbps, self.h2d_gbps), self.d2h_gbps + self.h2d_gbps
         if not fastest <= self.duplex_gbps <= total * (1 + _ROUNDING):
             raise ValueError(
@@ -112,8 +99,6 @@ class EngineSpan(NamedTuple):
 
 
 class CopyEngine:
-    """The copy engine of one direction."""
-
     __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_rows", "_shared_rate", "free_at_us")
 
     def __init__(self, cost: LinkCost, rate_gbps: float, other_gbps: float) -> None:
@@ -182,8 +167,6 @@ class CopyEngine:
 
 
 class Walk(NamedTuple):
-    """Delays of a step, and the copies that cause them."""
-
     stall_us: float
     head_copy_us: float
     out_waits_us: list[float]

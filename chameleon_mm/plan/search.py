@@ -18,12 +18,12 @@ from random import Random
 
 from chameleon_mm.plan import swap_all
 from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled, latest_back, schedule
-from chameleon_mm.plan.selection import RANKS, Rank, SearchPoint, neighbour, select, spread_evenly, start_of, used_latest
+from chameleon_mm.plan.selection import RANKS, Rank, SearchPoint, neighbour, select, start_of, used_latest
 from chameleon_mm.plan.swap_plan import in_order, pinned_peak
 from chameleon_mm.plan.timing import LinkCost, walk
 
 _CANDIDATES_BY_RANK = 2_000
-"""Maximum candidates times ranks to try, not counting the first rank."""
+"""Maximum candidates times ranks to try, not counting the first rank. *Evenly* is always tried."""
 _CLIMBS = 3
 """Number of selections from which the local search starts."""
 _STRICTNESS = 30.0
@@ -88,11 +88,7 @@ class Search:
         if self.best is not None and self.best.delay_us - self.best.head_copy_us < _NO_WORSE_US:
             # Its only cost is copying the parts that stay of storages that move in part: let them move whole.
             self._schedule({i: self._problem.size[i] for i in self.best.scheduled.who}, eager=False)
-        left = _CANDIDATES_BY_RANK // max(len(self._problem.size), 1)
-        if not left:
-            if not self.hides_all:
-                self._try_rank(spread_evenly, eager=False)
-            return
+        left = max(1, _CANDIDATES_BY_RANK // max(len(self._problem.size), 1))
         for eager in (False, True):
             for rank in RANKS:
                 if left <= 0 or self.hides_all:

@@ -20,7 +20,6 @@ from chameleon_mm.plan.swap_plan import (
     USE,
     Action,
     ActionColumns,
-    ActionKind,
     Events,
     PlannedMemory,
     SwapPlan,
@@ -155,11 +154,9 @@ class Simulator:
         actions are for."""
         again = "make a plan for this trace"
         for action in actions:
-            who = f"plan, tensor {action.tensor}"
-            if action.kind is not ActionKind.SWAP:
-                raise ValueError(f"{who}: expected a swap, got {action.kind.value}; put what is recomputed or held last")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
-                raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
+                count = len(self._candidates)
+                raise ValueError(f"plan, tensor {action.tensor}: expected one of the {count} candidates, got another; {again}")
         moves = ActionColumns.of(actions, self.trace)
         rows = [self._later_row.get((action.tensor, action.use_at), self._row[action.tensor]) for action in actions]
         of = self._candidates.take(np.array(rows, np.int64))

@@ -23,7 +23,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.trace import with_extra
 from chameleon_mm.plan.unswapped_memory import peak_memory
-from chameleon_mm.report.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, TraceData, readings, write_trace
+from chameleon_mm.report.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, readings, write_trace
 from chameleon_mm.report.memory_snapshot import snapshot_of
 from chameleon_mm.swap.metrics import CopySpan, MemorySample, StepSpan, TimedSpans
 from chameleon_mm.units import MIB
@@ -196,8 +196,8 @@ def test_on_a_device_the_tightest_bound_puts_it_on_the_clock(tmp_path: Path) -> 
     steps = (first, StepSpan(1, "planned", 1000.0, 1090.0, 0.0, zero_ns + 997_000))
     timed, copies = TimedSpans(steps=steps), (CopySpan("out", 10.0, 20.0, MIB),)
     for simulated, behind_ns in ((False, 3_000), (True, 500_000)):
-        data = TraceData(device="a device", simulated=simulated, copies=copies, timed=timed, hbm_budget_bytes=MIB, about={})
-        write_trace(tmp_path / "trace.json", data)
+        about = {"device": "a device", "simulated": simulated}
+        write_trace(tmp_path / "trace.json", copies, timed, hbm_budget_bytes=MIB, about=about)
         document = json.loads((tmp_path / "trace.json").read_text())
         assert document["baseTimeNanoseconds"] == zero_ns - behind_ns
         (copy,) = slices(document["traceEvents"])[D2H]

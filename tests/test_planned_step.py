@@ -126,7 +126,6 @@ def test_a_stall_that_was_not_foreseen_wants_a_better_plan() -> None:
     follow(made, {100.0: 100.0}, 1, {TENSOR: predicted_us + 20.0, 7: 5.0})
     assert made.learn_stalls()
     assert made.lead_us == {TENSOR: pytest.approx(20.0), 7: 5.0}
-    assert made.lag_us == {}
 
 
 def test_a_stall_that_was_foreseen_wants_none() -> None:
@@ -144,15 +143,6 @@ def test_a_stall_foreseen_at_a_reclaim_excuses_none_for_a_copy_back() -> None:
     assert more_us > WORTH_A_PLAN * 100.0
     follow(made, {100.0: 100.0}, SAMPLES, {TENSOR: in_us + more_us}, {})
     assert made.learn_stalls()
-
-
-def test_a_reclaim_that_waits_longer_is_to_come_later() -> None:
-    made = planned(plan(100.0))
-    out_us, _ = predicted(plan(100.0))
-    follow(made, {100.0: 100.0}, SAMPLES, {}, {TENSOR: out_us + 30.0})
-    assert made.learn_stalls()
-    assert made.lead_us == {}
-    assert made.lag_us == {TENSOR: pytest.approx(30.0)}
 
 
 def test_leads_add_up_over_plans_of_which_the_kept_one_tells() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chameleon_mm
-from chameleon_mm.plan.rule import DefaultRule, Headroom, Limits, SaveFacts, UseOrder
+from chameleon_mm.plan.rule import DefaultRule, Headroom, SaveFacts, UseOrder
 from chameleon_mm.units import MIB
 
 
@@ -51,19 +51,6 @@ def test_the_default_rule(nbytes: int, kind: str, reason: str | None) -> None:
 def test_the_minimum_is_where_moving_begins(nbytes: int, min_bytes: int) -> None:
     moves = DefaultRule(min_bytes=min_bytes).reason_to_keep(SaveFacts(nbytes=nbytes)) is None
     assert moves is (nbytes >= max(1, min_bytes))
-
-
-def test_a_negative_minimum_is_refused() -> None:
-    with pytest.raises(ValueError, match="min_bytes: expected 0 or more, got -1"):
-        DefaultRule(min_bytes=-1)
-
-
-@pytest.mark.parametrize("knob", ["hbm_budget_bytes", "leaving_bytes", "ahead_bytes"])
-def test_a_negative_limit_is_refused_and_zero_is_one(knob: str) -> None:
-    with pytest.raises(ValueError, match=f"{knob}: expected 0 bytes or more.*got -1"):
-        Limits(**{knob: -1})
-    assert getattr(Limits(**{knob: 0}), knob) == 0
-    assert getattr(Limits(), knob) is None
 
 
 # --- headroom

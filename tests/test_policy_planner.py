@@ -19,7 +19,7 @@ from chameleon_mm.plan.planner import candidate_plans, generate_plan
 from chameleon_mm.plan.problem import Problem, latest_back, schedule
 from chameleon_mm.plan.selection import RANKS, select, spread_evenly, spread_evenly_by_bytes, used_latest
 from chameleon_mm.plan.simulate import simulate
-from chameleon_mm.plan.swap_all import SwapAll, swap_all
+from chameleon_mm.plan.swap_all import drafts, swap_all
 from chameleon_mm.plan.swap_plan import ActionColumns, SwapPlan, in_order
 from chameleon_mm.plan.timing import LinkCost, walk
 from chameleon_mm.plan.trace import SavePlace, StepPhase, TensorKind, Trace, TraceBuilder, with_extra
@@ -113,9 +113,9 @@ def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
     assert [action.use_at for action in plan.actions] == sorted(action.use_at for action in plan.actions)
 
 
-def delay_us(problem: Problem, moves: ActionColumns, cost: LinkCost, lag_us: Sequence[float] = ()) -> float:
-    """Microseconds by which the step is longer with `moves`. `lag_us`: of each, by how much its copy out is there later."""
-    walked = walk(moves, in_order(moves), problem.time_us, cost, lag_us=lag_us)
+def delay_us(problem: Problem, moves: ActionColumns, cost: LinkCost) -> float:
+    """Microseconds by which the step is longer with `moves`."""
+    walked = walk(moves, in_order(moves), problem.time_us, cost)
     return walked.stall_us + walked.head_copy_us
 
 
@@ -249,23 +249,16 @@ def test_a_part_fills_the_budget_to_the_last_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budgets", "knobs", "told"),
+    ("budgets", "told"),
     [
-        ((0, None), {}, "hbm_budget: expected more than 0 bytes, got 0"),
-        ((-1, None), {}, "hbm_budget: expected 0 bytes or more, got -1"),
-        ((1 << 20, -1), {}, "host_budget: expected 0 bytes or more"),
-        ((1 << 20, None), {"lead_us": float("nan")}, "lead_us: expected finite times"),
-        ((1 << 20, None), {"lead_us": {3: -1.0}}, "lead_us: expected finite times"),
-        ((1 << 20, None), {"lag_us": float("inf")}, "lag_us: expected finite times"),
-        ((1 << 20, None), {"lag_us": {3: -1.0}}, "lag_us: expected finite times"),
-        ((1 << 20, None), {"drafts": -1}, "expected drafts of 0 or more"),
-        ((1 << 20, None), {"at_most": 0}, "at_most of 1 or more"),
-        ((1 << 20, None), {"within": float("nan")}, "within of 0 or more"),
+        ((0, None), "hbm_budget: expected more than 0 bytes, got 0"),
+        ((-1, None), "hbm_budget: expected 0 bytes or more, got -1"),
+        ((1 << 20, -1), "host_budget: expected 0 bytes or more"),
     ],
 )
-def test_bad_arguments(budgets: tuple[int, int | None], knobs: dict[str, float], told: str) -> None:
+def test_bad_arguments(budgets: tuple[int, int | None], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        candidate_plans(chain(layers=2), *budgets, H200_LINK, **knobs)  # type: ignore[arg-type]  # bad ones are what is tried
+        candidate_plans(chain(layers=2), *budgets, H200_LINK)
 
 
 @pytest.mark.parametrize("budget", [float("nan"), float("inf"), 1.5e8, 1e9])
@@ -299,12 +292,6 @@ def test_numpys_whole_numbers_are_budgets_too() -> None:
         ({"h2d_gbps": 0.0}, "h2d_gbps: .* got 0.0"),
         ({"duplex_gbps": float("nan")}, "duplex_gbps: .* got nan"),
         ({"hbm_gbps": -1.0}, "hbm_gbps: .* got -1.0"),
-        ({"copy_us": float("nan")}, "copy_us: expected a finite number from 0"),
-        ({"copy_us": 1e300}, "copy_us: expected a finite number from 0"),
-        ({"copy_us": -1.0}, "copy_us: expected a finite number from 0"),
-        ({"piece_bytes": 0.5}, "piece_bytes: expected a whole number of 1 byte or more, got 0.5"),
-        ({"piece_bytes": 0}, "piece_bytes: expected a whole number of 1 byte or more, got 0"),
-        ({"piece_bytes": float("inf")}, "piece_bytes: .* got inf"),
     ],
 )
 def test_a_link_that_there_is_none_of_is_refused(knobs: dict[str, float], told: str) -> None:
@@ -408,58 +395,11 @@ def test_a_copy_back_begins_no_later_than_its_use(lead_us: float) -> None:
         held_to(trace, plan, cost)
 
 
-# --- copies out that lag
-
-
-@settings(max_examples=40)
-@given(seed=st.integers(0, 10**6), share=st.floats(0, 0.99), slow=st.booleans(), lag_us=st.sampled_from((0.0, 40.0, 1e6)))
-def test_a_plan_with_lags_is_as_sound_as_any(seed: int, share: float, slow: bool, lag_us: float) -> None:
-    trace, cost = any_step(seed), SLOW_LINK if slow else H200_LINK
-    budget = between(trace, share)
-    lags = dict.fromkeys(Candidates.of(trace).tensor.tolist()[::2], lag_us)
-    for given_us in (lags, lag_us):
-        plan = generate_plan(trace, budget, None, cost, lag_us=given_us, drafts=60)
-        held_to(trace, plan, cost)
-        if not lag_us:
-            assert plan == generate_plan(trace, budget, None, cost, drafts=60)
-
-
-def behind(trace: Trace, plan: SwapPlan, cost: LinkCost, lag_us: dict[int, float]) -> float:
-    """Microseconds that the step takes where those copies out are there so much later than their engine has them."""
-    problem, moves = Problem.of(trace), ActionColumns.of(plan.actions, trace)
-    return problem.total_us + delay_us(problem, moves, cost, [lag_us.get(action.tensor, 0.0) for action in plan.actions])
+# --- stalls, and leads
 
 
 def reclaims(plan: SwapPlan) -> dict[int, int]:
     return {action.tensor: action.reclaim_at for action in plan.actions}
-
-
-@pytest.mark.parametrize("layers", [3, 8, 40])
-@pytest.mark.parametrize("place", [0, 3, -1])
-@pytest.mark.parametrize("share", [0.25, 0.5])
-def test_a_storage_whose_copy_out_lags_is_reclaimed_later_or_others_go_instead(layers: int, place: int, share: float) -> None:
-    trace = chain(layers=layers, op_us=60.0)
-    budget = between(trace, share)
-    before = generate_plan(trace, budget, None, H200_LINK, drafts=600)
-    lagging = sorted(before.actions, key=lambda action: action.reclaim_at)[place].tensor
-    lags = {lagging: 1_000.0}
-    after = generate_plan(trace, budget, None, H200_LINK, lag_us=lags, drafts=600)
-    held_to(trace, after, H200_LINK)
-    assert lagging not in reclaims(after) or reclaims(after)[lagging] > reclaims(before)[lagging]
-    unchanged_us, now_us = behind(trace, before, H200_LINK, lags), behind(trace, after, H200_LINK, lags)
-    assert now_us <= unchanged_us + 1e-6
-    if unchanged_us > before.step_us + 1e-6:
-        assert now_us - before.step_us <= 0.1 * (unchanged_us - before.step_us)
-
-
-def test_lags_of_all_and_of_storages_that_do_not_move_change_no_plan() -> None:
-    trace = chain(layers=8, op_us=200.0)
-    budget = between(trace, 0.5)
-    plan = generate_plan(trace, budget, None, H200_LINK)
-    unmoved = set(Candidates.of(trace).tensor.tolist()) - set(reclaims(plan))
-    assert unmoved
-    assert generate_plan(trace, budget, None, H200_LINK, lag_us=dict.fromkeys(unmoved, 500.0)) == plan
-    assert generate_plan(trace, budget, None, H200_LINK, lag_us={9_999: 500.0}) == plan
 
 
 def test_stalls_are_told_by_tensor() -> None:
@@ -508,20 +448,18 @@ def test_never_worse_than_swapping_everything(seed: int, slow: bool, depth: int)
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 10**6), depth=st.integers(0, 9), cost=st.sampled_from((SLOW_LINK, H200_LINK)))
+@given(seed=st.integers(0, 10**6), depth=st.integers(0, 8), cost=st.sampled_from((SLOW_LINK, H200_LINK)))
 def test_swapping_everything_is_one_of_the_drafts(seed: int, depth: int, cost: LinkCost) -> None:
-    """Hook for hook, and the bound by which the planner dismisses it is one."""
+    """Hook for hook."""
     trace = any_step(seed)
     problem = Problem.of(trace)
     if not problem.size:
         return
     plan = swap_all(trace, cost, depth=depth)
-    everything = SwapAll(problem)
-    draft = everything.at_depth(depth)
-    assert draft.moves.actions([problem.tensor[i] for i in draft.who]) == plan.actions
-    late_us = delay_us(problem, draft.moves, cost)
+    everything = [draft for draft, _ in drafts(problem, 1 << 60)]
+    same = [draft for draft in everything if draft.moves.actions([problem.tensor[i] for i in draft.who]) == plan.actions]
+    late_us = delay_us(problem, same[0].moves, cost)
     assert problem.total_us + late_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
-    assert everything.delay_bound_us(depth, cost) <= late_us * (1 + 1e-9) + 1e-6
 
 
 def sizes(random: Random | None) -> Callable[[], int]:
@@ -615,19 +553,6 @@ def test_small_steps_come_within_two_percent_of_the_least_time_there_is(seed: in
 @pytest.mark.parametrize("seed", range(300, 306))
 def test_where_one_direction_is_far_slower_too(seed: int) -> None:
     within_two_percent(seed, most=5, link=lopsided)
-
-
-def test_two_parts_of_which_one_makes_way_for_the_other() -> None:
-    """The least time is where both move in part, and one is away just for as long as what stays of the other is copied."""
-    trace = stack(Random(31), 3)
-    cost = LinkCost(d2h_gbps=4.023, h2d_gbps=0.07472, duplex_gbps=4.023 + 0.07472, copy_us=0.0, hbm_gbps=1e9)
-    problem, budget = Problem.of(trace), 100_352
-    least_us = least_step_us(problem, budget, cost)
-    assert least_us is not None
-    for drafts in (600, 4_500):
-        plan = generate_plan(trace, budget, None, cost, drafts=drafts)
-        held_to(trace, plan, cost)
-        assert least_us - 1e-3 <= plan.step_us <= 1.02 * least_us
 
 
 @pytest.mark.slow

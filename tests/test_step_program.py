@@ -75,13 +75,6 @@ def test_a_plan_for_another_trace_is_refused() -> None:
         StepProgram.of(TRACE, dataclasses.replace(plan, num_hooks=21))
 
 
-@pytest.mark.parametrize("tensor", [-1, len(TRACE.tensor_bytes)])
-def test_a_plan_of_a_storage_that_the_trace_does_not_have_is_refused(tensor: int) -> None:
-    wrong = Action(tensor=tensor, nbytes=1, out_at=0, reclaim_at=0, in_at=0, use_at=0)
-    with pytest.raises(ValueError, match=f"expected tensors below {len(TRACE.tensor_bytes)}.*got {tensor};"):
-        StepProgram.of(TRACE, plan_of(TRACE, [wrong]))
-
-
 @given(st.randoms(use_true_random=False))
 def test_any_way_through_a_step_has_the_plans_events_once_each_and_none_early(rng: Random) -> None:
     trace = random_step(rng)

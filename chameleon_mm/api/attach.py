@@ -173,12 +173,6 @@ def _device_of(model: nn.Module) -> str | None:
 
 # --- Finds where optimizer steps begin and end in a training loop that does not use sessions:
 #
-# bounds = StepBounds(session)
-# bounds.forward_begins()            # at a model's forward: a step begins, unless one is running
-# bounds.optimizer_stepped()         # after a step of one of the model's optimizers: the step ends
-# bounds.end()                       # no step is running any more
-# bounds.begin(); bounds.end()       # for an engine that knows its steps: nothing else begins or ends one between the two
-#
 # Note [Step bounds]: a step begins at the first forward with gradients on, and ends with the optimizer's step. So it has all
 # micro-batches, and neither evaluation nor generation. If several optimizers share a model's parameters, a step ends with the
 # last of as many optimizer steps as came before the last forward. If no optimizer steps, for example after a gradient scaler

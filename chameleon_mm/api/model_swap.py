@@ -51,7 +51,6 @@ class ModelSwap:
 
     @property
     def swaps_parameters(self) -> bool:
-        """True if parameters may be away."""
         return self._model is not None
 
     def device_for(self, device: Device) -> Device:
@@ -111,10 +110,6 @@ class ModelSwap:
         state = 0 if self._state is None else self._state.resident_bytes
         return state + (0 if self._parameters is None else self._parameters.resident_bytes)
 
-    def window_bytes(self, hbm_budget_bytes: int) -> int:
-        """Return the bytes to set aside for parameters and gradients within a budget. Raises `InfeasibleBudget`."""
-        return 0 if self._parameters is None else self._parameters.window_bytes(hbm_budget_bytes)
-
     def check_budget(self, device: Device, hbm_budget_bytes: int, checksums: Checksums | None) -> None:
         """Raise `InfeasibleBudget` if memory that never moves, with `checksums`, already exceeds the budget. Raise `ValueError`
         for a model on another kind of device."""
@@ -124,7 +119,7 @@ class ModelSwap:
             hbm_budget_bytes,
             tensors=() if self.swaps_parameters else tensors_of(self._given_model),
             movable_bytes=self.movable_bytes,
-            window_bytes=self.window_bytes(hbm_budget_bytes),
+            window_bytes=0 if self._parameters is None else self._parameters.window_bytes(hbm_budget_bytes),
             checksum_bytes=0 if checksums is None else checksums.nbytes,
         )
 
@@ -162,12 +157,10 @@ class ModelSwap:
         return Repair(self._optimizer, lambda: snapshots.restore(taken))
 
     def begin_step(self) -> None:
-        """Begin a step."""
         if self._parameters is not None:
             self._parameters.begin_step()
 
     def end_step(self, *, completed: bool) -> None:
-        """End the step."""
         if self._parameters is not None:
             self._parameters.end_step(completed=completed)
 

@@ -144,9 +144,7 @@ class InstalledSaveOnCpu(saved_tensors_hooks):
     installed: ClassVar[type[InstalledSaveOnCpu]]
     """The subclass that `install` made, whose instances are in use."""
     replaced: ClassVar[type]
-    """Torch's own class."""
     arguments: ClassVar[dict[str, Any]]
-    """Arguments of `install`."""
     _manager: ClassVar[save_on_cpu | None] = None
 
     @uncompiled

@@ -37,7 +37,7 @@ from chameleon_mm.follow.plan_follower import plan_steps
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule, Limits
 from chameleon_mm.pool.pool import PinnedPool, pool_for
 from chameleon_mm.report.report import Ranks, SwapReport
-from chameleon_mm.report.step_history import Progress, StepFigures, StepHistory
+from chameleon_mm.report.step_history import StepFigures, StepHistory, teller_of
 from chameleon_mm.state.rerun import StepRunner
 from chameleon_mm.state.snapshots import Snapshot
 from chameleon_mm.swap.calibration import replayable_on
@@ -53,8 +53,6 @@ from chameleon_mm.units import MIB, parse_size
 
 
 class Phase(enum.Enum):
-    """State of a session."""
-
     NEW = "new"
     """Made, not entered."""
     OPEN = "open"
@@ -66,53 +64,6 @@ class Phase(enum.Enum):
 
     def __str__(self) -> str:
         return self.value.replace("_", " ")
-
-
-NEXT = {
-    Phase.NEW: (Phase.OPEN,),
-    Phase.OPEN: (Phase.IN_STEP, Phase.CLOSED),
-    Phase.IN_STEP: (Phase.OPEN,),
-    Phase.CLOSED: (),
-}
-
-
-class Lifecycle:
-    """The phase of one session. Calls that it does not allow raise `SessionClosedError`."""
-
-    def __init__(self) -> None:
-        self.phase = Phase.NEW
-
-    def to(self, phase: Phase) -> None:
-        """Enter `phase`."""
-        if phase not in NEXT[self.phase]:
-            raise SessionClosedError(f"a session that is {self.phase} cannot become {phase}")
-        self.phase = phase
-
-    def begin_step(self) -> None:
-        """Go from OPEN to IN_STEP."""
-        self.expect_open("step")
-        self.to(Phase.IN_STEP)
-
-    def expect_new(self) -> None:
-        """Allow entering the session, once."""
-        if self.phase is not Phase.NEW:
-            raise SessionClosedError(f"expected a new session, got one that is {self.phase}; make another SwapSession")
-
-    def expect_open(self, what: str) -> None:
-        """Allow the session's method `what` only between steps."""
-        if self.phase is not Phase.OPEN:
-            raise SessionClosedError(
-                f"session.{what}(): expected an open session, got one that is {self.phase}; use it inside "
-                f"`with session:`, one step at a time"
-            )
-
-    def expect_between_steps(self, what: str) -> None:
-        """Allow setting `what` before the session and between steps."""
-        if self.phase in (Phase.IN_STEP, Phase.CLOSED):
-            raise SessionClosedError(
-                f"{what}: expected to be set between steps of an open session, got one that is {self.phase}; set it "
-                f"after the step"
-            )
 
 
 # --- session
@@ -173,7 +124,7 @@ class SwapSession:
         self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
         check_early({"model": model, "thresholds": thresholds, "verify": verify, "plans": plans, "recompute": recompute})
         self._model_swap = ModelSwap(model, optimizer, parameters)
-        teller = Progress(progress)
+        tell = teller_of(progress)
         if pool is not None and host is not None:
             raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
         self.pool = pool_for(device, pool, max_bytes=host)
@@ -196,10 +147,10 @@ class SwapSession:
         self._watch = watch = TorchWatch(self.device, self._executor.protected, self._save)
         if self._adaptation is not None:
             self._adaptation.planning.outside_bytes = lambda: watch.most_bytes
-        self._life = Lifecycle()
+        self._phase = Phase.NEW
         self._thread = threading.current_thread()
         self._stack = ExitStack()
-        self._history = StepHistory(self.device, self._executor, self.pool, teller)
+        self._history = StepHistory(self.device, self._executor, self.pool, tell)
         self._executor.hook_counts.expects_steps = True
         self._runner: StepRunner | None = None
 
@@ -218,7 +169,8 @@ class SwapSession:
     # --- the session
 
     def __enter__(self) -> Self:
-        self._life.expect_new()
+        if self._phase is not Phase.NEW:
+            raise SessionClosedError(f"expected a new session, got one that is {self._phase}; make another SwapSession")
         self._check_budget(self.hbm_budget_bytes)
         self._ranks.enter(self.hbm_budget_bytes)
         self._history.open()
@@ -228,12 +180,14 @@ class SwapSession:
             self._model_swap.attach(stack)
             self._watch.attach(stack)
             self._thread = threading.current_thread()
-            self._life.to(Phase.OPEN)
+            self._phase = Phase.OPEN
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         here = threading.current_thread()
+        if self._phase not in (Phase.OPEN, Phase.IN_STEP):
+            raise SessionClosedError(f"session: expected to be left once, got one that is {self._phase}; use `with session:`")
         if self._thread is not here and self._thread.is_alive():
             raise SessionClosedError(
                 f"session: expected to be left on the thread that entered it ({self._thread.name}), got {here.name}: hooks are "
@@ -251,7 +205,7 @@ class SwapSession:
             try:
                 self._end_step(completed=False)  # an exception ends the session before a generator that is paused in a step
             finally:
-                self._life.to(Phase.CLOSED)
+                self._phase = Phase.CLOSED
             self._history.close(wait=error is None)
         if error is None:
             (counts := self._executor.hook_counts).count_between_steps()
@@ -262,8 +216,8 @@ class SwapSession:
     @contextmanager
     def step(self) -> Iterator[SwapSession]:
         """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step."""
-        self._life.begin_step()
-        completed = False
+        self._expect_open("step")
+        self._phase, completed = Phase.IN_STEP, False
         try:
             self._begin_step()
             yield self
@@ -300,7 +254,7 @@ class SwapSession:
             )
         check_method("fn", fn, "__call__", "a function of a step", "pass one that takes no argument")
         check_type("snapshot", snapshot, bool, "True or False", "pass one of the two")
-        self._life.expect_open("run_step")
+        self._expect_open("run_step")
         if self._runner is None:
             self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
         return self._runner.run(self.step, fn, self._model_swap.repair(self._executor) if snapshot else None)
@@ -313,7 +267,7 @@ class SwapSession:
         checkpoint of it. Its memory is the pool's, and pageable beyond `host_budget`. Raises `SessionClosedError` as `step`
         does, `ValueError` without `model` or for tensors that are not plain, and `HostMemoryExhausted` with nothing changed.
         """
-        self._life.expect_open("snapshot")
+        self._expect_open("snapshot")
         return self._model_swap.snapshots("snapshot", self._executor).take()
 
     def restore(self, snapshot: Snapshot | None = None) -> None:
@@ -322,7 +276,7 @@ class SwapSession:
         Raises `ValueError` with nothing changed if there is none, if it was released, or if it is of another model, optimizer
         or device. Raises `torch.OutOfMemoryError` if missing state or a missing gradient finds no room: restore again then.
         """
-        self._life.expect_open("restore")
+        self._expect_open("restore")
         self._model_swap.snapshots("restore", self._executor).restore(snapshot)
 
     def report(self) -> SwapReport:
@@ -334,7 +288,7 @@ class SwapSession:
         self._executor.raise_late_error()
         if (native := self._executor.loop.native) is not None:
             native.come_back(wait=False)  # what it has counted
-        if self._life.phase is Phase.CLOSED:
+        if self._phase is Phase.CLOSED:
             self.device.synchronize()
         else:
             self._history.note_peak()
@@ -374,14 +328,14 @@ class SwapSession:
     @hbm_budget.setter
     def hbm_budget(self, size: int | str) -> None:
         nbytes = parse_size(size, what="hbm_budget")
-        self._life.expect_between_steps("hbm_budget")
-        if self._life.phase is Phase.OPEN:
+        self._expect_between_steps("hbm_budget")
+        if self._phase is Phase.OPEN:
             self._check_budget(nbytes)
         with self._model_swap.changing_budget(nbytes) as beside_bytes:
             self._executor.change_budget(beside_bytes, must_fit=True)
         lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
         self._runner = None
-        if self._life.phase is Phase.OPEN:
+        if self._phase is Phase.OPEN:
             self._history.open()
             if lowered:
                 self.device.release_unused()
@@ -403,11 +357,27 @@ class SwapSession:
     @host_budget.setter
     def host_budget(self, size: int | str) -> None:
         nbytes = parse_size(size, what="host_budget")
-        self._life.expect_between_steps("host_budget")
+        self._expect_between_steps("host_budget")
         if not self._owns_pool:
             raise ValueError("host_budget: expected a session with a pool of its own, got one with pool=; set pool.limit_bytes")
         self._executor.change_budget(host_bytes=nbytes, must_fit=True)
         self.pool.limit_bytes = nbytes
+
+    def _expect_open(self, what: str) -> None:
+        """Allow the method `what` only between steps."""
+        if self._phase is not Phase.OPEN:
+            raise SessionClosedError(
+                f"session.{what}(): expected an open session, got one that is {self._phase}; use it inside `with session:`, "
+                f"one step at a time"
+            )
+
+    def _expect_between_steps(self, what: str) -> None:
+        """Allow setting `what` before the session and between steps."""
+        if self._phase in (Phase.IN_STEP, Phase.CLOSED):
+            raise SessionClosedError(
+                f"{what}: expected to be set between steps of an open session, got one that is {self._phase}; set it after the "
+                f"step"
+            )
 
     def _begin_step(self) -> None:
         timed = self._history.begin(self._budget_now())
@@ -416,9 +386,9 @@ class SwapSession:
 
     def _end_step(self, *, completed: bool) -> None:
         """End the running step, once: at its own end, or at the session's if that comes first."""
-        if self._life.phase is Phase.IN_STEP:
+        if self._phase is Phase.IN_STEP:
             self._history.completed += completed
-            self._life.to(Phase.OPEN)
+            self._phase = Phase.OPEN
             if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
                 kind = self._executor.end_step(completed=completed)
                 self._model_swap.end_step(completed=completed)
@@ -441,7 +411,7 @@ class SwapSession:
         found = misuse(
             self._executor.hook_counts,
             steps_begun=self._history.begun,
-            closed=self._life.phase is Phase.CLOSED,
+            closed=self._phase is Phase.CLOSED,
             thread=self._thread.name,
             frozen=self._model is not None and not any(p.requires_grad for p in self._model.parameters()),
         )

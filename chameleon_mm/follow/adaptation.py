@@ -82,7 +82,6 @@ class Planning:
         link: LinkCost,
         *,
         lead_us: Mapping[int, float] | float = 0.0,
-        lag_us: Mapping[int, float] | float = 0.0,
         at_most: int,
     ) -> list[SwapPlan]:
         """Return plans for the step, best first. Raises `InfeasibleBudget`, which names the smallest budget that has a plan."""
@@ -94,7 +93,6 @@ class Planning:
                 budgets.host_bytes,
                 link,
                 lead_us=lead_us,
-                lag_us=lag_us,
                 at_most=at_most,
                 drafts=DRAFTS,
                 recompute=planned.admitted,
@@ -491,10 +489,10 @@ class Adaptation:
 
     def _make_plans(self, planned: PlannedStep, at_most: int) -> None:
         began = perf_counter()
-        link, lead_us, lag_us = self._link_cost(), planned.lead_us or 0.0, planned.lag_us or 0.0
+        link, lead_us = self._link_cost(), planned.lead_us or 0.0
         try:
             with annotation("chameleon::plan"):
-                plans = self.planning.plans_for(planned, self._budgets, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
+                plans = self.planning.plans_for(planned, self._budgets, link, lead_us=lead_us, at_most=at_most)
             self.plans += len(plans)
             planned.add_plans(plans, link)
         finally:

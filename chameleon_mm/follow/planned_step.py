@@ -39,24 +39,15 @@ from chameleon_mm.units import allocated_size
 
 
 class PlanTrial:
-    """A compiled plan, and the times of the steps that followed it.
+    """A compiled plan, and the times of the steps that followed it. `predicted_in_us`: its simulated stalls for copies back, by
+    storage."""
 
-    `predicted_out_us`, `predicted_in_us`: its simulated stalls at reclaims and for copies back, by storage.
-    """
+    __slots__ = ("busy_us", "predicted_in_us", "program", "recompute", "time", "times_us")
 
-    __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "program", "recompute", "time", "times_us")
-
-    def __init__(
-        self,
-        program: StepProgram,
-        predicted_out_us: Mapping[int, float],
-        predicted_in_us: Mapping[int, float],
-        recompute: RecomputePlan | None,
-    ) -> None:
+    def __init__(self, program: StepProgram, predicted_in_us: Mapping[int, float], recompute: RecomputePlan | None) -> None:
         self.program = program
         self.recompute = recompute
         """The plan's recomputations, for the executor; None: nothing is recomputed."""
-        self.predicted_out_us = predicted_out_us
         self.predicted_in_us = predicted_in_us
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
@@ -70,19 +61,11 @@ class PlanTrial:
         return median(self.times_us) if self.times_us else self.program.plan.step_us
 
     @property
-    def excess_out_us(self) -> dict[int, float]:
-        """Stalls at reclaims beyond the plan's prediction in the latest step, by storage."""
-        return {} if self.time is None else _beyond(self.time.out_stalls_us, self.predicted_out_us)
-
-    @property
     def excess_in_us(self) -> dict[int, float]:
         """Stalls for copies back beyond the plan's prediction in the latest step, by storage."""
-        return {} if self.time is None else _beyond(self.time.in_stalls_us, self.predicted_in_us)
-
-
-def _beyond(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
-    more = {tensor: us - predicted.get(tensor, 0.0) for tensor, us in measured.items()}
-    return {tensor: us for tensor, us in more.items() if us > 0}
+        measured = {} if self.time is None else self.time.in_stalls_us
+        more = {tensor: us - self.predicted_in_us.get(tensor, 0.0) for tensor, us in measured.items()}
+        return {tensor: us for tensor, us in more.items() if us > 0}
 
 
 # --- planned step
@@ -164,8 +147,6 @@ class PlannedStep:
         self.trials: list[PlanTrial] = []
         self.lead_us: dict[int, float] = {}
         """Microseconds by which each copy back must be done earlier than predicted, by storage."""
-        self.lag_us: dict[int, float] = {}
-        """Microseconds by which each copy out is done later than predicted, by storage."""
         self._nothing_better = False
 
     def correct_times(self) -> None:
@@ -231,7 +212,7 @@ class PlannedStep:
         keys = None if is_open else Keys(self.record.features, self.record.save_of.tolist(), PLAIN_CLASSES)
         for plan in new:
             program = StepProgram.of(self.trace, plan, keys)
-            self.trials.append(PlanTrial(program, *_stalls(self.trace, plan, link), self._recompute_plan(program)))
+            self.trials.append(PlanTrial(program, _stalls(self.trace, plan, link), self._recompute_plan(program)))
 
     def _recompute_plan(self, program: StepProgram) -> RecomputePlan | None:
         if not program.plan.recomputed:
@@ -296,17 +277,15 @@ class PlannedStep:
         return took_us / predicted_us if min(took_us, predicted_us) > 0 else 1.0
 
     def learn_stalls(self) -> bool:
-        """True if the kept plan stalls more than predicted and another one may be tried. Then adds the latest stalls to
-        `lead_us` and `lag_us`, with which the next plan is made."""
+        """True if the kept plan stalls for copies back more than predicted and another one may be tried. Then adds the latest
+        stalls to `lead_us`, with which the next plan is made."""
         current = self._measured
         if current is None or self._nothing_better or len(self.trials) >= MOST_PLANS:
             return False
-        ins, outs = current.excess_in_us, current.excess_out_us
-        if sum(ins.values()) + sum(outs.values()) <= WORTH_A_PLAN * current.step_us:
+        if sum(current.excess_in_us.values()) <= WORTH_A_PLAN * current.step_us:
             return False
-        for learned, stalls in ((self.lead_us, ins), (self.lag_us, outs)):
-            for tensor, us in stalls.items():
-                learned[tensor] = learned.get(tensor, 0.0) + us
+        for tensor, us in current.excess_in_us.items():
+            self.lead_us[tensor] = self.lead_us.get(tensor, 0.0) + us
         return True
 
     @property
@@ -414,10 +393,9 @@ class PlannedStep:
         return allocated_until
 
 
-def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> tuple[Mapping[int, float], Mapping[int, float]]:
-    """Simulated stalls of the plan, by storage: at reclaims, and for copies back."""
+def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> Mapping[int, float]:
+    """Simulated stalls of the plan for copies back, by storage."""
     try:
-        timeline = simulate(trace, plan, link)
+        return simulate(trace, plan, link).in_stalls_us
     except ValueError:  # a plan that cannot run has no prediction: it costs time, never a step
-        return {}, {}
-    return timeline.out_stalls_us, timeline.in_stalls_us
+        return {}

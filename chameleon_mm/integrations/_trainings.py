@@ -19,7 +19,6 @@ from chameleon_mm.api.attach import Attachment, attach
 from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.errors import check_keywords, check_type
-from chameleon_mm.report.report import SwapReport
 
 
 def refuse_cpu_checkpointing(what: str, deepspeed_config: Any) -> None:
@@ -59,10 +58,6 @@ class Trainings:
                 f"{self._what}: expected a training that has begun, got none; ask once training runs, or after it"
             )
         return self._attachment
-
-    def report(self) -> SwapReport:
-        """Report of the latest training."""
-        return self.attachment.report()
 
     def begin(self, key: object, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Attach to `model` for the training that `key` stands for."""

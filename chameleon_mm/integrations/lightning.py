@@ -41,7 +41,7 @@ class SwapCallback(_callback_class()):  # type: ignore[misc]  # mypy does not fo
 
     def report(self) -> SwapReport:
         """Report of the latest training; see `SwapSession.report`. Raises `RuntimeError` before the first."""
-        return self._trainings.report()
+        return self._trainings.attachment.report()
 
     def detach(self) -> None:
         """End swapping, if a training raised past `on_exception`. Call it on the thread that trained."""

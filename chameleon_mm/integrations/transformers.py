@@ -31,7 +31,7 @@ class SwapCallback(load_framework("transformers").TrainerCallback):  # type: ign
 
     def report(self) -> SwapReport:
         """Report of the latest training; see `SwapSession.report`. Raises `RuntimeError` before the first."""
-        return self._trainings.report()
+        return self._trainings.attachment.report()
 
     def detach(self) -> None:
         """End swapping after a training that raised. Call it on the thread that trained. Without a training, do nothing."""

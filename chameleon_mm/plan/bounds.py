@@ -18,7 +18,6 @@ from itertools import pairwise
 import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.plan.problem import Problem
 from chameleon_mm.plan.recipes import Recipes
 from chameleon_mm.plan.selection import LEAST_PRICE, NUM_PRICES
 from chameleon_mm.plan.simulate import Simulator
@@ -89,7 +88,6 @@ class RecomputeTime:
         return np.array([0.0, *(g for g in inside if 0 < g < most), most])
 
     def _needed_order(self) -> list[int]:
-        """Storages that may be recomputed and the storages that they are made of, inputs first."""
         needed = list(self._can_drop)
         for j in reversed(self._recipes.order):
             if needed[j]:
@@ -123,7 +121,6 @@ class RecomputeTime:
         self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
 
     def refine(self, nbytes: float) -> None:
-        """Add prices around the one that decides at `nbytes`."""
         lines = sorted(self.lines)
         i = max(range(len(lines)), key=lambda i: lines[i][0] * nbytes + lines[i][1])
         low, high = lines[max(i - 1, 0)][0], lines[min(i + 1, len(lines) - 1)][0]
@@ -181,7 +178,6 @@ class RecomputeTime:
 
 
 def _crossing(a: tuple[float, float], b: tuple[float, float]) -> float:
-    """Intersection of two lines, the second one steeper."""
     return (a[1] - b[1]) / (b[0] - a[0])
 
 
@@ -229,21 +225,6 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Col
     return Ideal(step_us=float(bound_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
 
 
-def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
-    """Estimate of the step's time on a link of the same mean rates that is never idle.
-
-    Unlike `ideal` it prices a copy's pieces and counts padding. It is no bound, but nearer to the time that a plan can reach.
-    """
-    nbytes = problem.candidates.nbytes
-    fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
-    out_us, back_us = (fixed_us + 1 / (rate * 1e3) for rate in (cost.d2h_gbps, cost.h2d_gbps))
-    last = max(problem.use)
-    clock = np.asarray(problem.time_us)
-    over = np.maximum(problem.level[:last] - budget, 0)
-    bound_us = relaxed_us(clock[1 : last + 1], clock[last] - clock[:last], over * out_us, over * back_us)
-    return float(bound_us.max()) + problem.total_us - float(clock[last])
-
-
 def relaxed_us(before_us: Float64s | float, after_us: Float64s | float, out_us: Float64s, back_us: Float64s) -> Float64s:
     """(moments,) time until the last use by the formula above: the bytes over the budget at each moment cross in `out_us` and
     `back_us`, with `before_us` and `after_us` of compute on either side."""
@@ -273,29 +254,28 @@ def smallest_hidden_budget(
     1/256 of the distance from the bound to the unswapped peak. `plan_for` may raise `InfeasibleBudget`. If plans of larger
     budgets are slower, the result is any of the turning points.
     """
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance: expected a share of the step from 0 to below 1, got {tolerance}")
     simulator = Simulator(trace, cost_model)
     low, high = hidden_budget_bound(trace, cost_model), int(memory_curve(trace).max(initial=trace.start_bytes))
     step_bytes = max(1, (high - low) // 256 if precision_bytes is None else precision_bytes)
-    if low >= high or hides_copies(simulator, plan_for, low, tolerance):
+    if low >= high or _hides_copies(simulator, plan_for, low, tolerance):
         return min(low, high)
     while high - low > step_bytes:
         middle = (low + high) // 2
-        if hides_copies(simulator, plan_for, middle, tolerance):
+        if _hides_copies(simulator, plan_for, middle, tolerance):
             high = middle
         else:
             low = middle
     return high
 
 
-def hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budget: int, tolerance: float) -> bool:
-    """True if `plan_for(budget)` is within `budget` and its step takes at most a share `tolerance` longer than unswapped."""
+def _hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budget: int, tolerance: float) -> bool:
+    """True if `plan_for(budget)` keeps its budget and its step takes at most a share `tolerance` longer than unswapped."""
     try:
-        timeline = simulator.run(plan_for(budget))
+        plan = plan_for(budget)
     except InfeasibleBudget:
         return False
-    return timeline.step_us <= simulator.trace.duration_us * (1 + tolerance) and timeline.peak_bytes <= budget
+    timeline = simulator.run(plan)
+    return timeline.step_us <= simulator.trace.duration_us * (1 + tolerance) and timeline.peak_bytes <= plan.hbm_budget_bytes
 
 
 class _Step:

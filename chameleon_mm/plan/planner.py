@@ -13,9 +13,9 @@ docs/policy.md explains why, and says how far from the least time the result is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from math import inf, isfinite
+from collections.abc import Collection
+from dataclasses import replace
+from math import inf
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from chameleon_mm.plan.bounds import relaxed_us
 from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled
 from chameleon_mm.plan.recipes import Recipes
 from chameleon_mm.plan.rewrite import RewrittenTrace, choice_actions
-from chameleon_mm.plan.search import Found, Search
+from chameleon_mm.plan.search import Found, PlanLimits, Search
 from chameleon_mm.plan.selection import Choice, ChoicePath
 from chameleon_mm.plan.simulate import Simulator
 from chameleon_mm.plan.swap_plan import SwapPlan
@@ -50,17 +50,6 @@ _REPAIRS = 8
 """Maximum number of repairs of a choice: storages that memory has no room to recompute are no longer dropped."""
 _FINER = 8
 """Mixes between two prices. Without mixes plans of the built-in models take 0.6 % longer, and up to 6.5 %."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanLimits:
-    """Budgets and the link, as `generate_plan` takes them."""
-
-    budget: int
-    host_budget: int | None
-    cost: LinkCost
-    lead_us: PerTensor
-    lag_us: PerTensor
 
 
 def hybrid_plans(
@@ -173,15 +162,13 @@ class HybridSearch:
             dropped -= spared
         else:
             return
-        search = Search(problem, budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
-        if problem.peak_bytes <= budget:
-            found = Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
-        else:
+        search = Search(problem, replace(limits, budget=budget))
+        if problem.peak_bytes > budget:
             search.try_ranks()
             search.try_swap_all()
             if search.best is None:
                 return
-            found = search.best
+        found = search.best or _nothing(problem)
         moves = rewritten.to_step(found.scheduled.moves)
         swaps = moves.actions([problem.tensor[i] for i in found.scheduled.who])
         timeline = self._simulator.run_rewritten(rewritten, swaps)
@@ -239,7 +226,6 @@ def generate_plan(
     cost_model: LinkCost,
     *,
     lead_us: PerTensor = 0.0,
-    lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
     recompute: Collection[str] = (),
     refused: Collection[int] = (),
@@ -251,9 +237,7 @@ def generate_plan(
     there are at most 16 candidates; the default takes most of a second; 0: none.
 
     lead_us: how long before its use a copy back should end, for all tensors or by tensor; if memory has no room for that, as
-    early as it has. lag_us: how much later than predicted a copy out ends, for all tensors or by tensor. The plan is the one
-    with the least delay under these lags; a storage whose copy lags gives its memory back after others, if those are enough.
-    The times in the plan are those of `simulate`, without lags.
+    early as it has.
 
     recompute: base names of operators that may run again (`replayable.py`); empty: nothing is recomputed. refused: numbers of
     storages that must not be recomputed. Each storage is kept, swapped, or dropped and recomputed; inputs of recomputations may
@@ -263,7 +247,7 @@ def generate_plan(
     Deterministic. About n log n in saved tensors, and linear in operators.
 
     Raises `InfeasibleBudget`, with the smallest budgets that are feasible, if no plan is within the budgets; `ValueError` for a
-    budget, lead or lag out of range; `TypeError` for a budget that is not a whole number of bytes.
+    budget out of range; `TypeError` for a budget that is not a whole number of bytes.
     """
     return candidate_plans(
         trace,
@@ -271,7 +255,6 @@ def generate_plan(
         host_budget,
         cost_model,
         lead_us=lead_us,
-        lag_us=lag_us,
         drafts=drafts,
         at_most=1,
         recompute=recompute,
@@ -286,7 +269,6 @@ def candidate_plans(
     cost_model: LinkCost,
     *,
     lead_us: PerTensor = 0.0,
-    lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
     at_most: int = 2,
     within: float = 0.02,
@@ -300,7 +282,8 @@ def candidate_plans(
     """
     hbm_budget = parse_size(hbm_budget, what="hbm_budget")
     host_budget = None if host_budget is None else parse_size(host_budget, what="host_budget")
-    _check_arguments(hbm_budget, host_budget, {"lead_us": lead_us, "lag_us": lag_us}, drafts, at_most, within)
+    if hbm_budget == 0:
+        raise ValueError("hbm_budget: expected more than 0 bytes, got 0; say how much device memory a step may take")
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:
         return [_plan(trace, problem, hbm_budget, _nothing(problem))]
@@ -308,14 +291,8 @@ def candidate_plans(
         problem, recompute = Problem.of(trace, between_uses=True), ()
         if problem.least_bytes > hbm_budget:
             raise _infeasible(trace, problem, hbm_budget)
-    limits = PlanLimits(
-        budget=hbm_budget,
-        host_budget=host_budget,
-        cost=cost_model,
-        lead_us=lead_us,
-        lag_us=lag_us,
-    )
-    search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
+    limits = PlanLimits(budget=hbm_budget, host_budget=host_budget, cost=cost_model, lead_us=lead_us)
+    search = Search(problem, limits)
     search.try_ranks()
     search.try_swap_all()
     search.improve(drafts)
@@ -417,7 +394,7 @@ def _host_too_small(
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):
         middle = (low + high) // 2
-        search = Search(problem, middle, host_budget, limits.cost)
+        search = Search(problem, replace(limits, budget=middle, lead_us=0.0))
         search.try_ranks()
         low, high = (low, middle) if search.found else (middle, high)
     low = budget
@@ -435,22 +412,3 @@ def _host_too_small(
         smallest_bytes=high,
         smallest_host_bytes=least_host_bytes,
     )
-
-
-def _check_arguments(
-    hbm_budget: int, host_budget: int | None, times_us: Mapping[str, PerTensor], drafts: int, at_most: int, within: float
-) -> None:
-    if hbm_budget <= 0:
-        raise ValueError(
-            f"hbm_budget: expected more than 0 bytes, got {hbm_budget}; say how much device memory a step may take"
-        )
-    if host_budget is not None and host_budget < 0:
-        raise ValueError(f"host_budget: expected 0 bytes or more, or None for no limit, got {host_budget}")
-    for name, given in times_us.items():
-        for us in given.values() if isinstance(given, Mapping) else (given,):
-            if not isfinite(us) or us < 0:
-                raise ValueError(f"{name}: expected finite times of 0 us or more, got {us}")
-    if drafts < 0 or at_most < 1 or not within >= 0:
-        raise ValueError(
-            f"expected drafts of 0 or more, at_most of 1 or more and within of 0 or more, got {drafts}, {at_most} and {within}"
-        )

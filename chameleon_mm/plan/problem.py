@@ -21,7 +21,7 @@ import numpy as np
 
 from chameleon_mm.plan.swap_plan import ActionColumns, partial_move_peaks
 from chameleon_mm.plan.timing import LinkCost
-from chameleon_mm.plan.trace import Bools, Float64s, Int64s, Trace
+from chameleon_mm.plan.trace import Bools, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, sum_over_time
 from chameleon_mm.units import ALLOCATION_UNIT_BYTES
 
@@ -84,13 +84,13 @@ class Problem:
         """Return the problem of `trace`. `between_uses`: storages that are idle between two uses may be away there, too.
         O(operators + storages + hooks), without a loop."""
         curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace, between_uses=between_uses)
-        *time_us, total_us = trace.hook_us().tolist()
+        clock = trace.clock_us()
         return cls(
             before_bytes=int(curve[: hooks[0] if len(hooks) else None].max(initial=0)) if len(curve) else trace.start_bytes,
             level=np.maximum.reduceat(curve, hooks) if len(hooks) else np.empty(0, np.int64),
             at_hook=curve[hooks],
-            time_us=time_us,
-            total_us=total_us,
+            time_us=clock[hooks].tolist(),
+            total_us=float(clock[-1]),
             candidates=candidates.take(np.argsort(candidates.sendable, kind="stable")),
             goes_between_uses=between_uses,
         )
@@ -157,29 +157,17 @@ def schedule(
     *,
     send_from: Sequence[int] | None = None,
     latest_return: Callable[[Mapping[int, int]], Mapping[int, int]] | None = None,
-    copied_out_us: Callable[[Mapping[int, int]], Mapping[int, float]] | None = None,
-    reclaim_early: Sequence[bool] = (),
 ) -> Scheduled:
     """Assign hooks to `selected` (candidate -> bytes), a selection for `problem`. Time: O(K + n log n).
 
     send_from: (n,) hooks from which copies out begin; default: as soon as sendable. latest_return: for a selection, returns by
     candidate the hook until which its copy back need not begin (`latest_back`); default: it begins as soon as there is room.
-    copied_out_us: for a selection, returns by candidate when its copy out ends (`copied_by`); default: the order in which they
-    begin. reclaim_early: (n,) True if its memory is reclaimed as soon as possible, needed or not; empty: none is.
     """
     selected = dict(selected)
     send_from = problem.sendable if send_from is None else send_from
     while True:
         in_at = _copies_back(problem, budget, selected, latest_return(selected) if latest_return is not None else {})
-        reclaim_at = _reclaims(
-            problem,
-            budget,
-            selected,
-            in_at,
-            send_from,
-            copied_out_us(selected) if copied_out_us is not None else {},
-            reclaim_early,
-        )
+        reclaim_at = _reclaims(problem, budget, selected, in_at, send_from)
         who = sorted(reclaim_at, key=lambda i: (problem.use[i], i))
         moves = problem.moves(
             who,
@@ -206,34 +194,13 @@ def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, l
     nbytes = np.array([selected[i] - problem.padding[i] for i in who])
     copy_us = cost.alone_us(nbytes, slower)
     clock, use = np.asarray(problem.time_us), problem.candidates.use[who]
-    due = clock[use] - by_candidate(problem, who, lead_us)
+    leads = [lead_us.get(problem.tensor[i], 0.0) for i in who] if isinstance(lead_us, Mapping) else lead_us
+    due = clock[use] - leads
     rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last
     start = np.minimum.accumulate((due + rest_us - copy_us)[::-1])[::-1] - rest_us
     hooks = np.searchsorted(clock, start, side="right") - 1
     # Later hooks may share the time of a use, if only operators of no time are in between: clip to the use's hook.
     return dict(zip(who, np.clip(hooks, 0, use).tolist(), strict=True))
-
-
-def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> Float64s:
-    """(n,) times of the candidates `who`."""
-    if isinstance(us, Mapping):
-        return np.array([us.get(problem.tensor[i], 0.0) for i in who])
-    return np.full(len(who), us)
-
-
-def copied_by(
-    problem: Problem, selected: Mapping[int, int], send_from: Sequence[int], cost: LinkCost, lag_us: Sequence[float]
-) -> dict[int, float]:
-    """Return, by candidate, the time at which its copy out ends, if nothing stalls and nothing goes the other way.
-
-    send_from: (n,) hooks from which copies out begin. lag_us: (n,) how much later than that each ends.
-    """
-    done, now = {}, 0.0
-    for i in sorted(selected, key=lambda i: (send_from[i], problem.use[i], i)):
-        copy_us = cost.alone_us(selected[i] - problem.padding[i], cost.d2h_gbps)
-        now = max(now, problem.time_us[send_from[i]]) + copy_us
-        done[i] = now + lag_us[i]
-    return done
 
 
 def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
@@ -274,14 +241,10 @@ def _reclaims(
     selected: Mapping[int, int],
     in_at: Mapping[int, int],
     send_from: Sequence[int],
-    copied_out_us: Mapping[int, float],
-    reclaim_early: Sequence[bool],
 ) -> dict[int, int]:
     """Return, by candidate, the last hook at which its memory must be reclaimed; the first copied out go first."""
     first, use = problem.first, problem.use
     who = sorted(in_at, key=lambda i: (send_from[i], use[i], i))
-    if copied_out_us:
-        who.sort(key=copied_out_us.__getitem__)
     arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
     climbs = problem.may_exceed_more.copy()
     climbs[list(in_at.values())] = True
@@ -289,11 +252,6 @@ def _reclaims(
     back = [0] * (len(problem.level) + 1)  # by hook: bytes that are away, less those that went early
     reclaim_at: dict[int, int] = {}
     away, seen = 0, -1
-    for i in who if reclaim_early else ():
-        if reclaim_early[i] and first[i] < in_at[i]:
-            reclaim_at[i] = first[i]
-            back[first[i]] -= selected[i]
-            back[in_at[i]] += selected[i]
     for k, excess in zip(*problem.over(budget, climbs), strict=True):
         while arrivals and first[who[arrivals[-1]]] <= k:
             heapq.heappush(waiting, arrivals.pop())
@@ -301,7 +259,7 @@ def _reclaims(
         seen = k
         while away < excess:
             i = who[heapq.heappop(waiting)]
-            if in_at[i] > k and i not in reclaim_at:
+            if in_at[i] > k:
                 reclaim_at[i] = k
                 away += selected[i]
                 back[in_at[i]] += selected[i]

@@ -91,7 +91,8 @@ def find_recomputations(recipes: Recipes, dropped: Collection[int], held: Collec
     holds = frozenset(held)
     gone = {j for j in dropped if recipes.makers[j] and j in use}
     while True:
-        recomputations = _Walk(recipes, gone, holds).recomputations(sorted(gone, key=lambda j: (use[j], j)), use)
+        walk = _Walk(recipes, gone, holds)
+        recomputations = [walk.to(j, use[j]) for j in sorted(gone, key=lambda j: (use[j], j)) if j not in walk.recomputed]
         first: dict[int, int] = {}
         for recomputation in recomputations:
             since = max((alone[x] for x in recomputation.sources if x in holds), default=0)
@@ -112,14 +113,12 @@ class _Walk:
         self._dropped = dropped
         self._held = held
         self._saved: list[bool] = recipes.saved.tolist()
-        self._recomputed: set[int] = set()
+        self.recomputed: set[int] = set()
+        """Dropped storages that a recomputation so far made."""
 
-    def recomputations(self, order: list[int], use: dict[int, int]) -> list[Recomputation]:
-        """Return one recomputation per storage of `order` (dropped, by use), without those that an earlier one makes."""
-        return [self._recomputation(j, use[j]) for j in order if j not in self._recomputed]
-
-    def _recomputation(self, target: int, hook: int) -> Recomputation:
-        recipes, recomputed, dropped = self._recipes, self._recomputed, self._dropped
+    def to(self, target: int, hook: int) -> Recomputation:
+        """Return the recomputation of `target`, with what it makes besides."""
+        recipes, recomputed, dropped = self._recipes, self.recomputed, self._dropped
         seen, ops = {target}, set[int]()
         sources: dict[int, None] = {}
         stack = [target]
@@ -200,14 +199,11 @@ class RewrittenTrace:
         )
 
     def moves_of(self, swaps: Sequence[Action]) -> ActionColumns:
-        """Return actions of the step as moves here. Raises `ValueError` for a storage that is no candidate here."""
+        """Return actions of the step as moves here."""
         candidates = Candidates.of(self.trace)
         use = np.full(len(self.trace.tensor_bytes), -1, np.int64)
         use[candidates.tensor] = candidates.use
         tensors = np.array([action.tensor for action in swaps], np.int64)
-        if (use[tensors] < 0).any():
-            wrong = tensors[(use[tensors] < 0).argmax()]
-            raise ValueError(f"plan, tensor {wrong}: expected a candidate, got another; make a plan for this trace")
         return self.from_step(ActionColumns.of(swaps, self.trace), use[tensors])
 
     def by_tick(self, values: Int64s) -> Int64s:
@@ -406,32 +402,8 @@ def _ragged(name: str, offsets: Int64s, values: Int32s, rows: Int64s) -> dict[st
 
 
 def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
-    """Rewrite the trace of `recipes` for the storages that `plan` drops and holds.
-
-    Raises `ValueError` unless all of them can be dropped, held and recomputed at the plan's hooks.
-    """
-    again = "make a plan for this trace"
-    for action in plan.recomputed:
-        if not 0 <= action.tensor < len(recipes.can_drop) or not recipes.can_drop[action.tensor]:
-            raise ValueError(f"plan, tensor {action.tensor}: expected one that can be recomputed, got another; {again}")
-    for action in plan.held:
-        if not 0 <= action.tensor < len(recipes.can_hold) or not recipes.can_hold[action.tensor]:
-            raise ValueError(f"plan, tensor {action.tensor}: expected one that can be held, got another; {again}")
-    rewritten = RewrittenTrace.of(recipes, [a.tensor for a in plan.recomputed], [a.tensor for a in plan.held])
-    found = {(action.tensor, action.kind): action for action in choice_actions(recipes, rewritten)}
-    for action in plan.recomputed + plan.held:
-        expected = found.get((action.tensor, action.kind))
-        if expected is None:
-            raise ValueError(
-                f"plan, tensor {action.tensor}: expected something that is away and that a recomputation reads, got a "
-                f"{action.kind.value} of another; {again}"
-            )
-        if expected != action:
-            raise ValueError(
-                f"plan, tensor {action.tensor}: expected a {action.kind.value} from hook {expected.out_at} to "
-                f"{expected.use_at}, got {action.out_at}, {action.reclaim_at}, {action.in_at} and {action.use_at}; {again}"
-            )
-    return rewritten
+    """Rewrite the trace of `recipes` for the storages that `plan` drops and holds. Raises as `find_recomputations` does."""
+    return RewrittenTrace.of(recipes, [a.tensor for a in plan.recomputed], [a.tensor for a in plan.held])
 
 
 def choice_actions(recipes: Recipes, rewritten: RewrittenTrace) -> tuple[Action, ...]:

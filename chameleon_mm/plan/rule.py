@@ -9,7 +9,7 @@ order.upcoming(index)                 -> saved storages in the order in which th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
 
@@ -44,14 +44,6 @@ class DefaultRule:
     max_gathered: int = 8
     """Maximum views of one storage that are gathered, one kernel each; after that the whole storage moves, in one copy."""
 
-    def __post_init__(self) -> None:
-        if self.min_bytes < 0:
-            raise ValueError(f"min_bytes: expected 0 or more, got {self.min_bytes}")
-        if not 0 <= self.gather_share <= 1:
-            raise ValueError(f"gather_share: expected a share from 0 to 1, got {self.gather_share}")
-        if self.max_gathered < 0:
-            raise ValueError(f"max_gathered: expected 0 views or more, got {self.max_gathered}")
-
     def reason_to_keep(self, facts: SaveFacts) -> str | None:
         if facts.kind:
             return facts.kind
@@ -81,12 +73,6 @@ class Limits:
     """HBM that copies out may hold before compute waits for the oldest; None: only the budget decides."""
     ahead_bytes: int | None = None
     """HBM that prefetches may hold before their first use; None: only the budget decides."""
-
-    def __post_init__(self) -> None:
-        for knob in fields(self):
-            nbytes = getattr(self, knob.name)
-            if nbytes is not None and nbytes < 0:
-                raise ValueError(f"{knob.name}: expected 0 bytes or more, or None for no such limit, got {nbytes}")
 
 
 class Headroom:

@@ -1,6 +1,6 @@
 """Searches for the fastest plan within both budgets: by several ranks, and by a local search if candidates are few.
 
-search = Search(problem, budget, host_budget, cost, lead_us, lag_us)
+search = Search(problem, limits)
 search.try_ranks()          selections by a few ranks; enough if nothing stalls
 search.try_swap_all()       swapping all candidates, at several depths: the result is never worse than that
 search.improve(drafts)      random small changes to the best ones, kept if they are hardly worse (selection.py)
@@ -16,27 +16,14 @@ from dataclasses import dataclass
 from math import inf
 from random import Random
 
-import numpy as np
-
-from chameleon_mm.plan.bounds import estimate_us
-from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled, by_candidate, copied_by, latest_back, schedule
-from chameleon_mm.plan.selection import (
-    RANKS,
-    Rank,
-    SearchPoint,
-    deprioritising,
-    neighbour,
-    select,
-    spread_evenly,
-    start_of,
-    used_latest,
-)
-from chameleon_mm.plan.swap_all import SwapAll
+from chameleon_mm.plan import swap_all
+from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled, latest_back, schedule
+from chameleon_mm.plan.selection import RANKS, Rank, SearchPoint, neighbour, select, start_of, used_latest
 from chameleon_mm.plan.swap_plan import in_order, pinned_peak
 from chameleon_mm.plan.timing import LinkCost, walk
 
 _CANDIDATES_BY_RANK = 2_000
-"""Maximum candidates times ranks to try, not counting the first rank."""
+"""Maximum candidates times ranks to try, not counting the first rank. *Evenly* is always tried."""
 _CLIMBS = 3
 """Number of selections from which the local search starts."""
 _STRICTNESS = 30.0
@@ -46,8 +33,16 @@ _MOST_VARIED = 16
 of 40 small steps take 1 % longer or more, one 13.8 %."""
 _NO_WORSE_US = 1e-6
 """Difference below which times are equal: the rest is rounding."""
-_CLOSE_TO_ESTIMATE = 1.02
-"""Maximum factor of an ideal link's step time for a step to be good, if there are too many candidates for all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLimits:
+    """Budgets, the link and leads, as `generate_plan` takes them."""
+
+    budget: int
+    host_budget: int | None
+    cost: LinkCost
+    lead_us: PerTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +54,7 @@ class Found:
     host_bytes: int = 0
     moved_bytes: int = 0
     delay_us: float = 0.0
-    """Time by which it delays the step if copies out lag as the search assumes."""
     stall_us: float = 0.0
-    """Time that compute waits if copies out do not lag."""
     head_copy_us: float = 0.0
     """Time of copies, within device memory, of the parts that stay of storages that move in part."""
 
@@ -72,31 +65,16 @@ class Found:
 
 
 class Search:
-    """Search among the tentative plans for one problem. `host_budget`: None for no limit. `lead_us`, `lag_us`: as in
-    `generate_plan`."""
+    """Search among the tentative plans for one problem."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        budget: int,
-        host_budget: int | None,
-        cost: LinkCost,
-        *,
-        lead_us: PerTensor = 0.0,
-        lag_us: PerTensor = 0.0,
-    ) -> None:
+    def __init__(self, problem: Problem, limits: PlanLimits) -> None:
         self.found: list[Found] = []
         self.best: Found | None = None
         self.least_host_bytes: int | None = None
         """Minimum pinned memory of the tentative plans so far, within `host_budget` or not."""
         self._problem = problem
-        self._budget = budget
-        self._host_budget = host_budget
-        self._cost = cost
-        self._lead_us = lead_us
-        lag = by_candidate(problem, range(len(problem.size)), lag_us)
-        self._lag_us: list[float] = lag.tolist() if lag.any() else []
-        self._lagging = frozenset(np.flatnonzero(lag > lag.min(initial=0.0)).tolist())
+        self._limits = limits
+        self._budget, self._cost = limits.budget, limits.cost
         self._drafts = 0
 
     @property
@@ -104,33 +82,15 @@ class Search:
         """True if some plan costs no time, so that none can be better."""
         return self.best is not None and self.best.delay_us < _NO_WORSE_US
 
-    def _to_beat_us(self) -> float:
-        return self.best.delay_us if self.best else inf
-
-    @property
-    def _close_to_estimate(self) -> bool:
-        """True if the best plan's step is close to the estimate for a link of the same mean rates that is never idle."""
-        if self.best is None:
-            return False
-        step_us = self._problem.total_us + self.best.delay_us
-        return step_us <= _CLOSE_TO_ESTIMATE * estimate_us(self._problem, self._budget, self._cost)
-
     def try_ranks(self) -> None:
         """Try selections by each rank: copies back as late as they are in time, then as early as there is room."""
         self._try_rank(used_latest, eager=False)
         if self.best is not None and self.best.delay_us - self.best.head_copy_us < _NO_WORSE_US:
             # Its only cost is copying the parts that stay of storages that move in part: let them move whole.
             self._schedule({i: self._problem.size[i] for i in self.best.scheduled.who}, eager=False)
-        ranks = [*RANKS, *(deprioritising(rank, self._lagging) for rank in RANKS if self._lagging)]
-        left = _CANDIDATES_BY_RANK // max(len(self._problem.size), 1)
-        if not left:
-            few = [deprioritising(used_latest, self._lagging)] if self._lagging else []
-            for rank in few if self._close_to_estimate else [*few, spread_evenly]:
-                if not self.hides_all:
-                    self._try_rank(rank, eager=False)
-            return
+        left = max(1, _CANDIDATES_BY_RANK // max(len(self._problem.size), 1))
         for eager in (False, True):
-            for rank in ranks:
+            for rank in RANKS:
                 if left <= 0 or self.hides_all:
                     return
                 if eager or rank is not used_latest:
@@ -146,12 +106,11 @@ class Search:
                 self._try_rank(rank, eager=eager)
 
     def try_swap_all(self) -> None:
-        """Try to move all candidates, whole: at every promising depth that the budget has room for, and as the budget
-        demands."""
+        """Try to move all candidates, whole: at every depth that the budget has room for, and as the budget demands."""
         if self.hides_all:
             return
-        for scheduled, peak_bytes in SwapAll(self._problem).drafts(self._budget, self._cost, self._to_beat_us):
-            self._evaluate_time(scheduled, peak_bytes, at_most=self._to_beat_us())
+        for scheduled, peak_bytes in swap_all.drafts(self._problem, self._budget):
+            self._evaluate(scheduled, peak_bytes, at_most=self.best.delay_us if self.best else inf)
         if len(self._problem.size) <= _CANDIDATES_BY_RANK:
             self._schedule(dict(enumerate(self._problem.size)), eager=True)
 
@@ -181,17 +140,7 @@ class Search:
             return inf
         send_from = point.send_from(self._problem, selected)
         orders: list[list[int] | None] = [None] if send_from == self._problem.sendable else [None, send_from]
-        return min(
-            self._schedule(
-                selected,
-                eager=point.eager,
-                not_back_before=point.not_back_before,
-                reclaim_early=point.reclaim_early,
-                send_from=order,
-                at_most=at_most,
-            )
-            for order in orders
-        )
+        return min(self._schedule(selected, eager=point.eager, send_from=order, at_most=at_most) for order in orders)
 
     def _try_rank(self, rank: Rank, *, eager: bool) -> None:
         selected = select(self._problem, self._budget, rank(self._problem))
@@ -203,19 +152,13 @@ class Search:
         selected: Mapping[int, int],
         *,
         eager: bool,
-        not_back_before: Sequence[int] | None = None,
-        reclaim_early: Sequence[bool] = (),
         send_from: Sequence[int] | None = None,
         at_most: float = inf,
     ) -> float:
         selected = self._problem.whole_where_twice(selected)
 
         def latest_return(selected: Mapping[int, int]) -> Mapping[int, int]:
-            hooks = {} if eager else latest_back(self._problem, selected, self._cost, self._lead_us)
-            return hooks if not_back_before is None else {i: max(hooks.get(i, 0), not_back_before[i]) for i in selected}
-
-        def copied_out_us(selected: Mapping[int, int]) -> Mapping[int, float]:
-            return copied_by(self._problem, selected, send_from or self._problem.sendable, self._cost, self._lag_us)
+            return {} if eager else latest_back(self._problem, selected, self._cost, self._limits.lead_us)
 
         scheduled = schedule(
             self._problem,
@@ -223,32 +166,23 @@ class Search:
             selected,
             send_from=send_from,
             latest_return=latest_return,
-            copied_out_us=copied_out_us if self._lagging else None,
-            reclaim_early=reclaim_early,
         )
-        return self._evaluate(scheduled, at_most=at_most)
-
-    def _evaluate(self, scheduled: Scheduled, *, at_most: float = inf) -> float:
-        """Keep a plan if it is within both budgets. Return its delay of the step; infinite if outside the budgets or beyond
-        `at_most`."""
         self._drafts += 1
         peak_bytes = self._problem.peak_with(scheduled.moves)
-        return inf if peak_bytes > self._budget else self._evaluate_time(scheduled, peak_bytes, at_most=at_most)
+        return inf if peak_bytes > self._budget else self._evaluate(scheduled, peak_bytes, at_most=at_most)
 
-    def _evaluate_time(self, scheduled: Scheduled, peak_bytes: int, *, at_most: float) -> float:
-        """Keep a plan as `_evaluate` does, if it is known to be within the device's budget."""
+    def _evaluate(self, scheduled: Scheduled, peak_bytes: int, *, at_most: float) -> float:
+        """Keep a plan, which is within the device's budget, if it is within the host's. Return its delay of the step; infinite
+        if outside the budget or beyond `at_most`."""
         problem, (who, moves) = self._problem, scheduled
         host_bytes = pinned_peak(len(problem.level), moves, problem.candidates.last_use[who])
         self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)
-        if self._host_budget is not None and host_bytes > self._host_budget:
+        if self._limits.host_budget is not None and host_bytes > self._limits.host_budget:
             return inf
-        events, lags = in_order(moves), [self._lag_us[i] for i in who] if self._lag_us else []
-        walked = walk(moves, events, problem.time_us, self._cost, at_most_us=at_most, lag_us=lags)
+        walked = walk(moves, in_order(moves), problem.time_us, self._cost, at_most_us=at_most)
         delay_us = walked.stall_us + walked.head_copy_us
         if delay_us > at_most:
             return inf
-        if lags:
-            walked = walk(moves, events, problem.time_us, self._cost)
         found = Found(
             scheduled=scheduled,
             delay_us=delay_us,

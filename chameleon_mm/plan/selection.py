@@ -11,10 +11,11 @@ ranks move more bytes, or as many of other candidates, and may stall less.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import sqrt
+from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import numpy as np
 from chameleon_mm.plan.problem import Problem
 from chameleon_mm.plan.recipes import Recipes
 from chameleon_mm.plan.trace import Bools, Float64s, Int64s
-from chameleon_mm.units import ALLOCATION_UNIT_BYTES, allocated_size
+from chameleon_mm.units import allocated_size
 
 Rank = Callable[[Problem], Sequence[float]]
 """Ranks the candidates of a problem, (n,): those of lower rank are selected first."""
@@ -53,8 +54,7 @@ def spread_evenly_by_bytes(problem: Problem) -> Sequence[float]:
     return [(there + size / 2) / mean * GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]
 
 
-def saved_first(problem: Problem) -> Sequence[float]:
-    return problem.sendable
+saved_first: Rank = attrgetter("sendable")
 
 
 def idle_longest(problem: Problem) -> Sequence[float]:
@@ -67,20 +67,7 @@ def largest(problem: Problem) -> Sequence[float]:
     return [-size for size in problem.size]
 
 
-def smallest(problem: Problem) -> Sequence[float]:
-    return problem.size
-
-
-def deprioritising(rank: Rank, spared: Collection[int]) -> Rank:
-    """Rank by `rank`, but put the candidates of `spared` after all others."""
-
-    def deprioritised(problem: Problem) -> Sequence[float]:
-        ranked = rank(problem)
-        beyond = max(ranked) - min(ranked) + 1
-        return [place + beyond if i in spared else place for i, place in enumerate(ranked)]
-
-    return deprioritised
-
+smallest: Rank = attrgetter("size")
 
 RANKS: Sequence[Rank] = (used_latest, spread_evenly, spread_evenly_by_bytes, idle_longest, saved_first, largest, smallest)
 """Ranks to try. The first moves the fewest bytes, the second keeps both engines busy."""
@@ -141,8 +128,6 @@ def select(
 # order            order in which candidates are selected, and in which they are copied out
 # bounds           minimum and maximum that each frees: (0, size), (0, 0), (size, size) or an exact number twice
 # eager            copies back begin as early as there is room, not as late as they are in time
-# not_back_before  for each, a hook before which it does not come back, which leaves room to others
-# reclaim_early    for each, True to reclaim as early as possible, not as late: it leaves room to parts that stay of others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +137,6 @@ class SearchPoint:
     order: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
     eager: bool
-    not_back_before: tuple[int, ...]
-    reclaim_early: tuple[bool, ...]
 
     def select(self, problem: Problem, budget: int) -> dict[int, int] | None:
         """Select candidates and the bytes that each frees; None if the bounds allow too few."""
@@ -181,10 +164,7 @@ def start_of(problem: Problem, rank: Rank, *, eager: bool) -> SearchPoint:
     """Variation with all candidates free, in the order of a rank."""
     ranked = rank(problem)
     order = tuple(sorted(range(len(ranked)), key=ranked.__getitem__))
-    free = tuple((0, size) for size in problem.size)
-    return SearchPoint(
-        order=order, bounds=free, eager=eager, not_back_before=(0,) * len(order), reclaim_early=(False,) * len(order)
-    )
+    return SearchPoint(order=order, bounds=tuple((0, size) for size in problem.size), eager=eager)
 
 
 def neighbour(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
@@ -193,14 +173,10 @@ def neighbour(problem: Problem, budget: int, point: SearchPoint, random: Random)
         kind = random.random()
         if kind < 0.25:
             point = _reorder(point, random)
-        elif kind < 0.65:
+        elif kind < 0.7:
             point = _change_bounds(problem, budget, point, random)
-        elif kind < 0.8:
-            point = _shift_bytes(problem, budget, point, random)
         elif kind < 0.9:
-            point = _change_hold(problem, point, random)
-        elif kind < 0.95:
-            point = _make_room_for_another(problem, budget, point, random)
+            point = _shift_bytes(problem, budget, point, random)
         else:
             point = replace(point, eager=not point.eager)
     return point
@@ -240,38 +216,6 @@ def _shift_bytes(problem: Problem, budget: int, point: SearchPoint, random: Rand
     return replace(point, bounds=tuple(bounds))
 
 
-def _change_hold(problem: Problem, point: SearchPoint, random: Random) -> SearchPoint:
-    i = random.randrange(len(problem.size))
-    not_back_before = list(point.not_back_before)
-    not_back_before[i] = 0 if not_back_before[i] else random.randint(problem.first[i] + 1, problem.use[i])
-    return replace(point, not_back_before=tuple(not_back_before))
-
-
-def _make_room_for_another(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """Keep one candidate away until a hook at which another leaves in part: its memory makes room for the part that stays."""
-    way, part = random.randrange(len(problem.size)), random.randrange(len(problem.size))
-    since = max(problem.first[way] + 1, problem.first[part])
-    until = min(problem.use[way], problem.use[part])
-    if way == part or since > until:
-        return _toggle_early(point, way)
-    hook = random.randint(since, until)
-    size = problem.size[way]
-    moves = min(size, allocated_size(random.choice((size >> random.randrange(12), random.randint(1, size)))))
-    room = max(0, budget - int(problem.at_hook[hook]) + moves)
-    gives = problem.size[part] - room // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES
-    bounds, not_back_before = list(point.bounds), list(point.not_back_before)
-    bounds[way], not_back_before[way], not_back_before[part] = (moves, moves), hook, random.randint(hook, problem.use[part])
-    if 0 < gives < problem.size[part]:
-        bounds[part] = (gives, gives)
-    return _toggle_early(replace(point, bounds=tuple(bounds), not_back_before=tuple(not_back_before)), way, reclaim_early=True)
-
-
-def _toggle_early(point: SearchPoint, i: int, *, reclaim_early: bool | None = None) -> SearchPoint:
-    changed = list(point.reclaim_early)
-    changed[i] = not changed[i] if reclaim_early is None else reclaim_early
-    return replace(point, reclaim_early=tuple(changed))
-
-
 def _missing(problem: Problem, budget: int, i: int, random: Random) -> int:
     """Bytes missing at some hook at which candidate `i` may be away, alone or with another's help; at most its size."""
     size = problem.size[i]
@@ -298,8 +242,6 @@ LEAST_PRICE = 1e-15
 
 
 class Choice(NamedTuple):
-    """Storages that are dropped and storages that are held, by number."""
-
     dropped: Int64s
     held: Int64s
     recompute_us: float
@@ -321,7 +263,6 @@ class ChoicePath:
 
     @classmethod
     def of(cls, recipes: Recipes, level: Int64s, budget: int) -> ChoicePath:
-        """Path of choices for a step with `level` from each hook until the next, within `budget`."""
         return _Pricing(recipes, level, budget).path()
 
     @property

@@ -20,7 +20,6 @@ from chameleon_mm.plan.swap_plan import (
     USE,
     Action,
     ActionColumns,
-    ActionKind,
     Events,
     PlannedMemory,
     SwapPlan,
@@ -33,8 +32,6 @@ from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
 
 
 class Stall(NamedTuple):
-    """Wait of compute for a copy."""
-
     hook: int
     tensor: int
     us: float
@@ -48,14 +45,12 @@ class Timeline:
     `recompute_us`."""
 
     peak_bytes: int
-    """Peak of device memory."""
     allocated_bytes: Int64s
     """(ticks,) most bytes allocated during each, including the buffers of storages that move in part."""
     host_bytes: int
     """Peak of pinned memory."""
     step_us: float
     stall_us: float
-    """Time that compute waits for copies."""
     head_copy_us: float
     """Time that compute copies the parts that stay of storages that move in part, out of them and back into them."""
     out_stalls_us: Mapping[int, float]
@@ -159,11 +154,9 @@ class Simulator:
         actions are for."""
         again = "make a plan for this trace"
         for action in actions:
-            who = f"plan, tensor {action.tensor}"
-            if action.kind is not ActionKind.SWAP:
-                raise ValueError(f"{who}: expected a swap, got {action.kind.value}; put what is recomputed or held last")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
-                raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
+                count = len(self._candidates)
+                raise ValueError(f"plan, tensor {action.tensor}: expected one of the {count} candidates, got another; {again}")
         moves = ActionColumns.of(actions, self.trace)
         rows = [self._later_row.get((action.tensor, action.use_at), self._row[action.tensor]) for action in actions]
         of = self._candidates.take(np.array(rows, np.int64))
@@ -199,7 +192,6 @@ def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) 
 
 
 def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
-    """Sum the time of `stalls` by tensor; a tensor may stall several times."""
     by_tensor: dict[int, float] = {}
     for stall in stalls:
         by_tensor[stall.tensor] = by_tensor.get(stall.tensor, 0.0) + stall.us

@@ -57,7 +57,6 @@ class Row(NamedTuple):
     growth: int = 0
     """Growth in bytes until the next check, from `PlannedMemory.growth_until_next_check`."""
     is_checked: bool = False
-    """True if memory is checked at this hook."""
     ins: tuple[int, ...] = ()
     """Numbers of the storages whose copies back start after the hook's own use."""
 
@@ -98,12 +97,6 @@ class StepProgram:
         Raises `ValueError` for a plan made for another trace.
         """
         plan.check_made_for(trace)
-        unknown = [action.tensor for action in plan.actions if not 0 <= action.tensor < len(trace.tensor_bytes)]
-        if unknown:
-            raise ValueError(
-                f"plan: expected tensors below {len(trace.tensor_bytes)}, as this trace has them, got {unknown[0]}; make a "
-                f"plan for this trace"
-            )
         moves = ActionColumns.of(plan.swaps, trace)
         ops, ins, frees = _due(plan, moves)
         recipes = Recipes.of(trace, None) if len(plan.swaps) < len(plan.actions) else None
@@ -134,7 +127,6 @@ class StepProgram:
 
 
 def _due(plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dict[int, list[int]], set[int]]:
-    """Return the ops and the copies back by hook, and the set of hooks that free memory."""
     swaps, ops, ins, frees = plan.swaps, defaultdict[int, list[Op]](list), defaultdict[int, list[int]](list), set[int]()
     for action in plan.recomputed:
         ops[action.reclaim_at].append((DROP, action.tensor, action.nbytes))
@@ -152,7 +144,6 @@ def _due(plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dic
 
 
 def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
-    """Rows of the step's hooks with their key, kind and number only."""
     rows: list[Row] = []
     seen: set[int] = set()
     for hook, (number, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
@@ -164,7 +155,6 @@ def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
 
 
 def _key(keys: Keys, hook: int, kind: int) -> Hashable:
-    """Key of the hook; None if its whole feature must be compared."""
     feature = keys.features[hook]
     if len(feature) < SAVE_PARTS:
         save = keys.save_of[hook]
@@ -177,7 +167,6 @@ def _key(keys: Keys, hook: int, kind: int) -> Hashable:
 
 
 def _memory(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[Int64s, Int64s]:
-    """Return the maximum allocated bytes by tick, and the growth in bytes until the next check by hook."""
     moves = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # a wrong plan has moves that never happen
     memory = PlannedMemory(trace, memory_curve(trace))
     allocated = memory.allocated(moves)

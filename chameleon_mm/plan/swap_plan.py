@@ -86,9 +86,7 @@ class SwapPlan:
     peak_bytes: int
     """Peak of device memory, as `simulate` computes it."""
     host_bytes: int
-    """Peak of pinned memory."""
     step_us: float
-    """Time of the step, as `simulate` computes it."""
     stall_us: float
     """Part of `step_us` in which compute waits for copies."""
     recompute_us: float = 0.0
@@ -97,9 +95,7 @@ class SwapPlan:
     @property
     def swaps(self) -> tuple[Action, ...]:
         """Actions of storages that cross the link."""
-        if not self.actions or self.actions[-1].kind not in _NO_COPIES:  # those come last
-            return self.actions
-        return tuple(action for action in self.actions if action.kind not in _NO_COPIES)
+        return self._of_kind(ActionKind.SWAP)
 
     @property
     def recomputed(self) -> tuple[Action, ...]:
@@ -129,12 +125,7 @@ class SwapPlan:
         return self.step_us - self.stall_us - self.recompute_us - unswapped_us
 
     def _of_kind(self, kind: ActionKind) -> tuple[Action, ...]:
-        if not self.actions or self.actions[-1].kind not in _NO_COPIES:
-            return ()
         return tuple(action for action in self.actions if action.kind is kind)
-
-
-_NO_COPIES = (ActionKind.RECOMPUTE, ActionKind.HOLD)
 
 
 # --- The actions of a plan as arrays, one row per action; the order of their events; and the memory that they leave allocated
@@ -216,7 +207,6 @@ class ActionColumns:
         return len(self.nbytes)
 
     def take(self, which: Int64s) -> ActionColumns:
-        """Return the rows `which`, in that order."""
         return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def actions(self, tensors: Sequence[int]) -> tuple[Action, ...]:
@@ -235,8 +225,6 @@ class ActionColumns:
 
 
 class Events(NamedTuple):
-    """Events at hooks, one after the other."""
-
     hooks: Int64s
     kinds: Int64s
     """`RECLAIM` and so on."""

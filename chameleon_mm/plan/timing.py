@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
-from operator import index
+from math import inf
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -39,9 +38,6 @@ from chameleon_mm.units import MIB
 SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
 """Bounds far beyond any link. Within them no copy's time overflows to infinity or rounds to 0."""
 
-_DEAREST_US = 1e9
-"""Maximum fixed cost of a piece: a quarter of an hour."""
-
 _ROUNDING = 1e-9
 """Share by which a duplex rate may exceed the sum of both rates: a factor may have scaled all three."""
 
@@ -50,8 +46,7 @@ _ROUNDING = 1e-9
 class LinkCost:
     """The link between a device and pinned host memory. One FIFO engine per direction. Rates in 1e9 bytes a second.
 
-    Raises `ValueError` for a rate that no link has; a duplex rate below the faster direction's or above the sum of both; a
-    fixed cost out of range; a piece size that is not a whole number of bytes.
+    Raises `ValueError` for a rate that no link has, and a duplex rate below the faster direction's or above the sum of both.
     """
 
     d2h_gbps: float
@@ -74,14 +69,6 @@ class LinkCost:
                     f"{knob}: expected a finite number above 0, from {SLOWEST_GBPS:g} to {FASTEST_GBPS:g} GB/s, got {rate}; "
                     f"measure the link again"
                 )
-        if not isfinite(self.copy_us) or not 0 <= self.copy_us <= _DEAREST_US:
-            raise ValueError(f"copy_us: expected a finite number from 0 to {_DEAREST_US:g} us, got {self.copy_us}")
-        try:
-            whole = index(self.piece_bytes)
-        except TypeError:
-            whole = 0
-        if whole < 1:
-            raise ValueError(f"piece_bytes: expected a whole number of 1 byte or more, got {self.piece_bytes!r}")
         fastest, total = max(self.d2h_gbps, self.h2d_gbps), self.d2h_gbps + self.h2d_gbps
         if not fastest <= self.duplex_gbps <= total * (1 + _ROUNDING):
             raise ValueError(
@@ -112,8 +99,6 @@ class EngineSpan(NamedTuple):
 
 
 class CopyEngine:
-    """The copy engine of one direction."""
-
     __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_rows", "_shared_rate", "free_at_us")
 
     def __init__(self, cost: LinkCost, rate_gbps: float, other_gbps: float) -> None:
@@ -182,8 +167,6 @@ class CopyEngine:
 
 
 class Walk(NamedTuple):
-    """Delays of a step, and the copies that cause them."""
-
     stall_us: float
     head_copy_us: float
     out_waits_us: list[float]
@@ -202,17 +185,14 @@ def walk(
     cost: LinkCost,
     *,
     at_most_us: float = inf,
-    lag_us: Sequence[float] = (),
 ) -> Walk:
     """Walk through `events`, those of `moves`. `hook_us`: (hooks,) when compute is at each, nothing swapped.
 
-    at_most_us: stop once the step is later by more than that. lag_us: (n,) how much later than on their engine copies out end;
-    empty: not at all.
+    at_most_us: stop once the step is later by more than that.
     """
     nbytes, out_at, in_at = moves.nbytes.tolist(), moves.out_at.tolist(), moves.in_at.tolist()
     head_us = (moves.stays / (cost.hbm_gbps * 1e3)).tolist()
-    lag, again = lag_us or [0.0] * len(nbytes), moves.again.tolist()
-    out, back = CopyEngine.pair(cost)
+    again, (out, back) = moves.again.tolist(), CopyEngine.pair(cost)
     out_done, back_done, out_waits, in_waits = ([0.0] * len(nbytes) for _ in range(4))
     stall = heads = late = 0.0
     for hook, kind, j in zip(*(column.tolist() for column in events), strict=True):
@@ -221,13 +201,13 @@ def walk(
             if again[j]:
                 continue
             if out_at[j] == hook:
-                out_done[j] = out.queue(j, nbytes[j], now) + lag[j]
+                out_done[j] = out.queue(j, nbytes[j], now)
             now += head_us[j]
             late += head_us[j]
             heads += head_us[j]
             wait, waits = out_done[j] - now, out_waits
         elif kind == OUT:
-            out_done[j] = out.queue(j, nbytes[j], now) + lag[j]
+            out_done[j] = out.queue(j, nbytes[j], now)
             continue
         else:
             wait, waits = 0.0, in_waits

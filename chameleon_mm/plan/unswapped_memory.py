@@ -92,7 +92,6 @@ class Candidates:
         return len(self.tensor)
 
     def followed_by(self, more: Candidates) -> Candidates:
-        """Return these rows, then those of `more`."""
         names = [column.name for column in fields(self)]
         return replace(self, **{name: np.concatenate((getattr(self, name), getattr(more, name))) for name in names})
 
@@ -103,7 +102,6 @@ class Candidates:
         return again
 
     def take(self, which: Int64s) -> Candidates:
-        """Return the rows `which`, in that order."""
         return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def idle_curve(self, trace: Trace) -> Int64s:
@@ -116,7 +114,6 @@ KIND_NAMES = {
     TensorKind.ACTIVATION: "activations", TensorKind.TEMPORARY: "temporaries", TensorKind.INPUT: "inputs and buffers",
     TensorKind.BUFFER: "inputs and buffers",
 }  # fmt: skip
-"""Names for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,8 +271,6 @@ def sum_over_time(ticks: int, amounts: Int64s, since: Ticks, until: Ticks) -> In
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullRecomputation:
-    """A step under full recomputation, estimated."""
-
     segments: int
     peak_bytes: int
     """Peak of device memory, without the temporaries of the operators that run again."""

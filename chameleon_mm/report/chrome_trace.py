@@ -1,6 +1,6 @@
 """A session's timed copies, waits, steps and memory as a Chrome trace, which Perfetto and chrome://tracing open.
 
-    write_trace(path, TraceData(...))           # zero is the beginning of the first timed step
+    write_trace(path, copies, timed, ...)       # zero is the beginning of the first timed step
 
 One process: a track each for the steps, compute, d2h and h2d; counters of device memory and of pinned memory.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,67 +28,53 @@ _OF_COPIES = {"out": D2H, "in": H2D}
 _WAITS = {"out": "wait for a swap out", "in": "wait for a swap in", "recompute": "recompute"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceData:
-    """Contents of the file."""
-
-    device: str
-    simulated: bool
-    copies: Sequence[CopySpan]
-    timed: TimedSpans
-    hbm_budget_bytes: int
-    about: Mapping[str, Any]
-    """Figures that the file holds besides the events."""
-
-
-def write_trace(path: str | Path, data: TraceData) -> None:
-    """Write the file. Its `baseTimeNanoseconds` is the wall clock at zero, as in torch.profiler's files."""
-    document: dict[str, Any] = {"traceEvents": list(_events(data)), "displayTimeUnit": "ms", "otherData": dict(data.about)}
-    if (zero_ns := _unix_ns_at_zero(data)) is not None:
+def write_trace(
+    path: str | Path, copies: Sequence[CopySpan], timed: TimedSpans, *, hbm_budget_bytes: int, about: Mapping[str, Any]
+) -> None:
+    """Write the file. Its `baseTimeNanoseconds` is the wall clock at zero, as in torch.profiler's files. `about`: figures that
+    it holds besides the events, "device" and "simulated" among them."""
+    events = list(_events(copies, timed, hbm_budget_bytes, about))
+    document: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
+    if (zero_ns := _unix_ns_at_zero(timed, simulated=about["simulated"])) is not None:
         document["baseTimeNanoseconds"] = zero_ns
     write_file(path, json.dumps(document))
 
 
-def _unix_ns_at_zero(data: TraceData) -> int | None:
+def _unix_ns_at_zero(timed: TimedSpans, *, simulated: bool) -> int | None:
     """Wall clock at the beginning of the first timed step; None: no step was timed.
 
     The device begins a step only after the host has enqueued its beginning. Each step therefore gives a lower bound of zero:
     `unix_ns - start_us`. The largest bound is off by at most the device's delay behind the host at that step. A simulated clock
     runs at its own pace: its zero is set by the first step that is kept.
     """
-    bounds_ns = [step.unix_ns - round(step.start_us * 1e3) for step in data.timed.steps]
+    bounds_ns = [step.unix_ns - round(step.start_us * 1e3) for step in timed.steps]
     if not bounds_ns:
         return None
-    return bounds_ns[0] if data.simulated else max(bounds_ns)
+    return bounds_ns[0] if simulated else max(bounds_ns)
 
 
-def _events(data: TraceData) -> Iterator[dict[str, Any]]:
+def _events(
+    copies: Sequence[CopySpan], timed: TimedSpans, hbm_budget_bytes: int, about: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Events, on the clock of the spans."""
-    clock = " (simulated clock)" if data.simulated else ""
-    yield {
-        "ph": "M",
-        "name": "process_name",
-        "pid": PID,
-        "tid": 0,
-        "ts": 0,
-        "args": {"name": f"chameleon_mm: {data.device}{clock}"},
-    }
+    clock = " (simulated clock)" if about["simulated"] else ""
+    yield _named("process_name", 0, name=f"chameleon_mm: {about['device']}{clock}")
     for tid, name in _TRACKS.items():
-        yield {"ph": "M", "name": "thread_name", "pid": PID, "tid": tid, "ts": 0, "args": {"name": f"{name}{clock}"}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": PID, "tid": tid, "ts": 0, "args": {"sort_index": tid}}
-    for step in data.timed.steps:
+        yield _named("thread_name", tid, name=f"{name}{clock}")
+        yield _named("thread_sort_index", tid, sort_index=tid)
+    for step in timed.steps:
         what = {"step": step.number, "kind": step.kind}
         yield _slice(STEPS, f"step {step.number} ({step.kind.replace('_', ' ')})", "step", step.start_us, step.end_us, what)
-    for wait in data.timed.waits:
+    for wait in timed.waits:
         yield _slice(COMPUTE, _WAITS[wait.kind], "wait", wait.start_us, wait.end_us, {"for": wait.kind})
-    for span in data.copies:
+    for span in copies:
         name, tid = f"swap_{span.direction} {format_size(span.nbytes)}", _OF_COPIES[span.direction]
         yield _slice(tid, name, "copy", span.start_us, span.end_us, {"bytes": span.nbytes})
-    for at_us, hbm_bytes, host_bytes in readings(data.timed):
+    for at_us, hbm_bytes, host_bytes in readings(timed):
         for name, nbytes in (("HBM allocated", hbm_bytes), ("pinned host memory", host_bytes)):
             yield _counter(f"{name}{clock}", at_us, nbytes)
-    for step in data.timed.steps:
-        yield _counter(f"HBM budget{clock}", step.start_us, data.hbm_budget_bytes)
+    for step in timed.steps:
+        yield _counter(f"HBM budget{clock}", step.start_us, hbm_budget_bytes)
 
 
 def readings(timed: TimedSpans) -> list[tuple[float, int, int]]:
@@ -103,6 +88,10 @@ def readings(timed: TimedSpans) -> list[tuple[float, int, int]]:
         if i >= 0:
             found.append((steps[i].start_us + reading.host_us - steps[i].host_us, reading.hbm_bytes, reading.host_bytes))
     return sorted(found)
+
+
+def _named(what: str, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": PID, "tid": tid, "ts": 0, "args": args}
 
 
 def _slice(tid: int, name: str, cat: str, start_us: float, end_us: float, args: dict[str, Any]) -> dict[str, Any]:

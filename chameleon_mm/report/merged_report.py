@@ -58,7 +58,6 @@ class MergedReport:
     """Sentences about differences between the ranks, and about missing reports."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of all figures, ready for JSON."""
         return {
             "schema": "chameleon_mm/merged_report/1",
             "world_size": self.ranks[0]["world_size"],

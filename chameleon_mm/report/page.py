@@ -22,7 +22,6 @@ from chameleon_mm.report.step_history import StepFigures
 from chameleon_mm.report.step_picture import (
     HELD,
     IN_PART,
-    LARGEST,
     RECOMPUTE,
     STALL,
     SWAPPED,
@@ -30,7 +29,6 @@ from chameleon_mm.report.step_picture import (
     Bar,
     Memory,
     StepPicture,
-    TensorRow,
 )
 from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import format_size, format_us
@@ -81,15 +79,7 @@ def lane(name: str, bars: Iterable[Bar], end_us: float, label: str) -> str:
     )
 
 
-def lane_rows(rows: Iterable[tuple[str, str, Iterable[Bar]]], end_us: float) -> str:
-    """HTML of engines below each other, (name, label, bars) each."""
-    return "".join(
-        f'<div class="lane"><span>{label}</span>{lane(name, bars, end_us, label)}</div>' for name, label, bars in rows
-    )
-
-
 def memory_shapes(planned: Memory, unswapped: Memory, budget_bytes: int, end_us: float, most_bytes: int) -> str:
-    """SVG of both curves and the budget."""
     curve = _curve(planned, end_us, most_bytes)
     closed = f"{curve}V{HEIGHT}H0Z" if curve else ""
     y = _y(budget_bytes, most_bytes)
@@ -134,7 +124,6 @@ def below_chart(end_us: float) -> str:
 
 
 def columns(bars: Sequence[Bar], *, kinds: bool = False) -> Mapping[str, list[float] | list[str] | list[int]]:
-    """The bars in columns, for the page's script."""
     found: dict[str, list[float] | list[str] | list[int]] = {
         "from": [round(bar.start_us, 3) for bar in bars],
         "to": [round(bar.end_us, 3) for bar in bars],
@@ -165,7 +154,6 @@ def _y(value: float, most: float) -> str:
 
 
 def step_section(picture: StepPicture | None) -> str:
-    """HTML of the section; None: there is no plan."""
     if picture is None:
         return (
             '<section id="step"><h2>The step, by its plan</h2><p>There is no plan, so nothing is predicted. One is made of the '
@@ -180,7 +168,9 @@ def step_section(picture: StepPicture | None) -> str:
         " Nobody recorded a step of these sizes: its trace follows from those of others." if picture.sizes_predicted else ""
     )
     rows = (("compute", "compute", picture.compute), ("out", "to the host", picture.out), ("back", "back", picture.back))
-    lanes = lane_rows(rows, end_us)
+    lanes = "".join(
+        f'<div class="lane"><span>{label}</span>{lane(name, bars, end_us, label)}</div>' for name, label, bars in rows
+    )
     memory = memory_shapes(
         thinned_memory(picture.planned),
         thinned_memory(picture.unswapped),
@@ -203,7 +193,6 @@ def step_section(picture: StepPicture | None) -> str:
 
 
 def _frame(picture: StepPicture) -> tuple[float, int]:
-    """Maximum time and bytes on the chart's axes."""
     most = max(picture.hbm_budget_bytes, picture.planned.peak_bytes, picture.unswapped.peak_bytes)
     return max(picture.planned.end_us, picture.unswapped.end_us), int(most * 1.05)
 
@@ -212,7 +201,6 @@ _BARS = {
     "forward": "forward", "backward": "backward", "optimizer": "optimizer", RECOMPUTE: "recomputed", STALL: "compute waits",
     SWAPPED: "copy", IN_PART: "copy of a part", HELD: "copy of what is held",
 }  # fmt: skip
-"""Kinds of bars, and their names in the legend."""
 
 
 def _legend(picture: StepPicture) -> str:
@@ -226,7 +214,6 @@ def _legend(picture: StepPicture) -> str:
 
 
 def step_columns(picture: StepPicture) -> dict[str, Any]:
-    """Both curves and all bars as drawn, for the script."""
     end_us, _ = _frame(picture)
     found: dict[str, Any] = {"end_us": end_us, "budget_bytes": picture.hbm_budget_bytes}
     for name, memory in (("planned", picture.planned), ("unswapped", picture.unswapped)):
@@ -239,26 +226,6 @@ def step_columns(picture: StepPicture) -> dict[str, Any]:
 
 def _rounded(values: Iterable[float]) -> list[float]:
     return [round(value, 3) for value in values]
-
-
-# --- Section of the page about memory at the peak: what it is for, and the largest storages
-
-
-def memory_section(figures: Mapping[str, Any], largest: Sequence[str]) -> str:
-    """HTML of the section; empty if no step was planned."""
-    peak, least = figures["unswapped_peak"], figures["least_peak"]
-    parts = [(name, peak.get(name, 0), least.get(name, 0)) for name in dict.fromkeys((*peak, *least))]
-    rows = "".join(
-        f'<tr><th scope="row">{name}</th><td class="n">{format_size(one)}</td><td class="n">{format_size(other)}</td></tr>'
-        for name, one, other in (*parts, ("in all", sum(peak.values()), sum(least.values())))
-    )
-    items = "".join(f"<li>{html.escape(text)}</li>" for text in largest)
-    return "" if not parts else (
-        '<section id="memory"><h2>Memory at the peak</h2><p class="note">Of the recorded step: unswapped, and with everything '
-        "away that may be, which is the least budget that has a plan.</p><table><thead><tr><th></th>"
-        f'<th class="n">unswapped</th><th class="n">least</th></tr></thead><tbody>{rows}</tbody></table>'
-        f'<p class="note">Largest at the least:</p><ul>{items}</ul></section>'
-    )  # fmt: skip
 
 
 # --- Section of the page about all steps: each one's kind, peak against budget, time and stall
@@ -276,7 +243,6 @@ _STEP_CLASS = {
 
 
 def steps_section(all_steps: Sequence[StepFigures]) -> str:
-    """HTML of the section."""
     steps = all_steps[-MOST_STEPS:]
     if not steps:
         return '<section id="steps"><h2>Steps</h2><p>No step has ended.</p></section>'
@@ -321,7 +287,6 @@ _COLUMNS = (
     ("away_us", "away"), ("back_us", "back"), ("used_us", "used"), ("stall_us", "stall"),
     ("measured_stall_us", "waited"),
 )  # fmt: skip
-"""Columns of the table of tensors, and their headings."""
 
 
 def tensor_section(picture: StepPicture | None) -> str:
@@ -354,14 +319,9 @@ def tensor_section(picture: StepPicture | None) -> str:
 
 
 def tensor_columns(picture: StepPicture) -> dict[str, Any]:
-    """Rows of the table, for the script."""
     names = ("tensor", *(key for key, _ in _COLUMNS))
-    return {"columns": names, "rows": [_values(row, names) for row in picture.tensors[:MOST_TENSORS]]}
-
-
-def _values(row: TensorRow, names: Iterable[str]) -> list[Any]:
-    values = [row.nbytes if name == "bytes" else getattr(row, name) for name in names]
-    return [round(value, 2) if isinstance(value, float) else value for value in values]
+    rows = [[row.nbytes if name == "bytes" else getattr(row, name) for name in names] for row in picture.tensors[:MOST_TENSORS]]
+    return {"columns": names, "rows": [[round(x, 2) if isinstance(x, float) else x for x in row] for row in rows]}
 
 
 # --- page
@@ -391,7 +351,6 @@ def page_html(
         "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in rows if label == "PROBLEM"),
         "tiles": _tiles(figures),
         "step": step_section(picture),
-        "memory": memory_section(figures, [text for label, text in rows if label == LARGEST]),
         "tensors": tensor_section(picture),
         "steps": steps_section(steps),
         "figures": "".join(

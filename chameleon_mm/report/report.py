@@ -27,7 +27,7 @@ from chameleon_mm.follow.adaptation import Adaptation, plan_digests
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.pool.ledger import PoolStats
-from chameleon_mm.report.chrome_trace import TraceData, write_trace
+from chameleon_mm.report.chrome_trace import write_trace
 from chameleon_mm.report.memory_snapshot import write_snapshot
 from chameleon_mm.report.page import page_html
 from chameleon_mm.report.step_history import StepFigures, sums_of
@@ -127,6 +127,9 @@ def _sizes(*given: Any) -> list[str]:
 
 
 # --- report
+
+_TIMED = ("prefetches_timed", "prefetches_late", "late_us", "stall_us", "copy_us", "recompute_us")
+"""Figures that are None unless a step was timed."""
 
 _NOT_FIGURES = frozenset({"spans", "timed", "planned", "step_figures"})
 """Fields that only the page and the trace use."""
@@ -243,20 +246,14 @@ class SwapReport(Counters):
         """Report of the present figures in `metrics` and `pool`."""
         spans = metrics.resolve()
         totals = metrics.totals
-        timed = totals.timed_steps > 0
+        timed: dict[str, Any] = {name: getattr(totals, name) if totals.timed_steps else None for name in _TIMED}
         planned = None if adaptation is None else adaptation.latest
         return cls(
             device=device.name,
             simulated=device.simulated,
             steps=steps,
             steps_by_phase={kind.value: totals.steps_by_kind[kind] for kind in StepKind if totals.steps_by_kind[kind]},
-            prefetches_timed=totals.prefetches_timed if timed else None,
-            prefetches_late=totals.prefetches_late if timed else None,
-            late_us=totals.late_us if timed else None,
             hidden_fraction=totals.hidden_fraction,
-            stall_us=totals.stall_us if timed else None,
-            copy_us=totals.copy_us if timed else None,
-            recompute_us=totals.recompute_us if timed else None,
             peak_hbm_bytes=peak.at_least_bytes,
             peak_hbm_at_most_bytes=peak.at_most_bytes,
             hbm_budget_bytes=hbm_budget_bytes,
@@ -277,7 +274,7 @@ class SwapReport(Counters):
             step_figures=step_figures,
             warm_up=sums_of([step for step in step_figures if step.warm_up]),
             steady=sums_of([step for step in step_figures if not step.warm_up]),
-            **{**_of_plans(adaptation), **totals.counters()},
+            **{**_of_plans(adaptation), **totals.counters(), **timed},
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -465,15 +462,7 @@ class SwapReport(Counters):
         """
         told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
         about = {name: getattr(self, name) for name in told}
-        data = TraceData(
-            device=self.device,
-            simulated=self.simulated,
-            copies=self.spans,
-            timed=self.timed,
-            hbm_budget_bytes=self.hbm_budget_bytes,
-            about=about,
-        )
-        write_trace(path, data)
+        write_trace(path, self.spans, self.timed, hbm_budget_bytes=self.hbm_budget_bytes, about=about)
 
     def save_memory_viz(self, path: str | Path) -> None:
         """Write the memory of the step planned last, as recorded with nothing swapped, for https://pytorch.org/memory_viz.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, PeakWatch
@@ -29,14 +29,7 @@ from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.metrics import StepKind, StepSums, hidden_fraction
 from chameleon_mm.units import format_size, format_us
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 # --- Figures of one step of a session: time, memory, bytes moved, waits
-#
-# figures.peak_hbm_bytes <= figures.hbm_budget_bytes       # did this step fit?
-# figures.stall_us, figures.copy_us                        # None: the step was not timed; on a GPU one in sixteen is
-# figures.to_dict()                                        # for JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +40,6 @@ class StepFigures:
     """Number of the step, from 0 on. Every step that began has a number, so a step that ran again has two."""
     kind: StepKind
     simulated: bool
-    """True if times are those of a simulated device."""
     step_us: float | None = None
     """Time from the step's begin to its end on the device's clock; None: the step was not timed, nor were its copies."""
     host_us: float
@@ -117,57 +109,30 @@ _STYLES = {
 _KIND_WIDTH = max(len(str(kind)) for kind in StepKind)
 
 
-class Progress:
-    """Reports the figures of steps. An error in the called function is logged and ends the reports, but not the training."""
-
-    def __init__(self, progress: object = False) -> None:
-        """Raise `TypeError` if `progress` is neither True nor False nor a function."""
-        self._tell: Callable[[StepFigures], object] | None = None
-        if progress is True:
-            self._tell = StepLines()
-        elif callable(progress) and not isinstance(progress, type):
-            self._tell = progress
-        elif progress is not False:
-            raise TypeError(
-                f"progress: expected True, False or a function, got {describe(progress)}; pass True for a line a step on "
-                f"stderr, or a function that is called with each step's StepFigures"
-            )
-
-    @property
-    def is_listened_to(self) -> bool:
-        """True if figures are reported to anything."""
-        return self._tell is not None
-
-    def tell(self, figures: StepFigures) -> None:
-        """Report the figures of a step."""
-        if self._tell is None:
-            return
-        try:
-            self._tell(figures)
-        except Exception:  # noqa: BLE001 - a user's function: a mistake in it must not end a long training
-            self._tell = None
-            # The text alone: a log record that kept the error would keep its frames, and the tensors that they hold.
-            said = traceback.format_exc()
-            _log.warning("chameleon_mm: progress: telling step %d raised; it is not told again:\n%s", figures.index, said)
+def teller_of(progress: object) -> Callable[[StepFigures], object] | None:
+    """Return the function to call with the figures of each step; None: there is none. Raises `TypeError`."""
+    if progress is True:
+        return _step_lines()
+    if callable(progress) and not isinstance(progress, type):
+        return progress
+    if progress is not False:
+        raise TypeError(
+            f"progress: expected True, False or a function, got {describe(progress)}; pass True for a line a step on "
+            f"stderr, or a function that is called with each step's StepFigures"
+        )
+    return None
 
 
-class StepLines:
-    """Writes a line for each step: in colour where stderr is a terminal, as plain text elsewhere.
+def _step_lines() -> Callable[[StepFigures], object]:
+    """Return a function that writes a line for a step: in colour where stderr is a terminal, as plain text elsewhere.
 
     There is no live display: a program can have only one, and it may be the user's own.
     """
+    from rich.console import Console
+    from rich.text import Text
 
-    def __init__(self, console: Console | None = None) -> None:
-        """`console`: console to write to instead of stderr."""
-        from rich.console import Console
-
-        self._console = console or Console(stderr=True, highlight=False, force_jupyter=False)
-
-    def __call__(self, figures: StepFigures) -> None:
-        from rich.text import Text
-
-        line = Text("  ").join(Text(text, style) for text, style in parts_of(figures))
-        self._console.print(line, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, force_jupyter=False)
+    return lambda figures: console.print(Text("  ").join(Text(*part) for part in parts_of(figures)), soft_wrap=True)
 
 
 def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
@@ -209,13 +174,16 @@ MAX_PENDING = 64
 class StepHistory:
     """Steps of one session. Only `figures` is thread-safe: the thread that trains begins and ends steps."""
 
-    def __init__(self, device: Device, executor: Executor, pool: PinnedPool, progress: Progress) -> None:
+    def __init__(
+        self, device: Device, executor: Executor, pool: PinnedPool, tell: Callable[[StepFigures], object] | None
+    ) -> None:
+        """`tell`: called with the figures of each step. An error in it is logged and ends the calls, but not the training."""
         self.completed = self.begun = 0
         self._device = device
         self._executor = executor
         self._metrics = executor.metrics
         self._pool = pool
-        self._progress = progress
+        self._tell = tell
         self._watch: PeakWatch | None = None
         self._peak_is_over = False
         self._running: tuple[int, int, float, int, int] | None = None
@@ -295,7 +263,7 @@ class StepHistory:
         """If there is a listener, report all remaining steps. `wait`: first wait for the device, so that they are complete."""
         if not self._pending or sys.is_finalizing() or not self._executor.hook_lock.may_ask_device():
             return
-        if self._progress.is_listened_to:
+        if self._tell is not None:
             if wait:
                 self._device.synchronize()
             self._metrics.resolve()
@@ -313,8 +281,14 @@ class StepHistory:
         ):
             figures = self._with_times(*pending.popleft())
             self._figures.append(figures)
-            if self._progress.is_listened_to:
-                self._progress.tell(figures)
+            try:
+                if self._tell is not None:
+                    self._tell(figures)
+            except Exception:  # noqa: BLE001 - a user's function: a mistake in it must not end a long training
+                self._tell = None
+                # The text alone: a log record that kept the error would keep its frames, and the tensors that they hold.
+                said = traceback.format_exc()
+                _log.warning("chameleon_mm: progress: telling step %d raised; it is not told again:\n%s", figures.index, said)
 
     def _with_times(self, figures: StepFigures, sums: StepSums | None) -> StepFigures:
         """Add the step's times to the figures, if they are complete."""

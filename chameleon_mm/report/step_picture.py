@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 
 from chameleon_mm.follow.planned_step import PlannedStep
-from chameleon_mm.plan.simulate import Timeline, simulate
+from chameleon_mm.plan.simulate import Stall, Timeline, simulate
 from chameleon_mm.plan.swap_plan import Action, SwapPlan
 from chameleon_mm.plan.timing import EngineSpan, LinkCost
 from chameleon_mm.plan.trace import Float64s, Int64s, StepPhase, TensorKind, Trace
@@ -174,7 +174,6 @@ class StepPicture:
     back: tuple[Bar, ...]
     tensors: tuple[TensorRow, ...]
     """Storages that may move or are held, most bytes first."""
-    num_operators: int
     sizes_predicted: bool
     measured_step_us: float | None
     """Median of the steps that were timed in full; None: none was."""
@@ -197,7 +196,6 @@ def picture_of(source: PlannedStepData) -> StepPicture:
         out=_copies(trace, timeline.out_spans, does),
         back=_copies(trace, timeline.in_spans, does),
         tensors=_tensors(source, timeline, does),
-        num_operators=len(trace.op_us),
         sizes_predicted=source.predicted,
         measured_step_us=median(source.times_us) if source.times_us else None,
     )
@@ -226,7 +224,9 @@ def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
     begin_us: list[float] = [*timeline.tick_us.tolist(), timeline.step_us]
     op_us = dict(zip(trace.op_tick.tolist(), trace.op_us.tolist(), strict=True))
     phases = dict(zip(trace.op_tick.tolist(), trace.op_phase.tolist(), strict=True))
-    stalls = _stalls_by_tick(trace, timeline)
+    stalls: dict[int, list[Stall]] = defaultdict(list)
+    for stall in timeline.stalls:
+        stalls[int(trace.hook_tick[stall.hook])].append(stall)
     recomputed = {int(trace.hook_tick[action.in_at]) for action in plan.recomputed}
     bars: list[Bar] = []
     for tick in sorted({*op_us, *stalls, *recomputed}):
@@ -234,20 +234,12 @@ def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
         if tick in op_us:
             _add(bars, Bar(StepPhase(phases[tick]).name.lower(), at_us, at_us + op_us[tick], -1))
             continue
-        for tensor, stall_us in stalls.get(tick, ()):
-            bars.append(Bar(STALL, at_us, at_us + stall_us, tensor))
-            at_us += stall_us
+        for stall in stalls.get(tick, ()):
+            bars.append(Bar(STALL, at_us, at_us + stall.us, stall.tensor))
+            at_us += stall.us
         if tick in recomputed:
             _add(bars, Bar(RECOMPUTE, at_us, begin_us[tick + 1], -1))
     return bars
-
-
-def _stalls_by_tick(trace: Trace, timeline: Timeline) -> dict[int, list[tuple[int, float]]]:
-    """Tensors that compute waits for at each tick, and the time of each wait, in order."""
-    found: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for stall in timeline.stalls:
-        found[int(trace.hook_tick[stall.hook])].append((stall.tensor, stall.us))
-    return found
 
 
 def _add(bars: list[Bar], bar: Bar) -> None:

@@ -131,7 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, NativeBuildError) as error:
         return _complain(error, FAILED)
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        import torch  # already loaded: every command needs it, only help does not
+
+        if not isinstance(error, torch.OutOfMemoryError):
             raise
         return _complain(f"{error}; choose smaller sizes or a larger --device", FAILED)
     except ProgramInterrupted:
@@ -153,12 +155,6 @@ def _complain(what: object, code: int) -> int:
     line = " ".join(printable(str(what)).split())  # one line: a driver's message may have several
     Console(stderr=True).print(f"chameleon-mm: {line}", markup=False, highlight=False, soft_wrap=True)
     return code
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    import torch  # already loaded: every command needs it, only help does not
-
-    return isinstance(error, torch.OutOfMemoryError)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -154,7 +154,6 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
     ("host", "memlock limit", memlock),
     ("link", "rates", link_rates),
 )
-"""All rows, in the order in which they are shown."""
 
 
 # --- doctor

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from chameleon_mm.errors import InfeasibleBudget
@@ -52,9 +53,7 @@ class Bound(enum.StrEnum):
     """Limit that keeps a size from being larger."""
 
     DEVICE = "device"
-    """Device memory."""
     HOST = "host"
-    """Pinned host memory."""
     MODEL = "the model itself"
     """The model itself: it is built for no larger size, such as the length of a table of positions."""
     NOTHING = "nothing that was looked at"
@@ -79,8 +78,6 @@ class Tried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The largest size that fits."""
-
     what: str
     """Element of `SIZES`."""
     size: int | None
@@ -98,7 +95,6 @@ class Largest:
         return self.size is not None and (self.run is None or self.run.holds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary as plain data."""
         return {
             "what": self.what,
             "size": self.size,
@@ -117,7 +113,7 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
     Raises `ModelUnusable` if the model rejects even the smallest size.
     """
     by = SEQ_STEP if what == "seq" else 1
-    low, high = _Search(request_of, by, recompute).find()
+    low, high = _search(partial(_try, request_of, recompute), by)
     if low is None and high.bound is Bound.MODEL:
         raise ModelUnusable(high.said)
     size, run = None if low is None else low.size, None
@@ -151,59 +147,52 @@ def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by:
     return size, run, high
 
 
-class _Search:
-    """Search for the largest size: sizes double, then the gap is halved."""
+def _search(try_: Callable[[int], Tried], by: int) -> tuple[Tried | None, Tried]:
+    """Double sizes, then halve the gap. Return the largest size that fits (None: none does), and the next one."""
+    low, high = None, try_(by)
+    while high.bound is None:
+        low, size = high, 2 * high.size
+        if size > MOST * by:
+            return low, Tried(size=size, bound=Bound.NOTHING)
+        high = try_(size)
+    while low is not None and high.size - low.size > by:
+        tried = try_((low.size + high.size) // 2 // by * by)
+        low, high = (tried, high) if tried.bound is None else (low, tried)
+    return low, high
 
-    def __init__(self, request_of: Callable[[int], RunRequest], by: int, recompute: Collection[str]) -> None:
-        self._request_of = request_of
-        self._by = by
-        self._recompute = recompute
 
-    def find(self) -> tuple[Tried | None, Tried]:
-        """Return the largest size that fits (None: none does) and the next size, which does not."""
-        by, low = self._by, None
-        high = self._try(by)
-        while high.bound is None:
-            low, size = high, 2 * high.size
-            if size > MOST * by:
-                return low, Tried(size=size, bound=Bound.NOTHING)
-            high = self._try(size)
-        while low is not None and high.size - low.size > by:
-            tried = self._try((low.size + high.size) // 2 // by * by)
-            low, high = (tried, high) if tried.bound is None else (low, tried)
-        return low, high
+def _try(request_of: Callable[[int], RunRequest], recompute: Collection[str], size: int) -> Tried:
+    try:
+        request = request_of(size)
+        step = record(request, in_buckets=True)
+    except ModelUnusable as error:
+        return Tried(size=size, bound=Bound.MODEL, said=str(error))
+    trace = beside(step, request.swapped)
+    left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
+    elsewhere = host_bytes_beside(step, request.swapped, request.hbm_budget_bytes)
+    return Tried(
+        size=size,
+        bound=_bound(request, trace, left, elsewhere, recompute),
+        device_bytes=least_memory(trace).nbytes,
+        device_left_bytes=left,
+        host_bytes=elsewhere + max(0, peak_memory(trace).nbytes - left),
+    )
 
-    def _try(self, size: int) -> Tried:
-        try:
-            request = self._request_of(size)
-            step = record(request, in_buckets=True)
-        except ModelUnusable as error:
-            return Tried(size=size, bound=Bound.MODEL, said=str(error))
-        trace = beside(step, request.swapped)
-        left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
-        elsewhere = host_bytes_beside(step, request.swapped, request.hbm_budget_bytes)
-        return Tried(
-            size=size,
-            bound=self._bound(request, trace, left, elsewhere),
-            device_bytes=least_memory(trace).nbytes,
-            device_left_bytes=left,
-            host_bytes=elsewhere + max(0, peak_memory(trace).nbytes - left),
-        )
 
-    def _bound(self, request: RunRequest, trace: Trace, left: int, elsewhere: int) -> Bound | None:
-        if least_memory(trace).nbytes > left:
-            return Bound.DEVICE
-        host = request.host_budget_bytes
-        if host is None:
-            return None
-        if elsewhere > host:
-            return Bound.HOST
-        recompute = () if request.swapped else self._recompute
-        try:
-            generate_plan(trace, left, host - elsewhere, link_of(request.spec), drafts=0, recompute=recompute)
-        except InfeasibleBudget:
-            return Bound.HOST
+def _bound(request: RunRequest, trace: Trace, left: int, elsewhere: int, recompute: Collection[str]) -> Bound | None:
+    if least_memory(trace).nbytes > left:
+        return Bound.DEVICE
+    host = request.host_budget_bytes
+    if host is None:
         return None
+    if elsewhere > host:
+        return Bound.HOST
+    recompute = () if request.swapped else recompute
+    try:
+        generate_plan(trace, left, host - elsewhere, link_of(request.spec), drafts=0, recompute=recompute)
+    except InfeasibleBudget:
+        return Bound.HOST
+    return None
 
 
 def say(found: Largest) -> list[str]:

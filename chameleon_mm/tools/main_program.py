@@ -20,8 +20,6 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Exit code and error of a program that ended."""
-
     exit_code: int
     """Exit status that Python would give; after an interrupt, a shell's (130)."""
     error: BaseException | None

@@ -70,5 +70,4 @@ def print_line(console: Console, text: str, style: str = "") -> None:
 
 
 def tell_written(console: Console, path: Path) -> None:
-    """Print the name of a file that was written."""
     print_line(console, f"written: {path}")

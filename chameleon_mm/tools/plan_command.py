@@ -40,7 +40,6 @@ LARGEST_SCHEMA = "chameleon_mm.plan_largest/1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options on `parser`."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -48,20 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "given --batch and --seq as batch and seq (below); or the file, folder or name of a Hugging Face configuration (needs "
         "transformers: pip install 'chameleon-mm[plan]')",
     )
-    _add_step_arguments(parser.add_argument_group("the step"))
-    _add_memory_arguments(parser.add_argument_group("where it would run and what it may use"))
-    _add_session_arguments(parser.add_argument_group("a session that swaps more than activations"))
-    search = parser.add_argument_group("what fits")
-    search.add_argument(
-        "--largest",
-        choices=SIZES,
-        help="search for the largest batch, row (in steps of 64 tokens) or number of layers that fits, all else as said",
-    )
-    out = parser.add_argument_group("what it writes")
-    out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
-
-
-def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
+    step = parser.add_argument_group("the step")
     step.add_argument("--batch", type=int, metavar="N", help="rows (default 1)")
     step.add_argument(
         "--seq",
@@ -89,9 +75,7 @@ def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
         "--optimizer", choices=list(OPTIMIZERS), default="adamw",
         help="; ".join(f"{name}: {about}" for name, about in OPTIMIZERS.items()) + " (default adamw)",
     )  # fmt: skip
-
-
-def _add_memory_arguments(where: argparse._ArgumentGroup) -> None:
+    where = parser.add_argument_group("where it would run and what it may use")
     where.add_argument("--gpu", default="h200", metavar="NAME", help=f"one of {', '.join(SPECS)} (default h200)")
     where.add_argument(
         "--hbm-budget",
@@ -103,9 +87,7 @@ def _add_memory_arguments(where: argparse._ArgumentGroup) -> None:
         "--no-recompute", action="store_true", help="a plan that only swaps (default: recompute where that takes less time)"
     )
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
-
-
-def _add_session_arguments(beside: argparse._ArgumentGroup) -> None:
+    beside = parser.add_argument_group("a session that swaps more than activations")
     beside.add_argument(
         "--swap-optimizer",
         action="store_true",
@@ -116,6 +98,14 @@ def _add_session_arguments(beside: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="parameters and gradients come in their turn, as with SwapSession(parameters='swap')",
     )
+    search = parser.add_argument_group("what fits")
+    search.add_argument(
+        "--largest",
+        choices=SIZES,
+        help="search for the largest batch, row (in steps of 64 tokens) or number of layers that fits, all else as said",
+    )
+    out = parser.add_argument_group("what it writes")
+    out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
 
 
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
@@ -136,7 +126,7 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         with console.status("running a session's first steps on shapes alone"):
             session = predict_session(request)
         show_session(session, console)
-        told, held = session.to_dict(), session.holds
+        told, held = session.to_dict(), session.run.holds
     else:
         budgets = request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute
         if args.compile:

@@ -18,7 +18,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,9 @@ from rich.text import Text
 from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.plan.bounds import hides_copies, ideal, smallest_hidden_budget
+from chameleon_mm.plan.bounds import ideal, smallest_hidden_budget
 from chameleon_mm.plan.planner import generate_plan
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE
-from chameleon_mm.plan.simulate import Simulator, Timeline, simulate
 from chameleon_mm.plan.swap_all import swap_all
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
@@ -51,9 +50,6 @@ HIDDEN_WITHIN = 1e-3
 
 _MOST_PLANNED = 3
 """Maximum number of ways listed before full recomputation: more make the table wider than a terminal."""
-
-_TRIES = 64
-"""At each try, `hidden_budget` raises its budget by 1 / _TRIES of the gap to the unswapped peak."""
 
 SCHEMA = "chameleon_mm.plan/1"
 
@@ -82,13 +78,9 @@ def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: 
     peak of `trace`."""
 
     def plan_for(budget: int) -> SwapPlan:
-        return generate_plan(trace, budget, host_budget, cost)
+        return generate_plan(trace, _printable(budget), host_budget, cost)
 
-    simulator = Simulator(trace, cost)
-    budget = _printable(smallest_hidden_budget(trace, cost, plan_for, tolerance=HIDDEN_WITHIN))
-    while budget < peak_bytes and not hides_copies(simulator, plan_for, budget, HIDDEN_WITHIN):
-        budget = _printable(budget + (peak_bytes - budget) // _TRIES + 1)
-    return min(budget, peak_bytes)
+    return min(_printable(smallest_hidden_budget(trace, cost, plan_for, tolerance=HIDDEN_WITHIN)), peak_bytes)
 
 
 def _printable(budget: int) -> int:
@@ -131,8 +123,6 @@ def peak_phase(trace: Trace, peak: Peak) -> StepPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Predicted figures of one way to run the step."""
-
     name: str
     peak_bytes: int
     step_us: float
@@ -145,18 +135,59 @@ class Way:
     recompute_us: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prediction:
-    """Prediction of a step on one GPU within one budget."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepNeeds:
+    """A recorded step, and the memory that it needs unswapped."""
 
     step: RecordedStep
     spec: GpuSpec
     hbm_budget_bytes: int
     host_budget_bytes: int | None
-    needs: tuple[MemoryNeed, ...]
-    peak: Peak
-    phase: StepPhase
+    needs: tuple[MemoryNeed, ...] = field(init=False)
+    peak: Peak = field(init=False)
+    phase: StepPhase = field(init=False)
     """Phase of the step in which the peak is."""
+
+    def __post_init__(self) -> None:
+        self.peak = peak_memory(self.step.trace)
+        self.needs, self.phase = needs_of(self.step.trace, self.peak), peak_phase(self.step.trace, self.peak)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Dictionary of these figures as plain data; all are predicted."""
+        return {
+            "predicted": True,
+            **self.step.to_dict(),
+            "hbm_budget_bytes": self.hbm_budget_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
+            "needs": [asdict(need) for need in self.needs],
+            "peak_bytes": self.peak.nbytes,
+            "peak_phase": self.phase.name.lower(),
+        }
+
+    def show(self, console: Console) -> None:
+        """Print the model, parameters, optimizer and GPU, then a table with a row for each class of storages."""
+        step, phase = self.step, "the optimizer" if self.phase is StepPhase.OPTIMIZER else self.phase.name.lower()
+        print_line(console, f"chameleon-mm plan: {step.about}", style="bold")
+        autocast = "" if step.autocast is None else f"under autocast to {step.autocast}, "
+        print_line(
+            console,
+            f"{_count(step.num_parameters)} parameters, {step.dtype}, {autocast}optimizer {step.optimizer}; one training step "
+            f"on {self.spec.name}, predicted: nothing ran",
+        )
+        table = Table(title="what the step needs", title_justify="left")
+        table.add_column("", no_wrap=True)
+        table.add_column("at most", justify="right", no_wrap=True)
+        table.add_column(f"at the peak, in {phase}", justify="right")
+        for need in self.needs:
+            table.add_row(need.name, format_size(need.most_bytes), format_size(need.at_peak_bytes))
+        table.add_section()
+        table.add_row("all at once", format_size(self.peak.nbytes), format_size(self.peak.nbytes))
+        table.add_row("of it idle, could be swapped", "-", format_size(self.peak.idle_bytes))
+        print_table(console, table)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prediction(StepNeeds):
     least_phase: StepPhase
     """Phase of the peak that remains with every candidate swapped out."""
     ways: tuple[Way, ...]
@@ -173,7 +204,6 @@ class Prediction:
     plan: SwapPlan | None
     planning_ms: float | None
     """Time that making `plan` took on this machine: the only measured figure here."""
-    timeline: Timeline | None
     partitions: tuple[Partition, ...] = ()
     """Partitions of compiled blocks that were tried; empty: all runs eagerly."""
     ideal_us: float | None
@@ -201,15 +231,9 @@ class Prediction:
         trace, plan = self.step.trace, self.plan
         return {
             "schema": SCHEMA,
-            "predicted": True,
-            **self.step.to_dict(),
+            **StepNeeds.to_dict(self),
             "num_operators": len(trace.op_us),
             "num_saves_and_uses": len(trace.hook_tick),
-            "hbm_budget_bytes": self.hbm_budget_bytes,
-            "host_budget_bytes": self.host_budget_bytes,
-            "needs": [asdict(need) for need in self.needs],
-            "peak_bytes": self.peak.nbytes,
-            "peak_phase": self.phase.name.lower(),
             "peak_idle_bytes": self.peak.idle_bytes,
             "fits": self.fits,
             "feasible": self.infeasible is None,
@@ -222,17 +246,14 @@ class Prediction:
             "ideal_share": self.ideal_share,
             "ways": [asdict(way) for way in self.ways],
             "partitions": [asdict(one) for one in self.partitions],
-            "plan": None if plan is None else self._plan_dict(plan),
-        }
-
-    def _plan_dict(self, plan: SwapPlan) -> dict[str, Any]:
-        return {
-            "num_moved": len(plan.swaps),
-            "moved_bytes": plan.moved_bytes,
-            "num_recomputed": len(plan.recomputed),
-            "num_held": len(plan.held),
-            "recompute_us": plan.recompute_us,
-        }
+            "plan": None if plan is None else {
+                "num_moved": len(plan.swaps),
+                "moved_bytes": plan.moved_bytes,
+                "num_recomputed": len(plan.recomputed),
+                "num_held": len(plan.held),
+                "recompute_us": plan.recompute_us,
+            },
+        }  # fmt: skip
 
 
 def link_of(spec: GpuSpec) -> LinkCost:
@@ -271,9 +292,6 @@ def predict(
         spec=spec,
         hbm_budget_bytes=hbm_budget,
         host_budget_bytes=host_budget,
-        needs=needs_of(trace, peak),
-        peak=peak,
-        phase=peak_phase(trace, peak),
         least_phase=peak_phase(trace, least),
         ways=_ways(trace, peak, plan, hbm_budget, host_budget, cost),
         smallest_budget_bytes=smallest,
@@ -282,7 +300,6 @@ def predict(
         infeasible=infeasible,
         plan=plan,
         planning_ms=planning_ms,
-        timeline=None if plan is None else simulate(trace, plan, cost),
         ideal_us=ideal_us,
     )
 
@@ -382,17 +399,13 @@ def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
 
 
 # --- Text of a prediction: the step's needs, the figures of each way to run it, and verdicts
-#
-# Times are predicted.
 
 _UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attention_math"})
 """Operators that replace torch's fused attention if no fused kernel takes its arguments."""
 
 
 def show(prediction: Prediction, console: Console) -> None:
-    """Print both tables, the verdicts and the assumptions."""
-    head(prediction.step, prediction.spec, console)
-    print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
+    prediction.show(console)
     print_table(console, _table_of_ways(prediction))
     conclude(verdicts(prediction), assumptions(prediction), console, holds=prediction.infeasible is None)
 
@@ -406,17 +419,6 @@ def conclude(verdicts: Sequence[str], assumptions: Sequence[str], console: Conso
     for text in assumptions:
         lines.add_row("-", Text(text))  # Text, not str: a model's name may look like markup
     console.print(lines)
-
-
-def head(step: RecordedStep, spec: GpuSpec, console: Console) -> None:
-    """Print the model, parameters, optimizer and GPU that the prediction is about."""
-    print_line(console, f"chameleon-mm plan: {step.about}", style="bold")
-    autocast = "" if step.autocast is None else f"under autocast to {step.autocast}, "
-    print_line(
-        console,
-        f"{_count(step.num_parameters)} parameters, {step.dtype}, {autocast}optimizer {step.optimizer}; one training step on "
-        f"{spec.name}, predicted: nothing ran",
-    )
 
 
 def verdicts(prediction: Prediction) -> list[str]:
@@ -489,20 +491,6 @@ def rooflines(spec: GpuSpec, *, host: str = "") -> list[str]:
     ]
 
 
-def needs_table(needs: Sequence[MemoryNeed], peak: Peak, phase: StepPhase) -> Table:
-    """Table with a row for each class of storages."""
-    table = Table(title="what the step needs", title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("at most", justify="right", no_wrap=True)
-    table.add_column(f"at the peak, in {_phase(phase)}", justify="right")
-    for need in needs:
-        table.add_row(need.name, format_size(need.most_bytes), format_size(need.at_peak_bytes))
-    table.add_section()
-    table.add_row("all at once", format_size(peak.nbytes), format_size(peak.nbytes))
-    table.add_row("of it idle, could be swapped", "-", format_size(peak.idle_bytes))
-    return table
-
-
 def _table_of_ways(prediction: Prediction) -> Table:
     """Table with a column for each way: as rows, the ways would be wider than 80 characters."""
     budget, unswapped = prediction.hbm_budget_bytes, prediction.ways[0]
@@ -553,7 +541,3 @@ def _count(number: int) -> str:
         if number >= factor:
             return f"{number / factor:.3g}{unit}"
     return str(number)
-
-
-def _phase(phase: StepPhase) -> str:
-    return {StepPhase.FORWARD: "forward", StepPhase.BACKWARD: "backward", StepPhase.OPTIMIZER: "the optimizer"}[phase]

@@ -36,8 +36,6 @@ from chameleon_mm.units import parse_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedRank:
-    """Rank of this process, and number of processes that its launcher started."""
-
     rank: int = 0
     count: int = 1
 
@@ -157,7 +155,6 @@ _COMPILED_UNDER_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that come before the program."""
     parser.usage = "chameleon-mm run [options] (script.py | -m MODULE) [args ...]"
     parser.allow_abbrev = False
     parser.add_argument("--hbm-budget", metavar="SIZE", help="device memory that a step may take (default: 90%% of the device)")

@@ -30,10 +30,9 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.plan.trace import Int64s, StepPhase, TensorKind, Trace
-from chameleon_mm.plan.unswapped_memory import Peak, peak_memory
 from chameleon_mm.state.parameter_swap import MIN_BYTES
 from chameleon_mm.tools.outputs import print_table
-from chameleon_mm.tools.prediction import MemoryNeed, conclude, head, needs_of, needs_table, peak_phase, rooflines
+from chameleon_mm.tools.prediction import StepNeeds, conclude, rooflines
 from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic, gpu_autocast
 from chameleon_mm.tools.step_on_shapes import RecordedStep, TrainingStep, default_dtype, record_step
 from chameleon_mm.tools.workload import Build
@@ -65,8 +64,6 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
-    """Time and peak of one step of the run."""
-
     step_us: float
     """Time on the compute stream, from the end of the step before."""
     peak_bytes: int
@@ -74,8 +71,6 @@ class StepRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRun:
-    """A session's first steps within one budget."""
-
     swapped: Swapped
     hbm_budget_bytes: int
     steps: tuple[StepRun, ...] = ()
@@ -99,14 +94,11 @@ class SessionRun:
         return self.refused is None and all(step.peak_bytes <= self.hbm_budget_bytes for step in self.steps[1:])
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary as plain data."""
         return {**asdict(self), "holds": self.holds, "holds_later": self.holds_later}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """Request for a run: a model, a device, budgets."""
-
     build: Build
     spec: GpuSpec
     swapped: Swapped
@@ -275,39 +267,22 @@ def host_bytes_beside(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> 
 SCHEMA = "chameleon_mm.plan_session/1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SessionPrediction:
+@dataclass(slots=True, kw_only=True, eq=False)
+class SessionPrediction(StepNeeds):
     """Prediction of a session's step on one GPU within one budget."""
 
-    request: RunRequest
-    step: RecordedStep
-    needs: tuple[MemoryNeed, ...]
-    peak: Peak
-    phase: StepPhase
+    swapped: Swapped
     window_bytes: int
     """Bytes of the budget that are set aside for parameters and gradients; 0: none are, or they do not fit."""
     host_bytes_beside: int
     """Pinned memory of parameters, gradients and state."""
     run: SessionRun
 
-    @property
-    def holds(self) -> bool:
-        """True if every step keeps within the budget."""
-        return self.run.holds
-
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of all figures as plain data; all are predicted."""
-        step, request = self.step, self.request
         return {
             "schema": SCHEMA,
-            "predicted": True,
-            **step.to_dict(),
-            "hbm_budget_bytes": request.hbm_budget_bytes,
-            "host_budget_bytes": request.host_budget_bytes,
-            "needs": [asdict(need) for need in self.needs],
-            "peak_bytes": self.peak.nbytes,
-            "peak_phase": self.phase.name.lower(),
-            "unswapped_step_us": step.trace.duration_us,
+            **StepNeeds.to_dict(self),
+            "unswapped_step_us": self.step.trace.duration_us,
             "window_bytes": self.window_bytes,
             "host_bytes_beside": self.host_bytes_beside,
             "session": self.run.to_dict(),
@@ -330,17 +305,14 @@ def record(request: RunRequest, *, in_buckets: bool = False) -> RecordedStep:
 
 
 def predict_session(request: RunRequest) -> SessionPrediction:
-    """Predict the session of `request`."""
-    unswapped = record(request)
-    peak = peak_memory(unswapped.trace)
     step = record(request, in_buckets=True)
     left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
     return SessionPrediction(
-        request=request,
-        step=unswapped,
-        needs=needs_of(unswapped.trace, peak),
-        peak=peak,
-        phase=peak_phase(unswapped.trace, peak),
+        step=record(request, in_buckets=False),
+        spec=request.spec,
+        hbm_budget_bytes=request.hbm_budget_bytes,
+        host_budget_bytes=request.host_budget_bytes,
+        swapped=request.swapped,
         window_bytes=request.hbm_budget_bytes - left if left >= 0 else 0,  # else the run says that there is no room
         host_bytes_beside=host_bytes_beside(step, request.swapped, request.hbm_budget_bytes),
         run=run_session(request),
@@ -348,39 +320,34 @@ def predict_session(request: RunRequest) -> SessionPrediction:
 
 
 def show_session(prediction: SessionPrediction, console: Console) -> None:
-    """Print both tables, the verdicts and the assumptions."""
-    head(prediction.step, prediction.request.spec, console)
-    print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
+    prediction.show(console)
     if prediction.run.steps:
         print_table(console, _steps(prediction))
-    conclude(session_verdicts(prediction), session_assumptions(prediction), console, holds=prediction.holds)
+    conclude(session_verdicts(prediction), session_assumptions(prediction), console, holds=prediction.run.holds)
 
 
 def session_verdicts(prediction: SessionPrediction) -> list[str]:
     """Lines that interpret the figures; the first says whether the session keeps within its budget."""
-    run, request = prediction.run, prediction.request
-    budget, peak = format_size(request.hbm_budget_bytes), prediction.peak.nbytes
-    times = f", {peak / request.hbm_budget_bytes:.2f} times the budget" if peak > request.hbm_budget_bytes else ""
+    run, nbytes = prediction.run, prediction.hbm_budget_bytes
+    budget, peak = format_size(nbytes), prediction.peak.nbytes
+    times = f", {peak / nbytes:.2f} times the budget" if peak > nbytes else ""
     if run.refused is not None:
-        lines = [f"does not run: {run.refused}"]
-    elif run.holds:
-        lines = [f"keeps within {budget} in every step, the first included; unswapped it takes {format_size(peak)}{times}"]
-    elif run.holds_later:
-        lines = [f"keeps within {budget} from the second step on; the first takes {format_size(run.steps[0].peak_bytes)}"]
-    else:
-        most = max(step.peak_bytes for step in run.steps[1:] or run.steps)
-        lines = [f"does not keep within {budget}: it takes {format_size(most)}"]
-    return lines
+        return [f"does not run: {run.refused}"]
+    if run.holds:
+        return [f"keeps within {budget} in every step, the first included; unswapped it takes {format_size(peak)}{times}"]
+    if run.holds_later:
+        return [f"keeps within {budget} from the second step on; the first takes {format_size(run.steps[0].peak_bytes)}"]
+    most = max(step.peak_bytes for step in run.steps[1:] or run.steps)
+    return [f"does not keep within {budget}: it takes {format_size(most)}"]
 
 
 def session_assumptions(prediction: SessionPrediction) -> list[str]:
     """Lines that state the assumptions of the figures, one sentence each."""
-    request = prediction.request
-    swapped = request.swapped
+    spec, swapped = prediction.spec, prediction.swapped
     lines = [
         f"the steps are those of a session that swaps {swapped}",
-        f"they run on the simulated {request.spec.name} with operators that compute nothing, all else is the session's own",
-        *rooflines(request.spec),
+        f"they run on the simulated {spec.name} with operators that compute nothing, all else is the session's own",
+        *rooflines(spec),
         "the host launches each operator, and is late where that takes longer than the operator",
         "the session recomputes nothing",
     ]
@@ -396,7 +363,7 @@ def session_assumptions(prediction: SessionPrediction) -> list[str]:
 
 def _steps(prediction: SessionPrediction) -> Table:
     run, unswapped_us = prediction.run, prediction.step.trace.duration_us
-    budget = prediction.request.hbm_budget_bytes
+    budget = prediction.hbm_budget_bytes
     first, last = run.steps[0], run.steps[-1]
     rows: list[tuple[str, Callable[[StepRun], str]]] = [
         ("peak", lambda step: format_size(step.peak_bytes) + ("*" if step.peak_bytes > budget else "")),

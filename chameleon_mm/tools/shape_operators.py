@@ -152,16 +152,12 @@ _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class _New(NamedTuple):
-    """A result that is a new tensor."""
-
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
 class _Given(NamedTuple):
-    """A result that is an argument."""
-
     place: int
     """Index among all arguments of the operator, nests flattened."""
 

@@ -42,7 +42,6 @@ OPTIMIZERS = {
     "sgd": "SGD with momentum, as it runs by default on CUDA",
     "none": "forward and backward alone",
 }
-"""Name -> description."""
 
 _STATE_PER_PARAMETER = 2
 """State tensors assumed for a parameter that has none yet, each of the parameter's size: Adam's two moments."""
@@ -77,7 +76,6 @@ class RecordedStep:
     autocast: str | None
     """Dtype of the autocast around forward; None: there is none but the model's own."""
     optimizer: str
-    """Name of the optimizer, one of `OPTIMIZERS`."""
     activation_memory_budget: float | None
     """Torch's setting under which the repeated blocks are compiled; None: all runs eagerly."""
     min_bytes: int
@@ -230,17 +228,12 @@ def _state_bytes(optimizer: Optimizer, p: Tensor) -> int:
 
 
 def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
+    if name == "none":
+        return []
+    if name == "adamw-fused":
+        return [AdamW(parameters, fused=True)]
     # `foreach` is explicit: torch picks it on CUDA, but a loop over the parameters on the CPU.
-    match name:
-        case "adamw":
-            return [AdamW(parameters, foreach=True)]
-        case "adamw-fused":
-            return [AdamW(parameters, fused=True)]
-        case "sgd":
-            return [SGD(parameters, lr=1e-3, momentum=0.9, foreach=True)]
-        case "none":
-            return []
-    raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
+    return [AdamW(parameters, foreach=True) if name == "adamw" else SGD(parameters, lr=1e-3, momentum=0.9, foreach=True)]
 
 
 def _by_dtype(model: nn.Module) -> dict[str, int]:

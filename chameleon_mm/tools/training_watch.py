@@ -37,43 +37,6 @@ from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.record.dispatch_state import in_backward, saved_tensor_hooks_on_top
 from chameleon_mm.report.report import SwapReport
 
-# --- Lets a program's `torch.func` transforms, which refuse saved-tensor hooks, run in a session
-#
-# Within `grad`, `vjp` and other transforms that save tensors, the session's hooks are off: those tensors stay on the device.
-
-
-class TransformsBesideHooks:
-    """From `begin` to `end`, removes our hooks while torch disables saved-tensor hooks, and restores them afterwards."""
-
-    def __init__(self, is_own: Callable[[object], bool]) -> None:
-        self._is_own = is_own
-        self._torchs: Any = torch.autograd.graph.disable_saved_tensors_hooks
-
-    def begin(self) -> None:
-        """Replace torch's function. Call it before dynamo is loaded, which keeps a list of such functions by name."""
-        torch.autograd.graph.disable_saved_tensors_hooks = self._disable  # type: ignore[assignment]  # a bound method
-
-    def end(self) -> None:
-        """Restore torch's function."""
-        torch.autograd.graph.disable_saved_tensors_hooks = self._torchs
-
-    @contextmanager
-    def _disable(self, message: str) -> Iterator[None]:
-        hooks = saved_tensor_hooks_on_top()
-        if hooks is None or not self._is_own(hooks[0]):
-            with self._torchs(message):
-                yield
-            return
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        try:
-            with self._torchs(message):
-                yield
-        finally:
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
-
-
-# --- training watch
-
 MakeSession = Callable[[nn.Module | None, "str | None"], SwapSession]
 """Makes the session from the module that is called first and the name of its parameters' GPU; either may be None."""
 
@@ -105,7 +68,8 @@ class TrainingWatch:
         self._own_hook: object = None
         """Pack hook of the session, as `_top_hook` returns it."""
         self._own_modes = 0
-        self._transforms = TransformsBesideHooks(lambda hook: hook is not None and hook is self._own_hook)
+        self._disable_hooks: Any = torch.autograd.graph.disable_saved_tensors_hooks
+        """Torch's own function."""
         self._unseen = 0
         """Number of optimizer steps without a preceding module call that began a step."""
         self.stood_aside: str | None = None
@@ -116,8 +80,8 @@ class TrainingWatch:
         """Reason why no session could be made; None: no such reason."""
 
     def begin(self) -> None:
-        """Look for training from now on."""
-        self._transforms.begin()
+        # Before dynamo is loaded, which keeps a list of such functions by name.
+        torch.autograd.graph.disable_saved_tensors_hooks = self._without_own_hooks  # type: ignore[assignment]  # a bound method
         self._module_hook = register_module_forward_pre_hook(self._called)
         self._optimizer_hook = register_optimizer_step_post_hook(self._optimizer_stepped)
 
@@ -141,7 +105,7 @@ class TrainingWatch:
         Raises what the session raises as it ends.
         """
         self._module_returned()
-        self._transforms.end()
+        torch.autograd.graph.disable_saved_tensors_hooks = self._disable_hooks
         for handle in (self._module_hook, self._optimizer_hook):
             if handle is not None:
                 handle.remove()
@@ -201,6 +165,21 @@ class TrainingWatch:
         self._roots[id(module)] = weakref.ref(module)
         if self._bounds is not None:
             self._bounds.forward_begins()
+
+    @contextmanager
+    def _without_own_hooks(self, message: str) -> Iterator[None]:
+        """Disable saved-tensor hooks, as `torch.func`'s transforms do, which refuse them. Ours are off meanwhile: tensors that
+        a transform saves stay on the device."""
+        hooks = saved_tensor_hooks_on_top()
+        own = hooks if hooks is not None and hooks[0] is self._own_hook else None
+        if own is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with self._disable_hooks(message):
+                yield
+        finally:
+            if own is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*own)
 
     # --- the session
 

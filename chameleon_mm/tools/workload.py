@@ -106,8 +106,6 @@ Build = Callable[[], Workload]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama."""
-
     layers: int
     width: int
     heads: int

@@ -17,7 +17,7 @@ from chameleon_mm.bench._overlap_work import Sample, Sizes
 from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in
 from chameleon_mm.bench.overlap import WAYS
 from chameleon_mm.device import SimDevice, resolve_device
-from chameleon_mm.units import KIB, MIB
+from chameleon_mm.units import MIB
 
 SMALL = Sizes(gemm=640, stream_elements=4 * MIB, dtype=torch.float32, chunk_bytes=MIB, target_us=100)
 
@@ -49,27 +49,18 @@ def test_copy_writes_what_it_measured(tmp_path: Path) -> None:
     ]
 
 
-def test_simulated_copies_are_marked_and_pageable_ones_waived(sim: SimDevice) -> None:
-    for cells in rows(copy.measure(sim, [64 * KIB], repeats=1)).values():
-        assert cells["pinned"]["simulated"] is True
-        assert all("waived" in cells[key] for key in ("pageable", "ratio"))
-
-
-def test_simulated_copies_keep_within_the_link(sim: SimDevice) -> None:
-    cells = rows(copy.measure(sim, [4 * MIB], repeats=2))
-    h2d, d2h, both = (cells[f"{way} 4.00 MiB"]["pinned"]["median"] for way in ("H2D", "D2H", "both ways"))
+def test_simulated_copies_keep_within_the_link_and_what_is_not_measured_is_waived() -> None:
+    sim, ways = SimDevice(hbm_bytes=16 * MIB), ("H2D", "D2H", "both ways")
+    cells = rows(copy.measure(sim, [4 * MIB, 32 * MIB], repeats=2))
+    h2d, d2h, both = (cells[f"{way} 4.00 MiB"]["pinned"]["median"] for way in ways)
     assert 0.8 * sim.spec.h2d_gbps < h2d <= sim.spec.h2d_gbps
     assert 0.8 * sim.spec.d2h_gbps < d2h <= sim.spec.d2h_gbps
     assert max(h2d, d2h) < both <= sim.spec.duplex_gbps
-
-
-def test_a_size_that_does_not_fit_is_waived() -> None:
-    small = SimDevice(hbm_bytes=4 * MIB)
-    cells = rows(copy.measure(small, [1 * MIB, 8 * MIB], repeats=1))
-    assert "median" in cells["H2D 1.00 MiB"]["pinned"]
-    for way in ("H2D", "D2H", "both ways"):
-        assert all("waived" in cell for cell in cells[f"{way} 8.00 MiB"].values())
-    assert small.allocated_bytes() == 0
+    for way in ways:
+        assert cells[f"{way} 4.00 MiB"]["pinned"]["simulated"] is True
+        assert all("waived" in cells[f"{way} 4.00 MiB"][key] for key in ("pageable", "ratio"))
+        assert all("waived" in cell for cell in cells[f"{way} 32.0 MiB"].values()), "it does not fit"
+    assert sim.allocated_bytes() == 0
 
 
 def test_a_device_that_overlaps_nothing_hides_nothing() -> None:
@@ -82,47 +73,28 @@ def test_a_device_that_overlaps_nothing_hides_nothing() -> None:
     assert (hidden["median"], slowdown["median"]) == (0.0, 1.25)
 
 
-# --- every table of one run
-
-
-@pytest.fixture(scope="module")
-def tables() -> dict[str, Any]:
-    """Every table of one small run."""
+def test_simulated_copies_cost_the_host_and_hide_but_for_that() -> None:
     report = overlap.measure(SimDevice(), SMALL, repeats=1).to_dict()
     assert all(bound["held"] is None for bound in report["bounds"])
     assert report["simulated"] is True
-    return {part: {row["name"]: row["cells"] for row in table["rows"]} for part, table in report["tables"].items()}
-
-
-def test_every_table_has_its_rows(tables: dict[str, Any]) -> None:
+    tables = {part: {row["name"]: row["cells"] for row in table["rows"]} for part, table in report["tables"].items()}
     assert {part: list(rows) for part, rows in tables.items()} == {
         "hidden": [f"{work}, {ways}" for work in ("gemm", "mul") for ways in WAYS],
         "saturated": [f"gemm, {ways}" for ways in WAYS],
         "packed": ["gemm, packed D2H"],
     }
-    for table in tables.values():
-        for cells in table.values():
-            assert all(cell["simulated"] for cell in cells.values())
-
-
-def test_simulated_copies_cost_the_host_and_hide_but_for_that(tables: dict[str, Any]) -> None:
+    assert all(cell["simulated"] for table in tables.values() for cells in table.values() for cell in cells.values())
     for cells in tables["hidden"].values():
         assert 1.0 <= cells["slowdown"]["median"] < 1.25
         assert 0.5 < cells["hidden"]["median"] <= 1.0
-
-
-def test_a_simulated_link_that_never_pauses_costs_the_host_alone(tables: dict[str, Any]) -> None:
-    for cells in tables["saturated"].values():
+    for cells in tables["saturated"].values():  # the link never pauses
         assert 1.0 <= cells["slowdown"]["median"] < 1.25
         assert 0.9 < cells["kept"]["median"] <= 1.0
         assert cells["gbps"]["median"] > 30
-
-
-def test_packed_copies_are_held_against_plain_ones(tables: dict[str, Any]) -> None:
-    (cells,) = tables["packed"].values()
-    assert 0.3 < cells["kept"]["median"] <= 1.0  # at these sizes the host's time to pack is what limits
-    assert cells["slowdown"]["median"] >= 1.0
-    assert cells["gbps"] == tables["saturated"]["gemm, D2H"]["gbps"]
+    (packed,) = tables["packed"].values()
+    assert 0.3 < packed["kept"]["median"] <= 1.0  # at these sizes the host's time to pack is what limits
+    assert packed["slowdown"]["median"] >= 1.0
+    assert packed["gbps"] == tables["saturated"]["gemm, D2H"]["gbps"]
 
 
 @pytest.mark.gpu

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +28,8 @@ from chameleon_mm.record.calls import Argument, CallWatch, Value, map_leaves
 from tests._fakes import Unwatched
 from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
 from tests._native import helper, unnoted
+from tests._programs import on_a_thread
+from tests._run_scripts import python
 
 Program = Callable[[], list[Tensor]]
 
@@ -308,9 +309,7 @@ def test_other_threads_operators_are_not_noted_and_their_questions_are_answered(
         known = watched.value_of(x.untyped_storage())
         found.append((watched.value_of(y.untyped_storage()), known is not None and known.call is not None))
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
+    on_a_thread(other)
     assert found == [(None, True)]
 
 
@@ -410,12 +409,11 @@ print(native.status("notes"))
 """
 
 
-def test_a_key_that_somebody_has_is_left_to_them_and_said_once() -> None:
-    script = TAKEN.format(cache=str(native.CACHE))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+def test_a_key_that_somebody_has_is_left_to_them_and_said_once(tmp_path: Path) -> None:
+    done = python(["-c", TAKEN.format(cache=str(native.CACHE))], tmp_path)
     why = "does not load: torch, or somebody else, uses the dispatch key Fake"
-    assert done.stdout == f"Status(active=False, words='{why}')\n"
-    assert done.stderr == f"chameleon_mm: the C++ helper 'notes' {why}; all works without it\n"
+    assert (done.code, done.out) == (0, f"Status(active=False, words='{why}')\n")
+    assert done.err == f"chameleon_mm: the C++ helper 'notes' {why}; all works without it\n"
 
 
 def test_notes_and_values_go_without_the_collector(no_gc: None) -> None:

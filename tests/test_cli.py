@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from chameleon_mm.bench import THEMES
 from chameleon_mm.errors import DeviceUnavailable
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.outputs import check_outputs, print_table
+from tests._run_scripts import python
 
 Run = Callable[[argparse.Namespace, Console], int]
 REPEATING = ("copy", "hooks", "overlap", "pack", "pinned", "profiler")
@@ -177,13 +176,6 @@ def test_an_unexpected_error_keeps_its_traceback(theme: Callable[[Run], None]) -
         main(["bench", "fake"])
 
 
-def test_doctor_writes_its_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "doctor.json"
-    assert main(["doctor", "--json", str(path)]) == 0
-    assert json.loads(path.read_text())
-    assert capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", [["doctor"], ["plan", "gpt2"], *COMMANDS], ids=" ".join)
 @pytest.mark.parametrize("place", ["n" * 300, "a file/x.json"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
@@ -230,21 +222,16 @@ def test_no_table_has_a_number_in_two_parts(columns: int) -> None:
     assert [word for number in numbers for word in number.split() if word not in shown.getvalue()] == []
 
 
-def test_python_dash_m_is_the_command() -> None:
-    root = Path(chameleon_mm.__file__).resolve().parents[1]
-    command = [sys.executable, "-m", "chameleon_mm", "--help"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0
-    assert "usage: chameleon-mm" in done.stdout
-    assert done.stderr == ""
+def test_python_dash_m_is_the_command(tmp_path: Path) -> None:
+    done = python(["-m", "chameleon_mm", "--help"], tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "usage: chameleon-mm" in done.out
 
 
-def test_help_imports_no_benchmark_and_no_demo() -> None:
-    root = Path(chameleon_mm.__file__).resolve().parents[1]
+def test_help_imports_no_benchmark_and_no_demo(tmp_path: Path) -> None:
     commands = tuple(f"chameleon_mm.{name}" for name in ("bench.", "tools.demo", "tools.doctor", "tools.plan_command"))
     program = (
         "import sys; from chameleon_mm.tools.cli import main; main(['--help']); "
         f"print([m for m in sys.modules if m.startswith({commands})])"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert python(["-c", program], tmp_path).out.splitlines()[-1] == "[]"

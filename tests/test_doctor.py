@@ -15,9 +15,10 @@ from chameleon_mm.device.cuda import VisibleGpu
 from chameleon_mm.swap.calibration import calibrate, kept
 from chameleon_mm.tools import doctor
 from chameleon_mm.tools import doctor as checks
+from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.doctor import CHECKS, Unavailable, collect, driver, find, gpus, installed, link_rates, memlock, memory
 from chameleon_mm.units import GIB, MIB
-from tests._fakes import UnsimulatedDevice, file_tree
+from tests._fakes import UnsimulatedDevice, file_tree, refusing
 
 _FOLDER = "sys/bus/pci/devices/0000:06:00.0"
 
@@ -45,17 +46,17 @@ def test_on_a_machine_without_anything_every_row_is_still_there(tmp_path: Path) 
     assert found["link", "rates"].available
 
 
-def test_run_shows_every_row_writes_json_and_returns_0(tmp_path: Path) -> None:
-    shown = io.StringIO()
+def test_the_command_shows_every_row_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "doctor.json"
-    assert doctor.run(path, Console(file=shown, width=200)) == 0
+    assert main(["doctor", "--json", str(path)]) == 0
+    shown = capsys.readouterr().out
     written = json.loads(path.read_text(encoding="utf-8"))
     assert written["schema"] == "chameleon_mm.tools.doctor/3"
     assert set(written["findings"]) == {"software", "gpu", "host", "link"}
     for section, rows in written["findings"].items():
-        assert section in shown.getvalue()
+        assert section in shown
         for name, row in rows.items():
-            assert name in shown.getvalue()
+            assert name in shown
             assert set(row) == {"available", "text"}
 
 
@@ -65,11 +66,6 @@ def test_run_without_a_path_writes_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="expected a file in an existing folder"):
-        doctor.run(tmp_path / "absent" / "doctor.json", Console(file=io.StringIO()))
-
-
 def test_brackets_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CHECKS", (("gpu", "GPUs", lambda root: "link [N/A]"),))
     shown = io.StringIO()
@@ -77,22 +73,16 @@ def test_brackets_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None
     assert "link [N/A]" in shown.getvalue()
 
 
-@pytest.mark.parametrize("error", [ValueError("no such thing"), OSError(5, "no such thing"), Unavailable("no such thing")])
-def test_whatever_a_check_raises_is_a_row(error: Exception) -> None:
-    def check(root: Path) -> str:
-        raise error
-
-    row = find("host", "x", check)
-    assert not row.available
-    assert row.text.startswith("unavailable: ")
-    assert row.text.endswith("no such thing")
-
-
-def test_an_error_without_words_is_named() -> None:
-    def check(root: Path) -> str:
-        raise ZeroDivisionError
-
-    assert find("host", "x", check).text == "unavailable: ZeroDivisionError"
+@pytest.mark.parametrize(
+    ("error", "words", "text"),
+    [
+        (ValueError, ("no such thing",), "no such thing"), (OSError, (5, "no such thing"), "[Errno 5] no such thing"),
+        (Unavailable, ("no such thing",), "no such thing"), (ZeroDivisionError, (), "ZeroDivisionError"),
+    ],
+)  # fmt: skip
+def test_whatever_a_check_raises_is_a_row(error: type[Exception], words: tuple[object, ...], text: str) -> None:
+    row = find("host", "x", refusing(error, *words))
+    assert (row.available, row.text) == (False, f"unavailable: {text}")
 
 
 # ------------------------------------------------------------------------------------------------------------------- GPU

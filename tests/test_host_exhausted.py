@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import MIB
+from tests._programs import assert_same
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -49,11 +50,6 @@ def swapping(device: cm.SimDevice, hbm_budget: int) -> cm.SwapSession:
 @pytest.fixture
 def unswapped() -> tuple[list[Tensor], int]:
     return train(cm.SimDevice(), None)
-
-
-def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(got) == len(expected) == STEPS
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_a_wide_budget_keeps_on_the_device_what_the_host_does_not_take(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from math import inf, nan
 from pathlib import Path
@@ -22,10 +21,10 @@ from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.follow import link_rates
 from chameleon_mm.follow.link_rates import UNMEASURED_LINK, link_cost_for, rates_of
 from chameleon_mm.plan.timing import CopyEngine, LinkCost
-from chameleon_mm.swap.calibration import busy_gbps, cache_file, calibrate, keep, kept
+from chameleon_mm.swap.calibration import busy_gbps, calibrate, keep, kept
 from chameleon_mm.swap.metrics import CopySpan
 from chameleon_mm.units import MIB
-from tests._fakes import CountingDevice, UnsimulatedDevice, refusing
+from tests._fakes import CountingDevice, UnsimulatedDevice
 
 TRUE = LinkCost(d2h_gbps=40.0, h2d_gbps=50.0, duplex_gbps=70.0)
 
@@ -36,8 +35,27 @@ def spans(direction: str, count: int, *, nbytes: int = 8 * MIB, gbps: float, sta
     return [CopySpan(direction, start_us + i * took, start_us + (i + 1) * took, nbytes) for i in range(count)]
 
 
-def test_nothing_measured_is_the_other() -> None:
-    assert rates_of([], TRUE) == TRUE
+QUICK = [CopySpan("out", i * 1e3, i * 1e3 + 6.3, 1 << 62) for i in range(8)]
+"""No link is that fast."""
+
+
+@pytest.mark.parametrize(
+    ("timed", "d2h_gbps"),
+    [
+        ([], None),
+        (spans("out", 3, gbps=30.0), None),  # three pieces are too few
+        (spans("out", 4, gbps=30.0), 30.0),
+        (spans("out", 50, nbytes=1024, gbps=30.0), None),  # tells of the fixed cost alone
+        ([*spans("out", 9, gbps=30.0), CopySpan("out", 1e6, 2e6, 8 * MIB)], 30.0),  # one stalled
+        (QUICK, None),
+    ],
+    ids=["nothing", "too few", "enough", "small", "one stalled", "too quick"],
+)
+def test_what_is_measured_counts_and_the_rest_is_the_other(timed: list[CopySpan], d2h_gbps: float | None) -> None:
+    if d2h_gbps is None:
+        assert rates_of(timed, TRUE) == TRUE
+    else:
+        assert rates_of(timed, TRUE).d2h_gbps == pytest.approx(d2h_gbps)
 
 
 def test_each_direction_alone() -> None:
@@ -46,20 +64,6 @@ def test_each_direction_alone() -> None:
     assert got.h2d_gbps == pytest.approx(20.0)
     assert got.duplex_gbps == pytest.approx(70.0 * 50.0 / 90.0)  # as it stood to both alone
     assert (got.copy_us, got.piece_bytes, got.hbm_gbps) == (TRUE.copy_us, TRUE.piece_bytes, TRUE.hbm_gbps)
-
-
-def test_three_pieces_are_too_few() -> None:
-    assert rates_of(spans("out", 3, gbps=30.0), TRUE) == TRUE
-    assert rates_of(spans("out", 4, gbps=30.0), TRUE).d2h_gbps == pytest.approx(30.0)
-
-
-def test_small_copies_tell_of_the_fixed_cost_alone() -> None:
-    assert rates_of(spans("out", 50, nbytes=1024, gbps=30.0), TRUE) == TRUE
-
-
-def test_a_stalled_copy_among_many_changes_nothing() -> None:
-    late = CopySpan("out", 1e6, 2e6, 8 * MIB)
-    assert rates_of([*spans("out", 9, gbps=30.0), late], TRUE).d2h_gbps == pytest.approx(30.0)
 
 
 def test_both_ways_at_once() -> None:
@@ -98,6 +102,15 @@ def test_whatever_was_copied_the_result_is_a_link(copies: Sequence[tuple[bool, f
     assert max(got.d2h_gbps, got.h2d_gbps) <= got.duplex_gbps <= got.d2h_gbps + got.h2d_gbps + 1e-9
 
 
+@given(
+    st.lists(
+        st.builds(CopySpan, st.sampled_from(("out", "in")), st.floats(), st.floats(), st.integers(0, 1 << 62)), max_size=20
+    )
+)
+def test_whatever_the_clock_says_there_is_a_link(timed: Sequence[CopySpan]) -> None:
+    rates_of(timed, TRUE)
+
+
 BAD = [
     CopySpan("in", 1e4, 1e4, 512),
     CopySpan("out", 1e4, 9e3, 8 * MIB),
@@ -116,22 +129,7 @@ BAD = [
 def test_a_copy_that_was_timed_wrong_is_left_out(bad: CopySpan, place: int) -> None:
     good = [*spans("out", 6, gbps=30.0), *spans("in", 6, gbps=20.0, start_us=1e5)]
     assert rates_of([*good[:place], bad, *good[place:]], TRUE) == rates_of(good, TRUE)
-
-
-def test_where_all_were_timed_wrong_the_link_is_what_it_was() -> None:
     assert rates_of(BAD[:-1] * 8, TRUE) == TRUE
-    quick = [CopySpan("out", i * 1e3, i * 1e3 + 6.3, 1 << 62) for i in range(8)]  # no link is that fast
-    assert rates_of(quick, TRUE) == TRUE
-
-
-@given(
-    st.lists(
-        st.builds(CopySpan, st.sampled_from(("out", "in")), st.floats(), st.floats(), st.integers(0, 1 << 62)),
-        max_size=20,
-    )
-)
-def test_whatever_the_clock_says_there_is_a_link(timed: Sequence[CopySpan]) -> None:
-    rates_of(timed, TRUE)
 
 
 def test_what_the_link_was_long_ago_does_not_count() -> None:
@@ -154,19 +152,13 @@ def test_after_hours_the_rates_are_as_exact_as_at_first() -> None:
         assert getattr(got, knob) == pytest.approx(getattr(first, knob), rel=1e-6)
 
 
-def link_of_kept(monkeypatch: pytest.MonkeyPatch, *, h2d: float, d2h: float, duplex: float) -> LinkCost:
-    """What becomes of kept rates."""
-    rates = {"h2d_gbps": h2d, "d2h_gbps": d2h, "duplex_gbps": duplex}
-    monkeypatch.setattr(link_rates, "kept", lambda *_: rates)
-    return link_cost_for(cm.SimDevice())
-
-
 def test_a_kept_link_carries_both_ways_at_most_what_it_does_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert link_of_kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=25.0).duplex_gbps == 25.0
-    assert link_of_kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=31.0).duplex_gbps == 30.0
-    assert link_of_kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=15.0).duplex_gbps == 20.0
-    assert link_of_kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=inf).duplex_gbps == 20.0
-    assert link_of_kept(monkeypatch, h2d=inf, d2h=10.0, duplex=25.0) == UNMEASURED_LINK
+    for duplex, carried in ((25.0, 25.0), (31.0, 30.0), (15.0, 20.0), (inf, 20.0)):
+        rates = {"h2d_gbps": 20.0, "d2h_gbps": 10.0, "duplex_gbps": duplex}
+        monkeypatch.setattr(link_rates, "kept", lambda *_, rates=rates: rates)
+        assert link_cost_for(cm.SimDevice()).duplex_gbps == carried
+    monkeypatch.setattr(link_rates, "kept", lambda *_: {"h2d_gbps": inf, "d2h_gbps": 10.0, "duplex_gbps": 25.0})
+    assert link_cost_for(cm.SimDevice()) == UNMEASURED_LINK
 
 
 def test_a_link_that_nobody_measured_is_the_datasheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,16 +261,6 @@ def test_what_is_simulated_is_neither_kept_nor_found(home: Path) -> None:
     assert kept(SimDevice(), "link") is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", "\udcff", '{"values": []}'])
-def test_a_file_that_cannot_be_read_is_passed_over(home: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    device = UnsimulatedDevice()
-    keep(device, "link", RATES)
-    cache_file(device, "link").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with caplog.at_level(logging.WARNING, logger="chameleon_mm"):
-        assert kept(device, "link") is None
-    assert "is passed over, as it cannot be read" in caplog.text
-
-
 @pytest.mark.parametrize(
     "change", [{"h2d_gbps": 0.0}, {"h2d_gbps": "fast"}, {"d2h_gbps": None}, {"d2h_gbps": float("nan")}, {"duplex_gbps": None}]
 )
@@ -288,22 +270,6 @@ def test_rates_that_were_tampered_with_are_passed_over(home: Path, change: dict[
     assert link_cost_for(device).h2d_gbps == 50.0
     keep(device, "link", {**RATES, **change})
     assert link_cost_for(device) == UNMEASURED_LINK
-
-
-def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (home / ".cache").write_text("", encoding="utf-8")
-    with caplog.at_level(logging.INFO, logger="chameleon_mm"):
-        assert not keep(UnsimulatedDevice(), "link", RATES)
-    assert "cannot be kept" in caplog.text
-
-
-def test_a_write_that_fails_leaves_the_old_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = UnsimulatedDevice()
-    keep(device, "link", RATES)
-    monkeypatch.setattr(Path, "replace", refusing(OSError, 28, "No space left on device"))
-    assert not keep(device, "link", {**RATES, "h2d_gbps": 1.0})
-    assert kept(device, "link") == RATES
-    assert len(list((home / ".cache" / "chameleon_mm").iterdir())) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------- on a GPU

@@ -39,7 +39,7 @@ TESTS: dict[str, str] = {
 """Reason by test."""
 
 LATE_ALONE: dict[str, str] = {
-    "tests/test_bench_rehearsal.py::test_every_part_of_the_suite_runs_on_the_stand_in": (
+    "tests/test_bench_gpu_suite.py::test_every_part_of_the_suite_runs_on_the_stand_in": (
         "rehearsed in mode late alone: that the whole script runs has nothing to do with the mode"
     ),
     "tests/test_native_reclaim.py::test_without_the_wait_in_malloc_the_programs_go_wrong": (

@@ -154,20 +154,6 @@ def test_allocations_are_counted_and_freed_at_once(cuda: CudaDevice, no_gc: None
 
 
 @pytest.mark.gpu
-def test_a_side_stream_allocates_for_itself_and_leaves_the_current_one(cuda: CudaDevice) -> None:
-    before = torch.cuda.current_stream(cuda.index)
-    side = cuda.new_stream("h2d")
-    assert side.alloc(4096).numel() == 4096
-    assert torch.cuda.current_stream(cuda.index) == before
-
-
-@pytest.mark.gpu
-def test_too_much_raises_what_torch_raises(cuda: CudaDevice) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        cuda.current_stream().alloc(1 << 50)
-
-
-@pytest.mark.gpu
 def test_capacity_follows_the_process_fraction(cuda: CudaDevice) -> None:
     _, total = torch.cuda.mem_get_info(cuda.index)
     assert 0 < cuda.capacity <= total
@@ -180,24 +166,20 @@ def test_capacity_follows_the_process_fraction(cuda: CudaDevice) -> None:
 
 
 @pytest.mark.gpu
-def test_the_current_stream_is_the_users(cuda: CudaDevice) -> None:
+def test_the_current_stream_is_the_users_and_the_calling_threads(cuda: CudaDevice) -> None:
     default = cuda.current_stream()
     assert cuda.current_stream() is default
     mine = torch.cuda.Stream(cuda.index)
+    seen: list[CudaStream] = []
     with torch.cuda.stream(mine):
         inside = cuda.current_stream()
         assert inside.raw == mine
         assert inside.name == "compute"
-    assert cuda.current_stream() is default
-
-
-@pytest.mark.gpu
-def test_the_current_stream_is_the_calling_threads(cuda: CudaDevice) -> None:
-    mine = torch.cuda.Stream(cuda.index)
-    seen: list[CudaStream] = []
-    with torch.cuda.stream(mine):
         on_a_thread(lambda: seen.append(cuda.current_stream()))
+        assert cuda.new_stream("h2d").alloc(4096).numel() == 4096  # a side stream's allocation leaves the current one
+        assert torch.cuda.current_stream(cuda.index) == mine
     assert seen[0].raw == torch.cuda.default_stream(cuda.index)
+    assert cuda.current_stream() is default
 
 
 @pytest.mark.gpu
@@ -254,12 +236,9 @@ def test_it_says_what_it_is(cuda: CudaDevice) -> None:
     gpus = visible_gpus()
     assert [gpu.index for gpu in gpus] == list(range(torch.cuda.device_count()))
     assert gpus[cuda.index].name == cuda.name
-
-
-@pytest.mark.gpu
-def test_a_simulated_event_is_refused(cuda: CudaDevice) -> None:
-    with pytest.raises(TypeError, match="got SimEvent"):
-        cuda.current_stream().wait(SimDevice().current_stream().record())
+    assert re.fullmatch(r"CUDA driver \d+\.\d, runtime .+", cuda.driver)
+    before = cuda.host_us
+    assert cuda.host_us >= before
 
 
 @pytest.mark.gpu
@@ -310,18 +289,11 @@ def test_a_kernel_is_launched_on_its_stream(cuda: CudaDevice) -> None:
     assert seen == [side.raw, compute.raw]
 
 
-@pytest.mark.gpu
-def test_the_driver_is_told_and_the_clock_runs(cuda: CudaDevice) -> None:
-    assert re.fullmatch(r"CUDA driver \d+\.\d, runtime .+", cuda.driver)
-    before = cuda.host_us
-    assert cuda.host_us >= before
-
-
 # --------------------------------------------------------------------------------- what no library that is installed answers
 
 
 @pytest.mark.gpu
-def test_buffers_that_do_not_fit_are_refused(cuda: CudaDevice) -> None:
+def test_what_does_not_fit_is_refused(cuda: CudaDevice) -> None:
     """One of each check, which the simulator makes as well: `test_sim_memory.py` and `test_sim_pack.py` have them all."""
     stream, buffer = cuda.new_stream("side"), torch.zeros(5, dtype=torch.uint8, device=cuda.torch_device)
     with pytest.raises(ValueError, match=r"^copy: expected equal sizes, got 5 bytes into 4"):
@@ -330,6 +302,10 @@ def test_buffers_that_do_not_fit_are_refused(cuda: CudaDevice) -> None:
         stream.pack(buffer, [buffer[:2], buffer[:4]], [0, 3])
     with pytest.raises(ValueError, match=r"^unpack: expected an offset for each of 2 buffers, got 1"):
         stream.unpack([buffer[:2], buffer[:4]], buffer, [0])
+    with pytest.raises(TypeError, match="got SimEvent"):
+        cuda.current_stream().wait(SimDevice().current_stream().record())
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda.current_stream().alloc(1 << 50)
 
 
 @pytest.mark.parametrize("lacking", [None, 91, 99])

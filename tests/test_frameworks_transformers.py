@@ -70,11 +70,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_bits(name: str, options: tuple[str, ...], folder: Path, budget_kib: int) -> None:
-    args = {key: value for option in options for key, value in OPTIONS[option].items()}
-    check_callback(SwapCallback, lambda swap: trained(MODELS[name], folder, swap, **args), budget_kib)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "budget_kib"),
     [
@@ -85,18 +80,17 @@ def check_bits(name: str, options: tuple[str, ...], folder: Path, budget_kib: in
         ("bert", ("clipping", "checkpointing", "bf16"), 575),
         ("mixtral", ("clipping",), 950),
         ("mixtral", ("accumulation", "checkpointing", "bf16"), 1110),
+        *(
+            pytest.param(name, options, 400, marks=[pytest.mark.slow, pytest.mark.thorough])
+            for name in MODELS
+            for n in range(5)
+            for options in itertools.combinations(OPTIONS, n)
+        ),
     ],
 )
 def test_a_trainer_gives_the_same_bits(name: str, options: tuple[str, ...], budget_kib: int, tmp_path: Path) -> None:
-    check_bits(name, options, tmp_path, budget_kib)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [p for n in range(5) for p in itertools.combinations(OPTIONS, n)], ids="-".join)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_trainer_gives_the_same_bits_with_all_its_options(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
-    check_bits(name, options, tmp_path, 400)
+    args = {key: value for option in options for key, value in OPTIONS[option].items()}
+    check_callback(SwapCallback, lambda swap: trained(MODELS[name], tmp_path, swap, **args), budget_kib)
 
 
 def test_evaluation_and_prediction_in_between_do_no_harm(tmp_path: Path) -> None:

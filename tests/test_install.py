@@ -58,6 +58,14 @@ def trained(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Outcome
     return {**seen, **{name: image(value) for name, value in model.state_dict().items()}}
 
 
+def check_ours_was_used(plain: Outcome, got: Outcome) -> None:
+    assert differences(plain, got) == []
+    gc.collect()
+    stats = ours()._the_manager().pool.stats()
+    assert stats.peak_live_bytes > 0
+    assert stats.num_live == 0
+
+
 def test_torchs_offload_wrapper_uses_ours(device: Device) -> None:
     def loss_of(model: nn.Module) -> Tensor:
         loss: Tensor = model(torch.randn(32, 64, device=device.torch_device)).square().mean()
@@ -66,50 +74,39 @@ def test_torchs_offload_wrapper_uses_ours(device: Device) -> None:
     plain = trained(wrapped(device.torch_device), loss_of)
     cm.install(device=device, min_bytes=256)
     with device.compute():
-        assert differences(plain, trained(wrapped(device.torch_device), loss_of)) == []
-    gc.collect()
-    stats = ours()._the_manager().pool.stats()
-    assert stats.peak_live_bytes > 0
-    assert stats.num_live == 0
+        got = trained(wrapped(device.torch_device), loss_of)
+    check_ours_was_used(plain, got)
 
 
 def test_hugging_faces_offload_of_checkpoints_uses_ours(sim: cm.SimDevice) -> None:
     def build(*, offload: bool) -> nn.Module:
+        torch.manual_seed(1)
         model: Any = llama(3)()
         if not hasattr(model, "activation_checkpointing_enable"):
             pytest.skip("this transformers has no offload of checkpoints")
         model.activation_checkpointing_enable(offload=offload)
         model.config.use_cache = False
-        checked: nn.Module = model
-        return checked
+        return model  # type: ignore[no-any-return]  # transformers is not followed by mypy
 
-    torch.manual_seed(1)
     plain = trained(build(offload=False), language())  # torch's own does not run without an accelerator
     cm.install(device=sim, min_bytes=256)
     with sim.compute():
-        torch.manual_seed(1)
-        assert differences(plain, trained(build(offload=True), language())) == []
-    stats = ours()._the_manager().pool.stats()
-    assert stats.peak_live_bytes > 0
-    assert stats.num_live == 0
+        got = trained(build(offload=True), language())
+    check_ours_was_used(plain, got)
 
 
-def test_modules_that_imported_the_name_see_ours_and_then_torchs_again() -> None:
+def test_modules_that_imported_the_name_see_ours_and_then_torchs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     early: Any = types.ModuleType("early")
     early.save_on_cpu = early.another_name = TORCHS_OWN[0]
-    sys.modules["early"] = early
-    try:
-        cm.install()
-        wrapper: Any = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-        assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is ours()
-        late: Any = types.ModuleType("late")
-        late.save_on_cpu = torch.autograd.graph.save_on_cpu
-        sys.modules["late"] = late
-        cm.uninstall()
-        assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is late.save_on_cpu is TORCHS_OWN[0]
-    finally:
-        sys.modules.pop("early")
-        sys.modules.pop("late", None)
+    monkeypatch.setitem(sys.modules, "early", early)
+    cm.install()
+    wrapper: Any = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is ours()
+    late: Any = types.ModuleType("late")
+    late.save_on_cpu = torch.autograd.graph.save_on_cpu
+    monkeypatch.setitem(sys.modules, "late", late)
+    cm.uninstall()
+    assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is late.save_on_cpu is TORCHS_OWN[0]
 
 
 def test_it_may_be_installed_twice_alike_and_not_otherwise() -> None:

@@ -519,10 +519,3 @@ def test_where_nothing_moves_one_sentence_says_why_by_the_third_step(why: str, c
         assert [problem for problem in handle.report().problems if sentence in problem]
         assert "session.step()" not in said
     assert len([record for record in caplog.records if "chameleon_mm.api" in record.name]) == 1
-
-
-def test_whether_the_budget_held_is_not_known_where_nothing_was_measured(sim: cm.SimDevice) -> None:
-    with cm.attach(layers(), hbm_budget=BUDGET, device=sim) as handle:
-        assert handle.report().budget_held is None
-    assert handle.report().budget_held is None
-    assert "not measured" in str(handle.report())

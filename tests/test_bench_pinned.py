@@ -16,7 +16,7 @@ from chameleon_mm.bench._measure import Cell, Figure, Results, Waived
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.units import GIB, KIB, MIB
-from tests.test_bench_copies import run_theme
+from tests.test_bench_themes import run_theme
 
 NAMES = ("llama", "moe", "resnet", "varlen")
 

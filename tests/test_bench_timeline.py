@@ -17,7 +17,7 @@ from chameleon_mm.bench._timeline_svg import ROWS, followed, marks, timeline_svg
 from chameleon_mm.report.report import SwapReport
 from chameleon_mm.swap.metrics import CopySpan
 from chameleon_mm.tools.demo import GPTConfig
-from tests.test_bench_copies import run_theme
+from tests.test_bench_themes import run_theme
 
 COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "timeline_simulated.svg"
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=2048)

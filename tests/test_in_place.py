@@ -346,28 +346,6 @@ def test_a_second_backward_finds_the_memory_gone_in_between(sim: cm.SimDevice) -
     assert all(map(torch.equal, got, expected))
 
 
-def test_a_save_with_bytes_that_the_copy_lacks_begins_it_again(sim: cm.SimDevice) -> None:
-    """One storage has one copy: the latest, which has what every earlier save would read of it now."""
-    with sim.compute():
-        swapper = executor(sim)
-        y = made(sim)
-        first = saved(swapper, y)
-        hook(swapper, times=2)
-        record = first.claim.saved
-        states = [record.state]
-        y.data.add_(1)
-        second = saved(swapper, y.data)
-        assert second.claim is first.claim
-        assert (record.state, record.copies) == (State.ON_DEVICE, 2)
-        expected = y.clone()
-        del y
-        hook(swapper, times=2)
-        states.append(record.state)
-        assert states == [State.RESTORED, State.ON_HOST]
-        assert torch.equal(swapper.use(second), expected)
-        assert torch.equal(swapper.use(first), expected)  # as eager's: both read the storage
-
-
 def test_a_use_on_another_stream_has_memory_of_its_own(sim: cm.SimDevice) -> None:
     with sim.compute():
         swapper = executor(sim)

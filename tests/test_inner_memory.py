@@ -131,10 +131,7 @@ def test_no_formula_raises_for_tensors_without_plain_sizes(kind: str) -> None:
         assert called(func, *arguments(odd)) >= 0
     if kind in ("nested", "refuses", "symbolic"):
         assert called(aten._safe_softmax.default, odd, -1) == 0
-
-
-def test_what_a_formula_raises_for_plain_tensors_is_raised() -> None:
-    with pytest.raises(ValueError, match="not enough values to unpack"):
+    with pytest.raises(ValueError, match="not enough values to unpack"):  # for plain tensors it is raised
         q = meta(2, 3, dtype=torch.float16)
         called(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, *[q] * 6, 0.0, True)
 
@@ -165,32 +162,24 @@ def test_attention_over_jagged_tensors_runs(sim: cm.SimDevice) -> None:
 # --- the simulator
 
 
-def test_the_simulator_charges_it_while_the_operator_runs() -> None:
-    sim = cm.SimDevice()
+@pytest.mark.parametrize("short", [0, 512])
+def test_the_simulator_charges_it_while_the_operator_runs_or_is_out_of_memory(short: int) -> None:
+    sim = cm.SimDevice(hbm_bytes=2 * SCORES_BYTES + SCORES_INSIDE - short)
     with sim.compute():
         x = torch.zeros(SCORES)
         sim.reset_peaks()
         before = sim.read_memory()
+        if short:
+            with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 10.5 KiB"):
+                aten._safe_softmax.default(x, -1)
+            assert sim.allocated_bytes() == SCORES_BYTES
+            return
         y = aten._safe_softmax.default(x, -1)
     after = sim.read_memory()
     assert after.allocated_bytes == before.allocated_bytes + SCORES_BYTES
     assert after.cumulative_bytes == before.cumulative_bytes + SCORES_BYTES + SCORES_INSIDE
     assert sim.peak_allocated_bytes() == after.allocated_bytes + SCORES_INSIDE
     assert y.shape == x.shape
-
-
-def test_an_operator_that_finds_no_memory_for_itself_is_out_of_memory() -> None:
-    needed = 2 * SCORES_BYTES + SCORES_INSIDE
-    for short in (0, 512):
-        sim = cm.SimDevice(hbm_bytes=needed - short)
-        with sim.compute():
-            x = torch.zeros(SCORES)
-            if short:
-                with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 10.5 KiB"):
-                    aten._safe_softmax.default(x, -1)
-                assert sim.allocated_bytes() == SCORES_BYTES
-            else:
-                aten._safe_softmax.default(x, -1)
 
 
 # --- the recorder

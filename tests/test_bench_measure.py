@@ -33,9 +33,6 @@ def test_figure_is_median_and_spread() -> None:
     assert (alone.median, alone.p20, alone.p80, alone.count, alone.simulated) == (7.0, 7.0, 7.0, 1, True)
     with pytest.raises(ValueError, match="at least one sample"):
         Figure.of([], "us", simulated=False)
-
-
-def test_waived_needs_a_reason() -> None:
     assert Waived("no GPU").to_dict() == {"waived": "no GPU"}
     with pytest.raises(ValueError, match="expected the reason"):
         Waived("")

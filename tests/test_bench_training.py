@@ -331,12 +331,17 @@ def test_a_changed_loss_of_ours_fails_the_benchmark(
     assert "losses changed: 1, at most 0" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_changed_loss_of_others_is_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_loss_of_others_is_a_figure_and_without_the_first_peer_there_is_nothing_to_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     only(monkeypatch)
     with_result(monkeypatch, "checkpoint", lambda r: dataclasses.replace(r, losses=r.losses + 1))
     path = tmp_path / "t.json"
     assert main(["bench", "training", *SMALL, "--json", str(path)]) == 0
     assert json.loads(path.read_text())["tables"]["peers"]["rows"][1]["cells"]["equal_losses"]["median"] == 0
+    with_result(monkeypatch, "no_swap", torch.OutOfMemoryError("out of memory"))
+    assert main(["bench", "training", *SMALL]) == 1
+    assert "the others are ratios to it" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -358,14 +363,6 @@ def test_a_peer_that_does_not_fit_is_waived_with_its_reason(
     for table in tables:
         cells = {name: cell for name, cell in written[table]["rows"][-1]["cells"].items() if name != "budget"}
         assert cells and all(str(error) in cell["waived"] for cell in cells.values()), table
-
-
-def test_without_the_first_peer_there_is_nothing_to_compare(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with_result(monkeypatch, "no_swap", torch.OutOfMemoryError("out of memory"))
-    assert main(["bench", "training", *SMALL]) == 1
-    assert "the others are ratios to it" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.gpu

@@ -153,11 +153,6 @@ def test_the_last_step_has_no_readings_of_the_next_one(sim: cm.SimDevice) -> Non
     assert during == before == after[: len(before)] and len(before) < len(after)
 
 
-def test_a_report_of_nothing_is_a_trace(tmp_path: Path) -> None:
-    made_up(spans=(), timed=TimedSpans()).save_trace(str(tmp_path / "trace.json"))
-    assert {event["ph"] for event in events_of(tmp_path / "trace.json")} == {"M"}
-
-
 # --- on the clock of torch.profiler's files
 
 
@@ -224,7 +219,7 @@ def _memory_viz_frames(snapshot: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_memory_of_any_step_is_that_of_its_trace(seed: int) -> None:
+def test_the_memory_of_any_step_is_that_of_its_trace(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = with_extra(random_step(Random(seed)), 3 * MIB)
     snapshot = snapshot_of(trace)
     assert max(allocated_over(snapshot)) == peak_memory(trace).nbytes
@@ -237,15 +232,12 @@ def test_the_memory_of_any_step_is_that_of_its_trace(seed: int) -> None:
         elif event["action"] == "free_completed" and where in taken:
             taken.remove(where)
     _memory_viz.segsum(snapshot)
-
-
-def test_of_too_many_allocations_the_largest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chameleon_mm.report.memory_snapshot.MOST_ALLOCATIONS", 5)
-    trace = random_step(Random(1))
-    events = snapshot_of(trace)["device_traces"][0]
-    assert sum(event["action"] == "alloc" for event in events) <= 5
+    assert sum(event["action"] == "alloc" for event in snapshot_of(trace)["device_traces"][0]) <= 5, "the largest are kept"
 
 
-def test_a_session_without_a_plan_has_no_memory_to_show(tmp_path: Path) -> None:
+def test_a_report_of_nothing_is_a_trace_and_has_no_memory_to_show(tmp_path: Path) -> None:
+    made_up(spans=(), timed=TimedSpans()).save_trace(str(tmp_path / "trace.json"))
+    assert {event["ph"] for event in events_of(tmp_path / "trace.json")} == {"M"}
     with pytest.raises(ValueError, match="save_memory_viz: expected a session with a plan, got none; run a step"):
         made_up().save_memory_viz(tmp_path / "memory.pickle")

@@ -21,6 +21,7 @@ from chameleon_mm.device.pinning import PageLocker
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.units import MIB
+from tests._memory_limit import fraction_of_memory
 from tests._programs import on_a_thread
 from tests.cuda_stand_in import control
 
@@ -81,13 +82,18 @@ def test_copies_are_exact_by_cupy_and_by_torch(either: CudaDevice, nbytes: int) 
 
 
 @pytest.mark.gpu
-def test_a_wait_orders_a_copy_after_the_kernels_before_it(either: CudaDevice) -> None:
-    host = either.alloc_pinned(MIB)
+def test_a_wait_orders_a_copy_after_the_kernels_before_it_and_a_stream_without_one_runs_beside(either: CudaDevice) -> None:
+    host, source = either.alloc_pinned(MIB), either.alloc_pinned(MIB)
     host.fill_(0)
-    d2h, compute = either.new_stream("d2h"), either.current_stream()
-    hbm = compute.alloc(MIB)
+    d2h, h2d, compute = either.new_stream("d2h"), either.new_stream("h2d"), either.current_stream()
+    hbm, other = compute.alloc(MIB), compute.alloc(MIB)
+    h2d.wait(compute.record())
     hbm.fill_(1)
-    torch.cuda._sleep(200_000_000)  # about 0.1 s: a copy that did not wait would see ones
+    torch.cuda._sleep(1_000_000_000)  # about 0.5 s: a copy that did not wait would see ones
+    busy = compute.record()
+    h2d.copy(other, source)
+    h2d.record().synchronize()
+    assert not busy.query()
     hbm.fill_(2)
     ready = compute.record()
     # Or the sleep was no test. With threads the stand-in runs an operator on the host, once its stream is done sleeping.
@@ -96,22 +102,8 @@ def test_a_wait_orders_a_copy_after_the_kernels_before_it(either: CudaDevice) ->
     d2h.copy(host, hbm)
     d2h.record().synchronize()
     assert host.eq(2).all()
-    either.free_pinned(host)
-
-
-@pytest.mark.gpu
-def test_a_stream_that_waits_for_nothing_runs_beside_a_busy_one(cuda: CudaDevice) -> None:
-    source = cuda.alloc_pinned(MIB)
-    h2d, compute = cuda.new_stream("h2d"), cuda.current_stream()
-    hbm = compute.alloc(MIB)
-    h2d.wait(compute.record())
-    torch.cuda._sleep(1_000_000_000)  # about 0.5 s
-    busy = compute.record()
-    h2d.copy(hbm, source)
-    h2d.record().synchronize()
-    assert not busy.query()
-    busy.synchronize()
-    cuda.free_pinned(source)
+    for memory in (host, source):
+        either.free_pinned(memory)
 
 
 @pytest.mark.gpu
@@ -151,18 +143,10 @@ def test_allocations_are_counted_and_freed_at_once(cuda: CudaDevice, no_gc: None
     assert cuda.read_memory().cumulative_bytes == driven + 8 * MIB
     torch.cuda.reset_accumulated_memory_stats(cuda.index)
     assert cuda.read_memory().cumulative_bytes >= driven + 8 * MIB
-
-
-@pytest.mark.gpu
-def test_capacity_follows_the_process_fraction(cuda: CudaDevice) -> None:
     _, total = torch.cuda.mem_get_info(cuda.index)
     assert 0 < cuda.capacity <= total
-    fraction = torch.cuda.get_per_process_memory_fraction(cuda.index)
-    torch.cuda.set_per_process_memory_fraction(0.1, cuda.index)
-    try:
+    with fraction_of_memory(total // 10, cuda.index):
         assert cuda.capacity <= total // 10
-    finally:
-        torch.cuda.set_per_process_memory_fraction(fraction, cuda.index)
 
 
 @pytest.mark.gpu

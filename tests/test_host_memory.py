@@ -1,5 +1,5 @@
-"""What host memory is left, read from files as the kernel writes them; and where tensors go when no more of it can be pinned: they
-stay on the device while the budget allows it, then go to pageable memory, then an error says so.
+"""What host memory is left, read from files as the kernel writes them; and where tensors go when no more of it can be pinned:
+they stay on the device while the budget allows it, then go to pageable memory, then an error says so.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -148,25 +149,14 @@ def test_the_least_of_the_machine_and_its_control_groups(tmp_path: Path, case: t
 
 
 def test_without_proc_psutil_is_asked_and_without_an_answer_it_is_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Answer:
-        available = 5 * KIB
-
-    monkeypatch.setattr(psutil, "virtual_memory", Answer)
+    assert 0 < available_host_bytes() <= psutil.virtual_memory().total  # this machine has some
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * KIB))
     assert available_host_bytes(tmp_path) == 5 * KIB
     monkeypatch.setattr(psutil, "virtual_memory", refusing(OSError, "not on this system"))
     assert available_host_bytes(tmp_path) == 0
 
 
-def test_this_machine_has_some() -> None:
-    assert 0 < available_host_bytes() <= psutil.virtual_memory().total
-
-
 # --- the limit "auto"
-
-
-@pytest.mark.parametrize(("environ", "ranks"), [({}, 1), ({"LOCAL_WORLD_SIZE": "1"}, 1), ({"LOCAL_WORLD_SIZE": "8"}, 8)])
-def test_auto_is_half_of_what_is_left_for_each_rank(environ: dict[str, str], ranks: int) -> None:
-    assert auto_limit_bytes(environ, available_bytes=64 * GIB) == 32 * GIB // ranks
 
 
 @pytest.mark.parametrize("said", ["", "0", "-1", "two", "1.5", " 4", "4 ", "+4", "٤", "1" * 5000])
@@ -176,19 +166,16 @@ def test_a_number_of_ranks_that_is_none_is_named(said: str) -> None:
     assert f"got {said!r}: correct the environment variable" in str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_auto_asked_again_is_a_part_of_the_whole_and_grows_with_the_machine(ranks: int) -> None:
-    environ = {"LOCAL_WORLD_SIZE": str(ranks)}
+@pytest.mark.parametrize(("environ", "ranks"), [({}, 1), *(({"LOCAL_WORLD_SIZE": str(ranks)}, ranks) for ranks in (1, 2, 8))])
+def test_auto_is_half_of_what_is_left_for_each_rank_and_grows_with_the_machine(environ: dict[str, str], ranks: int) -> None:
     part = auto_limit_bytes(environ, available_bytes=128 * GIB)
+    assert part == 64 * GIB // ranks
     for mine, theirs in itertools.product((0, part // 3, part), repeat=2):
         left = 128 * GIB - mine - (ranks - 1) * theirs
         again = auto_limit_bytes(environ, available_bytes=left, held_bytes=mine)
         assert (again == part) if theirs == 0 or ranks == 1 else (again < part)
         assert auto_limit_bytes(environ, available_bytes=left + 128 * GIB, held_bytes=mine) > part
-
-
-def test_auto_is_zero_where_nothing_says_what_is_left() -> None:
-    assert auto_limit_bytes({}, available_bytes=0) == 0
+    assert auto_limit_bytes(environ, available_bytes=0) == 0  # nothing says what is left
 
 
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""What each kernel computes, exactly, under Triton's interpreter or on a GPU: pack and unpack at every size and alignment, not a
-byte beside it; the checksum as torch's operators and Python's integers give it, and no change of bytes unseen.
+"""What each kernel computes, exactly, under Triton's interpreter or on a GPU: pack and unpack at every size and alignment, not
+a byte beside it; the checksum as torch's operators and Python's integers give it, and no change of bytes unseen.
 
 Tests with the parameter "interpreter" exist only where Triton's interpreter is on: test_kernels_compiled runs them.
 """
@@ -128,15 +128,12 @@ def test_interpreter_touches_nothing_beside_its_tensors(nbytes: int) -> None:
         assert torch.equal(source, target)
 
 
-def test_nothing_needs_no_launch() -> None:
+def test_launch_metadata_carries_the_bytes_read_and_written_and_nothing_needs_no_launch() -> None:
+    told = pack_kernel.launch_metadata((4, 1, 1), SimpleNamespace(name="pack_kernel"), {"nbytes": 97})
+    assert told == {"name": "pack_kernel_97B", "bytes": 194}
     nothing = torch.empty(0, dtype=torch.uint8)
     pack(nothing, [], [], num_programs=1)
     unpack(nothing, [nothing], [0], num_programs=1)
-
-
-def test_launch_metadata_carries_the_bytes_read_and_written() -> None:
-    told = pack_kernel.launch_metadata((4, 1, 1), SimpleNamespace(name="pack_kernel"), {"nbytes": 97})
-    assert told == {"name": "pack_kernel_97B", "bytes": 194}
 
 
 # --- the checksum

@@ -120,12 +120,6 @@ def _ignores_without_reason(source: str) -> list[int]:
     return [token.start[0] for token in comments if _IGNORE.match(token.string) and not _IGNORE_WITH_REASON.match(token.string)]
 
 
-def test_the_sources_are_found_through_the_links() -> None:
-    folders = {Path(name).parts[1] for name in _PACKAGE}
-    assert folders >= {"__init__.py", "device", *_TOP_LEVEL_FOLDERS}
-    assert "tests/test_layers.py" in _TESTS
-
-
 def _breaches(
     rule: Callable[[str], Sequence[object]], sources: dict[str, str], *, but: re.Pattern[str] | None = None
 ) -> list[str]:
@@ -135,16 +129,16 @@ def _breaches(
 
 
 def test_the_sources_keep_the_rules() -> None:
+    folders = {Path(name).parts[1] for name in _PACKAGE}  # found through the links
+    assert folders >= {"__init__.py", "device", *_TOP_LEVEL_FOLDERS}
+    assert "tests/test_layers.py" in _TESTS
     assert _breaches(_torch_cuda_uses, _PACKAGE, but=_MAY_USE_TORCH_CUDA) == []
     assert _breaches(_cuda_questions, _PACKAGE, but=_MAY_ASK_FOR_CUDA) == []
     assert _breaches(_top_level_imports, _PACKAGE | _TESTS) == []
     assert _breaches(_ignores_without_reason, _PACKAGE | _TESTS) == []
     assert _breaches(_too_long, _PACKAGE) == []
-
-
-def test_no_two_files_have_one_name() -> None:
     names = sorted(path.rpartition("/")[2] for path in _PACKAGE if not path.endswith("__init__.py"))
-    assert [name for name, other in pairwise(names) if name == other] == []
+    assert [name for name, other in pairwise(names) if name == other] == [], "no two files have one name"
 
 
 def test_the_value_of_an_enums_member_is_its_name() -> None:

@@ -84,10 +84,6 @@ def facts(record: StepRecord) -> tuple[object, ...]:
     return record.fingerprint, record.features, record.save_of.tolist(), record.boundaries
 
 
-def uses(record: StepRecord) -> list[Hashable]:
-    return [f for f, save in zip(record.features, record.save_of, strict=True) if save != NOT_A_USE]
-
-
 # --- the same step is the same
 
 
@@ -167,21 +163,6 @@ def test_threads_in_turn_count_their_own_operators() -> None:
 # --- different steps are not
 
 
-def test_an_operator_that_saves_nothing_shows() -> None:
-    plain = seen(lambda: leaf().exp().exp().exp().sum().backward())
-    more = seen(lambda: (leaf().exp() + 1).exp().exp().sum().backward())
-    assert plain.num_hooks == more.num_hooks
-    assert [a == b for a, b in zip(saves(plain), saves(more), strict=True)] == [True, False, True]
-
-
-def test_one_storage_twice_is_not_two_storages() -> None:
-    x, y = leaf(), leaf()
-    twice, two = seen(lambda: (x * x).sum().backward()), seen(lambda: (x * y).sum().backward())
-    assert twice.num_hooks == two.num_hooks
-    assert saves(twice)[0] == saves(two)[0]
-    assert saves(twice)[1] != saves(two)[1]
-
-
 def test_features_that_differ_have_unsigned_hashes_that_differ() -> None:
     features: list[Hashable] = []
     for order in ([3, 2], [3, 1], [1, 2], [1, 3]):  # of steps one back and two back: Python hashes -1 and -2 alike
@@ -194,6 +175,17 @@ def test_features_that_differ_have_unsigned_hashes_that_differ() -> None:
     hashes = {feature_hash(feature) for feature in features}
     assert len(hashes) == len(set(features))
     assert all(0 <= value < 2**64 for value in hashes)
+
+
+def test_an_operator_that_saves_nothing_shows_and_one_storage_twice_is_not_two() -> None:
+    plain = seen(lambda: leaf().exp().exp().exp().sum().backward())
+    more = seen(lambda: (leaf().exp() + 1).exp().exp().sum().backward())
+    assert plain.num_hooks == more.num_hooks
+    assert [a == b for a, b in zip(saves(plain), saves(more), strict=True)] == [True, False, True]
+    x, y = leaf(), leaf()
+    twice, two = seen(lambda: (x * x).sum().backward()), seen(lambda: (x * y).sum().backward())
+    assert twice.num_hooks == two.num_hooks
+    assert [a == b for a, b in zip(saves(twice), saves(two), strict=True)] == [True, False]
 
 
 def test_an_operator_more_changes_the_next_save_of_each_storage_that_is_saved_again() -> None:
@@ -470,24 +462,8 @@ def test_what_a_backward_runs_is_no_micro_batch(run: Callable[[], None], phases:
     assert [phase for _, phase in seen(run).boundaries] == phases
 
 
-def test_who_looks_at_a_graph_begins_no_backward() -> None:
-    watch = Watch()
-
-    def run() -> None:
-        y = leaf().exp()
-        assert y.grad_fn is not None
-        assert torch.equal(getattr(y.grad_fn, "_saved_result"), y)  # noqa: B009 - no stub knows what nodes save
-        assert watch.light._phase is FORWARD
-        y.tanh().sum().backward()
-        assert watch.light._phase is BACKWARD
-
-    record = watch.step(run)
-    assert record.save_of.tolist() == [-1, 0, -1, 2, 0]
-    assert record.boundaries == (Boundary(0, FORWARD), Boundary(3, BACKWARD))
-
-
-def test_a_use_of_an_earlier_step_begins_a_backward() -> None:
-    light = LightProfiler()
+def test_a_use_of_an_earlier_step_begins_a_backward_and_a_look_at_the_graph_none() -> None:
+    light, watch = LightProfiler(), Watch()
     assert light._phase is None
     with saved_tensors_hooks(lambda t: t, lambda t: (light.used(EARLIER_STEP), t)[1]):
         y = leaf().exp()
@@ -496,21 +472,32 @@ def test_a_use_of_an_earlier_step_begins_a_backward() -> None:
     assert record.save_of.tolist() == [EARLIER_STEP]
     assert record.boundaries == (Boundary(0, BACKWARD),)
 
+    def looks() -> None:
+        y = leaf().exp()
+        assert y.grad_fn is not None
+        assert torch.equal(getattr(y.grad_fn, "_saved_result"), y)  # noqa: B009 - no stub knows what nodes save
+        assert watch.light._phase is FORWARD
+        y.tanh().sum().backward()
+        assert watch.light._phase is BACKWARD
+
+    record = watch.step(looks)
+    assert record.save_of.tolist() == [-1, 0, -1, 2, 0]
+    assert record.boundaries == (Boundary(0, FORWARD), Boundary(3, BACKWARD))
+
 
 # --- records
 
 
 @pytest.mark.parametrize(
-    ("features", "save_of", "says"),
+    ("save_of", "says"),
     [
-        ([1, 2], [-1], "got 2 features and 1 save_of"),
-        ([1, 2], [-1, 1], "earlier save"),  # itself
-        ([1, 2, 3], [-1, 0, 1], "earlier save"),  # a use
-        ([1, 2], [1, -1], "earlier save"),  # a later one
-        ([1], [-3], "earlier save"),
-        ([1], [7], "earlier save"),
+        ([-1], "got 2 features and 1 save_of"),
+        *(([-1, wrong], "earlier save") for wrong in (1, 7, -3)),  # itself, a later one, none
+        ([1, -1], "earlier save"),
     ],
 )
-def test_a_record_that_contradicts_itself_is_refused(features: list[int], save_of: list[int], says: str) -> None:
+def test_a_record_that_contradicts_itself_is_refused(save_of: list[int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        StepRecord(fingerprint=0, features=tuple(zip(features)), save_of=array("i", save_of))
+        StepRecord(fingerprint=0, features=((1,), (2,)), save_of=array("i", save_of))
+    with pytest.raises(ValueError, match="earlier save"):  # a use of a use
+        StepRecord(fingerprint=0, features=((1,), (2,), (3,)), save_of=array("i", [-1, 0, 1]))

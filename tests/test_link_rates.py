@@ -68,21 +68,17 @@ def test_each_direction_alone() -> None:
 
 def test_both_ways_at_once() -> None:
     """One direction at 30, the other at 25 beside it, after each was alone at 40 and 50."""
-    alone = [*spans("out", 6, gbps=40.0), *spans("in", 6, gbps=50.0, start_us=1e5)]
     took = 1_000.0
-    beside = [CopySpan("out", 1e6, 1e6 + took, int(30.0 * took * 1e3)), CopySpan("in", 1e6, 1e6 + took, int(25.0 * took * 1e3))]
-    got = rates_of([*alone, *beside], TRUE)
+
+    def beside(out_gbps: float, in_gbps: float) -> list[CopySpan]:
+        return [CopySpan(way, 1e6, 1e6 + took, int(gbps * took * 1e3)) for way, gbps in (("out", out_gbps), ("in", in_gbps))]
+
+    got = rates_of([*spans("out", 6, gbps=40.0), *spans("in", 6, gbps=50.0, start_us=1e5), *beside(30.0, 25.0)], TRUE)
     assert got.duplex_gbps == pytest.approx(55.0)
     assert got.d2h_gbps == pytest.approx(40.0)
     assert got.h2d_gbps == pytest.approx(50.0)
-
-
-def test_both_together_are_at_least_one_and_at_most_the_sum() -> None:
-    took = 1_000.0
-    slow = [CopySpan(way, 0.0, took, int(5.0 * took * 1e3)) for way in ("out", "in")]
-    assert rates_of(slow, TRUE).duplex_gbps == 50.0
-    fast = [CopySpan(way, 0.0, took, int(500.0 * took * 1e3)) for way in ("out", "in")]
-    assert rates_of(fast, TRUE).duplex_gbps == 90.0
+    # At least one, and at most the sum.
+    assert [rates_of(beside(gbps, gbps), TRUE).duplex_gbps for gbps in (5.0, 500.0)] == [50.0, 90.0]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 2_000), st.integers(1, 64 * MIB)), max_size=30))
@@ -169,36 +165,25 @@ def test_a_link_that_nobody_measured_is_the_datasheets(tmp_path: Path, monkeypat
 # --- measured ahead: the simulator's figures, and a cache that trusts nothing it reads
 
 
-def test_the_duplex_rate_is_that_of_the_time_when_both_are_busy() -> None:
-    one = [0.0, 100.0, 200.0]
-    other = [50.0, 250.0, 450.0]
+def test_the_simulators_rates_are_its_links_the_same_every_time_and_nothing_is_left(no_gc: None) -> None:
+    cost = CostModel(spec=ROUND, copy_us=3.0, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
+    sim = SimDevice(ROUND, cost=cost)
+    figures = calibrate(sim)
+    assert figures == calibrate(SimDevice(ROUND, cost=cost))
+    assert sim.allocated_bytes() == 0
+    # 32 MiB pieces: 3355 and 1678 us at 10 and 20 GB/s, and 3.1 us fixed.
+    assert figures["h2d_gbps"] == pytest.approx(10.0, rel=0.01)
+    assert figures["d2h_gbps"] == pytest.approx(20.0, rel=0.01)
+    # The first piece was issued before anything ran beside it, and keeps its own rate: hence no closer.
+    assert figures["duplex_gbps"] == pytest.approx(25.0, rel=0.1)
+    assert figures["duplex_gbps"] > 20.0
+    one, other = [0.0, 100.0, 200.0], [50.0, 250.0, 450.0]
     # Both from 50 to 200: 1.5 pieces of the one, 150 of 200 us of a piece of the other.
     assert busy_gbps([one, other], 1_000_000) == pytest.approx((1.5 + 0.75) * 1_000_000 / 150.0 / 1e3)
     assert busy_gbps([one], 1_000_000) == pytest.approx(10.0)
 
 
 ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=20.0, duplex_gbps=25.0, hbm_gbps=1000.0)
-
-
-@pytest.fixture(scope="module")
-def round_figures() -> dict[str, float]:
-    cost = CostModel(spec=ROUND, copy_us=3.0, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
-    return calibrate(SimDevice(ROUND, cost=cost))
-
-
-def test_the_simulator_s_rates_are_its_links(round_figures: dict[str, float]) -> None:
-    # 32 MiB pieces: 3355 and 1678 us at 10 and 20 GB/s, and 3.1 us fixed.
-    assert round_figures["h2d_gbps"] == pytest.approx(10.0, rel=0.01)
-    assert round_figures["d2h_gbps"] == pytest.approx(20.0, rel=0.01)
-    # The first piece was issued before anything ran beside it, and keeps its own rate: hence no closer.
-    assert round_figures["duplex_gbps"] == pytest.approx(25.0, rel=0.1)
-    assert round_figures["duplex_gbps"] > 20.0
-
-
-def test_on_the_simulator_it_is_the_same_every_time_and_leaves_nothing(no_gc: None) -> None:
-    sim, again = SimDevice(), SimDevice()
-    assert calibrate(sim) == calibrate(again)
-    assert sim.allocated_bytes() == 0
 
 
 class _Short(CountingDevice):
@@ -210,13 +195,10 @@ class _Short(CountingDevice):
         return super().alloc_pinned(nbytes)
 
 
-def test_pinned_memory_goes_back() -> None:
+def test_pinned_memory_goes_back_also_on_a_machine_without_enough() -> None:
     device = CountingDevice()
     calibrate(device)
     assert (device.num_pinned, device.chunks) == (2, {})
-
-
-def test_a_machine_without_the_memory_says_so_and_keeps_none() -> None:
     device = _Short()
     with pytest.raises(HostMemoryExhausted):
         calibrate(device)
@@ -244,21 +226,18 @@ RATES = {"h2d_gbps": 50.0, "d2h_gbps": 49.0, "duplex_gbps": 80.0}
 def test_what_was_kept_is_there_for_its_device_driver_and_torch_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = UnsimulatedDevice("CUDA driver 13.0, runtime 13.0")
     assert kept(device, "link") is None
+    assert not keep(SimDevice(), "link", RATES)  # what is simulated is neither kept nor found
+    assert list(home.iterdir()) == []
+    assert keep(UnsimulatedDevice("simulated"), "link", RATES)
+    assert kept(SimDevice(), "link") is None
     assert keep(device, "link", RATES)
     assert kept(device, "link") == RATES
     assert kept(device, "other") is None
     assert kept(UnsimulatedDevice("CUDA driver 13.1, runtime 13.0"), "link") is None
-    names = [file.name for file in (home / ".cache" / "chameleon_mm").iterdir()]
-    assert names == ["link-simulated-h200-cuda-driver-13.0-runtime-13.0.json"]  # and no half-written one
+    names = {file.name for file in (home / ".cache" / "chameleon_mm").iterdir()}  # and no half-written one
+    assert names == {f"link-simulated-h200-{name}.json" for name in ("cuda-driver-13.0-runtime-13.0", "simulated")}
     monkeypatch.setattr(torch, "__version__", "0.1")
     assert kept(device, "link") is None
-
-
-def test_what_is_simulated_is_neither_kept_nor_found(home: Path) -> None:
-    assert not keep(SimDevice(), "link", RATES)
-    assert list(home.iterdir()) == []
-    assert keep(UnsimulatedDevice("simulated"), "link", RATES)
-    assert kept(SimDevice(), "link") is None
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from chameleon_mm.api.session import SwapSession
-from chameleon_mm.bench import _planned, _small_step, _training_peers, _training_run, training
+from chameleon_mm.bench import _planned, _small_step, _training_peers, training
 from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
 from chameleon_mm.bench._small_step import NO_SESSION, SESSION, small_step
 from chameleon_mm.bench._training_models import Checkpointed, Sizes, Workload, gpt2, llama, resnet, vit
-from chameleon_mm.bench._training_peers import PLANNED, SWAP_ONLY, ModelledSaveOnCpu, Peer, peers, session_key
+from chameleon_mm.bench._training_peers import PLANNED, ModelledSaveOnCpu, Peer, peers
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
 from chameleon_mm.bench._training_sizes import FILL, TINY, choose_shape, choose_workload, fill_layers
 from chameleon_mm.bench.training import fresh_device
@@ -384,12 +384,6 @@ def test_torchs_own_peer_is_the_real_one_on_a_gpu() -> None:
 SIZES = Sizes(layers=2, width=32, heads=2, seq=32, batch=2, dtype="float32")
 OTHERS = {"gpt2": gpt2(SIZES), "vit": vit(SIZES), "resnet": resnet(dataclasses.replace(SIZES, width=8, heads=1))}
 FAMILIES = {"llama": llama(Shape(layers=2, width=32, heads=2, ffn=48, seq=16, batch=2, dtype="float32")), **OTHERS}
-LARGER = {
-    "gpt2": gpt2(Sizes(layers=3, width=64, heads=2, seq=256, batch=16, dtype="float32")),
-    "vit": vit(Sizes(layers=3, width=64, heads=2, seq=64, batch=16, dtype="float32")),
-    "resnet": resnet(Sizes(layers=1, width=16, seq=32, batch=32, dtype="float32")),
-}
-"""Most of what they save is worth moving."""
 
 
 def trained(work: Workload, *, checkpointed: bool) -> tuple[nn.Module, Tensor]:
@@ -413,19 +407,3 @@ def test_checkpointing_changes_no_bit_and_is_of_every_block_or_none(name: str) -
     if name in OTHERS:
         wrapped = [sum(isinstance(module, Checkpointed) for module in model.modules()) for model in (plain, again)]
         assert wrapped == [0, 6 if name == "resnet" else 2]
-
-
-@pytest.mark.parametrize("name", LARGER)
-def test_a_session_trains_it_within_half_with_recomputation_and_without(
-    name: str, sim: SimDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_training_run, "SIMULATED_WARMUP_STEPS", 3)  # a recorded step, and two of proofs
-    work, by_key = LARGER[name], {peer.key: peer for peer in peers(sim)}
-    plain = run_peer(by_key["no_swap"], work, sim, steps=1, seed=0, hbm_budget=sim.capacity)
-    for way in (PLANNED, SWAP_ONLY):
-        peer = by_key[session_key(1 / 2, way)]
-        run = run_peer(peer, work, SimDevice(), steps=1, seed=0, hbm_budget=plain.budget_for(1 / 2))
-        assert torch.equal(run.losses, plain.losses), way
-        assert run.steady_peak_bytes <= plain.budget_for(1 / 2)
-        assert run.followed is not None
-        assert (run.followed.recomputed_bytes > 0) == (way == PLANNED)

@@ -218,12 +218,9 @@ def enters_and_leaves(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
     return program
 
 
-def never_enters(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
-    def program(x: Tensor) -> Tensor:
-        y = deep(deep(torch.tanh(x * 2)))
-        return (y * y).sum()
-
-    return program
+def never_enters(x: Tensor) -> Tensor:
+    y = deep(deep(torch.tanh(x * 2)))
+    return (y * y).sum()
 
 
 def breaks_its_graph(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
@@ -236,10 +233,7 @@ def breaks_its_graph(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
     return program
 
 
-PROGRAMS: dict[str, Build] = {
-    "enters and leaves": enters_and_leaves,
-    "breaks its graph": breaks_its_graph,
-}
+PROGRAMS: dict[str, Build] = {"enters and leaves": enters_and_leaves, "breaks its graph": breaks_its_graph}
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -250,7 +244,7 @@ def test_a_compiled_function_that_meets_hooks_half_way(program: str, nested: boo
     manager = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
     outer = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
     x = torch.randn(16, 16, device=unwatched.torch_device, requires_grad=True)
-    (expected,) = torch.autograd.grad(never_enters(manager)(x), x)
+    (expected,) = torch.autograd.grad(never_enters(x), x)
     run = torch.compile(PROGRAMS[program](manager), backend=backend)
     for _ in range(2):  # compiling, then compiled
         with outer if nested else nullcontext():
@@ -298,11 +292,11 @@ def test_a_compiled_function_that_trains(what: str, unwatched: Device) -> None:
 def test_fullgraph_works_under_hooks_and_refuses_to_enter_them(unwatched: Device) -> None:
     manager = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
     x = torch.randn(16, 16, device=unwatched.torch_device, requires_grad=True)
-    (expected,) = torch.autograd.grad(never_enters(manager)(deep(x)), x)
+    (expected,) = torch.autograd.grad(never_enters(deep(x)), x)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(enters_and_leaves(manager), backend="aot_eager", fullgraph=True)(x)
     with manager:
-        out = torch.compile(never_enters(manager), backend="aot_eager", fullgraph=True)(deep(x))
+        out = torch.compile(never_enters, backend="aot_eager", fullgraph=True)(deep(x))
     (got,) = torch.autograd.grad(out, x)
     assert torch.equal(got, expected)
     assert manager.pool.stats().peak_live_bytes > 0

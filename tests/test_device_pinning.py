@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,8 +27,7 @@ from chameleon_mm.device.cuda.cuda_device import driver_attribute, pinning_calls
 from chameleon_mm.device.pinning import PageLocker, PinningCalls, populated_pages
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
 from chameleon_mm.units import MIB
-
-_ROOT = Path(__file__).resolve().parents[1]
+from tests._run_scripts import python
 
 
 class FakeDriver:
@@ -367,29 +365,19 @@ def _at_exit() -> None:
     cycle.append(alone.pin(4096))
 
 
-def _run(case: str) -> tuple[str, list[str]]:
-    """Standard output, and the lines of standard error."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", __file__, case],
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr.splitlines()
-
-
-def test_a_forked_child_calls_no_driver_and_unmaps_nothing() -> None:
-    said, calls = _run("child")
-    answer = json.loads(said)
+def test_a_forked_child_calls_no_driver_and_unmaps_nothing(tmp_path: Path) -> None:
+    done = python(["-W", "error", __file__, "child"], tmp_path)
+    assert done.code == 0, done.err
+    answer = json.loads(done.out)
     assert "got its forked child" in answer.pop("pin")
     assert answer == {"holes": [True, True], "unpins without the lock": True, "calls": 4, "mapped": [True, True]}
-    assert calls == ["register in parent"] * 3 + ["unregister in parent"] * 3
+    assert done.err.splitlines() == ["register in parent"] * 3 + ["unregister in parent"] * 3
 
 
-def test_the_end_of_the_interpreter_calls_no_driver() -> None:
-    said, calls = _run("exit")
-    assert said == ""
-    assert calls == ["register in parent", "register in parent", "host_alloc in parent"]
+def test_the_end_of_the_interpreter_calls_no_driver(tmp_path: Path) -> None:
+    done = python(["-W", "error", __file__, "exit"], tmp_path)
+    assert (done.code, done.out) == (0, ""), done.err
+    assert done.err.splitlines() == ["register in parent", "register in parent", "host_alloc in parent"]
 
 
 # --- on the hardware

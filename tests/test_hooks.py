@@ -1,5 +1,5 @@
 """Autograd's two hooks: the short way for what stays on the device, which nothing is lost by; files and calls of ours that a
-hook of a planned step crosses, the device's own aside, of which none may creep up; names of their work in torch.profiler's traces.
+hook of a planned step crosses, the device's own aside, of which none may creep up; names in torch.profiler's traces.
 
 .venv/bin/python -m tests.test_hooks        # a line for each hook of a planned step, then the longest path
 """

@@ -193,13 +193,17 @@ void force(Lock& lock, Stream* stream, uint64_t upto) {
   }
 }
 
+void host_waits(Lock& lock, Stream* stream) {
+  Clock clock = stream->clock;  // another thread may queue more meanwhile
+  force(lock, stream);
+  state.host.join(clock);
+}
+
 void force_all(Lock& lock, int device) {
   for (size_t i = 0; i < state.streams.size(); i++) {
     Stream* stream = state.streams[i];
     if (device >= 0 && stream->device != device) continue;
-    Clock clock = stream->clock;
-    force(lock, stream);
-    state.host.join(clock);
+    host_waits(lock, stream);
   }
 }
 

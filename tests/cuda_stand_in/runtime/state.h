@@ -159,6 +159,8 @@ void enqueue_implicit_waits(Stream* stream);
 // Returns when so many operations of the stream have run.
 void force(Lock& lock, Stream* stream, uint64_t upto);
 inline void force(Lock& lock, Stream* stream) { force(lock, stream, stream->given); }
+// The same of all of it; the host then knows it to be done.
+void host_waits(Lock& lock, Stream* stream);
 void force_all(Lock& lock, int device);  // -1: of all devices; the host then knows all of it to be done
 // Early mode: runs what can run without forcing anything.
 void advance(Lock& lock);

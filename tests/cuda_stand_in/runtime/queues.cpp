@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <unistd.h>
 
 #include "state.h"
 
@@ -24,10 +23,7 @@ void run(Lock& lock, Operation& operation) {
   switch (operation.kind) {
     case Operation::copy:
     case Operation::set:
-      if (threaded()) {
-        lock.unlock();
-        if (settings().delay_us) usleep(settings().delay_us);
-      }
+      if (threaded()) lock.unlock();
       if (operation.kind == Operation::copy) {
         memmove(operation.dst, operation.src, operation.bytes);
       } else {

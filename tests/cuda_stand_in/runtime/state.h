@@ -34,15 +34,12 @@ enum class Mode {
 
 struct Settings {
   Mode mode;
-  long queries;           // how often an unfinished event or stream answers "not ready" before a query forces it; -1: for ever
   long devices;
   long log;               // 0 nothing, 1 what is refused, 2 every copy
-  long delay_us;          // threads: every copy sleeps this long first
   bool races;             // whether accesses are checked
-  bool poison;            // whether new device memory is filled with 0xff: NaN in every floating type
-  std::string on_kernel;  // what a launch of the GPU's own code does: error, abort, ignore
 };
 const Settings& settings();
+constexpr int most_queries = 2;  // so often an unfinished event or stream answers "not ready" before a query forces it
 inline bool threaded() { return settings().mode == Mode::threads; }
 
 #define STANDIN_SAY(level, ...)                    \

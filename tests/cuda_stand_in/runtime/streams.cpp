@@ -44,8 +44,7 @@ API cudaError_t cudaStreamQuery(cudaStream_t handle) {
   if (cudaError_t error = refuse_in_capture(stream)) return answer(error);
   if (cudaError_t error = unsafe_call()) return answer(error);
   if (stream->done < stream->given) {
-    bool answers_now = !threaded() && settings().queries >= 0 && ++stream->asked > settings().queries;
-    if (!answers_now) return answer(cudaErrorNotReady);
+    if (threaded() || ++stream->asked <= most_queries) return answer(cudaErrorNotReady);
   }
   stream->asked = 0;
   host_waits(lock, stream);

@@ -20,6 +20,7 @@ from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
 from chameleon_mm.device.pinning import PageLocker
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import MIB
 from tests._memory_limit import fraction_of_memory
 from tests._programs import on_a_thread
@@ -204,6 +205,8 @@ def test_a_refused_pin_leaves_the_next_kernel_launch_working(cuda: CudaDevice, r
     refusing = PageLocker(replace(calls, register=register_taken))
     memory = refusing.pin(MIB)  # by the fallback
     assert memory.is_pinned()
+    with pytest.raises(HostMemoryExhausted, match=r"expected .* \(70368744177664 bytes\), got"):  # far more than there is
+        PageLocker(replace(calls, register=None)).pin(1 << 46)
     doubled = torch.ones(8, device=cuda.torch_device) * 2
     cuda.synchronize()
     assert doubled.cpu().eq(2).all()

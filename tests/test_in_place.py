@@ -295,31 +295,6 @@ def test_memory_that_torch_did_not_allocate_stays_and_is_counted(name: str, sim:
 # --- whole programs
 
 
-def program(at: torch.device, kept: list[Tensor] | None) -> list[Tensor]:
-    """Gradients of a chain whose activations somebody keeps (None: nobody), and what is kept at its end."""
-    torch.manual_seed(3)
-    layers = [nn.Linear(SIDE, SIDE).to(at) for _ in range(4)]
-    x = torch.randn(SIDE, SIDE, device=at, requires_grad=True)
-    y = x
-    for layer in layers:
-        y = torch.tanh(layer(y))
-        if kept is not None:
-            kept.append(y)
-    y.square().sum().backward()
-    grads = [p.grad for layer in layers for p in layer.parameters() if p.grad is not None]
-    assert x.grad is not None
-    return [t.detach().clone() for t in (x.grad, *grads, *(kept or ()))]
-
-
-@pytest.mark.parametrize("holds", [False, True])
-def test_activations_that_a_model_keeps_are_intact(holds: bool, device: Device) -> None:
-    expected = program(device.torch_device, [] if holds else None)
-    with device.compute(), cm.save_on_cpu(device=device, min_bytes=1024):
-        got = program(device.torch_device, [] if holds else None)
-    assert len(got) == len(expected)
-    assert all(map(torch.equal, got, expected))
-
-
 def test_a_second_backward_finds_the_memory_gone_in_between(sim: cm.SimDevice) -> None:
     def twice(at: torch.device, between: Callable[[], None]) -> list[Tensor]:
         torch.manual_seed(3)

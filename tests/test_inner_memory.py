@@ -26,6 +26,7 @@ from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.record.storages import Readings, StorageTable
 from chameleon_mm.tools.prediction import needs_of
 from chameleon_mm.units import KIB
+from tests._plain_training import Image, image
 from tests._trace_records import ops_of
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -320,8 +321,8 @@ class GPT(nn.Module):
 @dataclass
 class Run:
     peaks: list[int] = field(default_factory=list)
-    numbers: list[tuple[object, bytes]] = field(default_factory=list)
-    """Of losses and gradients: dtype and layout, and what they are."""
+    numbers: list[Image] = field(default_factory=list)
+    """Of losses and gradients."""
     recorded: list[bool] = field(default_factory=list)
     """By step: whether it was recorded to its end."""
     hits: int = 0
@@ -349,7 +350,7 @@ def train(
                         model(ids)
                 loss = model(ids)
                 loss.backward()
-                run.numbers += [bits(t) for t in (loss, *(p.grad for p in model.parameters())) if t is not None]
+                run.numbers += [image(t) for t in (loss, *(p.grad for p in model.parameters())) if t is not None]
                 optimizer.step()
                 optimizer.zero_grad()
             run.peaks.append(device.peak_allocated_bytes())
@@ -357,11 +358,6 @@ def train(
             del loss, ids
     run.hits = 0 if session is None else session.report().plan_cache_hits
     return run
-
-
-def bits(t: Tensor) -> tuple[object, bytes]:
-    """Without an operator on the simulated device, whose memory would be counted."""
-    return (t.dtype, t.shape, t.stride()), t.detach().cpu().numpy().tobytes()
 
 
 @pytest.mark.parametrize("share", [1 / 2, 3 / 4])

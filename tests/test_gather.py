@@ -25,7 +25,6 @@ from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.host_copy import State
 from tests._fakes import leave_out_meeting, refusing
 from tests._ordering import SLOW_LINK
-from tests._programs import assert_same
 from tests.observed import SimRaceError
 
 ROWS, ROW = 64, 1024
@@ -281,28 +280,3 @@ def test_without_the_streams_meeting_a_gather_is_a_race(left_out: int, monkeypat
     leave_out_meeting(monkeypatch, left_out)
     with pytest.raises(SimRaceError):
         gathered_and_used(gathered_on_side=True, used_on_side=False)
-
-
-class LastRow(torch.nn.Module):
-    """A head over the last position alone, as a language model's in training for the next token of a prompt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        last: Tensor = self.head(self.body(x).sin()[:, -1].exp())
-        return last
-
-
-def test_training_over_the_last_position_is_exact(device: Device) -> None:
-    def gradients(session: cm.SwapSession | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        with nullcontext() if session is None else session, nullcontext() if session is None else session.step():
-            model = LastRow().to(device.torch_device)
-            model(torch.randn(4, 128, 64).to(device.torch_device)).square().sum().backward()
-            return [p.grad for p in model.parameters() if p.grad is not None]
-
-    session = cm.SwapSession(device.capacity, host_budget="64MiB", device=device, min_bytes=1024)
-    assert_same(gradients(None), gradients(session))
-    assert session.pool.stats().num_live == 0

@@ -124,8 +124,8 @@ def test_only_what_was_pinned_is_unpinned_whole_and_once() -> None:
 @pytest.mark.parametrize("why", ["refused", "no registration", "no pages"])
 def test_without_a_registration_the_drivers_own_is_taken_and_no_error_left_behind(why: str) -> None:
     driver = FakeDriver(*["register"] * (why == "refused"))
-    failing = _write_by_hand(errno.ENOMEM) if why == "no pages" else None
-    locker = PageLocker(driver.calls(can_register=why != "no registration"), **({"madvise": failing} if failing else {}))
+    options: dict[str, Any] = {"madvise": _write_by_hand(errno.ENOMEM)} if why == "no pages" else {}
+    locker = PageLocker(driver.calls(can_register=why != "no registration"), **options)
     memory = locker.pin(4096)
     asked = ["register"] * (why == "refused")
     assert driver.log == [*asked, "host_alloc"]

@@ -179,7 +179,8 @@ def efficient(
 ) -> tuple[Any, ...]:
     from tests.cuda_stand_in.compute import OnHost
 
-    compute_logsumexp, p, is_causal = (*given, *(0.0, False)[len(given) - 1 :])
+    compute_logsumexp, p = given[0], given[1] if len(given) > 1 else 0.0
+    is_causal = len(given) > 2 and given[2]
     state = drawn(draws, p)
     out, logsumexp = forward(query, key, value, bias, p, is_causal, scale_of(query, scale), state)
     rows = query.size(2)

@@ -1,11 +1,15 @@
-"""The GPU suite without a GPU: parts that pass, fail, crash and hang, what is kept of them, and what never counts as passed."""
+"""The GPU suite without a GPU: parts that pass, fail, crash and hang, what is kept of them, what never counts as passed, and
+the rehearsal on the CUDA stand-in."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,16 @@ import pytest
 from rich.console import Console
 
 from chameleon_mm.bench import gpu_suite
-from chameleon_mm.bench._environment import result_name
-from chameleon_mm.bench._measure import Figure, Waived
+from chameleon_mm.bench._environment import environment, result_name, write_record
+from chameleon_mm.bench._measure import Column, Figure, Results, Waived
 from chameleon_mm.bench._reclaim_gap import gaps_us, measure
+from chameleon_mm.bench._report import Bound, Report
+from chameleon_mm.bench._stand_in import NOT_MEASURED, computes_on_cpu, is_stand_in
 from chameleon_mm.bench.gpu_suite import FIGURES, PARTS, Outcome, Part, allotted_s, read_tests, run_part
 from chameleon_mm.device import resolve_device
+from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.units import MIB
-from tests._fakes import scripted_part
+from tests._fakes import PlayedStandIn, scripted_part
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = {
@@ -37,10 +44,9 @@ def run_alone(made: Part, tmp_path: Path, seconds: float = 60) -> Outcome:
     return run_part(made, tmp_path, seconds, cwd=ROOT)
 
 
-def run_suite(parts: list[Part], out: Path, budget_s: float = 300) -> tuple[int, str]:
-    with (out.parent / "console").open("w", encoding="utf-8") as file:
-        console = Console(record=True, width=160, file=file)
-        return gpu_suite.run_suite(parts, out, budget_s, ROOT, console), console.export_text()
+def run_suite(parts: list[Part], out: Path, budget_s: float = 300, root: Path = ROOT) -> tuple[int, str]:
+    console = Console(record=True, width=160, file=StringIO())
+    return gpu_suite.run_suite(parts, out, budget_s, root, console), console.export_text()
 
 
 def suite_record(out: Path) -> dict[str, Any]:
@@ -48,14 +54,10 @@ def suite_record(out: Path) -> dict[str, Any]:
     return record
 
 
-def test_a_part_that_passes(tmp_path: Path) -> None:
-    outcome = run_alone(part("copy", ""), tmp_path)
-    assert (outcome.status, outcome.detail, outcome.record) == ("passed", "all well", RECORD)
-
-
 @pytest.mark.parametrize(
     ("code", "record", "detail"),
     [
+        (None, None, "could not be started"),
         ("sys.exit('it broke')", None, "it broke"),
         ("sys.exit(1)", RECORD, "all well"),
         ("os.abort()", None, "exit code -6"),
@@ -66,18 +68,24 @@ def test_a_part_that_passes(tmp_path: Path) -> None:
         ("", {**RECORD, "simulated": True}, "expected a result of a real GPU"),
         ("", {key: value for key, value in RECORD.items() if key != "commit"}, "expected commit in its result"),
     ],
-    ids=["message", "exit code", "crash", "no record", "broken record", "number", "deep", "simulated", "no commit"],
+    ids=[
+        "no command",
+        "message",
+        "exit code",
+        "crash",
+        "no record",
+        "broken record",
+        "number",
+        "deep",
+        "simulated",
+        "no commit",
+    ],
 )
-def test_a_part_that_fails(code: str, record: dict[str, Any] | None, detail: str, tmp_path: Path) -> None:
-    outcome = run_alone(part("copy", code, record=record), tmp_path)
+def test_a_part_that_fails(code: str | None, record: dict[str, Any] | None, detail: str, tmp_path: Path) -> None:
+    made = Part(theme="copy", command=["/nonexistent/python"], cap_s=5, least_s=1)
+    outcome = run_alone(made if code is None else part("copy", code, record=record), tmp_path)
     assert outcome.status == "failed"
     assert detail in outcome.detail
-
-
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
-    missing = Part(theme="copy", command=["/nonexistent/python"], cap_s=5, least_s=1)
-    outcome = run_alone(missing, tmp_path)
-    assert (outcome.status, "could not be started" in outcome.detail) == ("failed", True)
 
 
 def test_a_part_that_hangs_is_ended_with_its_children_and_its_record_kept(tmp_path: Path) -> None:
@@ -124,7 +132,10 @@ def test_a_suite_keeps_going_and_keeps_everything(tmp_path: Path) -> None:
 def test_a_suite_that_passes(tmp_path: Path) -> None:
     out = tmp_path / "results"
     assert run_suite([part("copy", ""), part("pack", "")], out)[0] == 0
-    assert suite_record(out)["passed"] is True
+    record = suite_record(out)
+    assert record["passed"] is True
+    assert [(entry["status"], entry["detail"]) for entry in record["parts"]] == [("passed", "all well")] * 2
+    assert record["records"] == {"copy": RECORD, "pack": RECORD}
 
 
 def test_without_a_device_nothing_else_runs_and_nothing_is_written(tmp_path: Path) -> None:
@@ -157,12 +168,9 @@ def test_time_is_kept_for_later_parts() -> None:
     assert allotted_s(first, 59, [second]) == 30  # not enough for both: who comes first runs
     assert allotted_s(second, 59, []) == 59
     assert allotted_s(second, 29, []) == 0
-
-
-@pytest.mark.parametrize("times", [(0.0, 10.0), (20.0, 10.0)])
-def test_bad_times_of_a_part(times: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="0 < least_s <= cap_s"):
-        Part(theme="copy", command=[], least_s=times[0], cap_s=times[1])
+    for least_s in (0.0, 20.0):
+        with pytest.raises(ValueError, match="0 < least_s <= cap_s"):
+            Part(theme="copy", command=[], least_s=least_s, cap_s=10.0)
 
 
 def junit(*cases: str) -> str:
@@ -248,3 +256,122 @@ def test_blocks_that_were_copied_come_back_by_either_way() -> None:
     peaks = [row.cells["peak"] for row in gap.rows]
     assert all(isinstance(peak, Figure) and peak.median <= 16 for peak in peaks)
     assert all(isinstance(row.cells["gap"], Waived) == gap.header["stand_in"] for row in gap.rows)
+
+
+# --- a rehearsal on the CUDA stand-in never passes for a GPU's figure: what is marked, withheld, and written where
+NAME = "CUDA stand-in, no GPU"
+REHEARSED = {**RECORD, "device": NAME, "stand_in": True}
+RATE = Column(key="rate", title="GB/s", formula="bytes / time")
+PEAK = Column(key="peak", title="peak GiB", formula="bytes / 2**30", on_stand_in=True)
+
+
+def table(rate: float = 55.5) -> Results:
+    results = Results("copy", PlayedStandIn(), (RATE, PEAK))
+    figures = {"rate": Figure.of([rate], "GB/s", simulated=False), "peak": Figure.of([1.25], "GiB", simulated=False)}
+    results.add("H2D", {"bytes": 1}, figures)
+    return results
+
+
+def test_the_stand_in_is_known_by_its_name(sim: SimDevice) -> None:
+    assert is_stand_in(NAME)
+    assert not any(is_stand_in(name) for name in ("NVIDIA H200", sim.name, "AMD EPYC"))
+    assert computes_on_cpu(PlayedStandIn())
+    assert computes_on_cpu(sim)
+    assert environment("copy", PlayedStandIn())["stand_in"] is True
+    assert environment("copy", sim)["stand_in"] is False
+
+
+def test_only_columns_that_the_stand_in_can_tell_keep_their_figures() -> None:
+    results = table()
+    assert results.rows[0].cells["rate"] == Waived(NOT_MEASURED)
+    assert isinstance(results.rows[0].cells["peak"], Figure)
+    console = Console(record=True, width=100, file=StringIO())
+    results.show(console)
+    for text in (console.export_text(), json.dumps(results.to_dict())):
+        assert "55.5" not in text
+        assert NOT_MEASURED in text
+        assert NAME in text or "WAIVED" in text
+
+
+def test_only_bounds_that_the_stand_in_can_tell_are_judged() -> None:
+    bounds = [
+        Bound(name="losses changed", limit=0, found=1.0, counted=True),
+        Bound(name="peak / budget", limit=1, found=2.0, on_stand_in=True),
+        Bound(name="rate", limit=50, found=55.5, at_most=False),
+        Bound(name="no row", limit=1, found=Waived("none")),
+    ]
+    report = Report(header=environment("copy", PlayedStandIn()), tables={"copies": table()}, bounds=bounds)
+    assert [bound.held for bound in report.bounds] == [False, False, None, None]
+    assert [bound.found for bound in report.bounds[2:]] == [Waived(NOT_MEASURED), Waived("none")]
+    assert "55.5" not in json.dumps(report.to_dict())
+
+
+def test_the_folder_of_results_is_refused(tmp_path: Path) -> None:
+    for where in ("bench/results/x.json", "bench/results/more/x.json", "chameleon_mm/bench/results/x.json"):
+        with pytest.raises(ValueError, match=r"expected a folder other than bench/results.*name another one"):
+            write_record(ROOT / where, REHEARSED)
+        assert not (ROOT / where).exists()
+    out = tmp_path / "bench" / "results"
+    out.parent.mkdir()
+    code, text = run_suite([scripted_part("copy", REHEARSED), scripted_part("pack", REHEARSED)], out, root=tmp_path)
+    assert code == 1
+    assert "expected a folder other than bench/results" in text
+    assert "pack" not in text
+    assert not out.exists()
+
+
+def test_a_suite_says_what_it_is_and_a_record_of_the_stand_in_without_its_mark_fails(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    parts = [
+        # The first runs before anything is known.
+        scripted_part("copy", REHEARSED, "sys.exit(len(sys.argv) != 2)", rehearsal=("--small",)),
+        scripted_part("pack", REHEARSED, "sys.exit(sys.argv[2:] != ['--small'])", rehearsal=("--small",)),
+    ]
+    code, text = run_suite(parts, out)
+    assert code == 0, text
+    assert f"GPU suite on {NAME}" in " ".join(text.split())
+    assert "neither a GPU's times nor its rates" in text
+    (path,) = out.iterdir()
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["stand_in"] is True and record["device"] == NAME
+    unmarked = {key: value for key, value in REHEARSED.items() if key != "stand_in"}
+    code, text = run_suite([parts[0], scripted_part("pack", unmarked)], out)
+    assert code == 1
+    assert f'expected "stand_in": true in a result of {NAME}' in text
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_part_of_the_suite_runs_on_the_stand_in(tmp_path: Path) -> None:
+    import torch
+
+    if not is_stand_in(torch.cuda.get_device_name()):
+        pytest.skip("this is a GPU: on it `make gpu` is the run, not its rehearsal")
+    command = [sys.executable, "-m", "chameleon_mm.bench.gpu_suite", "--out", str(tmp_path), "--minutes", "12"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "GB/s" not in done.stdout
+    (path,) = tmp_path.iterdir()
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert {entry["status"] for entry in written["parts"]} == {"passed"}
+    records = {theme: record for theme, record in written["records"].items() if theme != "tests"}
+    for theme, record in records.items():
+        assert (record["stand_in"], is_stand_in(record["device"])) == (True, True), theme
+    records.pop("hooks")  # the host's own times, which the stand-in does tell
+    records["training"]["tables"].pop("small model")
+    assert not [found for record in records.values() for found in figures(record) if found["unit"] not in UNITLESS]
+
+
+UNITLESS = {"GiB", "1", ""}
+"""Units of figures that are bytes or counts."""
+
+
+def figures(record: Any) -> list[dict[str, Any]]:
+    """Every figure with a value in a record."""
+    if isinstance(record, list):
+        return [found for entry in record for found in figures(entry)]
+    if not isinstance(record, dict):
+        return []
+    here = [record] if {"median", "unit"} <= set(record) and record["median"] is not None else []
+    return here + [found for entry in record.values() for found in figures(entry)]

@@ -33,9 +33,6 @@ def test_figure_is_median_and_spread() -> None:
     assert (alone.median, alone.p20, alone.p80, alone.count, alone.simulated) == (7.0, 7.0, 7.0, 1, True)
     with pytest.raises(ValueError, match="at least one sample"):
         Figure.of([], "us", simulated=False)
-
-
-def test_waived_needs_a_reason() -> None:
     assert Waived("no GPU").to_dict() == {"waived": "no GPU"}
     with pytest.raises(ValueError, match="expected the reason"):
         Waived("")
@@ -51,35 +48,27 @@ def test_peers_are_interleaved_and_warmed_up() -> None:
     samples = interleave({name: partial(peer, name) for name in "abc"}, warmup=1, repeats=3)
     assert order == ["c", "a", "b", "a", "b", "c", "b", "c", "a", "c", "a", "b"]  # a round each, one further every time
     assert samples == {"a": [4, 9, 11], "b": [5, 7, 12], "c": [6, 8, 10]}  # the first three calls were the warm-up
+    assert interleave({"a": lambda: 1}, warmup=0, repeats=1000, limit_s=-1) == {"a": [1]}  # one round at least
 
 
-def test_time_limit_keeps_at_least_one_round() -> None:
-    assert interleave({"a": lambda: 1}, warmup=0, repeats=1000, limit_s=-1) == {"a": [1]}
-
-
-def test_rows_have_every_column(sim: SimDevice) -> None:
+def test_a_row_has_every_column_and_each_figure_is_of_its_columns_kind(sim: SimDevice) -> None:
     results = Results("copy", sim, [REAL, SIMULATED])
     with pytest.raises(ValueError, match=r"expected cells \['real', 'virtual'\], got \['virtual'\]"):
         results.add("H2D", {}, {"virtual": figure(simulated=True)})
-
-
-@pytest.mark.parametrize("simulated", [True, False])
-def test_a_figure_stands_only_in_a_column_of_its_kind(sim: SimDevice, simulated: bool) -> None:
-    results = Results("copy", sim, [REAL, SIMULATED])
-    with pytest.raises(ValueError, match="put it in a column of its own"):
-        results.add("H2D", {}, {"real": figure(simulated=simulated), "virtual": figure(simulated=simulated)})
+    for simulated in (True, False):
+        with pytest.raises(ValueError, match="put it in a column of its own"):
+            results.add("H2D", {}, {"real": figure(simulated=simulated), "virtual": figure(simulated=simulated)})
 
 
 def test_results_as_json_and_text(sim: SimDevice, tmp_path: Path) -> None:
     results = Results("copy", sim, [REAL, SIMULATED])
     results.add("H2D 1 MiB", {"bytes": 1 << 20}, {"real": Waived("there is no GPU"), "virtual": figure(simulated=True)})
+    results.add("lost", {}, dict.fromkeys(("real", "virtual"), Waived("out of memory")))
     parser = argparse.ArgumentParser()
     add_output_arguments(parser)
     target = tmp_path / "new" / "copy.json"
-    console = Console(width=160, record=True, quiet=False, file=(tmp_path / "console").open("w", encoding="utf-8"))
+    console = Console(width=160, record=True, file=io.StringIO())
     results.deliver(parser.parse_args(["--json", str(target)]), console)
-    console.file.close()
-
     written = json.loads(target.read_text(encoding="utf-8"))
     assert written["device"] == "simulated H200"
     assert written["simulated"] is True
@@ -88,12 +77,10 @@ def test_results_as_json_and_text(sim: SimDevice, tmp_path: Path) -> None:
     row = written["rows"][0]
     assert (row["name"], row["bytes"], row["cells"]["real"]) == ("H2D 1 MiB", 1 << 20, {"waived": "there is no GPU"})
     assert row["cells"]["virtual"] == {"median": 2.0, "p20": 1.4, "p80": 2.6, "count": 3, "unit": "GB/s", "simulated": True}
-
     text = console.export_text()
-    assert "GB/s sim." in text
-    assert "sim.: simulated" in text
-    assert "WAIVED, GB/s: there is no GPU" in text
-    assert "bytes / virtual time" in text
+    assert "GB/s sim." in text and "sim.: simulated" in text and "bytes / virtual time" in text
+    assert "- WAIVED, GB/s: there is no GPU" in text
+    assert "- WAIVED, lost: out of memory" in text, "a row that is waived whole is named once"
 
 
 def test_a_table_fits_80_columns_and_cuts_no_name(sim: SimDevice) -> None:
@@ -112,17 +99,6 @@ def test_a_table_fits_80_columns_and_cuts_no_name(sim: SimDevice) -> None:
     assert f"WAIVED, {titles}: measured on a CUDA GPU alone" in " ".join(" ".join(lines).split())
 
 
-def test_a_row_that_is_waived_whole_is_named_once(sim: SimDevice) -> None:
-    results = Results("copy", sim, [REAL, SIMULATED])
-    results.add("kept", {}, {"real": Waived("no GPU"), "virtual": figure(simulated=True)})
-    results.add("lost", {}, dict.fromkeys(("real", "virtual"), Waived("out of memory")))
-    console = Console(width=80, record=True, file=io.StringIO())
-    results.show(console)
-    text = console.export_text()
-    assert "- WAIVED, lost: out of memory" in text
-    assert "- WAIVED, GB/s: no GPU" in text
-
-
 @pytest.mark.parametrize(
     ("samples", "text"),
     [
@@ -139,9 +115,6 @@ def test_environment_of_a_result(device: Device) -> None:
     assert header["schema"] == "chameleon_mm.bench.copy/1"
     assert (header["device"], header["simulated"]) == (device.name, device.simulated)
     assert {"python", "torch"} <= set(versions()) == set(header["versions"])
-
-
-def test_result_names() -> None:
     assert result_name("copy", "NVIDIA H200", "2026-01-31") == "copy_nvidia-h200_2026-01-31.json"
     assert result_name("copy", "(?)", "2026-01-31") == "copy_unknown_2026-01-31.json"
 

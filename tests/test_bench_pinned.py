@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import platform
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from chameleon_mm.bench import pinned
 from chameleon_mm.bench._environment import processor_name
@@ -20,6 +16,7 @@ from chameleon_mm.bench._measure import Cell, Figure, Results, Waived
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.units import GIB, KIB, MIB
+from tests.test_bench_themes import run_theme
 
 NAMES = ("llama", "moe", "resnet", "varlen")
 
@@ -31,18 +28,15 @@ def path_of(name: str) -> Path:
 # --- waste
 
 
-def test_the_recorded_steps_are_there_and_small() -> None:
+def test_what_the_pool_promises_of_every_recorded_step() -> None:
     assert sorted(pinned.TRACES.iterdir()) == [path_of(name) for name in NAMES]
     assert sum(path.stat().st_size for path in pinned.TRACES.iterdir()) < MIB
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_the_pool_promises_of_every_trace(name: str) -> None:
-    trace = pinned.read_trace(path_of(name))
-    assert sum(nbytes for _, nbytes in trace) == 0, "every block is released, once"
-    peak, reserved = pinned.played(trace)
-    assert peak > 8 * GIB
-    assert 1 <= reserved / peak <= pinned.MAX_RESERVED_RATIO == 1.10
+    for name in NAMES:
+        trace = pinned.read_trace(path_of(name))
+        assert sum(nbytes for _, nbytes in trace) == 0, "every block is released, once"
+        peak, reserved = pinned.played(trace)
+        assert peak > 8 * GIB, name
+        assert 1 <= reserved / peak <= pinned.MAX_RESERVED_RATIO == 1.10, name
 
 
 def test_torchs_rule_keeps_what_it_reserved_for_a_size() -> None:
@@ -74,19 +68,11 @@ def test_torchs_cache_goes_by_that_rule() -> None:
 # --- the command
 
 
-def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    parser = argparse.ArgumentParser()
-    pinned.add_arguments(parser)
-    target = tmp_path / "new" / "pinned.json"
-    console = Console(width=100, record=True, file=io.StringIO())
-    code = pinned.run(parser.parse_args(["--device", "sim", "--json", str(target), *arguments]), console)
-    return code, json.loads(target.read_text(encoding="utf-8")), console.export_text()
-
-
 def test_a_run_writes_both_tables_and_every_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "read_trace", lambda path: [(0, 16 * MIB), (1, 24 * MIB), (0, -16 * MIB), (1, -24 * MIB)])
-    code, written, text = run(tmp_path, "--repeats", "1")
-    assert code == 0
+    target = tmp_path / "new" / "pinned.json"
+    assert run_theme(pinned, "--device", "sim", "--repeats", "1", "--json", str(target)) == 0
+    written = json.loads(target.read_text(encoding="utf-8"))
     assert written["schema"] == "chameleon_mm.bench.pinned/1"
     assert {"device", "simulated", "commit", "versions"} <= set(written)
     assert (written["device"], written["simulated"]) == (processor_name(), False), "no figure is the simulator's"
@@ -99,7 +85,7 @@ def test_a_run_writes_both_tables_and_every_bound(tmp_path: Path, monkeypatch: p
         "peak": 40 / 1024, "pool": 1.0, "torch": 1.2,
     }  # fmt: skip
     assert len(written["bounds"]) == 4 + len(NAMES)
-    assert "varlen: reserved / peak live" in text
+    assert "varlen: reserved / peak live" in {bound["name"] for bound in written["bounds"]}
 
 
 def test_a_processor_is_called_what_the_kernel_calls_it(tmp_path: Path) -> None:

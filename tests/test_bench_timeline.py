@@ -17,7 +17,7 @@ from chameleon_mm.bench._timeline_svg import ROWS, followed, marks, timeline_svg
 from chameleon_mm.report.report import SwapReport
 from chameleon_mm.swap.metrics import CopySpan
 from chameleon_mm.tools.demo import GPTConfig
-from tests.test_bench_copies import run_theme
+from tests.test_bench_themes import run_theme
 
 COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "timeline_simulated.svg"
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=2048)
@@ -30,18 +30,17 @@ def run() -> tuple[Comparison, SwapReport]:
     """The two steps, and the report of the session that ran the planned one last."""
     sessions: list[SwapSession] = []
 
-    class Noted(SwapSession):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            sessions.append(self)
+    def noted(*args: Any, **kwargs: Any) -> SwapSession:
+        sessions.append(SwapSession(*args, **kwargs))
+        return sessions[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_timeline_run, "SwapSession", Noted)
+        patch.setattr(_timeline_run, "SwapSession", noted)
         found = watched("h200", CONFIG, SHARE)
     return found, sessions[0].report()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def found(run: tuple[Comparison, SwapReport]) -> Comparison:
     return run[0]
 
@@ -80,6 +79,10 @@ def test_every_swap_went_by_its_action_of_the_plan(found: Comparison) -> None:
         assert swap.reclaim_us <= swap.prefetch_us <= swap.back.start_us < swap.back.end_us <= swap.use_us
         assert [mark.name for mark in marks(swap)] == MARKS
     assert followed(swaps) in swaps
+    with pytest.raises(ValueError, match="expected a step with copies"):
+        timeline.beside_kernels(found.unswapped)
+    with pytest.raises(ValueError, match="expected a storage that moved"):
+        followed([])
 
 
 def test_kernels_are_the_same_in_both_steps(found: Comparison) -> None:
@@ -114,13 +117,6 @@ def test_the_command_writes_what_was_asked_for(found: Comparison, tmp_path: Path
     assert "waived" in unswapped["out"]
     assert planned["out"]["median"] == planned["back"]["median"] == sum(a.nbytes for a in found.plan.actions) / (1 << 20)
     assert 0 < planned["beside"]["median"] <= 100
-
-
-def test_a_step_without_copies_has_no_share_of_them(found: Comparison) -> None:
-    with pytest.raises(ValueError, match="expected a step with copies"):
-        timeline.beside_kernels(found.unswapped)
-    with pytest.raises(ValueError, match="expected a storage that moved"):
-        followed([])
 
 
 @pytest.mark.slow

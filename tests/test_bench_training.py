@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from chameleon_mm.api.session import SwapSession
-from chameleon_mm.bench import _planned, _small_step, _training_peers, _training_run, training
+from chameleon_mm.bench import _planned, _small_step, _training_peers, training
 from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
 from chameleon_mm.bench._small_step import NO_SESSION, SESSION, small_step
 from chameleon_mm.bench._training_models import Checkpointed, Sizes, Workload, gpt2, llama, resnet, vit
-from chameleon_mm.bench._training_peers import PLANNED, SWAP_ONLY, ModelledSaveOnCpu, Peer, peers, session_key
+from chameleon_mm.bench._training_peers import PLANNED, ModelledSaveOnCpu, Peer, peers
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
 from chameleon_mm.bench._training_sizes import FILL, TINY, choose_shape, choose_workload, fill_layers
 from chameleon_mm.bench.training import fresh_device
@@ -28,7 +28,7 @@ from chameleon_mm.device import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.tools.cli import main
 from chameleon_mm.units import GIB
-from tests._fakes import UnsimulatedDevice
+from tests._fakes import CountingDevice, UnsimulatedDevice
 
 CPU = torch.device("cpu")
 SHAPE = Shape(layers=2, width=32, heads=4, ffn=96, seq=16, batch=2, dtype="float32")
@@ -103,20 +103,6 @@ def test_the_bytes_of_a_block_are_what_the_formula_says(dtype: str) -> None:
 # --- sizes
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layers": 0}, "--layers"),
-        ({"heads": 3}, "multiple of 2"),
-        ({"width": 36}, "multiple of 2"),
-        ({"dtype": "int8"}, "--dtype"),
-    ],
-)
-def test_a_shape_that_cannot_be_built_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SHAPE, **change)
-
-
 def test_fill_takes_what_the_scarcer_memory_allows() -> None:
     block = Shape(layers=1, **FILL)
     per_layer = block.layer_state_bytes + block.layer_saved_bytes
@@ -126,10 +112,17 @@ def test_fill_takes_what_the_scarcer_memory_allows() -> None:
     assert fill_layers(block, capacity=GIB, host_bytes=0) == 2
 
 
-def test_a_simulator_is_tiny_unless_told_otherwise() -> None:
+def test_a_simulator_is_tiny_unless_told_otherwise_and_its_host_costs_nothing() -> None:
     sim = SimDevice()
     assert choose_shape(arguments(), sim) == Shape(**TINY)
     assert choose_shape(arguments("--layers", "2", "--seq", "32"), sim) == Shape(**{**TINY, "layers": 2, "seq": 32})
+    device = fresh_device("sim:a100")
+    assert isinstance(device, SimDevice)
+    assert (device.spec.name, device.host_us) == ("A100", 0.0)
+    with device.compute():
+        torch.ones(4) + torch.ones(4)
+        device.current_stream().record(timed=True)
+    assert device.host_us == 0.0
 
 
 @pytest.mark.parametrize(
@@ -141,6 +134,9 @@ def test_a_simulator_is_tiny_unless_told_otherwise() -> None:
         (("vit", "--seq", "30"), "--seq: expected a multiple of 16 pixels"),
         (("vit", "--heads", "3"), "multiple of heads"),
         (("gpt2", "--layers", "0"), "--layers"),
+        (("llama", "--layers", "0"), "--layers"),
+        (("llama", "--width", "32", "--heads", "3"), "multiple of 2"),
+        (("llama", "--width", "36", "--heads", "4"), "multiple of 2"),
     ],
 )
 def test_sizes_that_a_model_cannot_have_are_refused(given: tuple[str, ...], message: str) -> None:
@@ -151,32 +147,19 @@ def test_sizes_that_a_model_cannot_have_are_refused(given: tuple[str, ...], mess
 # --- peers
 
 
-def test_the_modelled_peer_copies_every_save_and_returns_its_bits(sim: SimDevice) -> None:
-    pinned = 0
-    alloc, free = sim.alloc_pinned, sim.free_pinned
-
-    def counted_alloc(nbytes: int) -> Tensor:
-        nonlocal pinned
-        pinned += 1
-        return alloc(nbytes)
-
-    def counted_free(memory: Tensor) -> None:
-        nonlocal pinned
-        pinned -= 1
-        free(memory)
-
-    sim.alloc_pinned, sim.free_pinned = counted_alloc, counted_free  # type: ignore[method-assign]  # counts what it pins
+def test_the_modelled_peer_copies_every_save_and_returns_its_bits() -> None:
+    sim = CountingDevice()
     with sim.compute(), ModelledSaveOnCpu(sim) as stock:
         for attempt in range(2):
             x = torch.randn(64, 48, requires_grad=True)
             with stock.hooks():
                 y = x.t().exp() * x.t()  # saves: the exponential's result, and both factors
-            assert pinned == 3, f"attempt {attempt}: memory is reused from the second time on"
+            assert sim.num_pinned == 3, f"attempt {attempt}: memory is reused from the second time on"
             y.sum().backward()
             expected = (x.detach().exp() * x.detach() + x.detach().exp()).clone()
             assert x.grad is not None
             torch.testing.assert_close(x.grad, expected)
-    assert pinned == 0
+    assert not sim.chunks
 
 
 @pytest.mark.parametrize("peer", peers(SimDevice()), ids=lambda peer: peer.key)
@@ -230,6 +213,9 @@ def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     step = {peer: row["ratio"]["median"] for peer, row in cells.items()}
     for share in ("half", "quarter"):
         assert step[f"swap_session_{share}"] < step["checkpoint"] < step[f"swap_session_{share}_swap_only"]
+    changed = [bound for bound in record["bounds"] if bound["name"].endswith("losses changed")]
+    assert len(changed) == sum(peer.ours for peer in peers(SimDevice()))
+    assert all(bound["held"] and bound["counted"] for bound in changed)
 
 
 def test_what_a_plan_foresaw_stands_beside_what_came(record: dict[str, Any]) -> None:
@@ -275,23 +261,6 @@ def test_nothing_beats_the_bound_and_plans_come_nearer_to_it(record: dict[str, A
     assert rows["quarter, unplanned"]["budget"]["median"] == rows["quarter, planned"]["budget"]["median"]
 
 
-def test_promises_are_bounds(record: dict[str, Any]) -> None:
-    bounds = {bound["name"]: bound for bound in record["bounds"]}
-    changed = {name: bound for name, bound in bounds.items() if name.endswith("losses changed")}
-    assert len(changed) == sum(peer.ours for peer in peers(SimDevice()))
-    assert all(bound["held"] and bound["counted"] for bound in changed.values())
-
-
-def test_a_simulated_host_costs_nothing() -> None:
-    device = fresh_device("sim:a100")
-    assert isinstance(device, SimDevice)
-    assert (device.spec.name, device.host_us) == ("A100", 0.0)
-    with device.compute():
-        torch.ones(4) + torch.ones(4)
-        device.current_stream().record(timed=True)
-    assert device.host_us == 0.0
-
-
 def test_a_small_models_step_is_compared_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {
         NO_SESSION: [1000.0, 4000.0, 1000.0],
@@ -325,12 +294,6 @@ def test_a_small_models_steps_have_nothing_to_swap(monkeypatch: pytest.MonkeyPat
     assert small_step(SimDevice(), repeats=1, seed=0)[1].held is None
 
 
-def one_bit_off(losses: Tensor) -> Tensor:
-    changed = losses.clone()
-    changed.view(torch.int32)[-1] ^= 1
-    return changed
-
-
 def only(monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
     """Run these peers alone, behind those that they are compared with."""
     needed = {"no_swap", "checkpoint", *keys}
@@ -357,51 +320,49 @@ def with_result(monkeypatch: pytest.MonkeyPatch, key: str, change: Any) -> None:
 def test_a_changed_loss_of_ours_fails_the_benchmark(
     key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def one_bit_off(run: PeerRun) -> PeerRun:
+        losses = run.losses.clone()
+        losses.view(torch.int32)[-1] ^= 1
+        return dataclasses.replace(run, losses=losses)
+
     only(monkeypatch, key)
-    with_result(monkeypatch, key, lambda r: dataclasses.replace(r, losses=one_bit_off(r.losses)))
+    with_result(monkeypatch, key, one_bit_off)
     assert main(["bench", "training", *SMALL]) == 1
     assert "losses changed: 1, at most 0" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_changed_loss_of_others_is_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_loss_of_others_is_a_figure_and_without_the_first_peer_there_is_nothing_to_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     only(monkeypatch)
     with_result(monkeypatch, "checkpoint", lambda r: dataclasses.replace(r, losses=r.losses + 1))
     path = tmp_path / "t.json"
     assert main(["bench", "training", *SMALL, "--json", str(path)]) == 0
     assert json.loads(path.read_text())["tables"]["peers"]["rows"][1]["cells"]["equal_losses"]["median"] == 0
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), HostMemoryExhausted("no more to pin")])
-def test_a_peer_that_does_not_fit_is_waived_with_its_reason(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only(monkeypatch, "torch_save_on_cpu_modelled")
-    with_result(monkeypatch, "torch_save_on_cpu_modelled", error)
-    path = tmp_path / "t.json"
-    assert main(["bench", "training", *SMALL, "--json", str(path)]) == 0
-    cells = json.loads(path.read_text())["tables"]["peers"]["rows"][-1]["cells"]
-    assert all(str(error) in cell["waived"] for cell in cells.values())
-
-
-def test_a_budget_that_no_session_keeps_is_waived_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = "swap_session_eighth"
-    only(monkeypatch, key)
-    with_result(monkeypatch, key, InfeasibleBudget("expected more memory"))
-    path = tmp_path / "t.json"
-    assert main(["bench", "training", *SMALL, "--json", str(path)]) == 0
-    tables = json.loads(path.read_text())["tables"]
-    for table in ("peers", "planned against measured", "classes", "bound"):
-        cells = tables[table]["rows"][-1]["cells"]
-        waived = [cell["waived"] for name, cell in cells.items() if name != "budget"]
-        assert waived == ["expected more memory"] * len(waived), table
-
-
-def test_without_the_first_peer_there_is_nothing_to_compare(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     with_result(monkeypatch, "no_swap", torch.OutOfMemoryError("out of memory"))
     assert main(["bench", "training", *SMALL]) == 1
     assert "the others are ratios to it" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "tables"),
+    [
+        ("torch_save_on_cpu_modelled", torch.OutOfMemoryError("out of memory"), ("peers",)),
+        ("torch_save_on_cpu_modelled", HostMemoryExhausted("no more to pin"), ("peers",)),
+        ("swap_session_eighth", InfeasibleBudget("no session"), ("peers", "planned against measured", "classes", "bound")),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_waived_with_its_reason(
+    key: str, error: Exception, tables: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(monkeypatch, key)
+    with_result(monkeypatch, key, error)
+    path = tmp_path / "t.json"
+    assert main(["bench", "training", *SMALL, "--json", str(path)]) == 0
+    written = json.loads(path.read_text())["tables"]
+    for table in tables:
+        cells = {name: cell for name, cell in written[table]["rows"][-1]["cells"].items() if name != "budget"}
+        assert cells and all(str(error) in cell["waived"] for cell in cells.values()), table
 
 
 @pytest.mark.gpu
@@ -423,12 +384,6 @@ def test_torchs_own_peer_is_the_real_one_on_a_gpu() -> None:
 SIZES = Sizes(layers=2, width=32, heads=2, seq=32, batch=2, dtype="float32")
 OTHERS = {"gpt2": gpt2(SIZES), "vit": vit(SIZES), "resnet": resnet(dataclasses.replace(SIZES, width=8, heads=1))}
 FAMILIES = {"llama": llama(Shape(layers=2, width=32, heads=2, ffn=48, seq=16, batch=2, dtype="float32")), **OTHERS}
-LARGER = {
-    "gpt2": gpt2(Sizes(layers=3, width=64, heads=2, seq=256, batch=16, dtype="float32")),
-    "vit": vit(Sizes(layers=3, width=64, heads=2, seq=64, batch=16, dtype="float32")),
-    "resnet": resnet(Sizes(layers=1, width=16, seq=32, batch=32, dtype="float32")),
-}
-"""Most of what they save is worth moving."""
 
 
 def trained(work: Workload, *, checkpointed: bool) -> tuple[nn.Module, Tensor]:
@@ -441,7 +396,7 @@ def trained(work: Workload, *, checkpointed: bool) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_checkpointing_changes_no_bit(name: str) -> None:
+def test_checkpointing_changes_no_bit_and_is_of_every_block_or_none(name: str) -> None:
     (plain, loss), (again, same) = (trained(FAMILIES[name], checkpointed=way) for way in (False, True))
     assert torch.equal(loss, same)
     assert loss.isfinite()
@@ -449,28 +404,6 @@ def test_checkpointing_changes_no_bit(name: str) -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert torch.equal(one.grad, other.grad)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_block_is_checkpointed_or_none(name: str) -> None:
-    for checkpointed in (False, True):
-        model, _ = OTHERS[name].make(CPU, checkpointed)
-        wrapped = sum(isinstance(module, Checkpointed) for module in model.modules())
-        blocks = 6 if name == "resnet" else 2
-        assert wrapped == (blocks if checkpointed else 0)
-
-
-@pytest.mark.parametrize("name", LARGER)
-def test_a_session_trains_it_within_half_with_recomputation_and_without(
-    name: str, sim: SimDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_training_run, "SIMULATED_WARMUP_STEPS", 3)  # a recorded step, and two of proofs
-    work, by_key = LARGER[name], {peer.key: peer for peer in peers(sim)}
-    plain = run_peer(by_key["no_swap"], work, sim, steps=1, seed=0, hbm_budget=sim.capacity)
-    for way in (PLANNED, SWAP_ONLY):
-        peer = by_key[session_key(1 / 2, way)]
-        run = run_peer(peer, work, SimDevice(), steps=1, seed=0, hbm_budget=plain.budget_for(1 / 2))
-        assert torch.equal(run.losses, plain.losses), way
-        assert run.steady_peak_bytes <= plain.budget_for(1 / 2)
-        assert run.followed is not None
-        assert (run.followed.recomputed_bytes > 0) == (way == PLANNED)
+    if name in OTHERS:
+        wrapped = [sum(isinstance(module, Checkpointed) for module in model.modules()) for model in (plain, again)]
+        assert wrapped == [0, 6 if name == "resnet" else 2]

@@ -23,6 +23,12 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 SHARES = (0.55, 0.62, 0.7, 0.8, 0.9, 1.1)
 
 
+SHARE = 0.7
+"""Of the unswapped peak: the budget of device memory where it stays."""
+ENOUGH = 512 * KIB
+"""Host budget that plans which only swap can do with."""
+
+
 def plainly(works: list[Work]) -> tuple[list[float], list[Tensor]]:
     """Losses and parameters in plain PyTorch, with nothing of ours around it."""
     torch.manual_seed(0)
@@ -66,37 +72,64 @@ class Training:
         assert all(torch.equal(a, b) for a, b in zip(self.model.parameters(), parameters, strict=True))
 
 
+def pinned_in_step(training: Training) -> int:
+    """Run the next step, within the budget of device memory. Returns the most pinned memory that there was at its allocations
+    and its end."""
+    pool = training.session.pool
+    seen = [pool.stats().reserved_bytes]
+    note = training.model.register_forward_hook(lambda *_: seen.append(pool.stats().reserved_bytes))
+    assert training.step() <= training.session.hbm_budget
+    note.remove()
+    return max(*seen, pool.stats().reserved_bytes)
+
+
+HOST_SIZES: dict[bool, tuple[int | str, ...]] = {True: (0, 64 * KIB, MIB, "64MiB"), False: (ENOUGH, MIB, "20MiB", "64MiB")}
+"""By whether steps may recompute."""
+
+
 @pytest.mark.parametrize(("recompute", "steps"), [(True, 100), (False, 40)])
-def test_a_change_every_five_steps(recompute: bool, steps: int) -> None:
-    training = Training(0.7, [PLAIN] * steps, recompute=recompute)
+@pytest.mark.parametrize("which", ["hbm_budget", "host_budget"])
+def test_a_change_every_few_steps(which: str, recompute: bool, steps: int) -> None:
+    training = Training(SHARE, [PLAIN] * steps, recompute=recompute)
     session, rng = training.session, Random(3)
     changed_at = set(rng.sample(range(2, steps), steps // 5))
     with session:
         for number in range(steps):
-            if number in changed_at:
+            if number in changed_at and which == "hbm_budget":
                 session.hbm_budget = training.bytes_of(rng.choice(SHARES))
-            assert training.step() <= session.hbm_budget
+            elif number in changed_at:
+                session.host_budget = rng.choice(HOST_SIZES[recompute])
+            assert pinned_in_step(training) <= session.host_budget == session.pool.limit_bytes
     training.assert_exact()
     report = session.report()
     assert report.detailed_steps == 1
     assert report.steps_by_phase == {"recorded": 1, "planned": steps - 1}
     assert (report.budget_misses, report.oom_retries) == (0, 0)
     assert report.hbm_budget_bytes == session.hbm_budget
+    if not recompute:  # else an audit that makes room may take ordinary memory for it
+        assert (report.fallbacks, report.pageable_swap_outs) == (0, 0)
 
 
-def test_a_raised_budget_swaps_less() -> None:
+def test_a_raised_budget_swaps_less_and_the_report_is_about_it() -> None:
     training = Training(0.6, [PLAIN] * 8, recompute=False)
-    session = training.session
-    with session:
+    with training.session as session:
+        assert session.report().host_bytes_wanted is None
         for _ in range(4):
             training.step()
+        wanted = session.report().host_bytes_wanted
+        assert wanted is not None and 0 < wanted <= session.pool.stats().peak_live_bytes
         before = session.report().bytes_swapped_out
         training.step()
         at_low = session.report().bytes_swapped_out - before
-        session.hbm_budget = training.bytes_of(1.2)
+        session.hbm_budget = f"{training.bytes_of(1.2)}B"
+        assert session.report().host_bytes_wanted == 0
         before = session.report().bytes_swapped_out
         training.step()
         assert 0 == session.report().bytes_swapped_out - before < at_low
+        session.hbm_budget = training.bytes_of(0.65)
+        training.step()
+        assert session.report().budget_held is not False
+        assert session.report().hbm_budget_bytes == training.bytes_of(0.65)
     training.assert_exact()
 
 
@@ -122,20 +155,6 @@ def test_a_budget_that_no_plan_reaches_is_refused_and_the_old_one_holds(recomput
     training.assert_exact()
 
 
-def test_the_report_after_a_change_is_about_the_new_budget() -> None:
-    training = Training(0.9, [PLAIN] * 6)
-    session = training.session
-    with session:
-        for _ in range(3):
-            training.step()
-        session.hbm_budget = f"{training.bytes_of(0.65)}B"
-        for _ in range(3):
-            training.step()
-        assert session.report().budget_held is not False
-        assert session.report().hbm_budget_bytes == training.bytes_of(0.65)
-    training.assert_exact()
-
-
 @pytest.mark.parametrize(("size", "error"), [("many", ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)])
 @pytest.mark.parametrize("which", ["hbm_budget", "host_budget"])
 def test_what_is_no_size_is_refused(which: str, size: Any, error: type[Exception]) -> None:
@@ -143,6 +162,15 @@ def test_what_is_no_size_is_refused(which: str, size: Any, error: type[Exception
     with session, pytest.raises(error, match=which):
         setattr(session, which, size)
     assert getattr(session, which) == 64 * MIB
+
+
+def test_the_limit_of_a_given_pool_is_its_own() -> None:
+    pool = PinnedPool("64MiB", cm.SimDevice())
+    session = cm.SwapSession("1GiB", pool=pool)
+    with session, pytest.raises(ValueError, match=r"pool of its own.*set pool\.limit_bytes"):
+        session.host_budget = "1MiB"
+    pool.limit_bytes = "1MiB"
+    assert session.host_budget == MIB
 
 
 @pytest.mark.parametrize("which", ["hbm_budget", "host_budget"])
@@ -217,43 +245,6 @@ def test_a_lowered_budget_gives_reserved_memory_back_to_the_driver() -> None:
 
 
 # --- the host budget: pinned memory goes back, too
-
-
-SHARE = 0.7
-"""Of the unswapped peak: the budget of device memory throughout."""
-
-ENOUGH = 512 * KIB
-"""Host budget that plans which only swap can do with."""
-
-
-def pinned_in_step(training: Training) -> int:
-    """Run the next step. Returns the most pinned memory that there was at its allocations and its end."""
-    pool = training.session.pool
-    seen = [pool.stats().reserved_bytes]
-    note = training.model.register_forward_hook(lambda *_: seen.append(pool.stats().reserved_bytes))
-    assert training.step() <= training.session.hbm_budget
-    note.remove()
-    return max(*seen, pool.stats().reserved_bytes)
-
-
-@pytest.mark.parametrize(
-    ("recompute", "sizes"), [(True, (0, 64 * KIB, MIB, "64MiB")), (False, (ENOUGH, MIB, "20MiB", "64MiB"))]
-)
-def test_ten_changes_in_forty_steps(recompute: bool, sizes: tuple[int | str, ...]) -> None:
-    training = Training(SHARE, [PLAIN] * 40, recompute=recompute)
-    session, rng = training.session, Random(7)
-    changed_at = set(rng.sample(range(2, 40), 10))
-    with session:
-        for number in range(40):
-            if number in changed_at:
-                session.host_budget = rng.choice(sizes)
-            assert pinned_in_step(training) <= session.host_budget == session.pool.limit_bytes
-    training.assert_exact()
-    report = session.report()
-    assert report.steps_by_phase == {"recorded": 1, "planned": 39}
-    assert report.budget_misses == 0
-    if not recompute:  # else an audit that makes room may take ordinary memory for it
-        assert (report.fallbacks, report.pageable_swap_outs) == (0, 0)
 
 
 def test_a_lowered_host_budget_gives_chunks_back() -> None:
@@ -347,25 +338,3 @@ def test_before_the_session_it_is_the_budget_that_the_session_begins_with(which:
         for _ in range(4):
             assert pinned_in_step(training) <= training.session.host_budget
     training.assert_exact()
-
-
-def test_the_report_tells_what_the_plans_want() -> None:
-    training = Training(SHARE, [PLAIN] * 4, recompute=False)
-    with training.session as session:
-        assert session.report().host_bytes_wanted is None
-        for _ in range(4):
-            training.step()
-        wanted = session.report().host_bytes_wanted
-        assert wanted is not None
-        assert 0 < wanted <= session.pool.stats().peak_live_bytes
-        session.hbm_budget = training.bytes_of(1.2)
-        assert session.report().host_bytes_wanted == 0
-
-
-def test_the_limit_of_a_given_pool_is_its_own() -> None:
-    pool = PinnedPool("64MiB", cm.SimDevice())
-    session = cm.SwapSession("1GiB", pool=pool)
-    with session, pytest.raises(ValueError, match=r"pool of its own.*set pool\.limit_bytes"):
-        session.host_budget = "1MiB"
-    pool.limit_bytes = "1MiB"
-    assert session.host_budget == MIB

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +28,8 @@ from chameleon_mm.record.calls import Argument, CallWatch, Value, map_leaves
 from tests._fakes import Unwatched
 from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
 from tests._native import helper, unnoted
+from tests._programs import on_a_thread
+from tests._run_scripts import python
 
 Program = Callable[[], list[Tensor]]
 
@@ -195,37 +196,31 @@ def test_births_at_the_places_of_a_plan() -> None:
     assert born(CallWatch(Unwatched(), nothing)) == born(watch_calls(Unwatched(), nothing)) == [(7, 8), (8, 12)]
 
 
-def test_a_write_to_what_somebody_relies_on_is_told_of_before() -> None:
+def test_a_write_to_what_somebody_relies_on_is_told_of_before_and_an_error_then_is_the_writers() -> None:
     told: list[float] = []
 
     def before_write(value: Value) -> None:
         storage = value.storage()
         assert storage is not None
         told.append(float(torch.empty(0).set_(storage, 0, (4,), (1,))[0]))
+        if told[-1] == 5.0:
+            raise torch.OutOfMemoryError("of ours")
 
     for watch in (CallWatch(Unwatched(), before_write), watch_calls(Unwatched(), before_write)):
         with watch:
-            x, y = torch.ones(4) * 2, torch.ones(4)
-            watch.given(x).relied_on().dependents.append(weakref.ref(told.__class__))
+            x, y, z = torch.ones(4) * 2, torch.ones(4), torch.ones(4) * 5
+            for relied_on in (x, z):
+                watch.given(relied_on).relied_on().dependents.append(weakref.ref(told.__class__))
             x.sin()
             y.add_(1)
             torch._foreach_add_([y, x.view(2, 2)], 1.0)
             x.detach().add_(1)  # a new value, that nobody relies on
+            with pytest.raises(torch.OutOfMemoryError, match="of ours"):
+                z.add_(1)
+            assert float(z[0]) == 5
+            assert (z * 2).sum() == 40  # goes on
         watch.end()
-    assert told == [2.0, 2.0]
-
-
-def test_an_error_in_what_is_done_before_a_write_is_the_writers(watched: AnyWatch, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(value: Value) -> None:
-        raise torch.OutOfMemoryError("of ours")
-
-    monkeypatch.setattr(watched, "_before_write", refuse)
-    x = torch.ones(4) * 2
-    watched.given(x).relied_on().dependents.append(weakref.ref(refuse))
-    with pytest.raises(torch.OutOfMemoryError, match="of ours"):
-        x.add_(1)
-    assert float(x[0]) == 2
-    assert (x * 2).sum() == 16  # goes on
+    assert told == [2.0, 5.0] * 2
 
 
 @pytest.mark.parametrize("number", range(len(kernel_settings._OF_PRODUCTS)))
@@ -308,9 +303,7 @@ def test_other_threads_operators_are_not_noted_and_their_questions_are_answered(
         known = watched.value_of(x.untyped_storage())
         found.append((watched.value_of(y.untyped_storage()), known is not None and known.call is not None))
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
+    on_a_thread(other)
     assert found == [(None, True)]
 
 
@@ -410,12 +403,11 @@ print(native.status("notes"))
 """
 
 
-def test_a_key_that_somebody_has_is_left_to_them_and_said_once() -> None:
-    script = TAKEN.format(cache=str(native.CACHE))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+def test_a_key_that_somebody_has_is_left_to_them_and_said_once(tmp_path: Path) -> None:
+    done = python(["-c", TAKEN.format(cache=str(native.CACHE))], tmp_path)
     why = "does not load: torch, or somebody else, uses the dispatch key Fake"
-    assert done.stdout == f"Status(active=False, words='{why}')\n"
-    assert done.stderr == f"chameleon_mm: the C++ helper 'notes' {why}; all works without it\n"
+    assert (done.code, done.out) == (0, f"Status(active=False, words='{why}')\n")
+    assert done.err == f"chameleon_mm: the C++ helper 'notes' {why}; all works without it\n"
 
 
 def test_notes_and_values_go_without_the_collector(no_gc: None) -> None:

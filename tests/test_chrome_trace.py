@@ -80,40 +80,32 @@ def test_each_stream_is_a_track_with_a_name(report: cm.SwapReport, tmp_path: Pat
         STEPS: "steps (simulated clock)", COMPUTE: "compute: waits and recomputation (simulated clock)",
         D2H: "d2h: swap out (simulated clock)", H2D: "h2d: swap in (simulated clock)",
     }  # fmt: skip
+    document = json.loads((tmp_path / "trace.json").read_text())
+    about = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
+    assert document["otherData"] == {name: report.to_dict()[name] for name in about}
     made_up(simulated=False, device="a real one").save_trace(tmp_path / "real.json")
     text = (tmp_path / "real.json").read_text()
     assert "simulated clock" not in text and "chameleon_mm: a real one" in text
 
 
-def test_copies_add_up_to_the_reports_figures(report: cm.SwapReport, tmp_path: Path) -> None:
+def test_the_tracks_add_up_to_the_reports_figures(report: cm.SwapReport, tmp_path: Path) -> None:
     tracks = slices(saved(report, tmp_path))
     assert total_us(tracks[D2H]) + total_us(tracks[H2D]) == pytest.approx(report.copy_us)
     assert sum(event["args"]["bytes"] for event in tracks[D2H]) == report.bytes_swapped_out
     assert sum(event["args"]["bytes"] for event in tracks[H2D]) == report.bytes_swapped_in
-
-
-def test_waits_and_recomputations_add_up_to_the_reports_figures(report: cm.SwapReport, tmp_path: Path) -> None:
-    compute = slices(saved(report, tmp_path))[COMPUTE]
-    again = [event for event in compute if event["args"]["for"] == "recompute"]
-    waits = [event for event in compute if event["args"]["for"] != "recompute"]
+    again = [event for event in tracks[COMPUTE] if event["args"]["for"] == "recompute"]
+    waits = [event for event in tracks[COMPUTE] if event["args"]["for"] != "recompute"]
     assert total_us(waits) == pytest.approx(report.stall_us) and report.stall_us
     assert total_us(again) == pytest.approx(report.recompute_us) and report.recompute_us
-
-
-@pytest.mark.parametrize("track", [STEPS, COMPUTE, D2H, H2D])
-def test_nothing_overlaps_within_a_track(report: cm.SwapReport, tmp_path: Path, track: int) -> None:
-    of = slices(saved(report, tmp_path))[track]
-    assert len(of) >= 4
-    assert all(before["ts"] + before["dur"] <= after["ts"] + 1e-6 for before, after in pairwise(of))
-
-
-def test_every_step_is_a_slice(report: cm.SwapReport, tmp_path: Path) -> None:
-    events = saved(report, tmp_path)
-    steps = slices(events)[STEPS]
+    steps = tracks[STEPS]
     assert steps[0]["ts"] == 0
     assert [step["args"]["kind"] for step in steps] == [figures.kind.value for figures in report.step_figures]
     assert [step["dur"] for step in steps] == pytest.approx([figures.step_us for figures in report.step_figures])
     assert [step["args"]["step"] for step in steps] == list(range(report.steps))
+    assert tracks.keys() == {STEPS, COMPUTE, D2H, H2D}
+    for track in tracks.values():  # nothing overlaps within one
+        assert len(track) >= 4
+        assert all(before["ts"] + before["dur"] <= after["ts"] + 1e-6 for before, after in pairwise(track))
 
 
 def test_counters_stay_within_the_reports_peaks(report: cm.SwapReport, tmp_path: Path) -> None:
@@ -159,20 +151,6 @@ def test_the_last_step_has_no_readings_of_the_next_one(sim: cm.SimDevice) -> Non
     sim.synchronize()
     after = [at_us for at_us, *_ in readings(session.report().timed)]
     assert during == before == after[: len(before)] and len(before) < len(after)
-
-
-def test_a_report_of_nothing_is_a_trace(tmp_path: Path) -> None:
-    made_up(spans=(), timed=TimedSpans()).save_trace(str(tmp_path / "trace.json"))
-    assert {event["ph"] for event in events_of(tmp_path / "trace.json")} == {"M"}
-
-
-def test_what_the_session_did_is_told_beside_the_events(report: cm.SwapReport, tmp_path: Path) -> None:
-    report.save_trace(tmp_path / "trace.json")
-    document = json.loads((tmp_path / "trace.json").read_text())
-    assert document["otherData"] == {
-        name: report.to_dict()[name]
-        for name in ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
-    }
 
 
 # --- on the clock of torch.profiler's files
@@ -241,7 +219,7 @@ def _memory_viz_frames(snapshot: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_memory_of_any_step_is_that_of_its_trace(seed: int) -> None:
+def test_the_memory_of_any_step_is_that_of_its_trace(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = with_extra(random_step(Random(seed)), 3 * MIB)
     snapshot = snapshot_of(trace)
     assert max(allocated_over(snapshot)) == peak_memory(trace).nbytes
@@ -254,15 +232,12 @@ def test_the_memory_of_any_step_is_that_of_its_trace(seed: int) -> None:
         elif event["action"] == "free_completed" and where in taken:
             taken.remove(where)
     _memory_viz.segsum(snapshot)
-
-
-def test_of_too_many_allocations_the_largest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chameleon_mm.report.memory_snapshot.MOST_ALLOCATIONS", 5)
-    trace = random_step(Random(1))
-    events = snapshot_of(trace)["device_traces"][0]
-    assert sum(event["action"] == "alloc" for event in events) <= 5
+    assert sum(event["action"] == "alloc" for event in snapshot_of(trace)["device_traces"][0]) <= 5, "the largest are kept"
 
 
-def test_a_session_without_a_plan_has_no_memory_to_show(tmp_path: Path) -> None:
+def test_a_report_of_nothing_is_a_trace_and_has_no_memory_to_show(tmp_path: Path) -> None:
+    made_up(spans=(), timed=TimedSpans()).save_trace(str(tmp_path / "trace.json"))
+    assert {event["ph"] for event in events_of(tmp_path / "trace.json")} == {"M"}
     with pytest.raises(ValueError, match="save_memory_viz: expected a session with a plan, got none; run a step"):
         made_up().save_memory_viz(tmp_path / "memory.pickle")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from chameleon_mm.bench import THEMES
 from chameleon_mm.errors import DeviceUnavailable
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.outputs import check_outputs, print_table
+from tests._run_scripts import python
 
 Run = Callable[[argparse.Namespace, Console], int]
 REPEATING = ("copy", "hooks", "overlap", "pack", "pinned", "profiler")
@@ -106,11 +105,6 @@ def test_what_is_not_understood_exits_with_2(arguments: list[str], message: str,
     assert captured.out == ""
 
 
-def test_arguments_reach_the_command(theme: Callable[[Run], None]) -> None:
-    theme(lambda args, console: int(args.number))
-    assert main(["bench", "fake", "--number", "7"]) == 7
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -134,7 +128,7 @@ def test_an_expected_error_is_one_line_without_a_traceback(
     assert str(error) in captured.err
 
 
-def test_an_interrupt_and_a_message_of_many_lines_are_one_line_each(
+def test_an_interrupt_and_a_message_of_many_lines_are_one_line_each_and_an_unexpected_error_keeps_its_traceback(
     theme: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     theme(raising(KeyboardInterrupt()))
@@ -143,6 +137,9 @@ def test_an_interrupt_and_a_message_of_many_lines_are_one_line_each(
     theme(raising(ValueError("expected this,\n  got that")))
     assert main(["bench", "fake"]) == 2
     assert capsys.readouterr().err == "chameleon-mm: expected this, got that\n"
+    theme(raising(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["bench", "fake"])
 
 
 COMMANDS = (["demo"], *(["bench", name] for name in THEMES))
@@ -171,19 +168,6 @@ def test_a_device_that_is_not_there_is_bad_usage_of_every_command(
     assert not target.exists()
 
 
-def test_an_unexpected_error_keeps_its_traceback(theme: Callable[[Run], None]) -> None:
-    theme(raising(RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match="a bug"):
-        main(["bench", "fake"])
-
-
-def test_doctor_writes_its_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "doctor.json"
-    assert main(["doctor", "--json", str(path)]) == 0
-    assert json.loads(path.read_text())
-    assert capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", [["doctor"], ["plan", "gpt2"], *COMMANDS], ids=" ".join)
 @pytest.mark.parametrize("place", ["n" * 300, "a file/x.json"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(
@@ -207,12 +191,12 @@ def test_trying_whether_a_file_can_be_written_leaves_nothing_behind(tmp_path: Pa
         check_outputs({"--svg": deeper})
 
 
-def test_a_benchmark_names_the_files_that_it_wrote(
+def test_a_benchmark_gets_its_arguments_and_names_the_files_that_it_wrote(
     theme: Callable[[Run], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "figures.json"
-    theme(lambda args, console: 1)
-    main(["bench", "fake", "--json", str(target)])
+    theme(lambda args, console: int(args.number))
+    assert main(["bench", "fake", "--number", "7", "--json", str(target)]) == 7
     assert capsys.readouterr().out == ""  # there is none
     theme(lambda args, console: target.write_text("{}") and 1)
     main(["bench", "fake", "--json", str(target)])
@@ -230,21 +214,14 @@ def test_no_table_has_a_number_in_two_parts(columns: int) -> None:
     assert [word for number in numbers for word in number.split() if word not in shown.getvalue()] == []
 
 
-def test_python_dash_m_is_the_command() -> None:
-    root = Path(chameleon_mm.__file__).resolve().parents[1]
-    command = [sys.executable, "-m", "chameleon_mm", "--help"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0
-    assert "usage: chameleon-mm" in done.stdout
-    assert done.stderr == ""
-
-
-def test_help_imports_no_benchmark_and_no_demo() -> None:
-    root = Path(chameleon_mm.__file__).resolve().parents[1]
-    commands = tuple(f"chameleon_mm.{name}" for name in ("bench.", "tools.demo", "tools.doctor", "tools.plan_command"))
+def test_python_dash_m_is_the_command_and_help_imports_no_benchmark_and_no_demo(tmp_path: Path) -> None:
     program = (
-        "import sys; from chameleon_mm.tools.cli import main; main(['--help']); "
-        f"print([m for m in sys.modules if m.startswith({commands})])"
+        "import runpy, sys; sys.argv[1:] = ['--help']\n"
+        "try: runpy.run_module('chameleon_mm', run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, [m for m in sys.modules if m.startswith(tuple(COMMANDS))])"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    commands = [f"chameleon_mm.{name}" for name in ("bench.", "tools.demo", "tools.doctor", "tools.plan_command")]
+    done = python(["-c", program.replace("COMMANDS", repr(commands))], tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "usage: chameleon-mm" in done.out
+    assert done.out.splitlines()[-1] == "0 []"

@@ -9,23 +9,21 @@ user's waits are in the test.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.device import SPECS, Device
+from chameleon_mm.device import Device
 from chameleon_mm.device.reproducible import reproducible
-from tests._programs import deep, gradient, leaf, opened
+from tests._ordering import SLOW_LINK
+from tests._programs import assert_same, deep, gradient, leaf, opened
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
-"""So slow that no copy is ever complete by luck when somebody should wait for it."""
 
 
 @pytest.fixture(params=["fast link", "slow link", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -40,34 +38,24 @@ class Side:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        if isinstance(device, cm.SimDevice):
-            self._sim = device.new_compute_stream("side")
-        else:
-            self._cuda = torch.cuda.Stream(device.torch_device)
+        self._stream: Any = device.new_compute_stream("side") if isinstance(device, cm.SimDevice) else device.new_stream("side")
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Its work comes after what the current stream was given so far."""
-        if isinstance(self._device, cm.SimDevice):
-            self._sim.wait(self._device.current_stream().record())
-            with self._device.stream(self._sim):
-                yield
-        else:
-            self._cuda.wait_stream(torch.cuda.current_stream(self._device.torch_device))
-            with torch.cuda.stream(self._cuda):
-                yield
+        self._stream.wait(self._device.current_stream().record())
+        with (
+            self._device.stream(self._stream) if isinstance(self._device, cm.SimDevice) else torch.cuda.stream(self._stream.raw)
+        ):
+            yield
 
     def follows(self) -> None:
         """What it is given from now on comes after all that the current stream has."""
-        with self.current():
-            pass
+        self._stream.wait(self._device.current_stream().record())
 
     def joined(self) -> None:
         """What the current stream is given from now on comes after all that this one has."""
-        if isinstance(self._device, cm.SimDevice):
-            self._device.current_stream().wait(self._sim.record())
-        else:
-            torch.cuda.current_stream(self._device.torch_device).wait_stream(self._cuda)
+        self._device.current_stream().wait(self._stream.record())
 
 
 @pytest.mark.parametrize("forward_aside", [True, False], ids=["forward aside", "backward aside"])
@@ -165,6 +153,6 @@ def test_a_stream_per_micro_batch(streams: int, device: Device) -> None:
         with session:
             got = trained(device, session, streams=streams)
     device.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert_same(expected, got)
     assert session.report().bytes_swapped_in > 0
     assert session.pool.stats().num_live == 0

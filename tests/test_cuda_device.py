@@ -19,7 +19,9 @@ from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
 from chameleon_mm.device.pinning import PageLocker
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import MIB
+from tests._memory_limit import fraction_of_memory
 from tests._programs import on_a_thread
 from tests.cuda_stand_in import control
 
@@ -79,13 +81,18 @@ def test_copies_are_exact_by_cupy_and_by_torch(either: CudaDevice, nbytes: int) 
 
 
 @pytest.mark.gpu
-def test_a_wait_orders_a_copy_after_the_kernels_before_it(either: CudaDevice) -> None:
-    host = either.alloc_pinned(MIB)
+def test_a_wait_orders_a_copy_after_the_kernels_before_it_and_a_stream_without_one_runs_beside(either: CudaDevice) -> None:
+    host, source = either.alloc_pinned(MIB), either.alloc_pinned(MIB)
     host.fill_(0)
-    d2h, compute = either.new_stream("d2h"), either.current_stream()
-    hbm = compute.alloc(MIB)
+    d2h, h2d, compute = either.new_stream("d2h"), either.new_stream("h2d"), either.current_stream()
+    hbm, other = compute.alloc(MIB), compute.alloc(MIB)
+    h2d.wait(compute.record())
     hbm.fill_(1)
-    torch.cuda._sleep(200_000_000)  # about 0.1 s: a copy that did not wait would see ones
+    torch.cuda._sleep(1_000_000_000)  # about 0.5 s: a copy that did not wait would see ones
+    busy = compute.record()
+    h2d.copy(other, source)
+    h2d.record().synchronize()
+    assert not busy.query()
     hbm.fill_(2)
     ready = compute.record()
     # Or the sleep was no test. With threads the stand-in runs an operator on the host, once its stream is done sleeping.
@@ -94,22 +101,8 @@ def test_a_wait_orders_a_copy_after_the_kernels_before_it(either: CudaDevice) ->
     d2h.copy(host, hbm)
     d2h.record().synchronize()
     assert host.eq(2).all()
-    either.free_pinned(host)
-
-
-@pytest.mark.gpu
-def test_a_stream_that_waits_for_nothing_runs_beside_a_busy_one(cuda: CudaDevice) -> None:
-    source = cuda.alloc_pinned(MIB)
-    h2d, compute = cuda.new_stream("h2d"), cuda.current_stream()
-    hbm = compute.alloc(MIB)
-    h2d.wait(compute.record())
-    torch.cuda._sleep(1_000_000_000)  # about 0.5 s
-    busy = compute.record()
-    h2d.copy(hbm, source)
-    h2d.record().synchronize()
-    assert not busy.query()
-    busy.synchronize()
-    cuda.free_pinned(source)
+    for memory in (host, source):
+        either.free_pinned(memory)
 
 
 @pytest.mark.gpu
@@ -149,53 +142,27 @@ def test_allocations_are_counted_and_freed_at_once(cuda: CudaDevice, no_gc: None
     assert cuda.read_memory().cumulative_bytes == driven + 8 * MIB
     torch.cuda.reset_accumulated_memory_stats(cuda.index)
     assert cuda.read_memory().cumulative_bytes >= driven + 8 * MIB
-
-
-@pytest.mark.gpu
-def test_a_side_stream_allocates_for_itself_and_leaves_the_current_one(cuda: CudaDevice) -> None:
-    before = torch.cuda.current_stream(cuda.index)
-    side = cuda.new_stream("h2d")
-    assert side.alloc(4096).numel() == 4096
-    assert torch.cuda.current_stream(cuda.index) == before
-
-
-@pytest.mark.gpu
-def test_too_much_raises_what_torch_raises(cuda: CudaDevice) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        cuda.current_stream().alloc(1 << 50)
-
-
-@pytest.mark.gpu
-def test_capacity_follows_the_process_fraction(cuda: CudaDevice) -> None:
     _, total = torch.cuda.mem_get_info(cuda.index)
     assert 0 < cuda.capacity <= total
-    fraction = torch.cuda.get_per_process_memory_fraction(cuda.index)
-    torch.cuda.set_per_process_memory_fraction(0.1, cuda.index)
-    try:
+    with fraction_of_memory(total // 10, cuda.index):
         assert cuda.capacity <= total // 10
-    finally:
-        torch.cuda.set_per_process_memory_fraction(fraction, cuda.index)
 
 
 @pytest.mark.gpu
-def test_the_current_stream_is_the_users(cuda: CudaDevice) -> None:
+def test_the_current_stream_is_the_users_and_the_calling_threads(cuda: CudaDevice) -> None:
     default = cuda.current_stream()
     assert cuda.current_stream() is default
     mine = torch.cuda.Stream(cuda.index)
+    seen: list[CudaStream] = []
     with torch.cuda.stream(mine):
         inside = cuda.current_stream()
         assert inside.raw == mine
         assert inside.name == "compute"
-    assert cuda.current_stream() is default
-
-
-@pytest.mark.gpu
-def test_the_current_stream_is_the_calling_threads(cuda: CudaDevice) -> None:
-    mine = torch.cuda.Stream(cuda.index)
-    seen: list[CudaStream] = []
-    with torch.cuda.stream(mine):
         on_a_thread(lambda: seen.append(cuda.current_stream()))
+        assert cuda.new_stream("h2d").alloc(4096).numel() == 4096  # a side stream's allocation leaves the current one
+        assert torch.cuda.current_stream(cuda.index) == mine
     assert seen[0].raw == torch.cuda.default_stream(cuda.index)
+    assert cuda.current_stream() is default
 
 
 @pytest.mark.gpu
@@ -233,6 +200,8 @@ def test_a_refused_pin_leaves_the_next_kernel_launch_working(cuda: CudaDevice) -
     refusing = PageLocker(calls._replace(register=register_taken))
     memory = refusing.pin(MIB)  # by the fallback
     assert memory.is_pinned()
+    with pytest.raises(HostMemoryExhausted, match=r"expected .* \(70368744177664 bytes\), got"):  # far more than there is
+        PageLocker(calls._replace(register=None)).pin(1 << 46)
     doubled = torch.ones(8, device=cuda.torch_device) * 2
     cuda.synchronize()
     assert doubled.cpu().eq(2).all()
@@ -249,12 +218,9 @@ def test_it_says_what_it_is(cuda: CudaDevice) -> None:
     gpus = visible_gpus()
     assert [gpu.index for gpu in gpus] == list(range(torch.cuda.device_count()))
     assert gpus[cuda.index].name == cuda.name
-
-
-@pytest.mark.gpu
-def test_a_simulated_event_is_refused(cuda: CudaDevice) -> None:
-    with pytest.raises(TypeError, match="got SimEvent"):
-        cuda.current_stream().wait(SimDevice().current_stream().record())
+    assert re.fullmatch(r"CUDA driver \d+\.\d, runtime .+", cuda.driver)
+    before = cuda.host_us
+    assert cuda.host_us >= before
 
 
 @pytest.mark.gpu
@@ -305,18 +271,11 @@ def test_a_kernel_is_launched_on_its_stream(cuda: CudaDevice) -> None:
     assert seen == [side.raw, compute.raw]
 
 
-@pytest.mark.gpu
-def test_the_driver_is_told_and_the_clock_runs(cuda: CudaDevice) -> None:
-    assert re.fullmatch(r"CUDA driver \d+\.\d, runtime .+", cuda.driver)
-    before = cuda.host_us
-    assert cuda.host_us >= before
-
-
 # --------------------------------------------------------------------------------- what no library that is installed answers
 
 
 @pytest.mark.gpu
-def test_buffers_that_do_not_fit_are_refused(cuda: CudaDevice) -> None:
+def test_what_does_not_fit_is_refused(cuda: CudaDevice) -> None:
     """One of each check, which the simulator makes as well: `test_sim_memory.py` and `test_sim_pack.py` have them all."""
     stream, buffer = cuda.new_stream("side"), torch.zeros(5, dtype=torch.uint8, device=cuda.torch_device)
     with pytest.raises(ValueError, match=r"^copy: expected equal sizes, got 5 bytes into 4"):
@@ -325,6 +284,10 @@ def test_buffers_that_do_not_fit_are_refused(cuda: CudaDevice) -> None:
         stream.pack(buffer, [buffer[:2], buffer[:4]], [0, 3])
     with pytest.raises(ValueError, match=r"^unpack: expected an offset for each of 2 buffers, got 1"):
         stream.unpack([buffer[:2], buffer[:4]], buffer, [0])
+    with pytest.raises(TypeError, match="got SimEvent"):
+        cuda.current_stream().wait(SimDevice().current_stream().record())
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda.current_stream().alloc(1 << 50)
 
 
 @pytest.mark.parametrize("lacking", [None, 91, 99])

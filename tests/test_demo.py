@@ -20,8 +20,9 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.tools import demo as training
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.demo import GPT, GPTConfig, Rows, RunResult, draw_rows, first_difference, read_text, train, train_plain
-from chameleon_mm.tools.demo_command import SIZES, show, table_rows, verdicts
+from chameleon_mm.tools.demo_command import SIZES, show, table_rows
 from chameleon_mm.units import parse_size
+from tests._fakes import refusing
 
 TINY = GPTConfig(layers=2, width=32, heads=4, context=64)
 TINY_ARGS = ["--device=sim", "--layers=2", "--width=64", "--heads=2", "--context=1024", "--batch=4", "--steps=3"]
@@ -38,12 +39,6 @@ def tiny_run() -> RunResult:
 # --- text
 
 
-def test_a_row_longer_than_the_text_is_an_error() -> None:
-    assert len(draw_rows(b"x" * 9, steps=1, batch=1, context=8)) == 1
-    with pytest.raises(ValueError, match="--context: expected less than the 8 bytes"):
-        draw_rows(b"x" * 8, steps=1, batch=1, context=8)
-
-
 def test_targets_are_the_next_bytes_and_drawing_moves_no_other_random_state() -> None:
     text = bytes(range(256))
     before = torch.get_rng_state()
@@ -56,6 +51,9 @@ def test_targets_are_the_next_bytes_and_drawing_moves_no_other_random_state() ->
     again = draw_rows(text, steps=3, batch=2, context=16)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(rows, again, strict=True))
     assert not torch.equal(rows[0][0], rows[1][0])
+    assert len(draw_rows(b"x" * 9, steps=1, batch=1, context=8)) == 1
+    with pytest.raises(ValueError, match="--context: expected less than the 8 bytes"):
+        draw_rows(b"x" * 8, steps=1, batch=1, context=8)
 
 
 # --- model
@@ -68,32 +66,15 @@ def test_no_position_sees_a_later_byte() -> None:
     later[0, 40] += 1
     with torch.no_grad():
         one, other = model(ids), model(later)
+    assert model.head.weight is model.tokens.weight
     assert torch.equal(one[:, :40], other[:, :40])
     assert not torch.equal(one[:, 40:], other[:, 40:])
-
-
-def test_the_head_is_the_embedding() -> None:
-    model = GPT(TINY)
-    assert model.head.weight is model.tokens.weight
 
 
 def test_the_model_learns() -> None:
     result = train(TINY, [*tiny_rows(steps=1)] * 40, SimDevice())
     losses = result.to_dict()["losses"]
     assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layers": 0}, "layers"),
-        ({"heads": 3}, "multiple of heads"),
-        ({"context": -1}, "context"),
-    ],
-)
-def test_a_shape_that_cannot_be_built_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TINY, **change)
 
 
 # --- one run
@@ -111,13 +92,9 @@ def test_a_run_leaves_nothing_on_the_device(sim: SimDevice, no_gc: None) -> None
     rows = tiny_rows()
     result = train(TINY, rows, sim)
     del rows  # on the simulator the rows count from the moment compute read them
-    assert result.peak_bytes > 0
-    assert sim.allocated_bytes() == 0
-
-
-def test_the_model_counts_towards_the_peak() -> None:
     # Parameters, gradients and two moments are alive together.
-    assert tiny_run().peak_bytes > 4 * sum(p.nbytes for p in GPT(TINY).parameters())
+    assert result.peak_bytes > 4 * sum(p.nbytes for p in GPT(TINY).parameters())
+    assert sim.allocated_bytes() == 0
 
 
 def test_activations_dominate_at_the_default_sizes() -> None:
@@ -143,13 +120,6 @@ def test_the_plain_run_is_the_same_training_with_nothing_of_ours_around_it(monke
         plain = train_plain(TINY, tiny_rows(), torch.device("cpu"))
     assert around == [[], None] * 2
     assert first_difference(plain, tiny_run().values) is None
-
-
-def test_steps_alike_are_recorded_once_and_follow_a_plan() -> None:
-    report = train(TINY, tiny_rows(4), SimDevice(), {"hbm_budget": "1GiB", "host_budget": "64MiB", "min_bytes": "4KiB"}).report
-    assert report is not None
-    assert report.steps_by_phase == {"recorded": 1, "planned": 3}
-    assert report.detailed_steps == 1
 
 
 # --- comparing two runs
@@ -207,14 +177,9 @@ def test_one_bit_is_found_and_named(what: str) -> None:
     difference = first_difference(result.values, change(result))
     assert difference is not None
     assert re.match(message, difference)
-    assert first_difference(result.values, result.values) is None
-
-
-def test_the_earliest_difference_is_the_one_named() -> None:
-    values = tiny_run().values
-    names = ("loss of step 2", "gradient norm of step 1")
-    changed = {**values, **{name: flipped(values[name]) for name in names}}
-    assert str(first_difference(values, changed)).startswith("gradient norm of step 1:")
+    # The earliest difference is the one named.
+    changed = {**change(result), "loss of step 1": flipped(result.values["loss of step 1"])}
+    assert str(first_difference(result.values, changed)).startswith("loss of step 1:")
 
 
 # --- what it says
@@ -229,19 +194,7 @@ def figures(**changes: Any) -> dict[str, Any]:
     return {**defaults, **changes}
 
 
-def test_a_passed_outcome_says_yes_and_held() -> None:
-    assert verdicts(figures(), SimDevice()) == [
-        "bit-identical: yes (every loss and gradient norm, final weights, random state)",
-        "bit-identical to plain PyTorch: yes (same training on cpu, no chameleon_mm)",
-    ]
-    assert {row[0]: row[2] for row in table_rows(figures(), SimDevice())}["HBM budget"] == "999.0 MiB, held"
-
-
-def test_simulated_time_says_so_and_leaves_the_first_step_out() -> None:
-    assert ("step, median (simulated)", "999.99 ms", "999.99 ms") in table_rows(figures(), SimDevice())
-
-
-def test_the_table_fits_80_columns() -> None:
+def test_the_table_fits_80_columns_and_simulated_time_says_so_and_leaves_the_first_step_out() -> None:
     shown = io.StringIO()
     with SwapSession("1GiB", "64MiB", SimDevice(), "4KiB") as session:
         pass
@@ -249,12 +202,7 @@ def test_the_table_fits_80_columns() -> None:
     table = [line for line in shown.getvalue().splitlines() if line[:1] in "┏┃┡│└"]
     assert max(map(len, table)) <= 80
     assert not any("…" in line for line in table)
-
-
-def test_a_broken_budget_says_what_would_do() -> None:
-    lines = verdicts(figures(hbm_budget_bytes=1, budget_held=False), SimDevice())
-    assert "raise --hbm-budget to 999.0 MiB" in lines[-1]
-    assert lines[0].startswith("bit-identical: yes")
+    assert ("step, median (simulated)", "999.99 ms", "999.99 ms") in table_rows(figures(), SimDevice())
 
 
 # --- the command
@@ -264,11 +212,12 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     path = tmp_path / "demo.json"
     assert main(["demo", *TINY_ARGS, "--json", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "bit-identical: yes" in text
-    assert "bit-identical to plain PyTorch: yes" in text
+    assert "bit-identical: yes (every loss and gradient norm, final weights, random state)" in text
+    assert "bit-identical to plain PyTorch: yes (same training on cpu, no chameleon_mm)" in text
     assert text.endswith(f"written: {path}\n")
     assert "simulated H200" in text
     data = json.loads(path.read_text())
+    assert {row[0]: row[2] for row in table_rows(data, SimDevice())}["HBM budget"].endswith("MiB, held")
     assert data["schema"] == "chameleon_mm.tools/6"
     assert data["device"] == "simulated H200"
     assert data["simulated"] is True
@@ -279,6 +228,7 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     assert data["swapped"]["peak_bytes"] <= data["hbm_budget_bytes"]
     assert data["unswapped"]["losses"] == data["swapped"]["losses"]
     assert len(data["swapped"]["step_us"]) == 3
+    assert data["report"]["steps_by_phase"] == {"recorded": 1, "planned": 2}  # steps alike are recorded once
     assert data["report"]["peak_hbm_bytes"] == data["swapped"]["peak_bytes"]
     # At the unswapped peak at least half of the bytes had to be elsewhere.
     assert data["report"]["peak_host_bytes"] >= data["unswapped"]["peak_bytes"] - data["hbm_budget_bytes"]
@@ -287,10 +237,16 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_budget_that_the_demo_asks_for_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *TINY_ARGS, "--hbm-budget", "2MiB"]) == 1
-    enough = re.search(r"raise --hbm-budget to (.+)", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert "bit-identical: yes" in out
+    enough = re.search(r"raise --hbm-budget to (.+)", out)
     assert enough is not None
     assert parse_size(enough[1]) > 2 << 20
     assert main(["demo", *TINY_ARGS, "--hbm-budget", enough[1]]) == 0
+    assert main(["demo", *TINY_ARGS, "--hbm-budget", "64KiB"]) == 2  # below the model
+    assert "hbm_budget: expected more than" in capsys.readouterr().err
+    assert main(["demo", "--device=sim", "--hbm-budget=1GiB", "--ratio=4"]) == 2
+    assert "not allowed with" in capsys.readouterr().err
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[RunResult, bool], RunResult]) -> None:
@@ -307,35 +263,36 @@ def with_bit(result: RunResult, name: str) -> RunResult:
     return dataclasses.replace(result, values=with_flipped(name)(result))
 
 
-def test_one_different_bit_fails_the_demo_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+TAMPERED: dict[str, tuple[Callable[[RunResult, bool], RunResult], tuple[str, ...]]] = {
+    "one bit": (
+        lambda r, swapped: with_bit(r, "loss of step 3") if swapped else r,
+        ("bit-identical: no - loss of step 3:",),
+    ),
+    # With swapping and without alike, so that comparing those two shows nothing.
+    "the device computes otherwise than plain PyTorch": (
+        lambda r, swapped: with_bit(r, "gradient norm of step 2"),
+        ("bit-identical: yes", "bit-identical to plain PyTorch: no - gradient norm of step 2:"),
+    ),
+    "a peak above the budget": (
+        lambda r, swapped: dataclasses.replace(r, peak_bytes=r.peak_bytes * (3 if swapped else 1)),
+        ("bit-identical: yes", "NOT held"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_what_is_not_as_promised_fails_the_demo_and_is_named(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tampered(monkeypatch, lambda r, swapped: with_bit(r, "loss of step 3") if swapped else r)
+    change, said = TAMPERED[what]
+    tampered(monkeypatch, change)
     path = tmp_path / "demo.json"
     assert main(["demo", *TINY_ARGS, "--json", str(path)]) == 1
-    assert "bit-identical: no - loss of step 3:" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert [words for words in said if words not in out] == []
     data = json.loads(path.read_text())
     assert data["passed"] is False
-    assert data["first_difference"].startswith("loss of step 3:")
-
-
-def test_a_device_that_computes_otherwise_than_plain_pytorch_fails_the_demo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With swapping and without alike, so that comparing those two shows nothing."""
-    tampered(monkeypatch, lambda r, _: with_bit(r, "gradient norm of step 2"))
-    assert main(["demo", *TINY_ARGS]) == 1
-    out = capsys.readouterr().out
-    assert "bit-identical: yes" in out
-    assert "bit-identical to plain PyTorch: no - gradient norm of step 2:" in out
-
-
-def test_a_peak_above_the_budget_fails_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    tampered(monkeypatch, lambda r, swapped: dataclasses.replace(r, peak_bytes=r.peak_bytes * (3 if swapped else 1)))
-    assert main(["demo", *TINY_ARGS]) == 1
-    out = capsys.readouterr().out
-    assert "NOT held" in out
-    assert "bit-identical: yes" in out
+    assert what != "one bit" or data["first_difference"].startswith("loss of step 3:")
 
 
 @pytest.mark.parametrize(
@@ -344,7 +301,8 @@ def test_a_peak_above_the_budget_fails_the_demo(monkeypatch: pytest.MonkeyPatch,
         (["--hbm-budget", "12 parsecs"], "--hbm-budget: expected a number"),
         (["--steps", "0"], "--steps, --batch: expected 1 or more"),
         (["--heads", "5"], "multiple of heads"),
-        (["--json", "/nonexistent/demo.json"], "--json: expected a file in an existing folder"),
+        (["--layers", "0"], "layers"),
+        (["--context", "-1"], "context"),
         (["--json", "."], "--json: expected a file to write, got ., a folder"),
         (["--ratio=1"], "--ratio: expected more than 1, got 1"),
         (["--ratio=inf"], "--ratio: expected more than 1, got inf"),
@@ -353,20 +311,12 @@ def test_a_peak_above_the_budget_fails_the_demo(monkeypatch: pytest.MonkeyPatch,
 def test_bad_usage_is_told_before_anything_is_trained(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def never(*args: Any, **kwargs: Any) -> RunResult:
-        raise AssertionError("trained in spite of bad usage")
-
-    monkeypatch.setattr(training, "train", never)
+    monkeypatch.setattr(training, "train", refusing(AssertionError, "trained in spite of bad usage"))
     assert main(["demo", *TINY_ARGS, *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
-
-
-def test_a_budget_below_the_model_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *TINY_ARGS, "--hbm-budget", "64KiB"]) == 2
-    assert "hbm_budget: expected more than" in capsys.readouterr().err
 
 
 def test_a_device_that_is_too_small_fails_with_a_way_out(
@@ -398,8 +348,3 @@ def test_a_ratio_of_four_trains_within_a_quarter(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     for what in ("parameters", "gradients", "optimizer state"):
         assert re.search(rf"{what} out / in +[1-9].* / [1-9]", said), what
-
-
-def test_a_ratio_beside_a_budget_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--device=sim", "--ratio=4", "--hbm-budget=1GiB"]) == 2
-    assert "not allowed with" in capsys.readouterr().err

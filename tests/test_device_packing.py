@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.packing import PACK_PROGRAMS, Packer, PackKernels, packed_offsets
+from tests._fakes import refusing
 
 SIZES = (1, 16, 17, 4096)
 
@@ -78,16 +79,15 @@ def test_what_is_packed_is_what_comes_back(first: int) -> None:
     assert kernels.launched == [("pack", 1, 1), ("unpack", 1, 1), ("pack", 4, 5), ("unpack", 4, 5)]
 
 
-def test_nothing_to_pack_is_done_at_once() -> None:
+def test_what_kernels_have_nothing_to_do_with_launches_none() -> None:
     kernels = PlayedKernels()
     assert Packer(load=kernels.load).pack(aligned(16), [], [])
-    assert kernels.launched == []
-
-
-def test_memory_that_torch_did_not_allocate_is_left_to_copies() -> None:
-    kernels = PlayedKernels()
+    # Memory that torch did not allocate is left to copies.
     assert not Packer(load=kernels.load).pack(aligned(512)[8:], buffers_of([16, 32]), [0, 128])
     assert kernels.launched == []
+    assert not Packer(load=refusing(ModuleNotFoundError, "No module named 'triton'")).unpack(
+        aligned(512), buffers_of([16]), [0]
+    )
 
 
 @pytest.mark.parametrize("error", [ImportError("No module named 'triton'"), RuntimeError("gcc: not found"), KeyError("sm_999")])
@@ -100,40 +100,24 @@ def test_kernels_that_do_not_work_are_left_alone_and_named_once(error: Exception
     assert caplog.records[0].exc_info is None
 
 
-def test_triton_that_is_missing_is_left_alone() -> None:
-    def load() -> PackKernels:
-        raise ModuleNotFoundError("No module named 'triton'")
-
-    assert not Packer(load=load).unpack(aligned(512), buffers_of([16]), [0])
-
-
-def test_no_memory_for_a_table_is_no_reason_to_give_kernels_up() -> None:
+def test_an_error_of_a_kernel_that_works_is_raised_and_no_memory_for_a_table_is_none() -> None:
     kernels = PlayedKernels(fails=torch.OutOfMemoryError("out of memory"))
     packer = Packer(load=kernels.load)
     assert not packer.pack(aligned(512), buffers_of([16]), [0])
     kernels.fails = None
-    assert packer.pack(aligned(512), buffers_of([16]), [0])
+    assert pack_and_unpack(packer)
     kernels.fails = torch.OutOfMemoryError("out of memory")
     assert not packer.pack(aligned(512), buffers_of([16]), [0])
-
-
-def test_an_error_of_a_kernel_that_works_is_raised() -> None:
-    kernels = PlayedKernels()
-    packer = Packer(load=kernels.load)
-    assert pack_and_unpack(packer)
     kernels.fails = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory access"):
         packer.pack(aligned(512), buffers_of([16]), [0])
 
 
-@pytest.mark.parametrize("programs", [0, -1])
-def test_a_grid_of_nothing_is_refused(programs: int) -> None:
-    with pytest.raises(ValueError, match="pack_programs: expected 1 or more"):
-        Packer(programs)
-
-
-def test_by_default_few_sms_are_taken() -> None:
+def test_by_default_few_sms_are_taken_and_a_grid_of_nothing_is_refused() -> None:
     assert Packer().num_programs == PACK_PROGRAMS == 16
+    for programs in (0, -1):
+        with pytest.raises(ValueError, match="pack_programs: expected 1 or more"):
+            Packer(programs)
 
 
 def test_a_packer_keeps_no_buffer(no_gc: None) -> None:

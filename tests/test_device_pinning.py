@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,12 +22,11 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.device.cuda.cuda_device import driver_attribute, pinning_calls
+from chameleon_mm.device.cuda.cuda_device import driver_attribute
 from chameleon_mm.device.pinning import PageLocker, PinningCalls, populated_pages
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
 from chameleon_mm.units import MIB
-
-_ROOT = Path(__file__).resolve().parents[1]
+from tests._run_scripts import python
 
 
 class FakeDriver:
@@ -90,18 +88,6 @@ def test_pinned_memory_is_whole_aligned_and_writable(nbytes: int) -> None:
     assert int(memory.long().sum()) == 7 * nbytes
 
 
-def test_unpinning_unregisters_and_a_view_outlives_it() -> None:
-    driver = FakeDriver()
-    locker = PageLocker(driver.calls())
-    memory = locker.pin(8192)
-    view = memory[4096:]
-    view.fill_(3)
-    locker.unpin(memory)
-    del memory
-    assert driver.registered == {}
-    assert view.eq(3).all()  # the mapping lives as long as any view: late readers see bytes, not a segfault
-
-
 def test_only_what_was_pinned_is_unpinned_whole_and_once() -> None:
     driver = FakeDriver()
     locker = PageLocker(driver.calls())
@@ -109,26 +95,31 @@ def test_only_what_was_pinned_is_unpinned_whole_and_once() -> None:
     for wrong in (memory[:4096], memory[4096:], torch.zeros(8192, dtype=torch.uint8)):
         with pytest.raises(ValueError, match="whole and not yet freed"):
             locker.unpin(wrong)
+    view = memory[4096:]
+    view.fill_(3)
     locker.unpin(memory)
     with pytest.raises(ValueError, match="whole and not yet freed"):
         locker.unpin(memory)
+    for nbytes in (0, -1):
+        with pytest.raises(ValueError, match="expected 1 byte or more"):
+            locker.pin(nbytes)
+    del memory
     assert driver.log == ["register", "unregister"]
+    assert driver.registered == {}
+    assert view.eq(3).all()  # the mapping lives as long as any view: late readers see bytes, not a segfault
 
 
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_nothing_is_not_pinned(nbytes: int) -> None:
-    with pytest.raises(ValueError, match="expected 1 byte or more"):
-        PageLocker(FakeDriver().calls()).pin(nbytes)
-
-
-def test_a_refused_registration_falls_back_and_leaves_no_error_behind() -> None:
-    driver = FakeDriver("register")
-    locker = PageLocker(driver.calls())
+@pytest.mark.parametrize("why", ["refused", "no registration", "no pages"])
+def test_without_a_registration_the_drivers_own_is_taken_and_no_error_left_behind(why: str) -> None:
+    driver = FakeDriver(*["register"] * (why == "refused"))
+    options: dict[str, Any] = {"madvise": _write_by_hand(errno.ENOMEM)} if why == "no pages" else {}
+    locker = PageLocker(driver.calls(can_register=why != "no registration"), **options)
     memory = locker.pin(4096)
-    assert driver.log == ["register", "host_alloc"]
+    asked = ["register"] * (why == "refused")
+    assert driver.log == [*asked, "host_alloc"]
     assert not driver.pending_error
     locker.unpin(memory)
-    assert driver.log[2:] == []
+    assert driver.log == [*asked, "host_alloc"]
 
 
 def test_pages_stay_mapped_where_an_interrupt_came_right_after_the_driver_took_them(no_gc: None) -> None:
@@ -165,13 +156,6 @@ def test_refused_pages_are_gone_before_the_fallback_asks_for_as_many(no_gc: None
     assert "register: out of memory (2)" in caplog.text
 
 
-def test_a_device_without_registration_gets_the_drivers_own() -> None:
-    driver = FakeDriver()
-    locker = PageLocker(driver.calls(can_register=False))
-    locker.unpin(locker.pin(4096))
-    assert driver.log == ["host_alloc"]
-
-
 def test_refused_twice_says_what_both_said_and_what_there_is() -> None:
     driver = FakeDriver("register", "host_alloc")
     with pytest.raises(HostMemoryExhausted) as caught:
@@ -189,34 +173,26 @@ def test_refused_twice_says_what_both_said_and_what_there_is() -> None:
 # --- Note [Mapped while registered]
 
 
-def test_pages_that_were_unpinned_are_unmapped(no_gc: None) -> None:
-    locker = PageLocker(FakeDriver().calls())
-    memory = locker.pin(64 * MIB)
-    address = memory.data_ptr()
-    locker.unpin(memory)
-    assert _is_mapped(address)
-    del memory
-    assert not _is_mapped(address)
-
-
-def test_pages_that_cannot_be_unregistered_stay_mapped(no_gc: None) -> None:
-    driver = FakeDriver("unregister")
+@pytest.mark.parametrize(
+    ("refuses", "unpins", "stays"),
+    [((), True, False), (("unregister",), True, True), ((), False, True)],
+    ids=["unpinned", "refused", "nobody said that the device is done with it"],
+)
+def test_pages_are_unmapped_once_they_are_unregistered(refuses: tuple[str], unpins: bool, stays: bool, no_gc: None) -> None:
+    """Else their address could come back while the driver still holds it."""
+    driver = FakeDriver(*refuses)
     locker = PageLocker(driver.calls())
     memory = locker.pin(64 * MIB)
     address = memory.data_ptr()
-    locker.unpin(memory)
+    if unpins:
+        locker.unpin(memory)
+        assert _is_mapped(address)
     del memory, locker
-    assert _is_mapped(address)  # else its address could come back while the driver still holds it
-    assert not driver.pending_error
-    assert driver.registered == {address: 64 * MIB}
-
-
-def test_a_locker_that_is_dropped_leaves_what_is_pinned_as_it_is(no_gc: None) -> None:
-    driver = FakeDriver()
-    address = PageLocker(driver.calls()).pin(64 * MIB).data_ptr()
     gc.collect()
-    assert driver.log == ["register"]  # nobody said that the device is done with it
-    assert _is_mapped(address)
+    assert _is_mapped(address) == stays
+    assert driver.log == ["register", "unregister"][: 1 + unpins]
+    assert driver.registered == ({address: 64 * MIB} if stays else {})
+    assert not driver.pending_error
 
 
 def test_the_driver_is_called_in_the_scope_and_nothing_is_left_in_it() -> None:
@@ -256,12 +232,6 @@ def test_an_old_kernel_gets_its_pages_written(failure: int) -> None:
     memory = PageLocker(driver.calls(), madvise=_write_by_hand(failure)).pin(3 * MIB + 1)
     assert driver.log == ["register"]
     assert not memory.any()
-
-
-def test_pages_that_cannot_be_had_fall_back() -> None:
-    driver = FakeDriver()
-    PageLocker(driver.calls(), madvise=_write_by_hand(errno.ENOMEM)).pin(4096)
-    assert driver.log == ["host_alloc"]
 
 
 def test_threads_populate_disjoint_slices_that_cover_all() -> None:
@@ -376,42 +346,22 @@ def _at_exit() -> None:
     cycle.append(alone.pin(4096))
 
 
-def _run(case: str) -> tuple[str, list[str]]:
-    """Standard output, and the lines of standard error."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", __file__, case],
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr.splitlines()
-
-
-def test_a_forked_child_calls_no_driver_and_unmaps_nothing() -> None:
-    said, calls = _run("child")
-    answer = json.loads(said)
+def test_a_forked_child_calls_no_driver_and_unmaps_nothing(tmp_path: Path) -> None:
+    done = python(["-W", "error", __file__, "child"], tmp_path)
+    assert done.code == 0, done.err
+    answer = json.loads(done.out)
     assert "got its forked child" in answer.pop("pin")
     assert answer == {"holes": [True, True], "unpins without the lock": True, "calls": 4, "mapped": [True, True]}
-    assert calls == ["register in parent"] * 3 + ["unregister in parent"] * 3
+    assert done.err.splitlines() == ["register in parent"] * 3 + ["unregister in parent"] * 3
 
 
-def test_the_end_of_the_interpreter_calls_no_driver() -> None:
-    said, calls = _run("exit")
-    assert said == ""
-    assert calls == ["register in parent", "register in parent", "host_alloc in parent"]
+def test_the_end_of_the_interpreter_calls_no_driver(tmp_path: Path) -> None:
+    done = python(["-W", "error", __file__, "exit"], tmp_path)
+    assert (done.code, done.out) == (0, ""), done.err
+    assert done.err.splitlines() == ["register in parent", "register in parent", "host_alloc in parent"]
 
 
 # --- on the hardware
-
-
-@pytest.mark.gpu
-def test_far_more_than_there_is_leaves_the_next_kernel_launch_working() -> None:
-    device = CudaDevice()
-    calls = pinning_calls(device.index)
-    with pytest.raises(HostMemoryExhausted, match=r"expected .* \(70368744177664 bytes\), got"):
-        PageLocker(calls._replace(register=None)).pin(1 << 46)
-    doubled = torch.ones(8, device=device.torch_device) * 2
-    assert doubled.cpu().eq(2).all()
 
 
 @pytest.mark.gpu

@@ -15,9 +15,10 @@ from chameleon_mm.device.cuda import VisibleGpu
 from chameleon_mm.swap.calibration import calibrate, kept
 from chameleon_mm.tools import doctor
 from chameleon_mm.tools import doctor as checks
+from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.doctor import CHECKS, Unavailable, collect, driver, find, gpus, installed, link_rates, memlock, memory
 from chameleon_mm.units import GIB, MIB
-from tests._fakes import UnsimulatedDevice, file_tree
+from tests._fakes import UnsimulatedDevice, file_tree, refusing
 
 _FOLDER = "sys/bus/pci/devices/0000:06:00.0"
 
@@ -45,60 +46,48 @@ def test_on_a_machine_without_anything_every_row_is_still_there(tmp_path: Path) 
     assert found["link", "rates"].available
 
 
-def test_run_shows_every_row_writes_json_and_returns_0(tmp_path: Path) -> None:
-    shown = io.StringIO()
+def test_the_command_shows_every_row_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "doctor.json"
-    assert doctor.run(path, Console(file=shown, width=200)) == 0
+    assert main(["doctor", "--json", str(path)]) == 0
+    shown = capsys.readouterr().out
     written = json.loads(path.read_text(encoding="utf-8"))
     assert written["schema"] == "chameleon_mm.tools.doctor/3"
     assert set(written["findings"]) == {"software", "gpu", "host", "link"}
     for section, rows in written["findings"].items():
-        assert section in shown.getvalue()
+        assert section in shown
         for name, row in rows.items():
-            assert name in shown.getvalue()
+            assert name in shown
             assert set(row) == {"available", "text"}
 
 
-def test_run_without_a_path_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_path_nothing_is_written_and_brackets_are_shown_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert doctor.run(None, Console(file=io.StringIO())) == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_path_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="expected a file in an existing folder"):
-        doctor.run(tmp_path / "absent" / "doctor.json", Console(file=io.StringIO()))
-
-
-def test_brackets_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CHECKS", (("gpu", "GPUs", lambda root: "link [N/A]"),))
     shown = io.StringIO()
-    doctor.run(None, Console(file=shown, width=80))
+    assert doctor.run(None, Console(file=shown, width=80)) == 0
+    assert list(tmp_path.iterdir()) == []
     assert "link [N/A]" in shown.getvalue()
 
 
-@pytest.mark.parametrize("error", [ValueError("no such thing"), OSError(5, "no such thing"), Unavailable("no such thing")])
-def test_whatever_a_check_raises_is_a_row(error: Exception) -> None:
-    def check(root: Path) -> str:
-        raise error
-
-    row = find("host", "x", check)
-    assert not row.available
-    assert row.text.startswith("unavailable: ")
-    assert row.text.endswith("no such thing")
-
-
-def test_an_error_without_words_is_named() -> None:
-    def check(root: Path) -> str:
-        raise ZeroDivisionError
-
-    assert find("host", "x", check).text == "unavailable: ZeroDivisionError"
+@pytest.mark.parametrize(
+    ("error", "words", "text"),
+    [
+        (ValueError, ("no such thing",), "no such thing"), (OSError, (5, "no such thing"), "[Errno 5] no such thing"),
+        (Unavailable, ("no such thing",), "no such thing"), (ZeroDivisionError, (), "ZeroDivisionError"),
+    ],
+)  # fmt: skip
+def test_whatever_a_check_raises_is_a_row(error: type[Exception], words: tuple[object, ...], text: str) -> None:
+    row = find("host", "x", refusing(error, *words))
+    assert (row.available, row.text) == (False, f"unavailable: {text}")
 
 
 # ------------------------------------------------------------------------------------------------------------------- GPU
 
 
 def test_a_gpu_has_its_link_from_the_kernel(tmp_path: Path, one_gpu: None) -> None:
+    assert f"link unknown (/{_FOLDER}/current_link_speed: " in gpus(tmp_path)
     files = {
         f"{_FOLDER}/current_link_speed": "2.5 GT/s PCIe\n", f"{_FOLDER}/current_link_width": "16\n",
         f"{_FOLDER}/max_link_speed": "32.0 GT/s PCIe\n", f"{_FOLDER}/max_link_width": "16\n",
@@ -107,10 +96,6 @@ def test_a_gpu_has_its_link_from_the_kernel(tmp_path: Path, one_gpu: None) -> No
         "0: NVIDIA H200, 140.4 GiB, capability 9.0, link 2.5 GT/s PCIe x16 now, at most 32.0 GT/s PCIe x16 (an idle GPU lowers "
         "its link)"
     )
-
-
-def test_a_gpu_without_a_known_link_says_so(tmp_path: Path, one_gpu: None) -> None:
-    assert f"link unknown (/{_FOLDER}/current_link_speed: " in gpus(tmp_path)
 
 
 def test_no_gpu_has_the_reason_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,33 +109,22 @@ def test_no_gpu_has_the_reason_and_what_to_do(tmp_path: Path, monkeypatch: pytes
 # ---------------------------------------------------------------------------------------------------- host and software
 
 
-def test_half_of_what_is_available_may_be_pinned(tmp_path: Path) -> None:
+def test_half_of_what_is_available_may_be_pinned_and_a_control_group_that_leaves_less_is_named(tmp_path: Path) -> None:
     root = file_tree(tmp_path, {"proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n"})
     assert memory(root) == "8.00 GiB, of which 4.00 GiB may be pinned by default"
-
-
-def test_a_control_group_that_leaves_less_is_named(tmp_path: Path) -> None:
-    files = {
-        "proc/meminfo": "MemAvailable: 8388608 kB\n", "proc/self/cgroup": "0::/job\n",
-        "sys/fs/cgroup/job/memory.max": str(2 * GIB), "sys/fs/cgroup/job/memory.current": str(GIB),
-    }  # fmt: skip
+    group = {"memory.max": str(2 * GIB), "memory.current": str(GIB)}
+    files = {"proc/self/cgroup": "0::/job\n", **{f"sys/fs/cgroup/job/{name}": text for name, text in group.items()}}
     text = memory(file_tree(tmp_path, files))
     assert text.startswith("1.00 GiB, of which")
     assert "less than the 8.00 GiB of the machine: raise its memory limit" in text
 
 
-def test_a_memlock_limit_says_what_lifts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit, text in ((MIB, "1.00 MiB; where pinning fails: ulimit -l unlimited"), (-1, "none")):
+def test_limits_drivers_and_packages_say_what_there_is_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, said in ((MIB, "1.00 MiB; where pinning fails: ulimit -l unlimited"), (-1, "none")):
         monkeypatch.setattr("resource.getrlimit", lambda which, limit=limit: (limit, limit))
-        assert memlock(tmp_path) == text
-
-
-def test_what_is_not_installed_has_the_command_that_installs_it(tmp_path: Path) -> None:
+        assert memlock(tmp_path) == said
     with pytest.raises(Unavailable, match="not installed; pip install no-such-distribution"):
         installed(tmp_path, distributions=("no-such-distribution", "nor-this-one"))
-
-
-def test_the_driver_comes_from_the_kernel(tmp_path: Path) -> None:
     text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build\nGCC version: 12.3.0\n"
     assert driver(file_tree(tmp_path, {"proc/driver/nvidia/version": text})) == "580.159.03"
 
@@ -158,14 +132,11 @@ def test_the_driver_comes_from_the_kernel(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- the link
 
 
-def test_simulated_rates_are_called_so_and_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_rates_are_kept_and_simulated_ones_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "present_device", SimDevice)
     text = link_rates(tmp_path)
     assert text.startswith(f"simulated H200: {calibrate(SimDevice())['h2d_gbps']:.1f} GB/s to the device, ")
     assert text.endswith("; not kept")
-
-
-def test_real_rates_are_kept_for_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "present_device", UnsimulatedDevice)
     assert link_rates(tmp_path).endswith("; kept for sessions")
     assert kept(UnsimulatedDevice(), "link") == calibrate(UnsimulatedDevice())

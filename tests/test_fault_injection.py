@@ -141,28 +141,21 @@ CASES = [
 ]
 
 
-def check_faults(
-    site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, *, each_up_to: float, stride: int
+@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
+@pytest.mark.parametrize(
+    ("each_up_to", "stride"),
+    [(EACH_UP_TO, STRIDE), pytest.param(inf, 1, marks=[pytest.mark.slow, pytest.mark.thorough])],
+    ids=["some", "every single one"],
+)
+@pytest.mark.parametrize(("site", "mode"), CASES)
+def test_faults_at_every_site(
+    site: str, mode: str, each_up_to: float, stride: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of the first calls fails in its turn, then every `stride`-th."""
     fail_at = 1
     while attempt(site, error, monkeypatch, fail_at, mode):
         fail_at += 1 if fail_at < each_up_to else stride
     assert fail_at > 1, "the site was never reached: nothing was tested"
-
-
-@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
-@pytest.mark.parametrize(("site", "mode"), CASES)
-def test_faults_at_every_site(site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    check_faults(site, mode, error, monkeypatch, each_up_to=EACH_UP_TO, stride=STRIDE)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
-@pytest.mark.parametrize(("site", "mode"), CASES)
-def test_every_single_fault(site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    check_faults(site, mode, error, monkeypatch, each_up_to=inf, stride=1)
 
 
 def test_a_refused_move_is_not_waited_for_by_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ CONTENTS = {
     **{f"cut at {at}": GOOD[:at] for at in (0, 1, 5, len(GOOD) // 2, len(GOOD) - 1)},
     "not UTF-8": b'{"a": "\xff\xfe"}', "a list": b"[1, 2]", "a number": b"7", "a text": b'"abc"', "null": b"null",
     "NaN": b"NaN", "digits without end": b'{"a": ' + b"9" * 10_000 + b"}", "deep": b"[" * 200_000,
-    "deep objects": b'{"a":' * 100_000, "zeros": bytes(4096),
+    "deep objects": b'{"a":' * 100_000, "zeros": bytes(4096), "an empty object": b"{}", "no rates": b'{"values": []}',
 }  # fmt: skip
 
 
@@ -66,6 +66,7 @@ def test_whatever_is_there_ends_no_session_and_is_replaced(
         assert kept(device, "link") is None
         assert link_cost_for(device) == UNMEASURED_LINK
     assert all("\n" not in record.message and len(record.message) < 500 for record in caplog.records)
+    assert what not in CONTENTS or "is passed over, as it cannot be read" in caplog.text
     assert keep(device, "link", {"d2h_gbps": 50.0}) is not file.is_dir()
     if not file.is_dir():
         assert kept(device, "link") == {"d2h_gbps": 50.0}
@@ -157,7 +158,9 @@ def test_the_cache_is_where_the_user_has_caches(xdg: str, folder: str, monkeypat
 
 
 @pytest.mark.parametrize("missing", ["a home", "the package"])
-def test_without_a_folder_for_caches_all_works(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_for_caches_all_works(
+    missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for a user without a home
     if missing == "the package":
@@ -165,7 +168,9 @@ def test_without_a_folder_for_caches_all_works(missing: str, monkeypatch: pytest
     monkeypatch.setattr(native, "CACHE", None)
     with pytest.raises((FileNotFoundError, RuntimeError), match=r"home|HOME|platformdirs"):
         cache_folder()
-    assert not keep(UnsimulatedDevice(), "link", {})
+    with caplog.at_level(logging.INFO, logger="chameleon_mm"):
+        assert not keep(UnsimulatedDevice(), "link", {})
+    assert "cannot be kept" in caplog.text
     assert kept(UnsimulatedDevice(), "link") is None
     assert native.load("notes") is None
     assert native.status("notes").words.startswith("not built: ")

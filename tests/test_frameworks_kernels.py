@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from tests._frameworks import swapping
-from tests._plain_training import Outcome, differences, image
+from tests._frameworks import Seen, swapping
+from tests._plain_training import Outcome, differences
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,25 +61,24 @@ class Slow(nn.Module):
 
 
 def trained(*, attached: bool) -> Outcome:
-    torch.manual_seed(0)
+    seen = Seen()
     layer = kernels.use_kernel_forward_from_hub("Gate")(type("Gate", (Slow,), {}))
     model = nn.Sequential(nn.Linear(16, 64), layer(), nn.Linear(64, 64), layer(), nn.Linear(64, 1))
     with kernels.use_kernel_mapping({"Gate": {"cpu": Local()}}):
         kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     handle = cm.attach(model, **swapping("64MiB")) if attached else None
-    seen: Outcome = {}
-    for number in range(5):
+    for _ in range(5):
         loss = model(torch.randn(8, 16)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen[f"loss {number}"] = image(loss)
+        seen.note("loss", loss)
+    outcome, _ = seen.finish_attached(handle, model, optimizer)
     if handle is not None:
-        handle.detach()
         assert handle.report().bytes_swapped_out > 0
         assert handle.report().steps == 5
-    return {**seen, **{name: image(value) for name, value in model.state_dict().items()}}
+    return outcome
 
 
 def test_kernels_are_two_packages() -> None:

@@ -140,6 +140,12 @@ def check_bits(build: Callable[[Seen], Any], options: tuple[str, ...], folder: P
         (False, ("evaluation",), 500),
         (False, ("accumulation", "clipping", "bf16"), 450),
         (True, ("clipping", "accumulation"), 500),
+        *(
+            pytest.param(checkpointing, options, 200, marks=[pytest.mark.slow, pytest.mark.thorough])
+            for checkpointing in (False, True)
+            for n in range(5)
+            for options in itertools.combinations(("accumulation", "clipping", "bf16", "evaluation"), n)
+        ),
     ],
 )
 def test_a_trainer_gives_the_same_bits(checkpointing: bool, options: tuple[str, ...], budget_kib: int, tmp_path: Path) -> None:
@@ -148,20 +154,6 @@ def test_a_trainer_gives_the_same_bits(checkpointing: bool, options: tuple[str, 
 
 def test_manual_optimization_gives_the_same_bits(tmp_path: Path) -> None:
     check_bits(Adversaries, ("two steps a batch",), tmp_path, 250)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [p for n in range(5) for p in itertools.combinations(("accumulation", "clipping", "bf16", "evaluation"), n)],
-    ids="-".join,
-)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_trainer_gives_the_same_bits_with_all_its_options(
-    checkpointing: bool, options: tuple[str, ...], tmp_path: Path
-) -> None:
-    check_bits(lambda seen: Pictures(seen, checkpointing=checkpointing), options, tmp_path, 200)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -43,28 +43,16 @@ def fit(trainer: Any, module: Any) -> None:
 
 
 @pytest.mark.parametrize("callback", CALLBACKS)
-@pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
-    [
-        (
-            {"hbm_bugdet": "20GiB"},
-            TypeError,
-            r"SwapCallback: expected arguments of SwapSession \(hbm_budget, .*\), got hbm_bugdet=",
-        ),
-        ({"model": nn.Linear(1, 1)}, TypeError, "SwapCallback: expected arguments of SwapSession .* got model="),
+def test_wrong_arguments_are_said_when_it_is_made_and_there_is_no_report_before_a_training(callback: Any) -> None:
+    session = r"SwapCallback: expected arguments of SwapSession \(hbm_budget, .*\), got"
+    for arguments, kind, words in (
+        ({"hbm_bugdet": "20GiB"}, TypeError, f"{session} hbm_bugdet="),
+        ({"model": nn.Linear(1, 1)}, TypeError, f"{session} model="),
         ({"hbm_budget": "20 apples"}, ValueError, "hbm_budget"),
         ({"optimizer_state": "yes"}, TypeError, "optimizer_state: expected True or False"),
-    ],
-)
-def test_wrong_arguments_are_said_when_it_is_made(
-    callback: Any, arguments: dict[str, Any], kind: type[Exception], words: str
-) -> None:
-    with pytest.raises(kind, match=words):
-        callback(**arguments)
-
-
-@pytest.mark.parametrize("callback", CALLBACKS)
-def test_there_is_no_report_before_a_training(callback: Any) -> None:
+    ):
+        with pytest.raises(kind, match=words):
+            callback(**arguments)
     with pytest.raises(RuntimeError, match="expected a training that has begun, got none"):
         callback().report()
 
@@ -92,9 +80,13 @@ def test_a_callback_that_comes_after_training_began_says_so(tmp_path: Path) -> N
     check_nothing_left(model)
 
 
-def test_one_callback_in_two_trainings_at_once_says_so(tmp_path: Path) -> None:
-    swap = hf.SwapCallback(**swapping("1MiB"))
-    inner, model = hf.trainer(llama(2)(), tmp_path, [swap], max_steps=1), llama(2)()
+def test_one_callback_serves_trainings_after_each_other_and_not_two_at_once(tmp_path: Path) -> None:
+    swap, model = hf.SwapCallback(**swapping("600KiB")), llama(2)()
+    for steps in (2, 3):
+        hf.trainer(model, tmp_path, [swap], max_steps=steps).train()
+        assert swap.report().steps == steps
+    check_nothing_left(model)
+    inner = hf.trainer(llama(2)(), tmp_path, [swap], max_steps=1)
     trainer = hf.trainer(model, tmp_path, [swap, Fails(inner.train)])
     with pytest.raises(RuntimeError, match="in one training at a time, got a step of a training that it is not attached to"):
         trainer.train()
@@ -109,14 +101,6 @@ def test_an_attached_model_is_not_attached_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a model that is not attached"):
         hf.trainer(model, tmp_path, two).train()
     two[0].detach()
-    check_nothing_left(model)
-
-
-def test_one_callback_serves_trainings_after_each_other(tmp_path: Path) -> None:
-    swap, model = hf.SwapCallback(**swapping("600KiB")), llama(2)()
-    for steps in (2, 3):
-        hf.trainer(model, tmp_path, [swap], max_steps=steps).train()
-        assert swap.report().steps == steps
     check_nothing_left(model)
 
 

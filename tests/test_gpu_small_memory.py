@@ -6,7 +6,6 @@ The bits are the same, from its first step on.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.pool.host_memory import available_host_bytes
 from chameleon_mm.units import GIB, KIB, MIB
 from tests._memory_limit import fraction_of_memory
+from tests._plain_training import Outcome, differences, image
 
 STEPS = 4
 """A recorded one, and some that follow a plan."""
@@ -34,20 +34,6 @@ LARGE = Shape(layers=16, width=768, heads=12, ffn=2048, seq=1024, batch=32, dtyp
 
 SEGMENT_BYTES = 20 * MIB
 """Reserved by the caching allocator at a time, for requests of 1 to 10 MiB."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What training gave, on the CPU."""
-
-    losses: Tensor
-    """[steps]"""
-    gradients: tuple[Tensor, ...]
-    """Of the last step."""
-    parameters: tuple[Tensor, ...]
-    host_random: Tensor
-    device_random: Tensor | None
-    """The generators' states at the end; None: the device has none of its own."""
 
 
 class Dropping(nn.Module):
@@ -63,8 +49,9 @@ class Dropping(nn.Module):
         return x
 
 
-def train(device: Device, shape: Shape, *, hbm_budget: int | None, min_bytes: int | None = None, steps: int = STEPS) -> Run:
-    """Train a fresh model. `hbm_budget`: of the session that does it; None: without one."""
+def train(device: Device, shape: Shape, *, hbm_budget: int | None, min_bytes: int | None = None, steps: int = STEPS) -> Outcome:
+    """Train a fresh model. `hbm_budget`: of the session that does it; None: without one. Returns its losses, the gradients of
+    the last step, the parameters and the random states."""
     with reproducible(), device.compute():
         torch.manual_seed(3)
         model = Dropping(shape, device.torch_device)
@@ -83,24 +70,14 @@ def train(device: Device, shape: Shape, *, hbm_budget: int | None, min_bytes: in
                     optimizer.step()
                     losses.append(loss.detach())
         device.synchronize()
-        own_random = device.torch_device.type != "cpu"
-        return Run(
-            losses=torch.stack(losses).cpu(),
-            gradients=tuple(p.grad.cpu().clone() for p in model.parameters() if p.grad is not None),
-            parameters=tuple(p.detach().cpu().clone() for p in model.parameters()),
-            host_random=torch.get_rng_state(),
-            device_random=torch.cuda.get_rng_state(device.torch_device) if own_random else None,
-        )
-
-
-def assert_same_bits(one: Run, other: Run) -> None:
-    assert torch.equal(one.losses.view(torch.int32), other.losses.view(torch.int32))
-    assert len(one.gradients) == len(one.parameters) == len(other.gradients)
-    for a, b in zip((*one.gradients, *one.parameters), (*other.gradients, *other.parameters), strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    assert torch.equal(one.host_random, other.host_random)
-    if one.device_random is not None and other.device_random is not None:
-        assert torch.equal(one.device_random, other.device_random)
+        seen = {f"loss {number}": image(loss) for number, loss in enumerate(losses)}
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            seen |= {f"gradient of {name}": image(parameter.grad), name: image(parameter)}
+        seen["random state"] = image(torch.get_rng_state())
+        if device.torch_device.type != "cpu":
+            seen["random state of the device"] = image(torch.cuda.get_rng_state(device.torch_device))
+        return seen
 
 
 def test_a_quarter_of_the_peak_is_enough_on_the_simulator() -> None:
@@ -111,18 +88,8 @@ def test_a_quarter_of_the_peak_is_enough_on_the_simulator() -> None:
         train(SimDevice(hbm_bytes=quarter), SMALL, hbm_budget=None, steps=1)
     small = SimDevice(hbm_bytes=quarter)
     swapped = train(small, SMALL, hbm_budget=quarter * 9 // 10, min_bytes=64 * KIB, steps=3)
-    assert_same_bits(plain, swapped)
+    assert differences(plain, swapped) == []
     assert small.peak_allocated_bytes() <= quarter
-
-
-def test_the_comparison_sees_one_bit() -> None:
-    shape = replace(SMALL, layers=1)
-    one = train(SimDevice(), shape, hbm_budget=None, steps=1)
-    other = train(SimDevice(), shape, hbm_budget=None, steps=1)
-    assert_same_bits(one, other)
-    other.gradients[0].view(torch.int32).view(-1)[0] ^= 1
-    with pytest.raises(AssertionError):
-        assert_same_bits(one, other)
 
 
 @pytest.mark.gpu
@@ -146,4 +113,4 @@ def test_a_quarter_of_the_peak_is_enough_for_the_caching_allocator(shape: Shape)
             train(device, shape, hbm_budget=None, steps=1)
         free_unused()
         swapped = train(device, shape, hbm_budget=quarter * 3 // 4)
-    assert_same_bits(plain, swapped)
+    assert differences(plain, swapped) == []

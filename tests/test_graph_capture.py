@@ -9,7 +9,7 @@ A copy in a capture would be replayed without the host that has to follow it; an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.sim.machine import SimEvent, SimStream
-from tests._programs import deep, gradient, opened
+from tests._programs import assert_same, deep, gradient, opened
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -57,36 +57,49 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
         noted(SimEvent, name)
     for name in ("alloc_pinned", "alloc_pageable", "free_pinned", "allocated_bytes", "read_memory", "synchronize"):
         noted(cm.SimDevice, name)
+    device.is_capturing = True  # the notes see what is asked
+    device.read_memory()
+    device.current_stream().record().query()
+    assert device.asked == ["SimDevice.read_memory", "SimStream.record", "SimEvent.query"]
+    device.asked.clear()
+    device.is_capturing = False
     return device
 
 
-def test_the_notes_see_what_is_asked(captures: Captures) -> None:
-    captures.is_capturing = True
-    captures.read_memory()
-    captures.current_stream().record().query()
-    assert captures.asked == ["SimDevice.read_memory", "SimStream.record", "SimEvent.query"]
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(64, 64, requires_grad=True)
 
 
-def test_what_is_saved_in_a_capture_stays_and_nothing_is_asked(captures: Captures) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    expected = gradient(captures, x)
+@pytest.fixture
+def expected(captures: Captures, x: Tensor) -> Tensor:
+    return gradient(captures, x)
+
+
+@pytest.fixture
+def session(captures: Captures, expected: Tensor) -> Iterator[cm.SwapSession]:
+    """At its end no block of it is left, and nothing was asked of the device in a capture."""
     session = opened(captures)
+    yield session
+    assert captures.asked == []
+    assert session.pool.stats().num_live == 0
+
+
+def test_what_is_saved_in_a_capture_stays_and_nothing_is_asked(
+    captures: Captures, x: Tensor, expected: Tensor, session: cm.SwapSession
+) -> None:
     with session, session.step():
         captures.is_capturing = True
         (got,) = torch.autograd.grad(deep(x).sum(), x)
         captures.is_capturing = False
-        assert captures.asked == []
     assert torch.equal(got, expected)
     report = session.report()
     assert set(report.kept_by_reason) == {"capturing"}
     assert report.bytes_swapped_out == 0
 
 
-def test_a_capture_in_the_middle_of_a_step(captures: Captures) -> None:
+def test_a_capture_in_the_middle_of_a_step(captures: Captures, x: Tensor, expected: Tensor, session: cm.SwapSession) -> None:
     """Copies of what was saved before are pending: they go on when the capture is over."""
-    x = torch.randn(64, 64, requires_grad=True)
-    expected = gradient(captures, x)
-    session = opened(captures)
     with session:
         for _ in range(2):  # the second step has learned an order, and prefetches
             with session.step():
@@ -98,16 +111,13 @@ def test_a_capture_in_the_middle_of_a_step(captures: Captures) -> None:
                 assert torch.equal(inside, expected)
                 assert all(torch.equal(torch.autograd.grad(out, x)[0], expected) for out in (after, before))
                 del before, after
-    assert captures.asked == []
     assert session.report().bytes_swapped_in > 0
-    assert session.pool.stats().num_live == 0
 
 
-def test_a_step_with_a_capture_in_it_makes_no_plan_and_those_without_do(captures: Captures) -> None:
+def test_a_step_with_a_capture_in_it_makes_no_plan_and_those_without_do(
+    captures: Captures, x: Tensor, expected: Tensor, session: cm.SwapSession
+) -> None:
     """Its operators are replayed by nobody's hooks: what was recorded is not what comes."""
-    x = torch.randn(64, 64, requires_grad=True)
-    expected = gradient(captures, x)
-    session = opened(captures)
     plans = []
     with session:
         for step in range(5):
@@ -120,19 +130,16 @@ def test_a_step_with_a_capture_in_it_makes_no_plan_and_those_without_do(captures
                 assert torch.equal(torch.autograd.grad(out, x)[0], expected)
                 del out
             plans.append(session.report().plans > 0)
-    assert captures.asked == []
     assert plans == [False, True, True, True, True]
     report = session.report()
     assert (report.detailed_steps, report.plan_cache_hits) == (1, 3)
-    assert session.pool.stats().num_live == 0
 
 
 @pytest.mark.parametrize("begins", ["before the step", "in it"])
 @pytest.mark.parametrize("ends", ["in it", "after it"])
-def test_a_capture_that_does_not_begin_or_end_with_its_step(begins: str, ends: str, captures: Captures) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    expected = gradient(captures, x)
-    session = opened(captures)
+def test_a_capture_that_does_not_begin_or_end_with_its_step(
+    begins: str, ends: str, captures: Captures, x: Tensor, expected: Tensor, session: cm.SwapSession
+) -> None:
     with session:
         captures.is_capturing = begins == "before the step"
         with session.step():
@@ -145,41 +152,34 @@ def test_a_capture_that_does_not_begin_or_end_with_its_step(begins: str, ends: s
         for _ in range(3):
             with session.step():
                 assert torch.equal(torch.autograd.grad(deep(x).sum(), x)[0], expected)
-    assert captures.asked == []
     report = session.report()
     assert (report.detailed_steps, report.plan_cache_hits) == (1, 2)
-    assert session.pool.stats().num_live == 0
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_a_graph_dropped_in_a_capture_gives_its_blocks_back_after_it(captures: Captures) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    session = opened(captures)
+def test_a_graph_dropped_in_a_capture_gives_its_blocks_back_after_it(
+    captures: Captures, x: Tensor, session: cm.SwapSession
+) -> None:
     with session, session.step():
         out = deep(x)
         assert session.pool.stats().num_live > 0
         captures.is_capturing = True
         del out
         captures.is_capturing = False
-        assert captures.asked == []
         deep(x).sum().backward()
-    assert session.pool.stats().num_live == 0
 
 
-def test_a_backward_captured_without_its_forward_is_refused_and_can_be_done_after(captures: Captures) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
-    expected = gradient(captures, x)
-    session = opened(captures)
+def test_a_backward_captured_without_its_forward_is_refused_and_can_be_done_after(
+    captures: Captures, x: Tensor, expected: Tensor, session: cm.SwapSession
+) -> None:
     with session, session.step():
         out = deep(x).sum()
         captures.is_capturing = True
         with pytest.raises(RuntimeError, match="capture both together"):
             torch.autograd.grad(out, x, retain_graph=True)
         captures.is_capturing = False
-        assert captures.asked == []
         assert torch.equal(torch.autograd.grad(out, x)[0], expected)
         del out
-    assert session.pool.stats().num_live == 0
 
 
 def test_a_write_to_what_was_saved_in_a_capture_raises_as_in_eager(captures: Captures) -> None:
@@ -197,9 +197,7 @@ def test_a_write_to_what_was_saved_in_a_capture_raises_as_in_eager(captures: Cap
 # --- on a GPU
 
 
-def trained_by_replays(
-    device: Device, swapping: Callable[[], cm.SwapSession | None]
-) -> tuple[list[Tensor], cm.SwapSession | None]:
+def trained_by_replays(device: Device, session: cm.SwapSession | None) -> list[Tensor]:
     """Warm up, capture forward and backward once, replay them on new batches; every loss and the last weights.
 
     After torch's own recipe: warm-up on a side stream, gradients and the batch at fixed addresses.
@@ -210,7 +208,6 @@ def trained_by_replays(
     batches = [torch.randn(32, 64, device=where) for _ in range(4)]
     batch = torch.empty_like(batches[0])
     losses: list[Tensor] = []
-    session = swapping()
     with session or nullcontext():
         side = torch.cuda.Stream(where)
         side.wait_stream(torch.cuda.current_stream(where))
@@ -243,16 +240,15 @@ def trained_by_replays(
             del last
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     torch.cuda.synchronize(where)
-    return [*losses, *gradients, *(p.detach() for p in model.parameters())], session
+    return [*losses, *gradients, *(p.detach() for p in model.parameters())]
 
 
 @pytest.mark.gpu
 def test_a_captured_step_replays_bit_identically_inside_a_session() -> None:
     device = cm.CudaDevice()
-    expected, _ = trained_by_replays(device, lambda: None)
-    got, session = trained_by_replays(device, lambda: opened(device))
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert session is not None
+    expected = trained_by_replays(device, None)
+    session = opened(device)
+    assert_same(expected, trained_by_replays(device, session))
     report = session.report()
     assert report.kept_by_reason["capturing"] > 0
     assert report.bytes_swapped_in > 0  # in the steps that were not captured

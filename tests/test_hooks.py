@@ -1,21 +1,36 @@
-"""The short way of autograd's two hooks for what stays on the device: taken where nothing is due, and nothing is lost by it."""
+"""Autograd's two hooks: the short way for what stays on the device, which nothing is lost by; files and calls of ours that a
+hook of a planned step crosses, the device's own aside, of which none may creep up; names in torch.profiler's traces.
+
+.venv/bin/python -m tests.test_hooks        # a line for each hook of a planned step, then the longest path
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.swap.calling_thread import annotation
 from tests._fakes import Unwatched
+from tests._programs import assert_same, deep, leaf
+from tests._random_models import far_ahead
 
 pytestmark = pytest.mark.usefixtures("no_gc")
+
+# --- the short way, where nothing is due
 
 
 def small_chain(device: Device) -> Tensor:
@@ -91,8 +106,14 @@ class SavesItsView(torch.autograd.Function):
     ],
     ids=["exp", "relu", "tanh_", "of a view", "a function of one's own", "a view of the result"],
 )
-def test_no_node_keeps_itself(operator: Callable[[Tensor], Tensor], device: Device) -> None:
+def test_no_node_keeps_itself_and_its_gradient_is_plain_pytorchs(operator: Callable[[Tensor], Tensor], device: Device) -> None:
+    def gradient() -> Tensor:
+        x = torch.arange(16.0, device=device.torch_device, requires_grad=True)
+        return torch.autograd.grad(operator(x.cos()).sum(), x)[0]
+
+    expected = gradient().cpu()
     with device.compute(), cm.save_on_cpu(device=device):
+        assert torch.equal(gradient().cpu(), expected)
         x = torch.ones(16, device=device.torch_device, requires_grad=True)
         y = operator(x.cos())
         gone = weakref.ref(y)
@@ -100,16 +121,6 @@ def test_no_node_keeps_itself(operator: Callable[[Tensor], Tensor], device: Devi
         del y
     assert gone() is None
     assert node() is None
-
-
-def test_a_view_of_a_result_has_plain_pytorchs_gradient(device: Device) -> None:
-    def gradient() -> Tensor:
-        x = torch.arange(16.0, device=device.torch_device, requires_grad=True)
-        return torch.autograd.grad(SavesItsView.apply(x.cos()).sum(), x)[0]  # type: ignore[no-untyped-call]  # torch annotates no `apply`
-
-    expected = gradient().cpu()
-    with device.compute(), cm.save_on_cpu(device=device):
-        assert torch.equal(gradient().cpu(), expected)
 
 
 def error_of_a_write(device: Device) -> str:
@@ -189,3 +200,123 @@ def test_where_torch_cannot_mark_a_hook_it_is_wrapped(monkeypatch: pytest.Monkey
     with cm.SwapSession(device=cm.SimDevice(), plans=False) as session, session.step():
         nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
     assert {"save", "use"} <= set(hidden)
+
+
+# --- the path of a hook of a planned step
+
+
+PACKAGE = str(Path(cm.__file__).resolve().parent)
+DEVICE = str(Path(PACKAGE) / "device")
+
+
+class HookPath(NamedTuple):
+    """Calls of one hook, by file and function."""
+
+    kind: str
+    calls: Counter[tuple[str, str]]
+
+    @property
+    def num_files(self) -> int:
+        return len({file for file, _ in self.calls})
+
+    @property
+    def num_calls(self) -> int:
+        return self.calls.total()
+
+
+def counted(kind: str, hook: Callable[[Any], Any], paths: list[HookPath]) -> Callable[[Any], Any]:
+    """`hook`, which appends what it called to `paths`."""
+
+    def run(argument: Any) -> Any:
+        calls: Counter[tuple[str, str]] = Counter()
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            file = frame.f_code.co_filename
+            if event == "call" and file.startswith(PACKAGE) and not file.startswith(DEVICE) and not of_device(frame):
+                calls[file.removeprefix(PACKAGE + "/"), frame.f_code.co_qualname] += 1
+
+        sys.setprofile(note)
+        try:
+            return hook(argument)
+        finally:
+            sys.setprofile(None)
+            paths.append(HookPath(kind, calls))
+
+    return run
+
+
+def of_device(frame: FrameType) -> bool:
+    """Whether the device called it."""
+    return frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(DEVICE)
+
+
+def planned_hooks(device: Device) -> list[HookPath]:
+    """The hooks of one step of six blocks that follows a plan by which most activations move, and none is recomputed."""
+    torch.manual_seed(0)
+    with device.compute(), torch.device(device.torch_device.type):
+        blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
+        model, x = nn.Sequential(*blocks), torch.randn(512, 256)
+    paths: list[HookPath] = []
+    with cm.SwapSession(device.allocated_bytes() + (22 << 20), "1GiB", device, recompute=False) as session:
+        own = session._save, session._use
+        watched = counted("save", own[0], paths), counted("use", own[1], paths)
+        for step in range(7):
+            hooks = torch.autograd.graph.saved_tensors_hooks(*(watched if step == 6 else own))
+            with session.step(), hooks:
+                model(x).sum().backward()
+            model.zero_grad()
+    assert session.report().steps_by_phase == {"recorded": 1, "planned": 6}
+    return paths
+
+
+def test_a_hook_of_a_planned_step_crosses_no_more_than_it_did() -> None:
+    paths = planned_hooks(cm.SimDevice())
+    assert paths.pop(0).num_calls <= 49  # the step's first: the director finds out which step it is
+    for kind, number, most_calls, median_calls, most_files in (("save", 28, 43, 22, 24), ("use", 29, 27, 15, 19)):
+        of_kind = [path for path in paths if path.kind == kind]
+        assert len(of_kind) == number
+        assert max(path.num_calls for path in of_kind) <= most_calls
+        assert median(path.num_calls for path in of_kind) <= median_calls
+        assert max(path.num_files for path in of_kind) <= most_files
+
+
+# --- in the profiler's traces, and nothing changes when nobody profiles
+
+
+def profiled_steps(*, profiled: bool) -> tuple[list[Tensor], Counter[str]]:
+    """Gradients of three steps, and how often each range of ours came in the last one."""
+    device = far_ahead()
+    torch.manual_seed(0)
+    with device.compute():
+        x = leaf(device)
+        budget = device.allocated_bytes() + 6 * x.nbytes
+    gradients, names = [], Counter[str]()
+    with cm.SwapSession(budget, "8MiB", device, min_bytes=1024) as session:
+        for step in range(3):
+            watched = profile(activities=[ProfilerActivity.CPU]) if profiled and step == 2 else nullcontext()
+            with watched as profiler, session.step():
+                gradients.append(torch.autograd.grad(deep(x).sum(), x)[0])
+            if isinstance(profiler, profile):
+                names.update(event.name for event in profiler.events() if event.name.startswith("chameleon::"))
+    return gradients, names
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the profiler's own, about what it will do in later versions
+def test_copies_and_waits_are_ranges_of_the_profilers_trace() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, requires_grad=True)
+    plain = torch.autograd.grad(deep(x).sum(), x)[0]  # plain PyTorch: nothing of ours around it
+    unprofiled, nothing = profiled_steps(profiled=False)
+    gradients, names = profiled_steps(profiled=True)
+    assert not nothing
+    assert_same([plain] * 6, [*unprofiled, *gradients])
+    assert min(names[f"chameleon::{what}"] for what in ("swap_out", "swap_in", "reclaim")) > 0
+    assert annotation("chameleon::swap_out") is annotation("chameleon::reclaim")  # without a profiler: one that does nothing
+
+
+if __name__ == "__main__":
+    found = planned_hooks(cm.SimDevice())
+    lines = [f"{path.kind:4}  {path.num_files:3} files  {path.num_calls:4} calls" for path in found]
+    longest = max(found, key=lambda path: path.num_calls)
+    lines += [f"{count:4}  {file}  {function}" for (file, function), count in sorted(longest.calls.items())]
+    sys.stdout.write("\n".join(lines) + "\n")

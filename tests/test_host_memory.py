@@ -1,19 +1,27 @@
-"""What host memory is left, read from files as the kernel writes them."""
+"""What host memory is left, read from files as the kernel writes them; and where tensors go when no more of it can be pinned:
+they stay on the device while the budget allows it, then go to pageable memory, then an error says so.
+"""
 
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from torch import Tensor, nn
 
+import chameleon_mm as cm
 from chameleon_mm.device import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pool.host_memory import FRESH_S, AvailableMemory, auto_limit_bytes, available_host_bytes
 from chameleon_mm.pool.pool import PinnedPool
-from chameleon_mm.units import GIB, KIB
+from chameleon_mm.units import GIB, KIB, MIB
 from tests._fakes import ManualClock, file_tree, refusing
+from tests._programs import assert_same
 
 UNLIMITED_V1 = 9223372036854771712  # what version 1 writes for "no limit"
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:         1000000 kB\nMemAvailable:   33554432 kB\nBuffers:          1 kB\n"
@@ -141,25 +149,14 @@ def test_the_least_of_the_machine_and_its_control_groups(tmp_path: Path, case: t
 
 
 def test_without_proc_psutil_is_asked_and_without_an_answer_it_is_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Answer:
-        available = 5 * KIB
-
-    monkeypatch.setattr(psutil, "virtual_memory", Answer)
+    assert 0 < available_host_bytes() <= psutil.virtual_memory().total  # this machine has some
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * KIB))
     assert available_host_bytes(tmp_path) == 5 * KIB
     monkeypatch.setattr(psutil, "virtual_memory", refusing(OSError, "not on this system"))
     assert available_host_bytes(tmp_path) == 0
 
 
-def test_this_machine_has_some() -> None:
-    assert 0 < available_host_bytes() <= psutil.virtual_memory().total
-
-
 # --- the limit "auto"
-
-
-@pytest.mark.parametrize(("environ", "ranks"), [({}, 1), ({"LOCAL_WORLD_SIZE": "1"}, 1), ({"LOCAL_WORLD_SIZE": "8"}, 8)])
-def test_auto_is_half_of_what_is_left_for_each_rank(environ: dict[str, str], ranks: int) -> None:
-    assert auto_limit_bytes(environ, available_bytes=64 * GIB) == 32 * GIB // ranks
 
 
 @pytest.mark.parametrize("said", ["", "0", "-1", "two", "1.5", " 4", "4 ", "+4", "٤", "1" * 5000])
@@ -169,19 +166,16 @@ def test_a_number_of_ranks_that_is_none_is_named(said: str) -> None:
     assert f"got {said!r}: correct the environment variable" in str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_auto_asked_again_is_a_part_of_the_whole_and_grows_with_the_machine(ranks: int) -> None:
-    environ = {"LOCAL_WORLD_SIZE": str(ranks)}
+@pytest.mark.parametrize(("environ", "ranks"), [({}, 1), *(({"LOCAL_WORLD_SIZE": str(ranks)}, ranks) for ranks in (1, 2, 8))])
+def test_auto_is_half_of_what_is_left_for_each_rank_and_grows_with_the_machine(environ: dict[str, str], ranks: int) -> None:
     part = auto_limit_bytes(environ, available_bytes=128 * GIB)
+    assert part == 64 * GIB // ranks
     for mine, theirs in itertools.product((0, part // 3, part), repeat=2):
         left = 128 * GIB - mine - (ranks - 1) * theirs
         again = auto_limit_bytes(environ, available_bytes=left, held_bytes=mine)
         assert (again == part) if theirs == 0 or ranks == 1 else (again < part)
         assert auto_limit_bytes(environ, available_bytes=left + 128 * GIB, held_bytes=mine) > part
-
-
-def test_auto_is_zero_where_nothing_says_what_is_left() -> None:
-    assert auto_limit_bytes({}, available_bytes=0) == 0
+    assert auto_limit_bytes(environ, available_bytes=0) == 0  # nothing says what is left
 
 
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +230,87 @@ def test_a_full_pool_does_not_read_the_machine_for_every_pageable_block(monkeypa
             blocks.append(pool.allocate_pageable(1 << 10))
         assert len(readings) == 2, "once for the limit, once for pageable memory"
         blocks.clear()
+
+
+# --- exhausted: a stack of layers saves more than the host budget holds; the budget of the device is wide, narrow, or
+# narrow beside a full host
+
+
+HOST_BUDGET = 4 * MIB
+STEPS = 3
+
+
+def train(device: cm.SimDevice, session: cm.SwapSession | None) -> tuple[list[Tensor], int]:
+    """Losses of every step, and the peak of device memory."""
+    torch.manual_seed(0)
+    losses = []
+    with device.compute():
+        model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(128, 128), nn.GELU())))
+        batch = torch.randn(2048, 128)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        device.reset_peaks()
+        with session or nullcontext():
+            for _ in range(STEPS):
+                with session.step() if session else nullcontext():
+                    loss = model(batch).square().mean()
+                    loss.backward()
+                    losses.append(loss.detach())
+                    del loss
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return losses, device.peak_allocated_bytes()
+
+
+def swapped_by(device: cm.SimDevice, hbm_budget: int) -> cm.SwapSession:
+    return cm.SwapSession(hbm_budget, HOST_BUDGET, device, min_bytes="64KiB")
+
+
+@pytest.fixture
+def unswapped() -> tuple[list[Tensor], int]:
+    return train(cm.SimDevice(), None)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_wide_budget_keeps_on_the_device_what_the_host_does_not_take(
+    sim: cm.SimDevice, unswapped: tuple[list[Tensor], int]
+) -> None:
+    session = swapped_by(sim, 2 * unswapped[1])
+    assert_same(train(sim, session)[0], unswapped[0])
+    report = session.report()
+    assert report.fallbacks > 0
+    assert report.pageable_swap_outs == 0
+    assert report.peak_host_bytes <= HOST_BUDGET
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_narrow_budget_sends_it_to_pageable_memory(sim: cm.SimDevice, unswapped: tuple[list[Tensor], int]) -> None:
+    budget = unswapped[1] // 2
+    session = swapped_by(sim, budget)
+    losses, peak = train(sim, session)
+    assert_same(losses, unswapped[0])
+    assert peak <= budget
+    report = session.report()
+    assert report.pageable_swap_outs > 0
+    assert report.budget_misses == 0
+    stats = session.pool.stats()
+    assert (stats.num_live, stats.pageable_bytes) == (0, 0)
+    assert stats.peak_reserved_bytes <= HOST_BUDGET
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_with_neither_the_error_says_so_and_nothing_leaks(
+    sim: cm.SimDevice, unswapped: tuple[list[Tensor], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(pool: PinnedPool, nbytes: int, stream: object = None) -> None:
+        raise cm.HostMemoryExhausted(f"host memory: asked for {nbytes} bytes, which this machine does not give")
+
+    session = swapped_by(sim, unswapped[1] // 2)
+    before = sim.allocated_bytes()
+    with monkeypatch.context() as host:
+        host.setattr(PinnedPool, "allocate_pageable", none_left)
+        with pytest.raises(cm.HostMemoryExhausted, match=r"budget of \d+, but the host takes no more.*raise hbm_budget"):
+            train(sim, session)
+    sim.synchronize()
+    assert session.pool.stats().num_live == 0
+    assert sim.allocated_bytes() == before
+    assert_same(train(sim, swapped_by(sim, unswapped[1] // 2))[0], unswapped[0])  # the host has room again

@@ -8,8 +8,6 @@ Names resolve without them too: a device or a session asks for them when it is m
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ import pytest
 import chameleon_mm as cm
 from tests._run_scripts import python
 
-_ROOT = Path(__file__).resolve().parents[1]
 _PUBLIC = {"CudaDevice", "PinnedPool", "SimDevice", "SwapReport", "SwapSession", "save_on_cpu"}
 _HEAVY = {"accelerate", "cuda", "cupy", "lightning", "transformers", "triton", "trl"}
 _TORCHS_OWN = "import sys, torch; torchs_own = set(sys.modules)\n"
@@ -30,16 +27,16 @@ print(json.dumps({{"heavy": heavy, "cuda_started": torch.cuda.is_initialized()}}
 """
 
 
-def _in_a_fresh_interpreter(code: str) -> dict[str, object]:
-    command = [sys.executable, "-c", _TORCHS_OWN + code + _REPORT]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    report: dict[str, object] = json.loads(done.stdout)
+def _in_a_fresh_interpreter(code: str, folder: Path) -> dict[str, object]:
+    done = python(["-c", _TORCHS_OWN + code + _REPORT], folder)
+    assert done.code == 0, done.err
+    report: dict[str, object] = json.loads(done.out)
     return report
 
 
-def test_the_report_sees_what_it_is_asked_about() -> None:
-    assert _in_a_fresh_interpreter("import sys, types; sys.modules['cupy'] = types.ModuleType('cupy')")["heavy"] == ["cupy"]
+def test_the_report_sees_what_it_is_asked_about(tmp_path: Path) -> None:
+    found = _in_a_fresh_interpreter("import sys, types; sys.modules['cupy'] = types.ModuleType('cupy')", tmp_path)
+    assert found["heavy"] == ["cupy"]
 
 
 @pytest.mark.parametrize(
@@ -53,39 +50,35 @@ def test_the_report_sees_what_it_is_asked_about() -> None:
     ],
     ids=["package", "public names", "command line", "integrations", "device, doctor, bench, kernels"],
 )
-def test_importing_starts_nothing(code: str) -> None:
-    assert _in_a_fresh_interpreter(code) == {"heavy": [], "cuda_started": False}
+def test_importing_starts_nothing(code: str, tmp_path: Path) -> None:
+    assert _in_a_fresh_interpreter(code, tmp_path) == {"heavy": [], "cuda_started": False}
 
 
 def test_the_public_names_are_there_and_listed() -> None:
     assert set(cm.__all__) >= _PUBLIC
     assert all(getattr(cm, name).__module__.startswith("chameleon_mm") for name in _PUBLIC)
     assert set(dir(cm)) >= set(cm.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'keras'"):
+        _ = cm.integrations.keras
 
 
-def test_an_integration_loads_its_framework_and_none_beside() -> None:
-    loaded = _in_a_fresh_interpreter("import chameleon_mm as cm; cm.integrations.transformers.SwapCallback")["heavy"]
+def test_an_integration_loads_its_framework_and_none_beside(tmp_path: Path) -> None:
+    loaded = _in_a_fresh_interpreter("import chameleon_mm as cm; cm.integrations.transformers.SwapCallback", tmp_path)["heavy"]
     assert isinstance(loaded, list)
     assert "transformers" in loaded and not {"lightning", "trl"} & set(loaded)
 
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers", "trl"])
-def test_a_missing_framework_is_one_sentence_that_names_the_extra(name: str) -> None:
+def test_a_missing_framework_is_one_sentence_that_names_the_extra(name: str, tmp_path: Path) -> None:
     code = f"import sys; sys.modules[{name!r}] = None; import chameleon_mm as cm; cm.integrations.{name}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1] == (
+    assert python(["-c", code], tmp_path).err.splitlines()[-1] == (
         f"ImportError: chameleon_mm.integrations.{name}: expected {name} to be installed, found none; "
         f"pip install 'chameleon-mm[{name}]'"
     )
 
 
-def test_other_names_of_the_integrations_are_missing_as_ever() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'keras'"):
-        _ = cm.integrations.keras
-
-
 @pytest.mark.parametrize("module", ["numpy.exceptions", "numpy.dtypes", "torch._tensor"])
-def test_an_interrupt_while_it_is_imported_is_not_lost(module: str) -> None:
+def test_an_interrupt_while_it_is_imported_is_not_lost(module: str, tmp_path: Path) -> None:
     """torch ignores one that comes while it imports NumPy, and what it left half imported fails where it is needed."""
     code = f"""
 import os, signal, sys
@@ -103,8 +96,8 @@ except KeyboardInterrupt:
 else:
     print("went on" if {module!r} in sys.modules else "imported no such module")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+    done = python(["-c", code], tmp_path)
+    assert (done.code, done.out) == (0, "interrupted\n"), done.err
 
 
 # --- dynamo's import

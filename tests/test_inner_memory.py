@@ -26,6 +26,7 @@ from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.record.storages import Readings, StorageTable
 from chameleon_mm.tools.prediction import needs_of
 from chameleon_mm.units import KIB
+from tests._plain_training import Image, image
 from tests._trace_records import ops_of
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -131,10 +132,7 @@ def test_no_formula_raises_for_tensors_without_plain_sizes(kind: str) -> None:
         assert called(func, *arguments(odd)) >= 0
     if kind in ("nested", "refuses", "symbolic"):
         assert called(aten._safe_softmax.default, odd, -1) == 0
-
-
-def test_what_a_formula_raises_for_plain_tensors_is_raised() -> None:
-    with pytest.raises(ValueError, match="not enough values to unpack"):
+    with pytest.raises(ValueError, match="not enough values to unpack"):  # for plain tensors it is raised
         q = meta(2, 3, dtype=torch.float16)
         called(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, *[q] * 6, 0.0, True)
 
@@ -165,32 +163,24 @@ def test_attention_over_jagged_tensors_runs(sim: cm.SimDevice) -> None:
 # --- the simulator
 
 
-def test_the_simulator_charges_it_while_the_operator_runs() -> None:
-    sim = cm.SimDevice()
+@pytest.mark.parametrize("short", [0, 512])
+def test_the_simulator_charges_it_while_the_operator_runs_or_is_out_of_memory(short: int) -> None:
+    sim = cm.SimDevice(hbm_bytes=2 * SCORES_BYTES + SCORES_INSIDE - short)
     with sim.compute():
         x = torch.zeros(SCORES)
         sim.reset_peaks()
         before = sim.read_memory()
+        if short:
+            with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 10.5 KiB"):
+                aten._safe_softmax.default(x, -1)
+            assert sim.allocated_bytes() == SCORES_BYTES
+            return
         y = aten._safe_softmax.default(x, -1)
     after = sim.read_memory()
     assert after.allocated_bytes == before.allocated_bytes + SCORES_BYTES
     assert after.cumulative_bytes == before.cumulative_bytes + SCORES_BYTES + SCORES_INSIDE
     assert sim.peak_allocated_bytes() == after.allocated_bytes + SCORES_INSIDE
     assert y.shape == x.shape
-
-
-def test_an_operator_that_finds_no_memory_for_itself_is_out_of_memory() -> None:
-    needed = 2 * SCORES_BYTES + SCORES_INSIDE
-    for short in (0, 512):
-        sim = cm.SimDevice(hbm_bytes=needed - short)
-        with sim.compute():
-            x = torch.zeros(SCORES)
-            if short:
-                with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 10.5 KiB"):
-                    aten._safe_softmax.default(x, -1)
-                assert sim.allocated_bytes() == SCORES_BYTES
-            else:
-                aten._safe_softmax.default(x, -1)
 
 
 # --- the recorder
@@ -331,8 +321,8 @@ class GPT(nn.Module):
 @dataclass
 class Run:
     peaks: list[int] = field(default_factory=list)
-    numbers: list[tuple[object, bytes]] = field(default_factory=list)
-    """Of losses and gradients: dtype and layout, and what they are."""
+    numbers: list[Image] = field(default_factory=list)
+    """Of losses and gradients."""
     recorded: list[bool] = field(default_factory=list)
     """By step: whether it was recorded to its end."""
     hits: int = 0
@@ -360,7 +350,7 @@ def train(
                         model(ids)
                 loss = model(ids)
                 loss.backward()
-                run.numbers += [bits(t) for t in (loss, *(p.grad for p in model.parameters())) if t is not None]
+                run.numbers += [image(t) for t in (loss, *(p.grad for p in model.parameters())) if t is not None]
                 optimizer.step()
                 optimizer.zero_grad()
             run.peaks.append(device.peak_allocated_bytes())
@@ -368,11 +358,6 @@ def train(
             del loss, ids
     run.hits = 0 if session is None else session.report().plan_cache_hits
     return run
-
-
-def bits(t: Tensor) -> tuple[object, bytes]:
-    """Without an operator on the simulated device, whose memory would be counted."""
-    return (t.dtype, t.shape, t.stride()), t.detach().cpu().numpy().tobytes()
 
 
 @pytest.mark.parametrize("share", [1 / 2, 3 / 4])

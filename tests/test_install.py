@@ -6,20 +6,20 @@ import gc
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
 import chameleon_mm as cm
 from chameleon_mm.api.save_on_cpu import InstalledSaveOnCpu
 from chameleon_mm.device import Device
-from tests._plain_models import language, llama
-from tests._plain_training import Outcome, differences, image
+from tests._plain_models import Case, language, llama
+from tests._plain_training import CUDA, SIM, differences, trained_plainly
 
 TORCHS_OWN = (torch.autograd.graph.save_on_cpu,)
 """In a tuple, where nobody replaces it."""
@@ -39,77 +39,56 @@ def ours() -> type[InstalledSaveOnCpu]:
     return found
 
 
-def wrapped(torch_device: torch.device) -> nn.Module:
-    torch.manual_seed(2)
-    layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3))
-    return nn.Sequential(*(offload_wrapper(layer) for layer in layers)).to(torch_device)
-
-
-def trained(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Outcome:
-    torch.manual_seed(4)
-    seen: Outcome = {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for number in range(3):
-        loss = loss_of(model)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen[f"loss {number}"] = image(loss)
-    return {**seen, **{name: image(value) for name, value in model.state_dict().items()}}
-
-
-def test_torchs_offload_wrapper_uses_ours(device: Device) -> None:
-    def loss_of(model: nn.Module) -> Tensor:
-        loss: Tensor = model(torch.randn(32, 64, device=device.torch_device)).square().mean()
-        return loss
-
-    plain = trained(wrapped(device.torch_device), loss_of)
+def check_ours_is_used(plain: Case, offloading: Case, device: Device) -> None:
+    """Once ours is installed, training of `offloading` goes by the host and has the bits of `plain`."""
+    kind = SIM if device.simulated else CUDA
+    expected = trained_plainly(plain, kind)
     cm.install(device=device, min_bytes=256)
     with device.compute():
-        assert differences(plain, trained(wrapped(device.torch_device), loss_of)) == []
+        got = trained_plainly(offloading, kind)
+    assert differences(expected, got) == []
     gc.collect()
     stats = ours()._the_manager().pool.stats()
     assert stats.peak_live_bytes > 0
     assert stats.num_live == 0
 
 
+def test_torchs_offload_wrapper_uses_ours(device: Device) -> None:
+    def build() -> nn.Module:
+        layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3))
+        return nn.Sequential(*(offload_wrapper(layer) for layer in layers))
+
+    case = Case(build=build, loss=lambda model: model(torch.randn(32, 64)).square().mean(), steps=3)
+    check_ours_is_used(case, case, device)
+
+
 def test_hugging_faces_offload_of_checkpoints_uses_ours(sim: cm.SimDevice) -> None:
-    def build(*, offload: bool) -> nn.Module:
-        model: Any = llama(3)()
-        if not hasattr(model, "activation_checkpointing_enable"):
-            pytest.skip("this transformers has no offload of checkpoints")
-        model.activation_checkpointing_enable(offload=offload)
-        model.config.use_cache = False
-        checked: nn.Module = model
-        return checked
+    def case(*, offload: bool) -> Case:
+        def build() -> Any:
+            model: Any = llama(3)()
+            if not hasattr(model, "activation_checkpointing_enable"):
+                pytest.skip("this transformers has no offload of checkpoints")
+            model.activation_checkpointing_enable(offload=offload)
+            model.config.use_cache = False
+            return model
 
-    torch.manual_seed(1)
-    plain = trained(build(offload=False), language())  # torch's own does not run without an accelerator
-    cm.install(device=sim, min_bytes=256)
-    with sim.compute():
-        torch.manual_seed(1)
-        assert differences(plain, trained(build(offload=True), language())) == []
-    stats = ours()._the_manager().pool.stats()
-    assert stats.peak_live_bytes > 0
-    assert stats.num_live == 0
+        return Case(build=build, loss=language(), steps=3)
+
+    check_ours_is_used(case(offload=False), case(offload=True), sim)  # torch's own does not run without an accelerator
 
 
-def test_modules_that_imported_the_name_see_ours_and_then_torchs_again() -> None:
+def test_modules_that_imported_the_name_see_ours_and_then_torchs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     early: Any = types.ModuleType("early")
     early.save_on_cpu = early.another_name = TORCHS_OWN[0]
-    sys.modules["early"] = early
-    try:
-        cm.install()
-        wrapper: Any = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-        assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is ours()
-        late: Any = types.ModuleType("late")
-        late.save_on_cpu = torch.autograd.graph.save_on_cpu
-        sys.modules["late"] = late
-        cm.uninstall()
-        assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is late.save_on_cpu is TORCHS_OWN[0]
-    finally:
-        sys.modules.pop("early")
-        sys.modules.pop("late", None)
+    monkeypatch.setitem(sys.modules, "early", early)
+    cm.install()
+    wrapper: Any = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is ours()
+    late: Any = types.ModuleType("late")
+    late.save_on_cpu = torch.autograd.graph.save_on_cpu
+    monkeypatch.setitem(sys.modules, "late", late)
+    cm.uninstall()
+    assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is late.save_on_cpu is TORCHS_OWN[0]
 
 
 def test_it_may_be_installed_twice_alike_and_not_otherwise() -> None:

@@ -88,44 +88,30 @@ def test_every_kernel_is_in_the_table(compiled: dict[str, dict[str, Any]]) -> No
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_accesses_of_the_aligned_path_are_sixteen_bytes_wide(compiled: dict[str, dict[str, Any]], name: str) -> None:
-    wide = re.findall(r"\b(ld|st)\.global\.(?:v4\.b32|v2\.b64)\b", compiled[name]["ptx"])
-    loads, stores, _ = KERNELS[name]
-    assert (wide.count("ld"), wide.count("st")) == (loads, stores)
-
-
-@pytest.mark.parametrize("name", ["pack", "unpack"])
-def test_packing_needs_no_shared_memory(compiled: dict[str, dict[str, Any]], name: str) -> None:
-    assert re.findall(r"\b(?:ld|st)\.shared\S*", compiled[name]["ptx"]) == []
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_keep_to_their_registers(compiled: dict[str, dict[str, Any]], name: str) -> None:
-    usage = compiled[name]["usage"]
-    assert 0 < usage["REG"] <= KERNELS[name][2]
+def test_what_a_kernel_was_compiled_to(compiled: dict[str, dict[str, Any]], name: str) -> None:
+    ptx, usage, sizes = (compiled[name][key] for key in ("ptx", "usage", "sizes"))
+    loads, stores, registers = KERNELS[name]
+    wide = re.findall(r"\b(ld|st)\.global\.(?:v4\.b32|v2\.b64)\b", ptx)
+    assert (wide.count("ld"), wide.count("st")) == (loads, stores), "accesses of the aligned path are sixteen bytes wide"
+    assert name == "checksum" or re.findall(r"\b(?:ld|st)\.shared\S*", ptx) == [], "packing needs no shared memory"
+    assert 0 < usage["REG"] <= registers
     assert usage["STACK"] == usage["LOCAL"] == 0  # where the assembler would put what registers cannot hold
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_sizes_do_not_recompile(compiled: dict[str, dict[str, Any]], name: str) -> None:
-    sizes = compiled[name]["sizes"]
     assert sizes
     # Neither by their value (1, a multiple of 16), nor by whether they fit 32 bits: the annotation settles that.
-    assert set(map(tuple, sizes.values())) <= {(True, "i64"), (True, "i32")}
+    assert set(map(tuple, sizes.values())) <= {(True, "i64"), (True, "i32")}, "sizes do not recompile"
 
 
 # --- under Triton's interpreter
 
 # It is switched on by an environment variable that Triton reads when a kernel is defined, and would leave its mark on every
-# other test of this process. The tests themselves stand beside the others of their kernel, with the parameter "interpreter";
-# on a machine with a GPU the same ones run there too.
+# other test of this process. The tests themselves have the parameter "interpreter"; on a machine with a GPU the same ones run
+# there too.
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what runs this process")
-@pytest.mark.parametrize("name", ["checksum", "pack"])
-def test_kernels_are_exact_under_the_interpreter(name: str) -> None:
+def test_kernels_are_exact_under_the_interpreter() -> None:
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/test_kernels_{name}.py",
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels_exact.py",
         "-k", "interpreter", "-m", "not slow",
     ]  # fmt: skip
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}

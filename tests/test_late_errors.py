@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +12,14 @@ import torch._dynamo  # imported late, by a session, it leaves frames in cycles,
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device import SPECS
 from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.saved_storage import SavedStorage
 from tests._fakes import Unwatched
+from tests._ordering import SLOW_LINK
 from tests._programs import deep
 from tests.observed import SimLifetimeError, SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
-"""So slow that no copy is complete by luck."""
 
 
 @pytest.fixture

@@ -120,12 +120,6 @@ def _ignores_without_reason(source: str) -> list[int]:
     return [token.start[0] for token in comments if _IGNORE.match(token.string) and not _IGNORE_WITH_REASON.match(token.string)]
 
 
-def test_the_sources_are_found_through_the_links() -> None:
-    folders = {Path(name).parts[1] for name in _PACKAGE}
-    assert folders >= {"__init__.py", "device", *_TOP_LEVEL_FOLDERS}
-    assert "tests/test_layers.py" in _TESTS
-
-
 def _breaches(
     rule: Callable[[str], Sequence[object]], sources: dict[str, str], *, but: re.Pattern[str] | None = None
 ) -> list[str]:
@@ -134,25 +128,17 @@ def _breaches(
     return [f"{path}: {found}" for path in checked for found in rule(sources[path])]
 
 
-def test_only_the_cuda_device_uses_torch_cuda() -> None:
+def test_the_sources_keep_the_rules() -> None:
+    folders = {Path(name).parts[1] for name in _PACKAGE}  # found through the links
+    assert folders >= {"__init__.py", "device", *_TOP_LEVEL_FOLDERS}
+    assert "tests/test_layers.py" in _TESTS
     assert _breaches(_torch_cuda_uses, _PACKAGE, but=_MAY_USE_TORCH_CUDA) == []
-
-
-def test_only_the_device_layer_asks_for_cuda() -> None:
     assert _breaches(_cuda_questions, _PACKAGE, but=_MAY_ASK_FOR_CUDA) == []
-
-
-def test_kernels_and_bench_are_imported_as_ours() -> None:
     assert _breaches(_top_level_imports, _PACKAGE | _TESTS) == []
-
-
-def test_every_ignore_says_which_rule_and_why() -> None:
     assert _breaches(_ignores_without_reason, _PACKAGE | _TESTS) == []
-
-
-def test_no_two_files_have_one_name() -> None:
+    assert _breaches(_too_long, _PACKAGE) == []
     names = sorted(path.rpartition("/")[2] for path in _PACKAGE if not path.endswith("__init__.py"))
-    assert [name for name, other in pairwise(names) if name == other] == []
+    assert [name for name, other in pairwise(names) if name == other] == [], "no two files have one name"
 
 
 def test_the_value_of_an_enums_member_is_its_name() -> None:
@@ -164,76 +150,44 @@ def test_the_value_of_an_enums_member_is_its_name() -> None:
     assert [member for member in members if member.value != member.name.lower()] == []
 
 
-def test_nothing_is_too_long_to_be_read() -> None:
-    assert _breaches(_too_long, _PACKAGE) == []
-
-
 def test_a_breach_names_its_file_and_line() -> None:
     sources = {"a.py": "x = t.is_cuda\n", "b.py": "\nx = t.is_cuda\n", "c.py": "x = 1\n"}
     assert _breaches(_cuda_questions, sources) == ["a.py: 1", "b.py: 2"]
     assert _breaches(_cuda_questions, sources, but=re.compile(r"a\.py")) == ["b.py: 2"]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch.cuda",
-        "import torch.cuda.memory as m",
-        "from torch import cuda",
-        "from torch.cuda import Event",
-        "from torch.cuda.memory import memory_stats",
-        "x = torch.cuda.is_available()",
-        "torch._C._cuda_memoryStats(0)",
-    ],
-)
-def test_a_use_of_torch_cuda_is_noticed(line: str) -> None:
-    assert _torch_cuda_uses(f"import torch\n{line}\n") == [2]
+BREACHES: dict[Callable[[str], Sequence[object]], tuple[str, ...]] = {
+    _torch_cuda_uses: (
+        "import torch.cuda", "import torch.cuda.memory as m", "from torch import cuda", "from torch.cuda import Event",
+        "from torch.cuda.memory import memory_stats", "x = torch.cuda.is_available()", "torch._C._cuda_memoryStats(0)",
+    ),
+    _cuda_questions: ("x = t.is_cuda", 'x = t.device.type == "cuda"', 'x = "cuda" != kind', 'x = "cuda" in name'),
+    _top_level_imports: ("import kernels", "import bench.copy as c", "from kernels import copy", "from bench.x import y"),
+    _ignores_without_reason: tuple(
+        f"x = 1  # {comment}"
+        for comment in ("noqa", "noqa: BLE001", "type: ignore", "type: ignore[attr-defined]", "noqa: E501 # long")
+    ),
+}  # fmt: skip
+NO_BREACHES: dict[Callable[[str], Sequence[object]], tuple[str, ...]] = {
+    _top_level_imports: (
+        "from . import kernels", "from .kernels import copy", "import chameleon_mm.bench", "from chameleon_mm import kernels",
+    ),
+    _ignores_without_reason: tuple(
+        f"x = 1  # {comment}"
+        for comment in (
+            "noqa: BLE001 - a probe never takes the others down", "noqa: BLE001, PLW0603  # because it must",
+            "type: ignore[attr-defined]  # private, checked on 2.11", "type: ignore[misc]  # noqa: N806  # Triton's own custom",
+        )
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("line", ["x = t.is_cuda", 'x = t.device.type == "cuda"', 'x = "cuda" != kind', 'x = "cuda" in name'])
-def test_asking_for_cuda_is_noticed(line: str) -> None:
-    assert _cuda_questions(f"\n{line}\n") == [2]
+@pytest.mark.parametrize("rule", BREACHES, ids=lambda rule: rule.__name__)
+def test_a_breach_of_each_rule_is_noticed(rule: Callable[[str], Sequence[object]]) -> None:
+    assert [line for line in BREACHES[rule] if rule(f"\n{line}\n") != [2]] == []
+    assert [line for line in NO_BREACHES.get(rule, ()) if rule(f"\n{line}\n") != []] == []
 
 
-@pytest.mark.parametrize(
-    "line", ["import kernels", "import bench.copy as c", "from kernels import copy", "from bench.x import y"]
-)
-def test_a_top_level_import_is_noticed(line: str) -> None:
-    assert _top_level_imports(f"\n{line}\n") == [2]
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["from . import kernels", "from .kernels import copy", "import chameleon_mm.bench", "from chameleon_mm import kernels"],
-)
-def test_an_import_of_ours_is_none(line: str) -> None:
-    assert _top_level_imports(f"{line}\n") == []
-
-
-@pytest.mark.parametrize(
-    ("source", "what"),
-    [
-        ("def f():\n" + "    pass\n" * MOST_LINES_OF_A_FUNCTION, "f: 61 lines"),
-        (f"class C:\n    def __init__(self, a, *, {', '.join('bcdefghi')}): ...\n", "C: 9 parameters"),
-    ],
-)
-def test_what_is_too_long_is_noticed(source: str, what: str) -> None:
-    assert _too_long(source) == [what]
-
-
-@pytest.mark.parametrize("comment", ["noqa", "noqa: BLE001", "type: ignore", "type: ignore[attr-defined]", "noqa: E501 # long"])
-def test_a_bare_ignore_is_noticed(comment: str) -> None:
-    assert _ignores_without_reason(f"x = 1  # {comment}\n") == [1]
-
-
-@pytest.mark.parametrize(
-    "comment",
-    [
-        "noqa: BLE001 - a probe never takes the others down",
-        "noqa: BLE001, PLW0603  # because it must",
-        "type: ignore[attr-defined]  # private, checked on 2.11",
-        "type: ignore[misc]  # noqa: N806  # Triton's own custom",
-    ],
-)
-def test_a_reasoned_ignore_passes(comment: str) -> None:
-    assert _ignores_without_reason(f"x = 1  # {comment}\n") == []
+def test_what_is_too_long_is_noticed() -> None:
+    assert _too_long("def f():\n" + "    pass\n" * MOST_LINES_OF_A_FUNCTION) == ["f: 61 lines"]
+    assert _too_long(f"class C:\n    def __init__(self, a, *, {', '.join('bcdefghi')}): ...\n") == ["C: 9 parameters"]

@@ -7,6 +7,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import pytest
 import torch
@@ -79,8 +80,9 @@ def saves(record: StepRecord) -> list[Hashable]:
     return [f for f, save in zip(record.features, record.save_of, strict=True) if save == NOT_A_USE]
 
 
-def uses(record: StepRecord) -> list[Hashable]:
-    return [f for f, save in zip(record.features, record.save_of, strict=True) if save != NOT_A_USE]
+def facts(record: StepRecord) -> tuple[object, ...]:
+    """All of a step's record."""
+    return record.fingerprint, record.features, record.save_of.tolist(), record.boundaries
 
 
 # --- the same step is the same
@@ -99,10 +101,12 @@ def test_a_step_that_is_repeated_has_the_same_record() -> None:
         (x @ weight).tanh().exp().sum().backward()
 
     first, second = watch.step(run), watch.step(run)
-    assert (first.fingerprint, first.features, first.save_of) == (second.fingerprint, second.features, second.save_of)
-    assert first.num_hooks == 8
+    assert facts(first) == facts(second)
+    assert (first.save_of.count(NOT_A_USE), first.num_hooks) == (4, 8)
     assert first.save_of.tolist() == [-1, -1, -1, -1, 3, 2, *first.save_of[6:]]
     assert set(first.save_of[6:]) == {0, 1}
+    empty = seen(lambda: None)
+    assert facts(empty) == facts(seen(lambda: None)) == (empty.fingerprint, (), [], ())
 
 
 def test_what_ran_between_steps_and_in_other_threads_does_not_show() -> None:
@@ -158,32 +162,29 @@ def test_threads_in_turn_count_their_own_operators() -> None:
 # --- different steps are not
 
 
-def test_an_operator_that_saves_nothing_shows() -> None:
+def test_features_that_differ_have_unsigned_hashes_that_differ() -> None:
+    features: list[Any] = []
+    for order in ([3, 2], [3, 1], [1, 2], [1, 3]):  # of steps one back and two back: Python hashes -1 and -2 alike
+        light = LightProfiler()
+        features += [feature_of_save(light, leaf(n), since) for n in range(10) for since in (NEW_STORAGE, FIXED_STORAGE, 1)]
+        for save in order:
+            light.used(save)
+        features.append(light.feature)
+    assert len(set(features)) == 30 + 4
+    hashes = {feature_hash(feature) for feature in features}
+    assert len(hashes) == len(set(features))
+    assert all(0 <= value < 2**64 for value in hashes)
+
+
+def test_an_operator_that_saves_nothing_shows_and_one_storage_twice_is_not_two() -> None:
     plain = seen(lambda: leaf().exp().exp().exp().sum().backward())
     more = seen(lambda: (leaf().exp() + 1).exp().exp().sum().backward())
     assert plain.num_hooks == more.num_hooks
     assert [a == b for a, b in zip(saves(plain), saves(more), strict=True)] == [True, False, True]
-
-
-def test_one_storage_twice_is_not_two_storages() -> None:
     x, y = leaf(), leaf()
     twice, two = seen(lambda: (x * x).sum().backward()), seen(lambda: (x * y).sum().backward())
     assert twice.num_hooks == two.num_hooks
-    assert saves(twice)[0] == saves(two)[0]
-    assert saves(twice)[1] != saves(two)[1]
-
-
-def test_steps_of_one_back_and_two_back_have_features_of_their_own() -> None:
-    """Python hashes -1 and -2 alike."""
-    features = []
-    for order in ([3, 2], [3, 1], [1, 2], [1, 3]):
-        light = LightProfiler()
-        for _ in range(4):
-            light.saved(leaf(), NEW_STORAGE)
-        for save in order:
-            light.used(save)
-        features.append(light.feature)
-    assert len(set(features)) == len(set(map(feature_hash, features))) == 4
+    assert [a == b for a, b in zip(saves(twice), saves(two), strict=True)] == [True, False]
 
 
 def test_an_operator_more_changes_the_next_save_of_each_storage_that_is_saved_again() -> None:
@@ -229,8 +230,7 @@ def through(num_weights: int) -> None:
 @pytest.mark.parametrize("pair", SAME_TO_HOOKS.values(), ids=SAME_TO_HOOKS)
 def test_what_hooks_do_not_see(pair: tuple[Callable[[], object], Callable[[], object]]) -> None:
     one, other = map(seen, pair)
-    assert (one.features, one.save_of.tolist()) == (other.features, other.save_of.tolist())
-    assert one.fingerprint == other.fingerprint
+    assert facts(one) == facts(other)
 
 
 # --- following a known step
@@ -272,8 +272,7 @@ def test_a_step_that_is_the_followed_one_is_its_record() -> None:
     assert watch.expected == [True] * known.num_hooks
     other = watch.step(many_phases)  # whether it was followed makes no difference to what it is
     assert other is not known
-    assert other.fingerprint == known.fingerprint
-    assert (other.features, other.save_of, other.boundaries) == (known.features, known.save_of, known.boundaries)
+    assert facts(other) == facts(known)
 
 
 @pytest.mark.parametrize("changed", [leaf(6, 4), leaf(24), leaf(4, 7), leaf(dtype=torch.float64)])
@@ -287,9 +286,8 @@ def test_a_step_that_leaves_the_followed_one_is_what_it_is(changed: Tensor) -> N
     found = watch.step(lambda: run(changed), known)
     assert watch.expected[:3] == [True, True, False]
     assert not any(watch.expected[3:])
-    alone = watch.step(lambda: run(changed))
-    assert found.fingerprint == alone.fingerprint != known.fingerprint
-    assert (found.features, found.save_of, found.boundaries) == (alone.features, alone.save_of, alone.boundaries)
+    assert facts(found) == facts(watch.step(lambda: run(changed)))
+    assert found.fingerprint != known.fingerprint
 
 
 def test_another_operator_or_order_is_seen_where_it_is_used() -> None:
@@ -326,11 +324,11 @@ def test_a_save_of_a_backward_is_none_of_a_forward() -> None:
     inside, behind = watch.step(lambda: run(True)), watch.step(lambda: run(False))
     assert inside.save_of == behind.save_of == array("i", [-1, 0, -1, -1, 3])
     assert [phase for _, phase in inside.boundaries] == [phase for _, phase in behind.boundaries]
-    for run_inside, known in ((True, behind), (False, inside)):
+    for run_inside, own, known in ((True, inside, behind), (False, behind, inside)):
         found = watch.step(lambda: run(run_inside), known)  # noqa: B023 - it runs before the loop goes on
         assert watch.expected == [True, True, False, False, False]
-        assert found.fingerprint == (inside if run_inside else behind).fingerprint != known.fingerprint
-        assert found.boundaries == (inside if run_inside else behind).boundaries
+        assert facts(found) == facts(own)
+        assert found.fingerprint != known.fingerprint
 
 
 def test_shorter_and_longer_than_the_followed_one() -> None:
@@ -413,29 +411,11 @@ def test_a_class_that_each_step_makes_anew_is_followed_and_not_kept() -> None:
 
 
 def test_jagged_sizes_do_not_show_but_the_rest_does() -> None:
-    light = LightProfiler()
-
-    def jagged(width: int) -> Tensor:
-        offsets = torch.tensor([0, 2, 5])
-        return torch.nested.nested_tensor_from_jagged(torch.ones(5, width), offsets)
-
-    features = [feature_of_save(light, jagged(width)) for width in (4, 4, 8)]
+    light, offsets = LightProfiler(), torch.tensor([0, 2, 5])
+    kinds = [torch.nested.nested_tensor_from_jagged(torch.ones(5, width), offsets) for width in (4, 4, 8)]
+    features = [feature_of_save(light, t) for t in (*kinds, torch.ones(2, 3, 4))]
     assert features[0] == features[1]
-    assert features[2] != features[0]
-    assert feature_of_save(light, torch.ones(2, 3, 4)) != features[0]
-
-
-def test_hashes_of_features_are_unsigned() -> None:
-    light = LightProfiler()
-    features = [
-        light.feature for n in range(40) for since in (NEW_STORAGE, FIXED_STORAGE, 1) if not light.saved(leaf(n), since)
-    ]
-    features += [light.feature for save in range(40) if not light.used(save)]
-    assert list(light.end_step().features) == features
-    hashes = [feature_hash(feature) for feature in features]
-    assert all(0 <= value < 2**64 for value in hashes)
-    assert len(set(hashes)) == len(set(features))
-    assert len(set(features[:120])) == 120
+    assert len(set(features)) == 3
 
 
 # --- phases
@@ -455,51 +435,34 @@ def test_a_save_after_a_backward_begins_the_next_micro_batch() -> None:
     assert micro_batches(record) == 3
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_forward_that_backward_runs_again_is_no_micro_batch(reentrant: bool) -> None:
-    def block(x: Tensor) -> Tensor:
-        return x.tanh().exp()
-
-    def run() -> None:
-        x = leaf()
-        for _ in range(2):
-            x = checkpoint(block, x, use_reentrant=reentrant)
-        x.sin().sum().backward()
-
-    record = seen(run)
-    assert micro_batches(record) == 1
-    assert [phase for _, phase in record.boundaries] == [FORWARD, BACKWARD]
+def penalised() -> None:
+    x = leaf()
+    (grad,) = torch.autograd.grad(x.exp().tanh().sum(), x, create_graph=True)
+    grad.square().sum().backward()
 
 
-def test_a_graph_of_the_backward_is_no_micro_batch() -> None:
-    def run() -> None:
-        x = leaf()
-        (grad,) = torch.autograd.grad(x.exp().tanh().sum(), x, create_graph=True)
-        grad.square().sum().backward()
-
-    record = seen(run)
-    # The penalty is a forward of its own: it saves outside of any backward.
-    assert [phase for _, phase in record.boundaries] == [FORWARD, BACKWARD, FORWARD, BACKWARD]
+def recomputed(*, reentrant: bool) -> None:
+    x = leaf()
+    for _ in range(2):
+        x = checkpoint(lambda t: t.tanh().exp(), x, use_reentrant=reentrant)
+    x.sin().sum().backward()
 
 
-def test_who_looks_at_a_graph_begins_no_backward() -> None:
-    watch = Watch()
-
-    def run() -> None:
-        y = leaf().exp()
-        assert y.grad_fn is not None
-        assert torch.equal(getattr(y.grad_fn, "_saved_result"), y)  # noqa: B009 - no stub knows what nodes save
-        assert watch.light._phase is FORWARD
-        y.tanh().sum().backward()
-        assert watch.light._phase is BACKWARD
-
-    record = watch.step(run)
-    assert record.save_of.tolist() == [-1, 0, -1, 2, 0]
-    assert record.boundaries == (Boundary(0, FORWARD), Boundary(3, BACKWARD))
+@pytest.mark.parametrize(
+    ("run", "phases"),
+    [
+        (lambda: recomputed(reentrant=False), [FORWARD, BACKWARD]),
+        (lambda: recomputed(reentrant=True), [FORWARD, BACKWARD]),
+        (penalised, [FORWARD, BACKWARD] * 2),  # the penalty is a forward of its own: it saves outside of any backward
+    ],
+    ids=["checkpoint", "reentrant", "a penalty on gradients"],
+)
+def test_what_a_backward_runs_is_no_micro_batch(run: Callable[[], None], phases: list[StepPhase]) -> None:
+    assert [phase for _, phase in seen(run).boundaries] == phases
 
 
-def test_a_use_of_an_earlier_step_begins_a_backward() -> None:
-    light = LightProfiler()
+def test_a_use_of_an_earlier_step_begins_a_backward_and_a_look_at_the_graph_none() -> None:
+    light, watch = LightProfiler(), Watch()
     assert light._phase is None
     with saved_tensors_hooks(lambda t: t, lambda t: (light.used(EARLIER_STEP), t)[1]):
         y = leaf().exp()
@@ -508,11 +471,14 @@ def test_a_use_of_an_earlier_step_begins_a_backward() -> None:
     assert record.save_of.tolist() == [EARLIER_STEP]
     assert record.boundaries == (Boundary(0, BACKWARD),)
 
+    def looks() -> None:
+        y = leaf().exp()
+        assert y.grad_fn is not None
+        assert torch.equal(getattr(y.grad_fn, "_saved_result"), y)  # noqa: B009 - no stub knows what nodes save
+        assert watch.light._phase is FORWARD
+        y.tanh().sum().backward()
+        assert watch.light._phase is BACKWARD
 
-def test_a_step_without_hooks() -> None:
-    empty = seen(lambda: None)
-    assert (empty.num_hooks, empty.boundaries) == (0, ())
-    assert empty.fingerprint == seen(lambda: None).fingerprint
-
-
-# --- records
+    record = watch.step(looks)
+    assert record.save_of.tolist() == [-1, 0, -1, 2, 0]
+    assert record.boundaries == (Boundary(0, FORWARD), Boundary(3, BACKWARD))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from math import inf, nan
 from pathlib import Path
@@ -22,10 +21,10 @@ from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.follow import link_rates
 from chameleon_mm.follow.link_rates import UNMEASURED_LINK, link_cost_for, rates_of
 from chameleon_mm.plan.timing import CopyEngine, LinkCost
-from chameleon_mm.swap.calibration import busy_gbps, cache_file, calibrate, keep, kept
+from chameleon_mm.swap.calibration import busy_gbps, calibrate, keep, kept
 from chameleon_mm.swap.metrics import CopySpan
 from chameleon_mm.units import MIB
-from tests._fakes import CountingDevice, UnsimulatedDevice, refusing
+from tests._fakes import CountingDevice, UnsimulatedDevice
 
 TRUE = LinkCost(d2h_gbps=40.0, h2d_gbps=50.0, duplex_gbps=70.0)
 
@@ -36,8 +35,27 @@ def spans(direction: str, count: int, *, nbytes: int = 8 * MIB, gbps: float, sta
     return [CopySpan(direction, start_us + i * took, start_us + (i + 1) * took, nbytes) for i in range(count)]
 
 
-def test_nothing_measured_is_the_other() -> None:
-    assert rates_of([], TRUE) == TRUE
+QUICK = [CopySpan("out", i * 1e3, i * 1e3 + 6.3, 1 << 62) for i in range(8)]
+"""No link is that fast."""
+
+
+@pytest.mark.parametrize(
+    ("timed", "d2h_gbps"),
+    [
+        ([], None),
+        (spans("out", 3, gbps=30.0), None),  # three pieces are too few
+        (spans("out", 4, gbps=30.0), 30.0),
+        (spans("out", 50, nbytes=1024, gbps=30.0), None),  # tells of the fixed cost alone
+        ([*spans("out", 9, gbps=30.0), CopySpan("out", 1e6, 2e6, 8 * MIB)], 30.0),  # one stalled
+        (QUICK, None),
+    ],
+    ids=["nothing", "too few", "enough", "small", "one stalled", "too quick"],
+)
+def test_what_is_measured_counts_and_the_rest_is_the_other(timed: list[CopySpan], d2h_gbps: float | None) -> None:
+    if d2h_gbps is None:
+        assert rates_of(timed, TRUE) == TRUE
+    else:
+        assert rates_of(timed, TRUE).d2h_gbps == pytest.approx(d2h_gbps)
 
 
 def test_each_direction_alone() -> None:
@@ -48,37 +66,19 @@ def test_each_direction_alone() -> None:
     assert (got.copy_us, got.piece_bytes, got.hbm_gbps) == (TRUE.copy_us, TRUE.piece_bytes, TRUE.hbm_gbps)
 
 
-def test_three_pieces_are_too_few() -> None:
-    assert rates_of(spans("out", 3, gbps=30.0), TRUE) == TRUE
-    assert rates_of(spans("out", 4, gbps=30.0), TRUE).d2h_gbps == pytest.approx(30.0)
-
-
-def test_small_copies_tell_of_the_fixed_cost_alone() -> None:
-    assert rates_of(spans("out", 50, nbytes=1024, gbps=30.0), TRUE) == TRUE
-
-
-def test_a_stalled_copy_among_many_changes_nothing() -> None:
-    late = CopySpan("out", 1e6, 2e6, 8 * MIB)
-    assert rates_of([*spans("out", 9, gbps=30.0), late], TRUE).d2h_gbps == pytest.approx(30.0)
-
-
 def test_both_ways_at_once() -> None:
     """One direction at 30, the other at 25 beside it, after each was alone at 40 and 50."""
-    alone = [*spans("out", 6, gbps=40.0), *spans("in", 6, gbps=50.0, start_us=1e5)]
     took = 1_000.0
-    beside = [CopySpan("out", 1e6, 1e6 + took, int(30.0 * took * 1e3)), CopySpan("in", 1e6, 1e6 + took, int(25.0 * took * 1e3))]
-    got = rates_of([*alone, *beside], TRUE)
+
+    def beside(out_gbps: float, in_gbps: float) -> list[CopySpan]:
+        return [CopySpan(way, 1e6, 1e6 + took, int(gbps * took * 1e3)) for way, gbps in (("out", out_gbps), ("in", in_gbps))]
+
+    got = rates_of([*spans("out", 6, gbps=40.0), *spans("in", 6, gbps=50.0, start_us=1e5), *beside(30.0, 25.0)], TRUE)
     assert got.duplex_gbps == pytest.approx(55.0)
     assert got.d2h_gbps == pytest.approx(40.0)
     assert got.h2d_gbps == pytest.approx(50.0)
-
-
-def test_both_together_are_at_least_one_and_at_most_the_sum() -> None:
-    took = 1_000.0
-    slow = [CopySpan(way, 0.0, took, int(5.0 * took * 1e3)) for way in ("out", "in")]
-    assert rates_of(slow, TRUE).duplex_gbps == 50.0
-    fast = [CopySpan(way, 0.0, took, int(500.0 * took * 1e3)) for way in ("out", "in")]
-    assert rates_of(fast, TRUE).duplex_gbps == 90.0
+    # At least one, and at most the sum.
+    assert [rates_of(beside(gbps, gbps), TRUE).duplex_gbps for gbps in (5.0, 500.0)] == [50.0, 90.0]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 2_000), st.integers(1, 64 * MIB)), max_size=30))
@@ -96,6 +96,15 @@ def test_whatever_was_copied_the_result_is_a_link(copies: Sequence[tuple[bool, f
     ]
     got = rates_of(timed, UNMEASURED_LINK)
     assert max(got.d2h_gbps, got.h2d_gbps) <= got.duplex_gbps <= got.d2h_gbps + got.h2d_gbps + 1e-9
+
+
+@given(
+    st.lists(
+        st.builds(CopySpan, st.sampled_from(("out", "in")), st.floats(), st.floats(), st.integers(0, 1 << 62)), max_size=20
+    )
+)
+def test_whatever_the_clock_says_there_is_a_link(timed: Sequence[CopySpan]) -> None:
+    rates_of(timed, TRUE)
 
 
 BAD = [
@@ -116,22 +125,7 @@ BAD = [
 def test_a_copy_that_was_timed_wrong_is_left_out(bad: CopySpan, place: int) -> None:
     good = [*spans("out", 6, gbps=30.0), *spans("in", 6, gbps=20.0, start_us=1e5)]
     assert rates_of([*good[:place], bad, *good[place:]], TRUE) == rates_of(good, TRUE)
-
-
-def test_where_all_were_timed_wrong_the_link_is_what_it_was() -> None:
     assert rates_of(BAD[:-1] * 8, TRUE) == TRUE
-    quick = [CopySpan("out", i * 1e3, i * 1e3 + 6.3, 1 << 62) for i in range(8)]  # no link is that fast
-    assert rates_of(quick, TRUE) == TRUE
-
-
-@given(
-    st.lists(
-        st.builds(CopySpan, st.sampled_from(("out", "in")), st.floats(), st.floats(), st.integers(0, 1 << 62)),
-        max_size=20,
-    )
-)
-def test_whatever_the_clock_says_there_is_a_link(timed: Sequence[CopySpan]) -> None:
-    rates_of(timed, TRUE)
 
 
 def test_what_the_link_was_long_ago_does_not_count() -> None:
@@ -154,19 +148,13 @@ def test_after_hours_the_rates_are_as_exact_as_at_first() -> None:
         assert getattr(got, knob) == pytest.approx(getattr(first, knob), rel=1e-6)
 
 
-def link_of_kept(monkeypatch: pytest.MonkeyPatch, *, h2d: float, d2h: float, duplex: float) -> LinkCost:
-    """What becomes of kept rates."""
-    rates = {"h2d_gbps": h2d, "d2h_gbps": d2h, "duplex_gbps": duplex}
-    monkeypatch.setattr(link_rates, "kept", lambda *_: rates)
-    return link_cost_for(cm.SimDevice())
-
-
 def test_a_kept_link_carries_both_ways_at_most_what_it_does_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert link_of_kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=25.0).duplex_gbps == 25.0
-    assert link_of_kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=31.0).duplex_gbps == 30.0
-    assert link_of_kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=15.0).duplex_gbps == 20.0
-    assert link_of_kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=inf).duplex_gbps == 20.0
-    assert link_of_kept(monkeypatch, h2d=inf, d2h=10.0, duplex=25.0) == UNMEASURED_LINK
+    for duplex, carried in ((25.0, 25.0), (31.0, 30.0), (15.0, 20.0), (inf, 20.0)):
+        rates = {"h2d_gbps": 20.0, "d2h_gbps": 10.0, "duplex_gbps": duplex}
+        monkeypatch.setattr(link_rates, "kept", lambda *_, rates=rates: rates)
+        assert link_cost_for(cm.SimDevice()).duplex_gbps == carried
+    monkeypatch.setattr(link_rates, "kept", lambda *_: {"h2d_gbps": inf, "d2h_gbps": 10.0, "duplex_gbps": 25.0})
+    assert link_cost_for(cm.SimDevice()) == UNMEASURED_LINK
 
 
 def test_a_link_that_nobody_measured_is_the_datasheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,36 +165,25 @@ def test_a_link_that_nobody_measured_is_the_datasheets(tmp_path: Path, monkeypat
 # --- measured ahead: the simulator's figures, and a cache that trusts nothing it reads
 
 
-def test_the_duplex_rate_is_that_of_the_time_when_both_are_busy() -> None:
-    one = [0.0, 100.0, 200.0]
-    other = [50.0, 250.0, 450.0]
+def test_the_simulators_rates_are_its_links_the_same_every_time_and_nothing_is_left(no_gc: None) -> None:
+    cost = CostModel(spec=ROUND, copy_us=3.0, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
+    sim = SimDevice(ROUND, cost=cost)
+    figures = calibrate(sim)
+    assert figures == calibrate(SimDevice(ROUND, cost=cost))
+    assert sim.allocated_bytes() == 0
+    # 32 MiB pieces: 3355 and 1678 us at 10 and 20 GB/s, and 3.1 us fixed.
+    assert figures["h2d_gbps"] == pytest.approx(10.0, rel=0.01)
+    assert figures["d2h_gbps"] == pytest.approx(20.0, rel=0.01)
+    # The first piece was issued before anything ran beside it, and keeps its own rate: hence no closer.
+    assert figures["duplex_gbps"] == pytest.approx(25.0, rel=0.1)
+    assert figures["duplex_gbps"] > 20.0
+    one, other = [0.0, 100.0, 200.0], [50.0, 250.0, 450.0]
     # Both from 50 to 200: 1.5 pieces of the one, 150 of 200 us of a piece of the other.
     assert busy_gbps([one, other], 1_000_000) == pytest.approx((1.5 + 0.75) * 1_000_000 / 150.0 / 1e3)
     assert busy_gbps([one], 1_000_000) == pytest.approx(10.0)
 
 
 ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=20.0, duplex_gbps=25.0, hbm_gbps=1000.0)
-
-
-@pytest.fixture(scope="module")
-def round_figures() -> dict[str, float]:
-    cost = CostModel(spec=ROUND, copy_us=3.0, triton_launch_us=10.0, packed_tensor_us=0.3, event_us=0.5)
-    return calibrate(SimDevice(ROUND, cost=cost))
-
-
-def test_the_simulator_s_rates_are_its_links(round_figures: dict[str, float]) -> None:
-    # 32 MiB pieces: 3355 and 1678 us at 10 and 20 GB/s, and 3.1 us fixed.
-    assert round_figures["h2d_gbps"] == pytest.approx(10.0, rel=0.01)
-    assert round_figures["d2h_gbps"] == pytest.approx(20.0, rel=0.01)
-    # The first piece was issued before anything ran beside it, and keeps its own rate: hence no closer.
-    assert round_figures["duplex_gbps"] == pytest.approx(25.0, rel=0.1)
-    assert round_figures["duplex_gbps"] > 20.0
-
-
-def test_on_the_simulator_it_is_the_same_every_time_and_leaves_nothing(no_gc: None) -> None:
-    sim, again = SimDevice(), SimDevice()
-    assert calibrate(sim) == calibrate(again)
-    assert sim.allocated_bytes() == 0
 
 
 class _Short(CountingDevice):
@@ -218,13 +195,10 @@ class _Short(CountingDevice):
         return super().alloc_pinned(nbytes)
 
 
-def test_pinned_memory_goes_back() -> None:
+def test_pinned_memory_goes_back_also_on_a_machine_without_enough() -> None:
     device = CountingDevice()
     calibrate(device)
     assert (device.num_pinned, device.chunks) == (2, {})
-
-
-def test_a_machine_without_the_memory_says_so_and_keeps_none() -> None:
     device = _Short()
     with pytest.raises(HostMemoryExhausted):
         calibrate(device)
@@ -252,31 +226,18 @@ RATES = {"h2d_gbps": 50.0, "d2h_gbps": 49.0, "duplex_gbps": 80.0}
 def test_what_was_kept_is_there_for_its_device_driver_and_torch_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = UnsimulatedDevice("CUDA driver 13.0, runtime 13.0")
     assert kept(device, "link") is None
+    assert not keep(SimDevice(), "link", RATES)  # what is simulated is neither kept nor found
+    assert list(home.iterdir()) == []
+    assert keep(UnsimulatedDevice("simulated"), "link", RATES)
+    assert kept(SimDevice(), "link") is None
     assert keep(device, "link", RATES)
     assert kept(device, "link") == RATES
     assert kept(device, "other") is None
     assert kept(UnsimulatedDevice("CUDA driver 13.1, runtime 13.0"), "link") is None
-    names = [file.name for file in (home / ".cache" / "chameleon_mm").iterdir()]
-    assert names == ["link-simulated-h200-cuda-driver-13.0-runtime-13.0.json"]  # and no half-written one
+    names = {file.name for file in (home / ".cache" / "chameleon_mm").iterdir()}  # and no half-written one
+    assert names == {f"link-simulated-h200-{name}.json" for name in ("cuda-driver-13.0-runtime-13.0", "simulated")}
     monkeypatch.setattr(torch, "__version__", "0.1")
     assert kept(device, "link") is None
-
-
-def test_what_is_simulated_is_neither_kept_nor_found(home: Path) -> None:
-    assert not keep(SimDevice(), "link", RATES)
-    assert list(home.iterdir()) == []
-    assert keep(UnsimulatedDevice("simulated"), "link", RATES)
-    assert kept(SimDevice(), "link") is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", "\udcff", '{"values": []}'])
-def test_a_file_that_cannot_be_read_is_passed_over(home: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    device = UnsimulatedDevice()
-    keep(device, "link", RATES)
-    cache_file(device, "link").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with caplog.at_level(logging.WARNING, logger="chameleon_mm"):
-        assert kept(device, "link") is None
-    assert "is passed over, as it cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -288,22 +249,6 @@ def test_rates_that_were_tampered_with_are_passed_over(home: Path, change: dict[
     assert link_cost_for(device).h2d_gbps == 50.0
     keep(device, "link", {**RATES, **change})
     assert link_cost_for(device) == UNMEASURED_LINK
-
-
-def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (home / ".cache").write_text("", encoding="utf-8")
-    with caplog.at_level(logging.INFO, logger="chameleon_mm"):
-        assert not keep(UnsimulatedDevice(), "link", RATES)
-    assert "cannot be kept" in caplog.text
-
-
-def test_a_write_that_fails_leaves_the_old_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = UnsimulatedDevice()
-    keep(device, "link", RATES)
-    monkeypatch.setattr(Path, "replace", refusing(OSError, 28, "No space left on device"))
-    assert not keep(device, "link", {**RATES, "h2d_gbps": 1.0})
-    assert kept(device, "link") == RATES
-    assert len(list((home / ".cache" / "chameleon_mm").iterdir())) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------- on a GPU

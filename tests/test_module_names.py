@@ -35,33 +35,21 @@ class Holder(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]  # torch does not say what a module returns
 
 
-def test_a_module_has_its_path_in_the_model() -> None:
+def test_a_module_has_its_path_in_the_model_or_in_what_runs_it() -> None:
     names: list[ModuleNames] = []
     asks = Asks(names)
-    model = nn.Sequential(nn.Identity(), Holder(Holder(asks)))
-    names.append(ModuleNames(model))
-    model(torch.ones(1))
-    model[1](torch.ones(1))  # called without the model around it
+    model, x = nn.Sequential(nn.Identity(), Holder(Holder(asks))), torch.ones(1)
+    names[:] = [ModuleNames(model)]
+    model(x)
+    model[1](x)  # called without the model around it
     assert asks.said == ["1.inner.inner", "1.inner.inner"]
-
-
-def test_without_a_model_the_path_is_that_within_the_outermost_one() -> None:
-    names = [ModuleNames(None)]
-    asks = Asks(names)
-    nn.Sequential(Holder(asks))(torch.ones(1))
-    Holder(asks)(torch.ones(1))
-    asks(torch.ones(1))
-    assert asks.said == ["0.inner", "inner", "Asks"]
-
-
-def test_a_module_that_is_not_the_models_is_named_by_what_runs_it() -> None:
-    names = [ModuleNames(nn.Linear(1, 1))]
-    asks = Asks(names)
-    Holder(asks)(torch.ones(1))
-    assert asks.said == ["inner"]
-
-
-def test_outside_of_any_module_there_is_no_name() -> None:
+    names[:] = [ModuleNames(nn.Linear(1, 1))]  # of another model
+    Holder(asks)(x)
+    names[:] = [ModuleNames(None)]
+    nn.Sequential(Holder(asks))(x)
+    Holder(asks)(x)
+    asks(x)
+    assert asks.said[2:] == ["inner", "0.inner", "inner", "Asks"]
     assert ModuleNames(None).here().module == ModuleNames(nn.Linear(1, 1)).here().module == ""
 
 

@@ -21,6 +21,8 @@ from tests.cuda_stand_in.random_state import Draws, generator_at
 
 aten = torch.ops.aten
 
+State = tuple[int, int]
+"""Seed and offset of the generator that draws a dropout mask."""
 ROWS = 32
 """Efficient attention pads the rows of its logsumexp to a multiple of this."""
 
@@ -57,7 +59,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, sc
     return scores
 
 
-def _kept(scores: Tensor, dropout_p: float, state: tuple[int, int]) -> Tensor:
+def _kept(scores: Tensor, dropout_p: float, state: State) -> Tensor:
     """What dropout leaves of each weight: 0, or 1 / (1 - p)."""
     mask = torch.empty_like(scores).bernoulli_(1 - dropout_p, generator=generator_at(*state))
     return mask / (1 - dropout_p) if dropout_p < 1 else mask
@@ -74,14 +76,7 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    p: float,
-    is_causal: bool,
-    scale: float,
-    state: tuple[int, int],
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, p: float, is_causal: bool, scale: float, state: State
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, L, E), dense as (B, L, H, E), and logsumexp (B, H, L)."""
     key, value = _repeated(query, key), _repeated(query, value)
@@ -109,22 +104,15 @@ def backward(
     p: float,
     is_causal: bool,
     scale: float,
-    state: tuple[int, int],
+    state: State,
+    *,
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     every_key, every_value = _repeated(query, key), _repeated(query, value)
     if _fits(query, value, p) and not of_bias:
+        logsumexp = logsumexp.to(_wide(query).dtype)
         of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad,
-            query,
-            every_key,
-            every_value,
-            out,
-            logsumexp.to(_wide(query).dtype),
-            0.0,
-            is_causal,
-            attn_mask=bias,
-            scale=scale,
+            grad, query, every_key, every_value, out, logsumexp, 0.0, is_causal, attn_mask=bias, scale=scale
         )
         return of_query, _per_head(of_key, key), _per_head(of_value, value), None
     wide_grad, wide_query, wide_key = _wide(grad), _wide(query), _wide(every_key)
@@ -142,7 +130,7 @@ def backward(
     return of_query, _per_head(of_key, key), _per_head(of_value.to(value.dtype), value), summed
 
 
-def drawn(draws: Draws, p: float) -> tuple[int, int]:
+def drawn(draws: Draws, p: float) -> State:
     """State from which the dropout mask of one call is drawn, forward and backward."""
     return (draws.generator().initial_seed(), 0) if p else (0, 0)
 
@@ -169,31 +157,14 @@ def flash(
 
 
 def flash_backward(
-    op: Any,
-    draws: Draws,
-    grad: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    generator_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    op: Any, draws: Draws, grad: Tensor | None, *given: Any, scale: float | None = None
+) -> tuple[Tensor | None, ...]:
     if grad is None:  # nothing was asked of the output
         return None, None, None
-    seed, offset = generator_state.view(torch.int64).tolist() if dropout_p else (0, 0)
-    return backward(
-        grad, query, key, value, None, out, logsumexp, dropout_p, is_causal, scale_of(query, scale), (seed, offset), False
-    )[:3]
+    query, key, value, out, logsumexp, _, _, _, _, p, is_causal, generator_state, _ = given
+    seed, offset = generator_state.view(torch.int64).tolist() if p else (0, 0)
+    scale = scale_of(query, scale)
+    return backward(grad, query, key, value, None, out, logsumexp, p, is_causal, scale, (seed, offset), of_bias=False)[:3]
 
 
 def efficient(
@@ -203,16 +174,15 @@ def efficient(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
-    compute_logsumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
+    *given: Any,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     from tests.cuda_stand_in.compute import OnHost
 
-    state = drawn(draws, dropout_p)
-    out, logsumexp = forward(query, key, value, bias, dropout_p, is_causal, scale_of(query, scale), state)
+    compute_logsumexp, p = given[0], given[1] if len(given) > 1 else 0.0
+    is_causal = len(given) > 2 and given[2]
+    state = drawn(draws, p)
+    out, logsumexp = forward(query, key, value, bias, p, is_causal, scale_of(query, scale), state)
     rows = query.size(2)
     padded = -(-rows // ROWS) * ROWS
     logsumexp = (
@@ -222,30 +192,15 @@ def efficient(
 
 
 def efficient_backward(
-    op: Any,
-    draws: Draws,
-    grad: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout_p: float,
-    asked: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+    op: Any, draws: Draws, grad: Tensor | None, *given: Any, scale: float | None = None
 ) -> tuple[Tensor | None, ...]:
     if grad is None:  # as above
         return None, None, None, None
-    state = (int(seed), int(offset)) if dropout_p else (0, 0)
+    query, key, value, bias, out, logsumexp, seed, offset, p, asked, *is_causal = given
+    state = (int(seed), int(offset)) if p else (0, 0)
     logsumexp = logsumexp[..., : query.size(2)].contiguous()
-    return backward(
-        grad, query, key, value, bias, out, logsumexp, dropout_p, is_causal, scale_of(query, scale), state, asked[3]
-    )
+    scale = scale_of(query, scale)
+    return backward(grad, query, key, value, bias, out, logsumexp, p, any(is_causal), scale, state, of_bias=asked[3])
 
 
 def table() -> dict[Any, Any]:

@@ -1,6 +1,5 @@
 """The build of the stand-in's libraries for one CUDA build of torch: a few seconds with g++.
 
-    python -m tests.cuda_stand_in.build TORCH_DIR HEADERS OUT
     build(torch_dir, headers, out)
 
     wanted = symbols that torch's libraries import, by library            # readelf, nm
@@ -13,16 +12,13 @@ where torch looks for its libraries: .../site-packages/nvidia/cu13/lib, which it
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "runtime"
@@ -67,17 +63,8 @@ class BuildError(RuntimeError):
     """What keeps the libraries from being built, in one sentence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """What a build made."""
-
-    written: list[str]  # runtime symbols that torch imports and runtime/*.cpp defines
-    not_there: list[str]  # ... and those that answer "not there"
-    stubs: dict[str, int]  # other libraries: how many symbols
-
-
-def build(torch_dir: Path, headers: Path, out: Path) -> Built:
-    """Builds every library that this torch needs into `out`."""
+def build(torch_dir: Path, headers: Path, out: Path) -> list[str]:
+    """Builds every library that this torch needs into `out`. Returns the runtime's symbols that answer "not there"."""
     for tool in ("g++", "gcc", "nm", "readelf"):
         if shutil.which(tool) is None:
             raise BuildError(f"The stand-in is compiled, and {tool} is not on this machine: install g++ and binutils.")
@@ -88,11 +75,10 @@ def build(torch_dir: Path, headers: Path, out: Path) -> Built:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        stubs = {library: symbols for library, symbols in sorted(wanted.items()) if library not in {RUNTIME, DRIVER}}
-        for library, symbols in stubs.items():
-            _build_stub(library, symbols, work, out)
-        written, not_there = _build_runtime({_bare(symbol) for symbol in wanted[RUNTIME]}, headers, work, out)
-    return Built(written=written, not_there=not_there, stubs={library: len(symbols) for library, symbols in stubs.items()})
+        for library, symbols in sorted(wanted.items()):
+            if library not in {RUNTIME, DRIVER}:
+                _build_stub(library, symbols, work, out)
+        return _build_runtime({_bare(symbol) for symbol in wanted[RUNTIME]}, headers, work, out)
 
 
 def wanted_symbols(torch_dir: Path) -> dict[str, set[str]]:
@@ -152,8 +138,8 @@ def _build_stub(library: str, symbols: set[str], work: Path, out: Path) -> None:
          f"-Wl,--version-script={versions}", "-o", out / library)  # fmt: skip
 
 
-def _build_runtime(wanted: set[str], headers: Path, work: Path, out: Path) -> tuple[list[str], list[str]]:
-    """Builds libcuda.so.1 and libcudart.so.13; returns the wanted symbols that are written and those that are not there."""
+def _build_runtime(wanted: set[str], headers: Path, work: Path, out: Path) -> list[str]:
+    """Builds libcuda.so.1 and libcudart.so.13; returns the wanted symbols that are not there."""
     (work / "errors.inc").write_text(_error_table(headers))
     sources = [source for source in sorted(SOURCES.glob("*.cpp")) if source.name != "driver.cpp"]
     text = "\n".join(source.read_text() for source in sources)
@@ -178,33 +164,10 @@ def _build_runtime(wanted: set[str], headers: Path, work: Path, out: Path) -> tu
     _run(*driver)
     _run(*runtime, *objects.values(), *linked, f"-l:{DRIVER}", "-ldl", "-lpthread", "-o", out / RUNTIME)
     _run(*driver, *linked, f"-l:{RUNTIME}")
-    return sorted(wanted & defined), not_there
+    return not_there
 
 
 def _error_table(headers: Path) -> str:
     text = (headers / "driver_types.h").read_text()
     codes = dict(re.findall(r"^\s*(cuda(?:Success|Error\w+))\s*=\s*(\d+)", text, flags=re.MULTILINE))
     return "".join(f'{{{code}, "{name}", "{ERROR_TEXTS.get(name, name)}"}},\n' for name, code in codes.items())
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.cuda_stand_in.build", description="Builds the stand-in's libraries.")
-    parser.add_argument("torch_dir", type=Path, help="the installed torch package's folder")
-    parser.add_argument("headers", type=Path, help="the folder of cuda_runtime_api.h")
-    parser.add_argument("out", type=Path, help="the folder to write the libraries to")
-    options = parser.parse_args(arguments)
-    try:
-        built = build(options.torch_dir, options.headers, options.out)
-    except BuildError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    for library, count in built.stubs.items():
-        sys.stdout.write(f"{library}: {count} symbols, stub\n")
-    sys.stdout.write(
-        f"{RUNTIME}: {len(built.written)} symbols written, {len(built.not_there)} not there: {' '.join(built.not_there)}\n"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

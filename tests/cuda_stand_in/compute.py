@@ -106,18 +106,11 @@ class Kernel:
         return final
 
     def report(self, stream: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        for i, a in enumerate(args):
-            if isinstance(a, Tensor):
-                if a.is_cuda:
-                    report(stream, a, _kind(i in self.written), self.what)
-            elif isinstance(a, (list, tuple)):
-                for x in a:
-                    if isinstance(x, Tensor) and x.is_cuda:
-                        report(stream, x, _kind(i in self.written), self.what)
-        for name, a in kwargs.items():
+        for name, a in (*zip(self.names, args, strict=False), *kwargs.items()):
             for x in a if isinstance(a, (list, tuple)) else (a,):
                 if isinstance(x, Tensor) and x.is_cuda:
-                    report(stream, x, _kind(name in self.written_names), self.what)
+                    kind = library.WRITE_IN_PLACE if name in self.written_names else library.READ
+                    report(stream, x, kind, self.what)
 
     def lowered(self, args: Sequence[Any], kwargs: dict[str, Any], view: HostView) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as the CPU's kernel takes them."""
@@ -241,10 +234,6 @@ def number_tensor(number: Any, args: Sequence[Any]) -> Tensor:
     if other is not None and torch.result_type(other, made) != (wanted := torch.result_type(other, number)):
         return made.to(wanted)
     return made
-
-
-def _kind(writes: bool) -> int:
-    return library.WRITE_IN_PLACE if writes else library.READ
 
 
 _COPY = torch.ops.aten.copy_.default

@@ -90,7 +90,8 @@ def install(at: Path) -> None:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(headers)
         try:
-            build(site / "torch", Path(headers) / "nvidia" / "cu13" / "include", site / "nvidia" / "cu13" / "lib")
+            missing = build(site / "torch", Path(headers) / "nvidia" / "cu13" / "include", site / "nvidia" / "cu13" / "lib")
+            sys.stdout.write(f'test-cuda: symbols of the runtime that answer "not there": {" ".join(missing)}\n')
         except BuildError as error:
             raise InstallError(str(error)) from error
     _register(site)

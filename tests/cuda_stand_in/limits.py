@@ -1,6 +1,4 @@
-"""What the stand-in cannot do, by name: tests that it does not run, or not in each mode, and operators of torch that it lacks.
-
-Each has its reason.
+"""Tests that the stand-in does not run, or not in each mode, by name. Each has its reason.
 
 `conftest` skips the tests with their reasons where the stand-in is loaded. A GPU runs them all.
 """
@@ -29,7 +27,7 @@ TESTS: dict[str, str] = {
                 for name in ("unary", "binary", "binary_return_by_ref", "2inputs_2outputs", "4inputs_with_extra_args")
             },
             **{
-                f"torch_ops_aten__{name}_attention_forward": "called by itself with other keys than queries: see OPERATORS"
+                f"torch_ops_aten__{name}_attention_forward": "called by itself with other keys than queries: see README.md"
                 for name in ("flash", "efficient")
             },
             "sparse_mm_reduce": "torch has the operator on the CPU alone",
@@ -39,7 +37,7 @@ TESTS: dict[str, str] = {
 """Reason by test."""
 
 LATE_ALONE: dict[str, str] = {
-    "tests/test_bench_rehearsal.py::test_every_part_of_the_suite_runs_on_the_stand_in": (
+    "tests/test_bench_gpu_suite.py::test_every_part_of_the_suite_runs_on_the_stand_in": (
         "rehearsed in mode late alone: that the whole script runs has nothing to do with the mode"
     ),
     "tests/test_native_reclaim.py::test_without_the_wait_in_malloc_the_programs_go_wrong": (
@@ -81,16 +79,3 @@ LATE_ALONE: dict[str, str] = {
 
 What breaks an order on purpose runs in both, and so does what is about order: streams, threads, transfers, events of pinned
 memory, random programs and mixes."""
-
-OPERATORS: dict[str, str] = {
-    "_cudnn_*, cudnn_*, miopen_*": "another library's kernels; `torch.backends.cudnn.enabled` is off",
-    "_scaled_dot_product_cudnn_attention": "cuDNN's attention is switched off: SDPA picks flash, memory-efficient or math",
-    "_flash_attention_forward, _efficient_attention_forward": "attention over sequences of different lengths",
-    "batch_norm_stats, batch_norm_elemt, batch_norm_gather_stats*": "SyncBatchNorm among several processes",
-    "_sparse_semi_structured_*, _cslt_*": "the 2:4 sparsity of tensor cores",
-    "_weight_int4pack_mm, _mixed_dtypes_linear, _scaled_grouped_mm*": "quantised products of tensor cores",
-    "jiterator, torch.utils.cpp_extension with nvcc, CuPy's operators": _NVRTC,
-    "torch.compile(backend='inductor')": _INDUCTOR,
-    "a Triton kernel in a CUDA graph": "is refused; what a kernel writes is known only after it ran",
-}
-"""Reason by what torch calls it. Each fails: by its own error, or as a kernel that cannot be launched; stderr has its name."""

@@ -7,23 +7,20 @@ on_device(cpu_result, device, stream)              a new CUDA tensor in the same
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.cuda_stand_in import library
+from tests.cuda_stand_in import control, library
 
 CPU = torch.device("cpu")
 
 MOST_ROWS = 64
 """Pieces in which a tensor with gaps is told to the runtime. One with more is told not at all, and counted."""
 
-HIDES_WRITES = (
-    os.environ.get("CUDA_STAND_IN_LATE_COMPUTE", "1") == "1" and os.environ.get("CUDA_STAND_IN_MODE", "late") != "threads"
-)
+HIDES_WRITES = control.mode() != "threads"
 """Whether other streams read 0xff in what an operator wrote until they wait for its stream."""
 
 unchecked = 0

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.cuda_stand_in.random_state import Draws
 
 aten = torch.ops.aten
+Maybe = Tensor | None
 
 
 def _plus(gates: Tensor, bias: Tensor | None) -> Tensor:
@@ -26,8 +27,8 @@ def lstm_cell(
     input_gates: Tensor,
     hidden_gates: Tensor,
     cx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
+    input_bias: Maybe = None,
+    hidden_bias: Maybe = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     workspace = _plus(hidden_gates, hidden_bias).add_(_plus(input_gates, input_bias))
     i, f, g, o = workspace.chunk(4, 1)
@@ -37,15 +38,8 @@ def lstm_cell(
 
 
 def lstm_cell_backward(
-    op: Any,
-    draws: Draws,
-    grad_hy: Tensor | None,
-    grad_cy: Tensor | None,
-    cx: Tensor,
-    cy: Tensor,
-    workspace: Tensor,
-    has_bias: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    op: Any, draws: Draws, grad_hy: Maybe, grad_cy: Maybe, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Maybe, Maybe, Maybe]:
     if grad_hy is None and grad_cy is None:
         return None, None, None
     i, f, g, o = workspace.chunk(4, 1)
@@ -53,15 +47,9 @@ def lstm_cell_backward(
     grad_hy = torch.zeros_like(cy) if grad_hy is None else grad_hy
     through = aten.tanh_backward(grad_hy * o, tanh)
     grad_cell = through if grad_cy is None else grad_cy + through
-    gates = torch.cat(
-        (
-            aten.sigmoid_backward(grad_cell * g, i),
-            aten.sigmoid_backward(grad_cell * cx, f),
-            aten.tanh_backward(grad_cell * i, g),
-            aten.sigmoid_backward(grad_hy * tanh, o),
-        ),
-        1,
-    )
+    of_i, of_f = aten.sigmoid_backward(grad_cell * g, i), aten.sigmoid_backward(grad_cell * cx, f)
+    of_g, of_o = aten.tanh_backward(grad_cell * i, g), aten.sigmoid_backward(grad_hy * tanh, o)
+    gates = torch.cat((of_i, of_f, of_g, of_o), 1)
     return gates, grad_cell * f, gates.sum(0) if has_bias else None
 
 
@@ -71,8 +59,8 @@ def gru_cell(
     input_gates: Tensor,
     hidden_gates: Tensor,
     hx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
+    input_bias: Maybe = None,
+    hidden_bias: Maybe = None,
 ) -> tuple[Tensor, Tensor]:
     input_r, input_z, input_n = _plus(input_gates, input_bias).chunk(3, 1)
     hidden_r, hidden_z, hidden_n = _plus(hidden_gates, hidden_bias).chunk(3, 1)
@@ -84,7 +72,7 @@ def gru_cell(
 
 def gru_cell_backward(
     op: Any, draws: Draws, grad: Tensor, workspace: Tensor, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Maybe, Maybe]:
     r, z, n, hx, hidden_n = workspace.chunk(5, 1)
     through_z = grad * z
     of_n = aten.tanh_backward(grad - through_z, n)

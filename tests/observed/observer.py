@@ -10,6 +10,7 @@ death:   the clocks of that moment; settled() checks it as a write by its owner
 from __future__ import annotations
 
 import functools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
@@ -18,10 +19,9 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.sim import SimObserver, SimStream
-from chameleon_mm.device.sim.machine import Buffer
+from chameleon_mm.device.sim.machine import Buffer, plain_bytes
 from tests.observed.apart import check_apart
 from tests.observed.errors import SimLifetimeError, SimRaceError
-from tests.observed.holders import held_by_caller_alone
 from tests.observed.late_copy import LateCopy, all_pending, carry_out, poison
 from tests.observed.shadow import HOST, Access, Clock, Extent, Shadow, extent_of, join
 
@@ -290,3 +290,19 @@ def _poison_destination(dst: Tensor, pending: Iterable[LateCopy]) -> None:
     storage, start = dst.untyped_storage(), int(dst.storage_offset())
     if not any(copy.touches(storage.data_ptr() + start, dst.numel()) for copy in pending):
         poison(storage, start, dst.numel())
+
+
+def held_by_caller_alone(buffer: Tensor) -> bool:
+    """Whether `buffer`, and at most one reference beside it to its storage, is all that keeps its memory.
+
+    Says no when unsure. The references of this function's own are measured, not assumed: they differ between Pythons.
+    """
+    tensors, references = _holders(buffer)
+    least_tensors, least_references = _holders(plain_bytes(1))
+    return tensors == least_tensors and references <= least_references + 1
+
+
+def _holders(buffer: Tensor) -> tuple[int, int]:
+    """Numbers of the tensors (and the Python object) that hold the storage, and of the Python references to that object."""
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)

@@ -56,11 +56,7 @@ cudaError_t copy(void* dst, const void* src, size_t bytes, cudaStream_t handle, 
     operation.src = operation.staged.get();
   }
   enqueue(stream, std::move(operation));
-  if (blocking || !to) {
-    Clock clock = stream->clock;
-    force(lock, stream);
-    state.host.join(clock);
-  }
+  if (blocking || !to) host_waits(lock, stream);
   advance(lock);
   return answer(cudaSuccess);
 }
@@ -123,9 +119,6 @@ API cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t s
 API cudaError_t cudaMemset(void* p, int value, size_t bytes) {
   if (cudaError_t error = fill(p, value, bytes, nullptr)) return error;
   Lock lock(state.mutex);
-  Stream* stream = stream_of(nullptr);
-  Clock clock = stream->clock;
-  force(lock, stream);
-  state.host.join(clock);
+  host_waits(lock, stream_of(nullptr));
   return answer(cudaSuccess);
 }

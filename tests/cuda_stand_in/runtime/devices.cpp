@@ -78,44 +78,24 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) 
 
 API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (!known(device)) return answer(cudaErrorInvalidDevice);
-  switch (int(attribute)) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = compute_major;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = processors;
-      break;
-    case cudaDevAttrWarpSize:
-      *value = warp;
-      break;
-    case cudaDevAttrMaxThreadsPerBlock:
-      *value = threads_per_block;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = shared_per_block_optin;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlock:
-      *value = shared_per_block;
-      break;
-    case cudaDevAttrUnifiedAddressing:
-    case cudaDevAttrCanMapHostMemory:
-    case cudaDevAttrHostRegisterSupported:
-    case cudaDevAttrCanUseHostPointerForRegisteredMem:
-    case cudaDevAttrConcurrentKernels:
-      *value = 1;
-      break;
-    case cudaDevAttrAsyncEngineCount:
-      *value = 3;
-      break;
-    case cudaDevAttrPciBusId:
-      *value = pci_bus;
-      break;
-    case cudaDevAttrPciDeviceId:
-      *value = device;
-      break;
-    default:  // among them cudaDevAttrMemoryPoolsSupported: see refused.cpp
-      *value = 0;
-  }
+  static const std::map<int, int>& known_values = *new std::map<int, int>{
+      {cudaDevAttrComputeCapabilityMajor, compute_major},
+      {cudaDevAttrMultiProcessorCount, processors},
+      {cudaDevAttrWarpSize, warp},
+      {cudaDevAttrMaxThreadsPerBlock, threads_per_block},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, shared_per_block_optin},
+      {cudaDevAttrMaxSharedMemoryPerBlock, shared_per_block},
+      {cudaDevAttrUnifiedAddressing, 1},
+      {cudaDevAttrCanMapHostMemory, 1},
+      {cudaDevAttrHostRegisterSupported, 1},
+      {cudaDevAttrCanUseHostPointerForRegisteredMem, 1},
+      {cudaDevAttrConcurrentKernels, 1},
+      {cudaDevAttrAsyncEngineCount, 3},
+      {cudaDevAttrPciBusId, pci_bus},
+  };
+  auto it = known_values.find(attribute);
+  *value = it == known_values.end() ? 0 : it->second;  // 0 also for cudaDevAttrMemoryPoolsSupported: see refused.cpp
+  if (attribute == cudaDevAttrPciDeviceId) *value = device;
   return answer(cudaSuccess);
 }
 

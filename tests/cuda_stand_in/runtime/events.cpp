@@ -96,7 +96,7 @@ API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   if (event.capture) return answer(cudaErrorCapturedEvent);
   if (cudaError_t error = unsafe_call()) return answer(error);
   if (event.done < event.recorded) {
-    if (threaded() || settings().queries < 0 || ++event.asked <= settings().queries) return answer(cudaErrorNotReady);
+    if (threaded() || ++event.asked <= most_queries) return answer(cudaErrorNotReady);
     auto kept = reinterpret_cast<Event*>(handle)->state;
     force(lock, kept->stream, kept->position);
   }

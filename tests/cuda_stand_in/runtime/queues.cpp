@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <unistd.h>
 
 #include "state.h"
 
@@ -24,10 +23,7 @@ void run(Lock& lock, Operation& operation) {
   switch (operation.kind) {
     case Operation::copy:
     case Operation::set:
-      if (threaded()) {
-        lock.unlock();
-        if (settings().delay_us) usleep(settings().delay_us);
-      }
+      if (threaded()) lock.unlock();
       if (operation.kind == Operation::copy) {
         memmove(operation.dst, operation.src, operation.bytes);
       } else {
@@ -193,13 +189,17 @@ void force(Lock& lock, Stream* stream, uint64_t upto) {
   }
 }
 
+void host_waits(Lock& lock, Stream* stream) {
+  Clock clock = stream->clock;  // another thread may queue more meanwhile
+  force(lock, stream);
+  state.host.join(clock);
+}
+
 void force_all(Lock& lock, int device) {
   for (size_t i = 0; i < state.streams.size(); i++) {
     Stream* stream = state.streams[i];
     if (device >= 0 && stream->device != device) continue;
-    Clock clock = stream->clock;
-    force(lock, stream);
-    state.host.join(clock);
+    host_waits(lock, stream);
   }
 }
 

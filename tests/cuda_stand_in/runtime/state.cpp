@@ -10,13 +10,9 @@ long number(const char* name, long otherwise) {
   return value && *value ? atol(value) : otherwise;
 }
 
-std::string text(const char* name, const char* otherwise) {
-  const char* value = getenv(name);
-  return value && *value ? value : otherwise;
-}
-
 Mode mode() {
-  std::string name = text("CUDA_STAND_IN_MODE", "late");
+  const char* given = getenv("CUDA_STAND_IN_MODE");
+  std::string name = given && *given ? given : "late";
   if (name == "late") return Mode::late;
   if (name == "early") return Mode::early;
   if (name == "threads") return Mode::threads;
@@ -48,13 +44,9 @@ thread_local int current_device = 0;
 const Settings& settings() {
   static const Settings& read = *new Settings{
       mode(),
-      number("CUDA_STAND_IN_QUERIES", 2),
       std::min(number("CUDA_STAND_IN_DEVICES", 1), long(most_devices)),
       number("CUDA_STAND_IN_LOG", 0),
-      number("CUDA_STAND_IN_DELAY_US", 0),
       number("CUDA_STAND_IN_RACES", 1) != 0,
-      number("CUDA_STAND_IN_POISON", 1) != 0,
-      text("CUDA_STAND_IN_KERNEL", "error"),
   };
   return read;
 }

@@ -34,15 +34,12 @@ enum class Mode {
 
 struct Settings {
   Mode mode;
-  long queries;           // how often an unfinished event or stream answers "not ready" before a query forces it; -1: for ever
   long devices;
   long log;               // 0 nothing, 1 what is refused, 2 every copy
-  long delay_us;          // threads: every copy sleeps this long first
   bool races;             // whether accesses are checked
-  bool poison;            // whether new device memory is filled with 0xff: NaN in every floating type
-  std::string on_kernel;  // what a launch of the GPU's own code does: error, abort, ignore
 };
 const Settings& settings();
+constexpr int most_queries = 2;  // so often an unfinished event or stream answers "not ready" before a query forces it
 inline bool threaded() { return settings().mode == Mode::threads; }
 
 #define STANDIN_SAY(level, ...)                    \
@@ -159,6 +156,8 @@ void enqueue_implicit_waits(Stream* stream);
 // Returns when so many operations of the stream have run.
 void force(Lock& lock, Stream* stream, uint64_t upto);
 inline void force(Lock& lock, Stream* stream) { force(lock, stream, stream->given); }
+// The same of all of it; the host then knows it to be done.
+void host_waits(Lock& lock, Stream* stream);
 void force_all(Lock& lock, int device);  // -1: of all devices; the host then knows all of it to be done
 // Early mode: runs what can run without forcing anything.
 void advance(Lock& lock);

@@ -34,9 +34,7 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Stream* stream = stream_of(handle);
   if (cudaError_t error = refuse_in_capture(stream)) return answer(error);
   if (cudaError_t error = unsafe_call()) return answer(error);
-  Clock clock = stream->clock;
-  force(lock, stream);
-  state.host.join(clock);
+  host_waits(lock, stream);
   return answer(cudaSuccess);
 }
 
@@ -46,13 +44,10 @@ API cudaError_t cudaStreamQuery(cudaStream_t handle) {
   if (cudaError_t error = refuse_in_capture(stream)) return answer(error);
   if (cudaError_t error = unsafe_call()) return answer(error);
   if (stream->done < stream->given) {
-    bool answers_now = !threaded() && settings().queries >= 0 && ++stream->asked > settings().queries;
-    if (!answers_now) return answer(cudaErrorNotReady);
+    if (threaded() || ++stream->asked <= most_queries) return answer(cudaErrorNotReady);
   }
   stream->asked = 0;
-  Clock clock = stream->clock;
-  force(lock, stream);
-  state.host.join(clock);
+  host_waits(lock, stream);
   return answer(cudaSuccess);
 }
 

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import chameleon_mm as cm
 from chameleon_mm.follow.adaptation import RECORDINGS
@@ -68,11 +68,7 @@ def functional(x: Tensor) -> list[Tensor]:
     return trained(x, lambda t: deep(torch.func.functional_call(net, weights, (deep(t),))))
 
 
-def keeps_the_products(ctx: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-SELECTIVE = partial(create_selective_checkpoint_contexts, keeps_the_products)
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 
 
 def recomputed(x: Tensor, **how: Any) -> list[Tensor]:

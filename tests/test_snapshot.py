@@ -22,6 +22,7 @@ from chameleon_mm.state.optimizer_swap import OptimizerSwap
 from chameleon_mm.state.rerun import MAX_RETRIES
 from chameleon_mm.state.tensor_copy import Copier, TensorCopy
 from tests._fakes import Faults, refusing
+from tests._mix_models import bits
 from tests._programs import same
 from tests._snapshots import OPTIMIZERS, RUNS, Training, away, plainly, read, session_of, steps
 
@@ -215,10 +216,6 @@ def test_tensors_of_every_kind(device: Device, tmp_path: Path) -> None:
     assert {name: bits(t.to_dense()) for name, t in saved["gradients"].items()} == {
         name: bits(t.to_dense()) for name, t in gradients.items()
     }
-
-
-def bits(t: Tensor) -> bytes:
-    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
 
 
 # --- host memory

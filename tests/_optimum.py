@@ -12,6 +12,8 @@ candidate i:  moves[i], gives[i] units, when it crosses, gone[i, k] and back[i, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]  # scipy ships no types
 from scipy.sparse import coo_array  # type: ignore[import-untyped]  # the same
@@ -28,16 +30,39 @@ def least_step_us(problem: Problem, budget: int, cost: LinkCost, *, gap: float =
     return _Program(problem, budget, cost).solve(gap, limit_s)
 
 
-class _Program:
-    """Variables and rows `sum of factor * variable >= bound`."""
+class Program:
+    """Variables from 0 on, and rows `sum of factor * variable >= bound`."""
 
+    def __init__(self) -> None:
+        self._high: list[float] = []
+        self.whole: list[int] = []
+        """Of each variable: 1 if it is a whole number."""
+        self._rows: list[tuple[list[tuple[int, float]], float]] = []
+
+    def _var(self, high: float, *, whole: bool = False) -> int:
+        self._high.append(high)
+        self.whole.append(int(whole))
+        return len(self._high) - 1
+
+    def _at_least(self, bound: float, *terms: tuple[int, float]) -> None:
+        self._rows.append((list(terms), bound))
+
+    def _least_sum(self, *variables: int, **options: float) -> Any:
+        """What HiGHS finds for the least sum of `variables`."""
+        objective = np.zeros(len(self._high))
+        objective[list(variables)] = 1.0
+        values = [(factor, row, var) for row, (terms, _) in enumerate(self._rows) for var, factor in terms]
+        factors, rows, columns = zip(*values, strict=True)
+        matrix = coo_array((factors, (rows, columns)), shape=(len(self._rows), len(self._high))).tocsr()
+        rows_hold = LinearConstraint(matrix, [bound for _, bound in self._rows], np.inf)
+        return milp(objective, constraints=rows_hold, bounds=Bounds(0.0, self._high), integrality=self.whole, options=options)
+
+
+class _Program(Program):
     def __init__(self, problem: Problem, budget: int, cost: LinkCost) -> None:
+        super().__init__()
         self._p, self._cost = problem, cost
         self._size = [size // UNIT for size in problem.size]
-        self._low: list[float] = []
-        self._high: list[float] = []
-        self._whole: list[int] = []
-        self._rows: list[tuple[list[tuple[int, float]], float]] = []
         slowest = min(cost.d2h_gbps, cost.h2d_gbps) * 1e3
         pieces = sum(-(-n // cost.piece_bytes) for n in problem.nbytes)
         self._ever = problem.total_us + 2 * (pieces * cost.copy_us + sum(problem.nbytes) / slowest) + 1
@@ -52,30 +77,10 @@ class _Program:
         self._one_at_a_time()
 
     def solve(self, gap: float, limit_s: float) -> float | None:
-        objective = np.zeros(len(self._low))
-        objective[self._left[-1]] = 1
-        values = [(factor, row, var) for row, (terms, _) in enumerate(self._rows) for var, factor in terms]
-        factors, rows, columns = zip(*values, strict=True)
-        matrix = coo_array((factors, (rows, columns)), shape=(len(self._rows), len(self._low))).tocsr()
-        found = milp(
-            objective,
-            constraints=LinearConstraint(matrix, [bound for _, bound in self._rows], np.inf),
-            bounds=Bounds(self._low, self._high),
-            integrality=self._whole,
-            options={"time_limit": limit_s, "mip_rel_gap": gap},
-        )
+        found = self._least_sum(self._left[-1], time_limit=limit_s, mip_rel_gap=gap)
         if found.status != 0:
             return None
         return float(found.mip_dual_bound) + self._p.total_us - self._p.time_us[-1]
-
-    def _var(self, high: float, *, whole: bool = False) -> int:
-        self._low.append(0.0)
-        self._high.append(high)
-        self._whole.append(int(whole))
-        return len(self._low) - 1
-
-    def _at_least(self, bound: float, *terms: tuple[int, float]) -> None:
-        self._rows.append((list(terms), bound))
 
     def _reach_and_leave(self) -> None:
         time_us = self._p.time_us

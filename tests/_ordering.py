@@ -20,14 +20,13 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.plan.rule import DefaultRule, Limits
-from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.saved_storage import SavedStorage
-from tests._programs import deep
+from tests._programs import deep, swapping_executor
 from tests.observed import unchecked
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
@@ -80,14 +79,8 @@ Scenario = Callable[[Machine], None]
 
 def executor(machine: Machine, pool: cm.PinnedPool, *, leaving_bytes: int | None = 0) -> Executor:
     """With `leaving_bytes=0` compute waits for every copy out at the next hook; None leaves them for the end."""
-    return Executor(
-        machine.device,
-        pool,
-        rule=DefaultRule(min_bytes=0),
-        limits=Limits(leaving_bytes=leaving_bytes, ahead_bytes=1 << 20),
-        protected=ProtectedStorages(),
-        thresholds=Thresholds.direct(),
-    )
+    limits = Limits(leaving_bytes=leaving_bytes, ahead_bytes=1 << 20)
+    return swapping_executor(machine.device, pool, limits, thresholds=Thresholds.direct())
 
 
 def randn(machine: Machine, *shape: int, requires_grad: bool = False) -> Tensor:

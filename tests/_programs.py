@@ -1,22 +1,27 @@
-"""A program that several tests run, and a thread to run it on.
+"""A program that several tests run, what swaps it, and threads to run it on.
 
 deep(x)                    a chain whose every link saves something that nobody else keeps
 leaf(device), opened(device)  what it runs on, and a session in which all that it saves may move
+swapping_executor(device, pool)  an executor alone, in which all may move
 gradient(device, x)        what it gives without one
-on_a_thread(work)          `work` elsewhere, to its end
-assert_same(a, b)          as many tensors in both, and equal ones
+on_a_thread(work), at_once(works)  `work` elsewhere, to its end; several, from one moment on
+assert_same(a, b), same(a, b)  as many tensors in both, and equal ones
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import MIB
 
 
@@ -40,23 +45,43 @@ def opened(device: Device) -> cm.SwapSession:
     return cm.SwapSession(device.allocated_bytes() + 16 * MIB, "8MiB", device, min_bytes=0)
 
 
-def on_a_thread(work: Callable[[], object]) -> None:
-    """Runs `work` on a thread to its end; raises here what it raised."""
-    raised: list[BaseException] = []
+def swapping_executor(
+    device: Device, pool: cm.PinnedPool, limits: Limits | None = None, *, min_bytes: int = 0, **given: Any
+) -> Executor:
+    """An executor by the default rule. Compute waits for every copy out at the next hook, unless `limits` say otherwise."""
+    limits, protected = limits or Limits(leaving_bytes=0), ProtectedStorages()
+    return Executor(device, pool, rule=DefaultRule(min_bytes=min_bytes), limits=limits, protected=protected, **given)
 
-    def body() -> None:
+
+def at_once(works: Iterable[Callable[[], object]]) -> None:
+    """Run each of `works` to its end on a thread of its own, all from one moment on. Raise what the first to fail raised."""
+    works, raised = list(works), list[BaseException]()
+    start = threading.Barrier(len(works))
+
+    def body(work: Callable[[], object]) -> None:
         try:
+            start.wait()
             work()
         except BaseException as error:  # noqa: BLE001 - handed to the test, which is on another thread
             raised.append(error)
 
-    thread = threading.Thread(target=body, name="other")
-    thread.start()
-    thread.join()
+    threads = [threading.Thread(target=body, args=(work,), name="other") for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if raised:
-        raise raised.pop()
+        raise raised.pop(0)
+
+
+def on_a_thread(work: Callable[[], object]) -> None:
+    """Run `work` on a thread to its end. Raise what it raised."""
+    at_once([work])
+
+
+def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def assert_same(expected: list[Tensor], got: list[Tensor]) -> None:
-    assert len(expected) == len(got) > 0
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert expected and same(expected, got)

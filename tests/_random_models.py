@@ -26,13 +26,13 @@ from chameleon_mm.device.sim import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.follow.plan_follower import PlanFollower, plan_steps
-from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Trace
-from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor
+from tests._programs import swapping_executor
 
 SLOW_GPU = dataclasses.replace(
     SPECS["h200"], bf16_tflops=0.5, fp32_tflops=0.5, hbm_gbps=20.0, h2d_gbps=2.0, d2h_gbps=2.0, duplex_gbps=3.0
@@ -77,15 +77,8 @@ def planning(
 ) -> Executor:
     """An executor that records its first step and plans the next ones. Unless told otherwise, each move is its own call."""
     pool = pool or cm.PinnedPool(1 << 30, device=device)
-    executor = Executor(
-        device,
-        pool,
-        rule=DefaultRule(min_bytes=1024),
-        limits=Limits(hbm_budget_bytes=hbm_budget),
-        protected=ProtectedStorages(),
-        thresholds=thresholds or Thresholds.direct(),
-        verify=verify,
-    )
+    limits, thresholds = Limits(hbm_budget_bytes=hbm_budget), thresholds or Thresholds.direct()
+    executor = swapping_executor(device, pool, limits, min_bytes=1024, thresholds=thresholds, verify=verify)
     plan_steps(executor, pool, link_cost=link or link_of(device.spec))
     return executor
 

@@ -204,18 +204,26 @@ def away_before_first_uses_alone(trace: Trace) -> Trace:
 
 
 def random_plan(random: Random, trace: Trace, *, share: float = 0.8) -> SwapPlan:
-    """Of each candidate, with a chance of `share`, some action: whole or in part, early or late. It promises nothing."""
+    """Of each candidate, with a chance of `share`, some action: whole or in part, early or late. It promises nothing.
+
+    In every other plan many meet at one hook, where their order counts.
+    """
     candidates = Candidates.of(trace)
     actions = []
+    meet, meeting = random.choice((0.0, 0.6)), random.randint(0, len(trace.hook_tick))
+
+    def at(low: int, high: int) -> int:
+        return min(max(meeting, low), high) if random.random() < meet else random.randint(low, high)
+
     for i in range(len(candidates)):
         if random.random() >= share:
             continue
         nbytes, sendable, first, use = (
             int(column[i]) for column in (candidates.nbytes, candidates.sendable, candidates.first, candidates.use)
         )
-        out_at = random.randint(sendable, use)
-        reclaim_at = random.randint(max(first, out_at), use)
-        in_at = random.choice((use, random.randint(reclaim_at, use)))
+        out_at = at(sendable, use)
+        reclaim_at = at(max(first, out_at), use)
+        in_at = random.choice((use, at(reclaim_at, use)))
         moved = random.choice((nbytes, random.randint(1, nbytes)))
         actions.append(
             Action(

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
@@ -315,15 +314,11 @@ def test_hooks_cannot_be_disabled_inside_a_session_and_it_goes_on(device: Device
 # --- checkpoints
 
 
-def keeps_the_products(ctx: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "not reentrant": partial(checkpoint, use_reentrant=False),
     "selective": partial(
-        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keeps_the_products)
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     ),
 }
 

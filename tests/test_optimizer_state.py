@@ -21,7 +21,8 @@ from chameleon_mm.state.hosted import HostedTensor, Where
 from chameleon_mm.state.swapped_state import SwappedState
 from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.units import KIB, MIB
-from tests._snapshots import equal
+from tests._programs import same
+from tests._snapshots import steps
 from tests.observed import SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -99,12 +100,6 @@ def session_of(training: Training, device: Device, *, budget: int | str = "1GiB"
     return session
 
 
-def steps(session: cm.SwapSession, training: Training, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        with session.step():
-            training.step(number)
-
-
 def plainly(make: Make, at: torch.device, steps: int) -> list[Tensor]:
     training = Training(make, at)
     for number in range(steps):
@@ -132,7 +127,7 @@ def test_training_has_plain_pytorchs_bits(name: str, plans: bool, steps: int, de
                 where = {value.where for value in hosted(training.optimizer)}
                 assert where == ({Where.ON_HOST} if name != "Adafactor" else set())  # whose state is a row and a column
         report = session.report()
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), expected)
     assert report.state_bytes_swapped_out == report.state_bytes_swapped_in or name == "Adafactor"
     assert not any(isinstance(state, SwappedState) for state in training.optimizer.state.values())
     assert session.pool.stats().live_bytes == 0
@@ -166,7 +161,7 @@ def test_no_state_is_on_the_device_between_steps(device: Device) -> None:
                 peaks.append(device.peak_allocated_bytes())
         # Parameters, gradients, three buckets and a step's own temporaries: never all moments beside the gradients.
         assert max(peaks) < before + moments // 2
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), expected)
 
 
 def test_a_step_that_would_not_fit_with_its_state_does(device: Device) -> None:
@@ -211,7 +206,7 @@ def test_a_checkpoint_in_the_middle_is_plain_and_goes_on_without_us(device: Devi
     resumed.optimizer.load_state_dict(saved["optimizer"])
     for number in range(3, 6):
         resumed.step(number)
-    assert equal(resumed.outcome(), expected)
+    assert same(resumed.outcome(), expected)
 
 
 def test_a_checkpoint_is_loaded_in_the_middle(device: Device) -> None:
@@ -230,7 +225,7 @@ def test_a_checkpoint_is_loaded_in_the_middle(device: Device) -> None:
             training.optimizer.load_state_dict(copy.deepcopy(state[1]))
             steps(session, training, range(1, 4))
             assert hosted(training.optimizer)
-        assert equal(training.outcome(), earlier.outcome())
+        assert same(training.outcome(), earlier.outcome())
 
 
 def test_state_is_read_and_written_between_steps(device: Device) -> None:
@@ -256,7 +251,7 @@ def test_state_is_read_and_written_between_steps(device: Device) -> None:
                     training.step(number)
                 got += meddle(training.optimizer)
         assert got == expected
-        assert equal(training.outcome(), plain.outcome())
+        assert same(training.outcome(), plain.outcome())
 
 
 def test_a_tensor_that_somebody_else_holds_stays_the_state(device: Device) -> None:
@@ -276,7 +271,7 @@ def test_a_tensor_that_somebody_else_holds_stays_the_state(device: Device) -> No
             with session.step():
                 training.step(2)
             assert len(hosted(training.optimizer)) == 2 * LAYERS
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), expected)
 
 
 def test_groups_added_later_and_parameters_without_gradients(device: Device) -> None:
@@ -303,7 +298,7 @@ def test_groups_added_later_and_parameters_without_gradients(device: Device) -> 
         with session.pool, session:
             train(training, step)
             assert len(training.optimizer.param_groups) == 2
-        assert equal(training.outcome(), plain.outcome())
+        assert same(training.outcome(), plain.outcome())
 
 
 # --- around a step
@@ -355,20 +350,7 @@ def test_hooks_schedulers_closures_and_scalers_see_one_step(device: Device) -> N
             seen = train(training, around)
         assert seen == expected
         assert seen.count("before") == seen.count("after") == 3
-        assert equal(training.outcome(), plain.outcome())
-
-
-def test_an_optimizer_of_somebodys_own_steps_whole(device: Device) -> None:
-    expected = plainly(Counting, device.torch_device, 4)
-    with device.compute():
-        training, session = trained(device, make=Counting)
-        with session.pool, session:
-            for number in range(4):
-                with session.step():
-                    training.step(number)
-                assert hosted(training.optimizer)
-        assert training.optimizer.param_groups[0]["steps"] == 4
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), plain.outcome())
 
 
 def test_leaving_the_session_leaves_a_plain_optimizer(device: Device) -> None:
@@ -396,7 +378,7 @@ def test_state_that_does_not_fit_any_more_is_host_memory(caplog: pytest.LogCaptu
             blocking = torch.zeros((device.capacity - device.allocated_bytes() - 64 * KIB) // 4)
         assert "of optimizer state do not fit on the device and are in host memory now" in caplog.text
         del blocking
-    assert equal(training.outcome(), plainly(OPTIMIZERS["AdamW"], device.torch_device, 1))
+    assert same(training.outcome(), plainly(OPTIMIZERS["AdamW"], device.torch_device, 1))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # freed unordered as well, in a finaliser
@@ -471,7 +453,7 @@ def test_a_copy_that_is_refused_loses_nothing(direction: str, sim: cm.SimDevice,
                 with session.step():
                     training.step(2)
             assert refused
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), expected)
     assert session.pool.stats().live_bytes == 0
 
 
@@ -494,7 +476,7 @@ def test_state_that_is_away_cannot_be_read_in_a_capture_or_a_child(sim: cm.SimDe
                 patch.setattr(ThisProcess, "pid", -1)
                 with pytest.raises(RuntimeError, match="got a read in a forked child"):
                     training.optimizer.state[p]["exp_avg"]
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), expected)
 
 
 def test_what_is_no_optimizer_of_the_model_is_refused(sim: cm.SimDevice) -> None:

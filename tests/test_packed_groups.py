@@ -20,18 +20,17 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Stream
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap import swap_outs
 from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.calling_thread import ComputeStreams
-from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.copy_queue import Thresholds
-from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.packed_group import PackedGroup
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import refusing
+from tests._programs import swapping_executor
 from tests.observed import SimRaceError
 
 pytestmark = [
@@ -65,15 +64,9 @@ class Swapping:
     ) -> None:
         self.device = device
         self.pool = cm.PinnedPool("16MiB", device=device)
-        self.executor = Executor(
-            device,
-            self.pool,
-            rule=DefaultRule(min_bytes=1),
-            limits=limits or Limits(ahead_bytes=0),
-            protected=ProtectedStorages(),
-            thresholds=Thresholds(stay_below_bytes=1, pack_below_bytes=LARGEST + 1, staging_bytes=staging_bytes),
-            verify=verify,
-        )
+        thresholds = Thresholds(stay_below_bytes=1, pack_below_bytes=LARGEST + 1, staging_bytes=staging_bytes)
+        limits = limits or Limits(ahead_bytes=0)
+        self.executor = swapping_executor(device, self.pool, limits, min_bytes=1, thresholds=thresholds, verify=verify)
 
     @property
     def totals(self) -> dict[str, int]:
@@ -347,15 +340,21 @@ def live(swapping: Swapping, alive: list[tuple[SwappedView, Tensor]], what: str,
         del alive[number % len(alive)]
 
 
+@pytest.mark.parametrize("ahead_bytes", [0, None])
 @settings(max_examples=40)
-@given(ACTIONS)
-def test_any_life_of_small_storages_is_exact_and_leaves_nothing(actions: list[tuple[str, int]]) -> None:
+@given(ACTIONS, st.integers(2 * (LARGEST + 1), 4 * GROUP_BYTES))
+def test_any_life_of_small_storages_is_exact_within_its_staging_and_leaves_nothing(
+    ahead_bytes: int | None, actions: list[tuple[str, int]], staging_bytes: int
+) -> None:
     device = cm.SimDevice(SLOW_LINK)
     with device.compute():
-        swapping = Swapping(device)
+        limits = Limits() if ahead_bytes is None else Limits(ahead_bytes=ahead_bytes)
+        swapping = Swapping(device, staging_bytes=staging_bytes, limits=limits)
         alive: list[tuple[SwappedView, Tensor]] = []
         for what, number in actions:
             live(swapping, alive, what, number)
+            packed = [group.packed for group in swapping.executor._registry.packed_groups]
+            assert sum(one.nbytes for one in packed if one.device is not None) <= staging_bytes
         for handle, expected in alive:
             assert torch.equal(swapping.executor.use(handle), expected)
         handle = None  # type: ignore[assignment]  # the loop's last one
@@ -398,21 +397,6 @@ def test_a_carrier_that_comes_back_is_staged_too(slow: cm.SimDevice) -> None:
         assert was_away == [False, True]
         swapping.assert_exact(first + second, expected + also_expected)
         del first, second, large, outgoing
-        swapping.assert_nothing_left()
-
-
-@settings(max_examples=40)
-@given(ACTIONS, st.integers(2 * (LARGEST + 1), 4 * GROUP_BYTES))
-def test_staging_never_exceeds_its_bound(actions: list[tuple[str, int]], staging_bytes: int) -> None:
-    device = cm.SimDevice(SLOW_LINK)
-    with device.compute():
-        swapping = Swapping(device, staging_bytes=staging_bytes, limits=Limits())
-        alive: list[tuple[SwappedView, Tensor]] = []
-        for what, number in actions:
-            live(swapping, alive, what, number)
-            packed = [group.packed for group in swapping.executor._registry.packed_groups]
-            assert sum(one.nbytes for one in packed if one.device is not None) <= staging_bytes
-        alive.clear()
         swapping.assert_nothing_left()
 
 

@@ -146,13 +146,6 @@ def test_what_it_takes_at_each_place() -> None:
     assert device.allocated_bytes() == HEAD
 
 
-def test_only_the_last_bytes_cross() -> None:
-    life = Life()
-    life.go("leave", "reclaim")
-    life.device.synchronize()
-    assert life.pool.stats().requested_bytes == LAST
-
-
 def test_without_memory_for_the_head_all_of_it_stays() -> None:
     life = Life(hbm_bytes=NBYTES + HEAD - 1024)
     life.go("leave", "reclaim")
@@ -174,17 +167,6 @@ def test_without_memory_for_the_head_it_is_not_dropped_under_pressure() -> None:
     life.compute.free(others)
     del others
     life.go("use", "drop", "arrive", "use")
-    life.saved.retire()
-    life.assert_nothing_left()
-
-
-def test_one_that_moves_whole_keeps_nothing() -> None:
-    life = Life()
-    life.saved.swap_out()
-    life.reclaim()
-    assert life.saved.form.device_bytes == 0
-    assert life.device.allocated_bytes() == 0
-    life.go("arrive", "use")
     life.saved.retire()
     life.assert_nothing_left()
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device.sim.machine import Ledger
-from chameleon_mm.plan.rule import DefaultRule, Limits
-from chameleon_mm.swap.classify import ProtectedStorages
-from chameleon_mm.swap.executor import Executor
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.tools.demo import GPT, GPTConfig, draw_rows, first_difference, read_text, train
 from chameleon_mm.tools.demo_command import SIZES
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import Faults
+from tests._programs import same, swapping_executor
 
 RECORDED, STEADY = 0, 1
 """Steps by their number: the first is recorded, the others follow the plan."""
@@ -135,10 +134,6 @@ class Run:
 
     def leftovers(self) -> tuple[int, int, int]:
         return self.device.allocated_bytes(), self.session.pool.stats().num_live, len(self.session._executor._registry)
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:
@@ -315,8 +310,7 @@ class Holding:
         self.device = cm.SimDevice(hbm_bytes="256MiB")
         pool = cm.PinnedPool(max(copied, 1) * MIB, self.device, chunk_bytes=max(copied, 1) * MIB)
         self.block = None if copied else pool.allocate(MIB)
-        rule, protected = DefaultRule(min_bytes=KIB), ProtectedStorages(())
-        self.executor = Executor(self.device, pool, rule=rule, limits=Limits(), protected=protected)
+        self.executor = swapping_executor(self.device, pool, Limits(), min_bytes=KIB)
         with self.device.compute():
             self.handles = {mib: self._save(mib) for mib in sizes}
             self._save(0)  # a hook after the last operator: at it goes what that one saved

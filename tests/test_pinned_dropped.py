@@ -8,11 +8,7 @@ However the tensor was reached, whichever thread drops it, whoever allocates nex
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +23,7 @@ from chameleon_mm.pool.checking import CheckingAllocator
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import MIB
 from tests._programs import on_a_thread
+from tests._run_scripts import ROOT, python
 from tests.cuda_stand_in import control
 from tests.observed import SimRaceError
 
@@ -303,9 +300,5 @@ with device.compute():
 
 @pytest.mark.parametrize("how", ["keep", "drop"])
 def test_dropped_at_the_end_of_the_interpreter(device: Device, how: str) -> None:
-    command = [sys.executable, "-c", AT_EXIT, "sim" if device.simulated else "cuda", how]
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    ended = python(["-c", AT_EXIT, "sim" if device.simulated else "cuda", how], ROOT)
+    assert (ended.code, ended.err) == (0, "")

@@ -7,7 +7,7 @@ import gc
 import subprocess
 import sys
 import textwrap
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,28 +24,22 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import BlockReleasedError, HostMemoryExhausted, PoolStateError
 from chameleon_mm.pool.block import PinnedBlock
 from chameleon_mm.pool.checking import CheckingAllocator
-from chameleon_mm.pool.pool import PinnedPool, pool_for
+from chameleon_mm.pool.free_list import FreeList, units_bytes
+from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import CountingDevice, ManualEvent
+from tests._programs import at_once
 
 PAGE = 4096
 
 
 class Ledgered(CountingDevice):
-    """A device that counts its chunks and the waits of the host, and fails to pin on request."""
+    """A device that counts its chunks and the waits of the host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.failure: Exception | None = None
         self.syncs = 0
-        self.before_alloc: Callable[[], object] = lambda: None
         self.before_free: Callable[[int, int], None] = lambda address, nbytes: None
-
-    def alloc_pinned(self, nbytes: int) -> Tensor:
-        self.before_alloc()
-        if self.failure is not None:
-            raise self.failure
-        return super().alloc_pinned(nbytes)
 
     def free_pinned(self, memory: Tensor) -> None:
         self.before_free(memory.data_ptr(), memory.numel())
@@ -131,39 +125,8 @@ def test_past_the_limit_the_error_says_what_and_the_pool_stays_usable(pool: Pinn
     assert pool.allocate(5000).nbytes == 5000
 
 
-@pytest.mark.parametrize("given", [3, "8GiB", PinnedPool])
-def test_what_is_no_pool_is_refused_where_one_is_shared(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"pool: expected a PinnedPool or None, got .*; pass PinnedPool\("):
-        pool_for(None, given)
-
-
 def test_a_size_may_be_text(pool: PinnedPool) -> None:
     assert pool.allocate("4KiB").nbytes == pool.allocate_pageable("4KiB").nbytes == 4096
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "error"), [(-1, ValueError), (True, TypeError), (4096.0, TypeError), ("4 pages", ValueError), (None, TypeError)]
-)
-def test_a_size_that_is_none_is_refused(pool: PinnedPool, nbytes: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="allocate: expected"):
-        pool.allocate(nbytes)
-    assert pool.stats().num_live == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"max_bytes": -1}, ValueError),
-        ({"max_bytes": "eight"}, ValueError),
-        ({"max_bytes": 1.5}, TypeError),
-        ({"chunk_bytes": 0}, ValueError),
-        ({"chunk_bytes": "1 parsec"}, ValueError),
-        ({"device": "abacus"}, ValueError),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        PinnedPool(**{"device": "sim", **arguments})
 
 
 @pytest.mark.parametrize("auto", ["auto", None])
@@ -183,20 +146,6 @@ def test_the_limit_auto_is_this_ranks_share_of_half_of_the_available_memory(
     monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: 0)
     with pytest.raises(ValueError, match=r'^max_bytes: expected the available host memory, which "auto" takes'):
         PinnedPool(auto, "sim")
-
-
-@pytest.mark.parametrize("error", [HostMemoryExhausted, MemoryError])
-def test_a_device_that_cannot_pin_leaves_the_accounting_as_it_was(
-    pool: PinnedPool, ledgered: Ledgered, error: type[Exception]
-) -> None:
-    kept = pool.allocate(10_000)
-    before = pool.stats()
-    ledgered.failure = error("no more pages to lock")
-    with pytest.raises(error, match="no more pages to lock"):
-        pool.allocate(10_000)
-    assert pool.stats() == before
-    ledgered.failure = None
-    assert pool.allocate(10_000).nbytes == kept.nbytes
 
 
 # --- giving chunks back
@@ -246,6 +195,10 @@ def test_close_waits_for_the_device_gives_all_back_and_ends_the_pool(ledgered: L
     assert (event.syncs, ledgered.chunks, pool.stats().reserved_bytes) == (1, {}, 0)
     with pytest.raises(PoolStateError, match="closed"):
         pool.allocate(1)
+    with pytest.raises(PoolStateError, match="limit_bytes"):
+        pool.limit_bytes = 1
+    with pytest.raises(ValueError, match="chunk_bytes"):
+        PinnedPool("64KiB", ledgered, 0)
 
 
 def test_close_refuses_while_blocks_live_and_says_which(pool: PinnedPool) -> None:
@@ -390,18 +343,7 @@ def test_the_collector_may_run_at_any_line(checked: bool, ledgered: Ledgered) ->
 
 def test_two_threads_releasing_one_block_return_it_once(pool: PinnedPool) -> None:
     for _ in range(50):
-        block = pool.allocate(100)
-        start = threading.Barrier(2)
-
-        def release(block: PinnedBlock = block, start: threading.Barrier = start) -> None:
-            start.wait()
-            block.release()
-
-        threads = [threading.Thread(target=release) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once([pool.allocate(100).release] * 2)
         assert pool.stats().num_live == 0
 
 
@@ -491,18 +433,6 @@ def test_while_live_blocks_hold_more_than_a_lowered_limit_new_ones_are_refused(p
     assert block.buffer.data_ptr() in {first.buffer.data_ptr() + 3 * PAGE, second.buffer.data_ptr() + 3 * PAGE}
 
 
-def test_a_limit_that_is_no_size_or_of_a_closed_pool_is_refused(pool: PinnedPool, ledgered: Ledgered) -> None:
-    sizes: list[tuple[Any, type[Exception]]] = [("auto", ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)]
-    for size, error in sizes:
-        with pytest.raises(error, match="limit_bytes"):
-            pool.limit_bytes = size
-    assert pool.limit_bytes == 64 * KIB
-    closed = PinnedPool("64KiB", ledgered)
-    closed.close()
-    with pytest.raises(PoolStateError, match="limit_bytes"):
-        closed.limit_bytes = 1
-
-
 def test_a_set_limit_does_not_follow_the_machine(ledgered: Ledgered, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: 64 * MIB)
     with PinnedPool("auto", ledgered) as pool:
@@ -580,6 +510,7 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate(self, nbytes: int, write: bool) -> None:
         need = -(-nbytes // PAGE) * PAGE
         served = need <= self.could_be_served()
+        before, is_within = Counter(self.holes()), sum(self.device.chunks.values()) <= self.limit
         try:
             block = self.pool.allocate(nbytes)
         except HostMemoryExhausted:
@@ -594,6 +525,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(block.pending_events) == len(expected), "each event once"
         self.note(block, write)
         assert not write or all(event.complete for event in expected), "the host wrote while the device read"
+        fitting = [size for size in before if size >= need]
+        if need and fitting and is_within:
+            before[min(fitting)] -= 1
+            before[min(fitting) - need] += 1
+            assert +Counter(filter(None, self.holes())) == +Counter({size: n for size, n in before.items() if size}), "best fit"
 
     @rule(nbytes=st.integers(1, 12 * PAGE), write=st.booleans())
     def allocate_pageable(self, nbytes: int, write: bool) -> None:
@@ -680,3 +616,81 @@ def test_the_machine_for_30_000_steps() -> None:
     before = PoolMachine.steps
     while PoolMachine.steps - before < 30_000:
         run_state_machine_as_test(PoolMachine, settings=settings(max_examples=300, stateful_step_count=60, deadline=None))
+
+
+# --- the free list itself: what it refuses, and which of equal blocks it takes
+
+
+def observed(units: FreeList) -> tuple[int, ...]:
+    return (units.capacity, units.live_bytes, units.largest_free, units.num_live)
+
+
+def test_what_is_not_live_is_not_freed_and_a_region_with_a_block_stays() -> None:
+    units = FreeList(4096)
+    block, base = units.allocate(4096), units.add_region(8192)
+    assert base > 4096, "regions must never be adjacent"
+    before = observed(units)
+    for offset in (-4096, 1, 4096, base):
+        with pytest.raises(ValueError, match="expected the offset of a live block"):
+            units.free(offset)
+    assert (units.is_region_free(0), units.is_region_free(base)) == (False, True)
+    with pytest.raises(ValueError, match="without live blocks"):
+        units.remove_region(0)
+    assert observed(units) == before
+    assert (units.remove_region(base), units.free(block or 0)) == (8192, 4096)
+    with pytest.raises(ValueError, match="expected the offset of a live block"):
+        units.free(block or 0)
+    with pytest.raises(ValueError, match="add_region"):
+        units.remove_region(base)
+
+
+@pytest.mark.parametrize("capacity", [-4096, 1, 4095, 4097])
+def test_a_capacity_that_is_no_multiple_of_the_alignment_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match="4096"):
+        FreeList(capacity)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_a_block_of_nothing_has_no_address(nbytes: int) -> None:
+    units = FreeList(4096)
+    with pytest.raises(ValueError, match="1 byte or more"):
+        units.allocate(nbytes)
+    assert units.allocate(4096) == 0
+
+
+@pytest.mark.parametrize("bad", [4096.0, "4096", None])
+def test_an_offset_or_size_that_is_no_integer_changes_nothing(bad: Any) -> None:
+    units = FreeList(8192)
+    assert units.allocate(1) == 0
+    before = observed(units)
+    with pytest.raises(TypeError):
+        units.allocate(bad)
+    with pytest.raises(TypeError):
+        units.free(bad)
+    assert observed(units) == before
+
+
+@pytest.mark.parametrize("alignment", [0, -4096, 3, 6000])
+def test_an_alignment_that_is_no_power_of_two_is_refused(alignment: int) -> None:
+    with pytest.raises(ValueError, match="alignment: expected a power of two"):
+        FreeList(12_000, alignment=alignment)
+
+
+def test_among_equal_sizes_the_last_one_freed_is_taken() -> None:
+    units = FreeList(7 * 4096)
+    offsets = [units.allocate(4096) or 0 for _ in range(7)]
+    for at in (1, 5, 3):
+        units.free(offsets[at])
+    assert [units.allocate(4096) for _ in range(3)] == [offsets[at] for at in (3, 5, 1)]
+
+
+def test_a_reader_tells_what_is_live_now() -> None:
+    units = FreeList(1 << 16, 1 << 8)
+    read = units.units_reader()
+    assert units_bytes(read()) == units.live_bytes == 0
+    offset = units.allocate(1000)
+    assert offset is not None and units_bytes(read()) == units.live_bytes == 1024
+    units.add_region(1 << 12)
+    assert units_bytes(read()) == units.live_bytes == 1024
+    units.free(offset)
+    assert units_bytes(read()) == units.live_bytes == 0

@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -291,16 +290,11 @@ def test_pageable_memory_is_bounded_by_what_the_machine_has(scripted: Scripted, 
     blocks.clear()
 
 
-def test_pageable_blocks_of_no_bytes_and_bad_sizes(scripted: Scripted) -> None:
+def test_pageable_blocks_of_no_bytes_and_of_a_closed_pool(scripted: Scripted) -> None:
     with PinnedPool("1MiB", scripted) as pool:
         nothing = pool.allocate_pageable(0)
         assert (nothing.nbytes, nothing.pageable, pool.stats().num_live) == (0, True, 1)
         nothing.release()
-        wrong: Any = 4.5
-        with pytest.raises(TypeError):
-            pool.allocate_pageable(wrong)
-        with pytest.raises(ValueError, match="0 bytes or more"):
-            pool.allocate_pageable(-1)
     with pytest.raises(PoolStateError, match="allocate_pageable"):
         pool.allocate_pageable(1)
 

@@ -30,6 +30,7 @@ from chameleon_mm.pool.chunks import Chunks
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import CountingDevice, ManualEvent
+from tests._programs import at_once, on_a_thread
 
 THREADS = 4
 SLOTS = 64
@@ -107,23 +108,8 @@ class Stress:
                 self.free(held, PolledEvent())
             # ... and the rest is dropped, as by a thread that died
 
-    def guard(self, work: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - a thread's error is the test's
-                self.wrong.append(repr(error))
-
-        return run
-
     def round(self, number: int, operations: int) -> None:
-        works = [lambda seed=seed: self.work(number * THREADS + seed, operations) for seed in range(THREADS)]
-        threads = [threading.Thread(target=self.guard(work)) for work in works]
-        for thread in threads:
-            thread.start()
-        self.pool.trim()
-        for thread in threads:
-            thread.join()
+        at_once([*(partial(self.work, number * THREADS + seed, operations) for seed in range(THREADS)), self.pool.trim])
 
 
 @pytest.mark.parametrize(
@@ -222,20 +208,6 @@ def interrupted(pool: PinnedPool, work: Callable[[PinnedPool], object], n: int) 
     return False
 
 
-def on_another_thread(work: Callable[[], object]) -> None:
-    """A lock that the interrupted thread kept would stop this one."""
-    done: list[bool] = []
-
-    def carry_out() -> None:
-        work()
-        done.append(True)
-
-    thread = threading.Thread(target=carry_out, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert done == [True]
-
-
 @pytest.mark.usefixtures("no_gc")
 def test_an_interrupt_at_any_line_leaves_a_pool_that_works() -> None:
     for n in range(1, 1000):
@@ -244,7 +216,7 @@ def test_an_interrupt_at_any_line_leaves_a_pool_that_works() -> None:
         if not interrupted(pool, use, n):
             break
         assert pool.stats().num_live == 0, f"interrupted at line {n}"
-        on_another_thread(partial(use, pool))
+        on_a_thread(partial(use, pool))  # a lock that the interrupted thread kept would stop this one
         assert pool.stats().reserved_bytes == sum(device.chunks.values()), f"interrupted at line {n}"
         pool.close()
         assert device.chunks == {}, f"interrupted at line {n}"
@@ -261,7 +233,7 @@ def test_an_interrupted_close_is_finished_by_the_next() -> None:
             block.release(after=ManualEvent())
         if not interrupted(pool, PinnedPool.close, n):
             break
-        on_another_thread(pool.close)
+        on_a_thread(pool.close)
         assert device.chunks == {}, f"interrupted at line {n}"
     assert n > 5, "the lines that ran were not seen"
     assert device.chunks == {}

@@ -132,7 +132,7 @@ def test_a_session_trains_recurrent_layers_as_plain_pytorch_does(layer: str, dty
     check_session(case_of(layer, dtype, contiguous=contiguous))
 
 
-@pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(slice(1)))
+@pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(LAYER_SAMPLE))
 def test_save_on_cpu_trains_recurrent_layers_as_plain_pytorch_does(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
     check_save_on_cpu(case_of(layer, dtype, contiguous=contiguous))
 

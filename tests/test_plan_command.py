@@ -37,6 +37,7 @@ from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, Training
 from chameleon_mm.tools.workload import Build, Gpt2, Gpt2Shape, Llama, LlamaShape, ModelUnusable, Workload, built_in
 from chameleon_mm.units import GIB, MIB, parse_size
 from tests._trace_records import ops_of
+from tests._user_modules import write_module
 
 H200 = SPECS["h200"]
 LLAMA = LlamaShape(layers=2, width=64, heads=4, kv_heads=2, ffn=160, vocabulary=100, context=64)
@@ -137,13 +138,7 @@ def predicted(hbm_budget: Callable[[RecordedStep], int], host_budget: int | None
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of the user's in the working directory."""
-    name = "models_of_a_user"
-    (tmp_path / f"{name}.py").write_text(MODELS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, name, None)  # so that the entry is gone after the test
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return name
+    return write_module("models_of_a_user", MODELS, tmp_path, monkeypatch)
 
 
 # --- the step

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import resource
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -31,6 +30,7 @@ from chameleon_mm.tools.step_on_shapes import TrainingStep
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, Workload
 from chameleon_mm.units import KIB, MIB
 from tests._traces import away_before_first_uses_alone
+from tests._user_modules import write_module
 
 BOTH, STATE = Swapped(optimizer=True, parameters=True), Swapped(optimizer=True)
 
@@ -232,13 +232,7 @@ def fixed():
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of the user's in the working directory."""
-    name = "swapped_models_of_a_user"
-    (tmp_path / f"{name}.py").write_text(MODELS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, name, None)  # so that the entry is gone after the test
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return name
+    return write_module("swapped_models_of_a_user", MODELS, tmp_path, monkeypatch)
 
 
 def test_a_session_that_swaps_both_tells_all(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

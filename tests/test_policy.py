@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import chameleon_mm
@@ -186,59 +186,28 @@ def test_a_repeated_step_is_covered_even_when_shifted(growth: list[int], shift: 
 # --- the order of uses
 
 
-def uses(order: UseOrder, *indices: int) -> None:
-    for index in indices:
-        order.used(index)
-    order.end_step()
+STEPS = st.lists(st.tuples(st.lists(st.integers(0, 12)), st.booleans()), max_size=4)
+"""What each step used, and whether it ended."""
 
 
-def test_a_second_use_does_not_change_the_order() -> None:
+@example([([0, 1, 2], True), ([], True)])
+@example([([2, 0, 2, 1, 0], True), ([5], False)])
+@given(STEPS)
+def test_the_next_step_uses_what_the_latest_that_ended_did_and_else_last_saved_first(
+    steps: list[tuple[list[int], bool]],
+) -> None:
     order = UseOrder()
-    uses(order, 2, 0, 2, 1, 0)
-    assert list(order.upcoming(2, 10)) == [0, 1]
-
-
-def test_only_the_last_step_counts() -> None:
-    order = UseOrder()
-    uses(order, 0, 1, 2)
-    uses(order, 2, 1, 0)
-    assert list(order.upcoming(2, 10)) == [1, 0]
-
-
-def test_a_storage_that_the_previous_step_did_not_use() -> None:
-    order = UseOrder()
-    uses(order, 1, 0)
-    assert list(order.upcoming(5, 3)) == [4, 3, 2]  # falls back on reverse order
-    assert order.rank(5) < order.rank(1)  # and is taken for sooner than what is known: kept longest
-
-
-def test_a_step_without_a_use_teaches_reverse_order() -> None:
-    order = UseOrder()
-    uses(order, 0, 1, 2)
-    order.end_step()
-    assert list(order.upcoming(2, 10)) == [1, 0]
-
-
-@given(sequence=st.permutations(range(12)), at_most=st.integers(0, 15))
-def test_any_order_is_learned(sequence: list[int], at_most: int) -> None:
-    order = UseOrder()
-    uses(order, *sequence)
-    for place, index in enumerate(sequence):
-        assert list(order.upcoming(index, at_most)) == sequence[place + 1 : place + 1 + at_most]
-    assert all(order.rank(sooner) < order.rank(later) for sooner, later in pairwise(sequence))
-
-
-@given(index=st.integers(0, 50), at_most=st.integers(0, 60))
-def test_the_reverse_order_names_each_earlier_storage_once(index: int, at_most: int) -> None:
-    order = UseOrder()
-    assert list(order.upcoming(index, at_most)) == list(reversed(range(index)))[:at_most]
-    assert all(order.rank(later) < order.rank(sooner) for sooner, later in pairwise(range(index)))
-
-
-def test_a_step_that_did_not_end_leaves_no_uses_behind() -> None:
-    order = UseOrder()
-    order.used(5)
-    order.end_step(completed=False)
-    order.used(1)
-    order.end_step()
-    assert list(order.upcoming(1, 8)) == []
+    for used, completed in steps:
+        for index in used:
+            order.used(index)
+        order.end_step(completed=completed)
+    latest = next((used for used, completed in reversed(steps) if completed), [])
+    known = list(dict.fromkeys(latest))  # a second use changes nothing
+    unknown = [index for index in reversed(range(15)) if index not in known]
+    for at_most in (0, 1, 2, 15):
+        for place, index in enumerate(known):
+            assert list(order.upcoming(index, at_most)) == known[place + 1 : place + 1 + at_most]
+        for index in unknown:
+            assert list(order.upcoming(index, at_most)) == list(reversed(range(index)))[:at_most]
+    for sooner, later in (*pairwise(known), *pairwise(unknown), *((one, other) for one in unknown if one for other in known)):
+        assert order.rank(sooner) < order.rank(later)  # what is not known is taken for sooner: kept longest

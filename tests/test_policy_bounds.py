@@ -191,19 +191,6 @@ def test_swap_all_with_storages_on_their_way() -> None:
     assert [action.in_at for action in by_use[:3]] == [action.use_at for action in by_use[:3]]
 
 
-def test_plans_tell_what_they_come_to() -> None:
-    trace = chain(layers=3)
-    budget = (smallest_budget(trace) + peak_memory(trace).nbytes) // 2
-    for plan in (swap_all(trace, H200_LINK), swap_first(trace, budget, H200_LINK)):
-        timeline = simulate(trace, plan, H200_LINK)
-        assert (plan.peak_bytes, plan.host_bytes, plan.step_us, plan.stall_us) == (
-            timeline.peak_bytes,
-            timeline.host_bytes,
-            timeline.step_us,
-            timeline.stall_us,
-        )
-
-
 @given(st.randoms(use_true_random=False), st.floats(0, 1), st.integers(0, 3))
 def test_swap_first_keeps_the_budget_with_the_largest(random: Random, share: float, depth: int) -> None:
     trace = random_step(random)
@@ -217,15 +204,6 @@ def test_swap_first_keeps_the_budget_with_the_largest(random: Random, share: flo
     kept = [size for tensor, size in sizes.items() if tensor not in moved]
     assert max(kept, default=0) <= min((sizes[tensor] for tensor in moved), default=max(kept, default=0))
     assert all(action.nbytes == tensors_of(trace)[action.tensor].nbytes for action in plan.actions)
-
-
-def test_swap_first_moves_no_more_than_it_must() -> None:
-    trace = chain(layers=4)
-    peak = peak_memory(trace).nbytes
-    assert swap_first(trace, peak, H200_LINK).actions == ()
-    # The largest of a layer have 24 MiB; one of them is enough for 1 byte.
-    assert [action.nbytes for action in swap_first(trace, peak - 1, H200_LINK).actions] == [24 * MIB]
-    assert len(swap_first(trace, peak - 24 * MIB - 1, H200_LINK, depth=0).actions) == 2
 
 
 def test_baselines_refuse_what_cannot_be() -> None:

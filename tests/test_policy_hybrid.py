@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]  # scipy ships no types
-from scipy.sparse import coo_array  # type: ignore[import-untyped]  # the same
 
 from chameleon_mm.device.specs import spec_by_name
 from chameleon_mm.errors import InfeasibleBudget
@@ -33,6 +31,7 @@ from chameleon_mm.tools.step_on_shapes import DTYPES, record_step
 from chameleon_mm.tools.workload import built_in
 from chameleon_mm.units import allocated_size
 from tests._hybrid_traces import carried_out_recomputing, random_hybrid_step
+from tests._optimum import Program
 from tests._traces import H200_LINK, between, chain
 
 # --- the bound with recomputation as the linear program that it stands for, and with whole choices: by scipy's HiGHS
@@ -62,19 +61,15 @@ def least_step_us(trace: Trace, budget: int, cost: LinkCost, names: Collection[s
     return tail_us + program.solve(float(over[t]), before_us, after_us, cost, whole=whole)
 
 
-class _Program:
-    """Variables and rows `sum of factor * variable >= bound`."""
-
+class _Program(Program):
     def __init__(self, recipes: Recipes, t: int) -> None:
+        super().__init__()
         trace, c = recipes.trace, recipes.candidates
         self._size = allocated_size(trace.tensor_bytes).tolist()
         self._us = trace.op_us.tolist()
         self._r = recipes
         self._free = (recipes.can_hold & ((trace.tensor_dies >= t) | (trace.tensor_born > t))).tolist()
         idle = (trace.hook_tick[c.first] <= t) & (t < trace.hook_tick[c.use])
-        self._low: list[float] = []
-        self._high: list[float] = []
-        self._rows: list[tuple[list[tuple[int, float]], float]] = []
         self._again: dict[int, int] = {}
         self._hold: dict[int, int] = {}
         self._runs: dict[int, int] = {}
@@ -88,27 +83,14 @@ class _Program:
         held = [(var, -float(self._size[x])) for x, var in self._hold.items()]
         runs = [(var, -float(self._us[o])) for o, var in self._runs.items()]
         runs += [(var, -float(self._r.compare_us[j])) for j, var in self._drop.items()]
-        self._rows += [
-            ([*gone, *held, (crosses, 1.0)], over),
-            ([(first, 1.0)], before_us),
-            ([(first, 1.0), (crosses, -1 / (cost.d2h_gbps * 1e3))], 0.0),
-            ([(second, 1.0), *runs], after_us),
-            ([(second, 1.0), (crosses, -1 / (cost.h2d_gbps * 1e3))], 0.0),
-        ]
-        objective = np.zeros(len(self._low))
-        objective[[first, second]] = 1.0
-        values = [(factor, row, var) for row, (terms, _) in enumerate(self._rows) for var, factor in terms]
-        factors, rows, columns = zip(*values, strict=True)
-        matrix = coo_array((factors, (rows, columns)), shape=(len(self._rows), len(self._low))).tocsr()
-        integrality = np.zeros(len(self._low))
-        if whole:
-            integrality[[*self._drop.values(), *self._hold.values()]] = 1
-        found = milp(
-            objective,
-            constraints=LinearConstraint(matrix, [bound for _, bound in self._rows]),
-            bounds=Bounds(self._low, self._high),
-            integrality=integrality,
-        )
+        self._at_least(over, *gone, *held, (crosses, 1.0))
+        self._at_least(before_us, (first, 1.0))
+        self._at_least(0.0, (first, 1.0), (crosses, -1 / (cost.d2h_gbps * 1e3)))
+        self._at_least(after_us, (second, 1.0), *runs)
+        self._at_least(0.0, (second, 1.0), (crosses, -1 / (cost.h2d_gbps * 1e3)))
+        for var in (*self._drop.values(), *self._hold.values()) if whole else ():
+            self.whole[var] = 1
+        found = self._least_sum(first, second)
         assert found.success, found.message
         return float(found.fun)
 
@@ -117,7 +99,7 @@ class _Program:
         for o in self._r.makers[j]:
             if o not in self._runs:
                 self._runs[o] = self._var(1.0)
-            self._rows.append(([(self._runs[o], 1.0), (var, -1.0)], 0.0))
+            self._at_least(0.0, (self._runs[o], 1.0), (var, -1.0))
         for x in self._r.inputs[j]:
             if self._r.saved[x] or self._free[x]:
                 continue
@@ -125,12 +107,7 @@ class _Program:
                 self._again[x] = self._var(1.0 if self._r.can_recompute[x] else 0.0)
                 self._hold[x] = self._var(1.0 if self._r.can_hold[x] else 0.0)
                 self._makes(x, self._again[x])
-            self._rows.append(([(self._hold[x], 1.0), (self._again[x], 1.0), (var, -1.0)], 0.0))
-
-    def _var(self, high: float) -> int:
-        self._low.append(0.0)
-        self._high.append(high)
-        return len(self._low) - 1
+            self._at_least(0.0, (self._hold[x], 1.0), (self._again[x], 1.0), (var, -1.0))
 
 
 ALL = DEFAULT | PRODUCTS

@@ -2,82 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, TraceBuilder
 from chameleon_mm.plan.unswapped_memory import Candidates, least_memory, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.units import KIB, round_up
 from tests._trace_records import hooks_of, ops_of, tensors_of
 from tests._traces import chain, random_step
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
-
-
-def small() -> Trace:
-    """Ticks: 0 op, 1 save x, 2 op, 3 save, 4 op, 5 use x, 6 op. Before the step: 10 KiB, of which it touches 3.
-
-    A parameter of 2000 bytes (2 KiB) stays, an input of 1 KiB goes after tick 2. x has 4 KiB and is there in ticks 0 to 6; a
-    temporary of 100 bytes (512) in tick 2, one of 3 KiB in tick 4.
-    """
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=10 * KIB)
-    w = b.tensor(2000, TensorKind.PARAMETER, born=-1)
-    i = b.tensor(KIB, TensorKind.INPUT, born=-1)
-    x = b.tensor(4 * KIB, TensorKind.ACTIVATION)
-    b.op("aten::mm", 1, FORWARD, 1.0, reads=(w, i), writes=(x,))
-    b.save(x, 1)
-    t = b.tensor(100)
-    b.op("aten::add", 2, FORWARD, 1.0, reads=(x, i), writes=(t,))
-    b.dies(t)
-    b.dies(i)
-    b.released(x)
-    b.sendable(x, b.save(-1, 2))
-    u = b.tensor(3 * KIB)
-    b.op("aten::mm", 3, BACKWARD, 1.0, reads=(w,), writes=(u,))
-    b.dies(u)
-    b.use(x, 3)
-    b.op("aten::mm", 4, BACKWARD, 1.0, reads=(x,))
-    b.dies(x)
-    return b.finish()
-
-
-def test_the_peak_by_kind() -> None:
-    peak = peak_memory(small())
-    assert (peak.tick, peak.nbytes, peak.untouched_bytes, peak.idle_bytes) == (4, 16 * KIB, 7 * KIB, 4 * KIB)
-    assert peak.by_kind == {
-        TensorKind.PARAMETER: 2 * KIB,
-        TensorKind.ACTIVATION: 4 * KIB,
-        TensorKind.TEMPORARY: 3 * KIB,
-    }
-
-
-def test_the_least_memory() -> None:
-    # x is idle from hook 1 (tick 3) until its use (tick 5): 9 and 9 + 3 KiB in ticks 3 and 4. The most is in tick 2 then.
-    least = least_memory(small())
-    assert (least.tick, least.nbytes, least.idle_bytes) == (2, 14 * KIB + 512, 0)
-    assert least.by_kind[TensorKind.ACTIVATION] == 4 * KIB
-    assert smallest_budget(small()) == 14 * KIB + 512
-
-
-def test_a_peak_that_is_not_in_activations() -> None:
-    b = TraceBuilder(device="d", simulated=True, start_bytes=0)
-    x = b.tensor(KIB, TensorKind.ACTIVATION)
-    b.op("aten::mm", 1, FORWARD, 1.0, writes=(x,))
-    b.save(x, 1)
-    b.released(x)
-    b.sendable(x, b.save(-1, 1))
-    b.use(x, 1)
-    b.dies(x)
-    big = b.tensor(100 * KIB)
-    b.op("aten::_foreach_add_", 2, StepPhase.OPTIMIZER, 1.0, writes=(big,))
-    b.dies(big)
-    trace = b.finish()
-    assert len(Candidates.of(trace)) == 1
-    assert peak_memory(trace).idle_bytes == 0
-    assert smallest_budget(trace) == peak_memory(trace).nbytes == 100 * KIB
 
 
 def test_an_idle_input_counts_with_the_inputs() -> None:
@@ -125,12 +63,24 @@ def test_the_curve_is_the_sum_of_what_is_there(random: Random) -> None:
         for tick in range(trace.num_ticks)
     ]
     assert memory_curve(trace).tolist() == expected
-    peak = peak_memory(trace)
-    assert peak.nbytes == max(expected, default=trace.start_bytes)
-    assert sum(peak.by_kind.values()) + peak.inner_bytes + peak.untouched_bytes == peak.nbytes
-    least = least_memory(trace)
-    assert sum(least.by_kind.values()) + least.inner_bytes + least.untouched_bytes == least.nbytes <= peak.nbytes
-    assert min(least.by_kind.values(), default=1) > 0
+    c = Candidates.of(trace)
+    rows = zip(c.tensor.tolist(), c.size.tolist(), c.first.tolist(), c.use.tolist(), strict=True)
+    windows = [(number, size, trace.hook_tick[first], trace.hook_tick[use]) for number, size, first, use in rows]
+    idle = [{j: size for j, size, begins, ends in windows if begins <= tick < ends} for tick in range(trace.num_ticks)]
+    lowest = [nbytes - sum(away.values()) for nbytes, away in zip(expected, idle, strict=True)]
+    for peak, levels, moved in ((peak_memory(trace), expected, False), (least_memory(trace), lowest, True)):
+        assert peak.nbytes == max(levels, default=trace.start_bytes)
+        assert sum(peak.by_kind.values()) + peak.inner_bytes + peak.untouched_bytes == peak.nbytes
+        assert peak.untouched_bytes == trace.start_bytes - before
+        if levels:
+            away = idle[peak.tick]
+            by_kind = Counter[TensorKind]()
+            for number, t in enumerate(tensors_of(trace)):
+                if t.born <= peak.tick <= t.dies and not (moved and number in away):
+                    by_kind[t.kind] += round_up(t.nbytes, 512)
+            assert peak.by_kind == +by_kind
+            assert peak.idle_bytes == (0 if moved else sum(away.values()))
+    assert smallest_budget(trace) == least_memory(trace).nbytes
 
 
 @given(st.randoms(use_true_random=False))

@@ -122,29 +122,6 @@ def test_a_nested_recomputation_stays_until_its_own_use() -> None:
     )
 
 
-def test_temporaries_of_a_chain_go_at_their_last_use() -> None:
-    s = Step()
-    x = s.save(s.op("mm", s.w))
-    a = s.op("pow", x, kib=64)
-    c = s.op("mean", a, kib=1)
-    s.b.dies(a)
-    d = s.op("mul", x, c, kib=32)
-    s.b.dies(c)
-    y = s.save(s.op("gelu", d, kib=2))
-    s.b.dies(d)
-    hook = s.use(y)
-    s.use(x)
-    trace = s.finish()
-    rewritten = recomputed(trace, [y])
-    assert ran(rewritten) == [(hook, (1, 2, 3, 4), (y,), (x,))]
-    assert rewritten.recomputations.by_hook[0].passing == (a, c, d)
-    new, tick = rewritten.trace, int(rewritten.trace.hook_tick[rewritten.hook_of[hook] + 1])
-    level = memory_curve(new)[tick + 1 : tick + 5] - 8 * KIB  # w and x are there
-    assert level.tolist() == [64 * KIB, 65 * KIB, 33 * KIB, 34 * KIB]
-    # The spike is the hook's.
-    assert rewritten.by_tick(memory_curve(new))[trace.hook_tick[hook]] == 73 * KIB
-
-
 def test_results_of_one_operator_are_made_together() -> None:
     s = Step()
     x = s.save(s.op("mm", s.w))
@@ -449,11 +426,3 @@ def test_hooks_keep_their_order(random: Random) -> None:
     assert new.duration_us == pytest.approx(trace.duration_us + rewritten.recompute_us)
     original = [op.name for op in ops_of(new) if op.tick in set(rewritten.tick_of.tolist())]
     assert original == [op.name for op in ops_of(trace)]
-
-
-def test_nothing_chosen_changes_nothing() -> None:
-    trace = random_hybrid_step(Random(5))
-    rewritten = RewrittenTrace.of(Recipes.of(trace, None), [], [])
-    for column in ("op_us", "op_tick", "hook_tick", "hook_tensor", "tensor_born", "tensor_dies", "read_tensors"):
-        assert getattr(rewritten.trace, column).tolist() == getattr(trace, column).tolist()
-    assert rewritten.recompute_us == 0.0

@@ -19,7 +19,7 @@ from chameleon_mm.plan.swap_plan import Action, ActionColumns, PlannedMemory
 from chameleon_mm.plan.timing import CopyEngine, EngineSpan, LinkCost
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, peak_memory, smallest_budget
-from chameleon_mm.units import MIB, round_up
+from chameleon_mm.units import round_up
 from tests._oracles import carried_out, timed_one_by_one
 from tests._trace_records import hooks_of, tensors_of
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
@@ -97,17 +97,6 @@ def test_a_storage_that_moves_in_part() -> None:
     assert (timeline.peak_bytes, timeline.host_bytes) == (SIZE + half, round_up(half, 4096))
 
 
-def test_what_stays_counts_rounded_up() -> None:
-    trace = small()
-    # 102399 of 102400 bytes move: 1 byte stays, in 512.
-    timeline = simulate(trace, plan_of(trace, [act(1, 2, 4, nbytes=SIZE - 1)]), LINK)
-    assert timeline.allocated_bytes.tolist()[5:10] == [SIZE + 512, 512, 512, 512, SIZE + 512]
-    # 1 byte moves: 102399 stay, which take as much as before.
-    timeline = simulate(trace, plan_of(trace, [act(1, 2, 4, nbytes=1)]), LINK)
-    assert timeline.allocated_bytes.tolist()[5:10] == [2 * SIZE, SIZE, SIZE, SIZE, 2 * SIZE]
-    assert timeline.host_bytes == 4096
-
-
 def several(*sizes: int) -> Trace:
     """Storages that are saved in order and used in reverse order, 100 us between any two hooks: hook k is at 100 * (k + 1).
 
@@ -127,19 +116,6 @@ def several(*sizes: int) -> Trace:
         b.use(x, 1)
         b.dies(x)
     return b.finish()
-
-
-def test_the_use_goes_ahead_of_others_that_come_back_at_the_same_hook() -> None:
-    trace = several(SIZE, SIZE)
-    # Hooks: 0, 1 save, 2 nothing, 3 uses storage 1, 4 uses storage 0. The plan names storage 0 first.
-    actions = [act(1, 2, 3, tensor=0, use_at=4), act(2, 2, 3, tensor=1, use_at=3)]
-    timeline = simulate(trace, plan_of(trace, actions), LINK)
-    # Out: 200 to 310. At hook 2, at 300, compute waits for storage 0 until 310 and for storage 1, queued there behind it, until
-    # 420. Hook 3 at 520: storage 1 back until 580, compute waits; then storage 0: 580 to 640.
-    assert timeline.out_spans == (EngineSpan(0, 200.0, 310.0, SIZE), EngineSpan(1, 310.0, 420.0, SIZE))
-    assert timeline.in_spans == (EngineSpan(1, 520.0, 580.0, SIZE), EngineSpan(0, 580.0, 640.0, SIZE))
-    assert (timeline.out_stalls_us, timeline.in_stalls_us) == ({0: 10.0, 1: 110.0}, {1: 60.0})
-    assert timeline.step_us == trace.duration_us + 180.0
 
 
 def test_whole_reclaims_come_before_those_in_part() -> None:
@@ -172,38 +148,7 @@ def test_two_that_go_in_part_at_one_hook_go_in_the_plans_order() -> None:
         assert timeline.allocated_bytes[tick + 1] == sum(heads)
 
 
-def test_the_plans_order_among_copies_out_of_one_hook() -> None:
-    trace = several(SIZE, SIZE)
-    actions = [act(2, 3, 3, tensor=1, use_at=3), act(2, 3, 4, tensor=0, use_at=4)]
-    assert [span.tensor for span in simulate(trace, plan_of(trace, actions), LINK).out_spans] == [1, 0]
-    assert [span.tensor for span in simulate(trace, plan_of(trace, actions[::-1]), LINK).out_spans] == [0, 1]
-
-
-def test_host_memory_is_held_until_the_last_use() -> None:
-    trace = several(1000, 5000)
-    # Blocks of 4096 and 8192 bytes. Both at once from hook 2 on.
-    actions = [act(1, 2, 4, tensor=0, nbytes=1000, use_at=4), act(2, 3, 3, tensor=1, nbytes=5000, use_at=3)]
-    assert simulate(trace, plan_of(trace, actions), LINK).host_bytes == 4096 + 8192
-    # Storage 0's copy out begins at the last use of storage 1: the block is still held at that hook, and gone at the next.
-    late = [act(3, 3, 4, tensor=0, nbytes=1000, use_at=4), actions[1]]
-    assert simulate(trace, plan_of(trace, late), LINK).host_bytes == 4096 + 8192
-    later = [act(4, 4, 4, tensor=0, nbytes=1000, use_at=4), actions[1]]
-    assert simulate(trace, plan_of(trace, later), LINK).host_bytes == 8192
-
-
 # --- the engines
-
-
-def test_copies_both_ways_share_what_the_link_carries() -> None:
-    out, back = CopyEngine.pair(LINK)
-    # 1024000 bytes out: 10 + 1000 us, alone. Back from 500 on, so from 510 at the 1536 bytes a microsecond that are left.
-    assert out.queue(0, 1_024_000, 0.0) == 1010.0
-    assert back.queue(1, 153_600, 500.0) == 610.0
-    # Until 1010 at the rest, from 620 on: 390 * 1536 = 599040; the other 204800 at 2048: 100 us more.
-    assert back.queue(2, 599_040 + 204_800, 0.0) == 1110.0
-    # Out once more, behind the first: from 1020 on at the 512 that are left until 1110, 46080 in all; then at 1024 for 50 us.
-    assert out.queue(3, 46_080 + 51_200, 0.0) == 1160.0
-    assert [span.start_us for span in (*out.spans, *back.spans)] == [0.0, 1010.0, 500.0, 610.0]
 
 
 def test_a_link_that_carries_nothing_more_both_ways() -> None:
@@ -236,33 +181,6 @@ def test_the_empty_plan_is_the_step_as_it_was(random: Random) -> None:
     assert timeline.step_us == pytest.approx(trace.duration_us, rel=1e-12)
     assert (timeline.stall_us, timeline.head_copy_us, timeline.host_bytes) == (0.0, 0.0, 0)
     assert timeline.out_spans == timeline.in_spans == ()
-
-
-@given(st.randoms(use_true_random=False), st.sampled_from([H200_LINK, LINK]))
-def test_engines_run_one_copy_at_a_time_and_compute_loses_what_it_waits(random: Random, link: LinkCost) -> None:
-    trace = random_step(random)
-    plan = random_plan(random, trace)
-    timeline = simulate(trace, plan, link)
-    moved = {action.tensor: action.nbytes for action in plan.actions}
-    out, back = ({span.tensor: span for span in spans} for spans in (timeline.out_spans, timeline.in_spans))
-    for spans, rate in ((timeline.out_spans, link.d2h_gbps), (timeline.in_spans, link.h2d_gbps)):
-        assert {span.tensor: span.nbytes for span in spans} == moved
-        assert len(spans) == len(moved)
-        assert all(a.end_us <= b.start_us for a, b in pairwise(spans))
-        assert all(span.end_us - span.start_us >= 0.999999 * (link.copy_us + span.nbytes / rate / 1e3) for span in spans)
-    for action in plan.actions:
-        reached = timeline.tick_us[trace.hook_tick]
-        first, second = out[action.tensor], back[action.tensor]
-        assert reached[action.out_at] <= first.start_us + 1e-6
-        assert max(reached[action.in_at], first.end_us) <= second.start_us + 1e-6
-    assert all(us > 0 for stalls in (timeline.out_stalls_us, timeline.in_stalls_us) for us in stalls.values())
-    stalls = sum(timeline.out_stalls_us.values()) + sum(timeline.in_stalls_us.values())
-    assert timeline.stall_us == pytest.approx(stalls)
-    heads = sum(2 * (tensors_of(trace)[t].nbytes - nbytes) / link.hbm_gbps / 1e3 for t, nbytes in moved.items())
-    assert timeline.head_copy_us == pytest.approx(heads)
-    assert timeline.step_us == pytest.approx(trace.duration_us + stalls + heads)
-    if len(timeline.tick_us):
-        assert (np.diff(timeline.tick_us) >= -1e-9).all()
 
 
 @given(st.randoms(use_true_random=False))
@@ -380,20 +298,3 @@ def test_a_plan_for_another_trace_is_refused() -> None:
         simulate(trace, replace(plan_of(trace), fingerprint=0xF2), LINK)
     with pytest.raises(ValueError, match="got one for 0xf1 and 6; make a plan for this trace"):
         simulate(trace, replace(plan_of(trace), num_hooks=6), LINK)
-
-
-def test_everything_moves_in_a_chain_and_nothing_overlaps() -> None:
-    trace = chain(layers=40, saved_bytes=(40 * MIB, 8 * MIB))
-    c = Candidates.of(trace)
-    columns = (c.tensor, c.nbytes, c.sendable, c.first, c.use)
-    actions = [
-        Action(tensor=tensor, nbytes=nbytes, out_at=sendable, reclaim_at=first, in_at=use, use_at=use)
-        for tensor, nbytes, sendable, first, use in zip(*(column.tolist() for column in columns), strict=True)
-    ]
-    timeline = simulate(trace, plan_of(trace, actions), H200_LINK)
-    assert timeline.peak_bytes == smallest_budget(trace)
-    # Each may leave at one hook, is reclaimed there and comes back on demand: compute waits for both of its copies, alone on
-    # the link. 40 MiB are two pieces, 8 MiB one.
-    alone_us = sum(2 * 3.1 * (1 + (n > 32 * MIB)) + n / 54.9e3 + n / 55.4e3 for n in c.nbytes.tolist())
-    assert timeline.stall_us == pytest.approx(alone_us)
-    assert timeline.step_us == pytest.approx(trace.duration_us + alone_us)

@@ -17,7 +17,6 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -35,9 +34,8 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim.machine import SimEvent, SimStream
 from chameleon_mm.units import MIB
 from tests._programs import deep
+from tests._run_scripts import ROOT, python
 from tests.observed import observe_all
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 CHILD_SECONDS = 60
 """Most that a case may take: what takes longer hangs."""
@@ -437,17 +435,11 @@ def main(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def became(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     """Exit code and stderr of each case."""
-    command = [
-        sys.executable,
-        # Newer Pythons remark on every fork of a process that has threads: that a fork is survived is what is tested here.
-        *("-W", "ignore:This process:DeprecationWarning"),
-        str(Path(__file__)),
-        str(tmp_path_factory.mktemp("lives")),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    result: dict[str, tuple[int, str]] = json.loads(done.stdout)
+    # Newer Pythons remark on every fork of a process that has threads: that a fork is survived is what is tested here.
+    silent = ["-W", "ignore:This process:DeprecationWarning"]
+    ended = python([*silent, str(Path(__file__)), str(tmp_path_factory.mktemp("lives"))], ROOT)
+    assert (ended.code, ended.err) == (0, "")
+    result: dict[str, tuple[int, str]] = json.loads(ended.out)
     return result
 
 
@@ -481,8 +473,5 @@ y.sum().backward()
 @pytest.mark.parametrize("number", range(4))
 def test_a_program_may_end_as_soon_as_a_backward_has_returned(number: int) -> None:
     """Autograd's thread lets go of what that backward held after it has returned: most such programs of plain torch abort."""
-    command = [sys.executable, "-c", ENDS_AFTER_A_BACKWARD]
-    done = subprocess.run(
-        command, cwd=_ROOT, env={**os.environ, "PYTHONPATH": str(_ROOT)}, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    ended = python(["-c", ENDS_AFTER_A_BACKWARD], ROOT)
+    assert (ended.code, ended.err) == (0, "")

@@ -27,11 +27,10 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.follow.plan_follower import plan_steps
-from chameleon_mm.plan.rule import DefaultRule, Limits
-from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap.copy_queue import Thresholds
-from chameleon_mm.swap.executor import Executor
 from tests._lending_device import GreedyDevice
+from tests._programs import swapping_executor
 from tests._random_programs import UNARY, Instruction, Run, normalised, programs, run
 from tests._unseen_writes import unseen_writes
 
@@ -88,17 +87,9 @@ class Reentered:
 
     def __init__(self, device: Device, pool: cm.PinnedPool, setting: Setting, *, session: bool) -> None:
         budget = device.allocated_bytes() + setting.room_bytes
-        self.executor = Executor(
-            device,
-            pool,
-            rule=DefaultRule(min_bytes=setting.min_bytes),
-            limits=Limits(
-                hbm_budget_bytes=budget if session or setting.short else None,
-                leaving_bytes=setting.leaving_bytes,
-            ),
-            protected=ProtectedStorages(),
-            thresholds=Thresholds() if setting.packs else Thresholds.direct(),
-        )
+        limits = Limits(hbm_budget_bytes=budget if session or setting.short else None, leaving_bytes=setting.leaving_bytes)
+        thresholds = Thresholds() if setting.packs else Thresholds.direct()
+        self.executor = swapping_executor(device, pool, limits, min_bytes=setting.min_bytes, thresholds=thresholds)
         self.adaptation = plan_steps(self.executor, pool) if session else None
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 

@@ -33,6 +33,7 @@ from tests._fakes import Unwatched
 from tests._mix_models import MODELS, Case, bits, train
 from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
 from tests._native import unnoted
+from tests._programs import on_a_thread
 
 pytestmark = pytest.mark.usefixtures("each_watch")
 
@@ -237,9 +238,7 @@ def error_in_backward() -> list[Tensor]:
 def on_another_thread() -> list[Tensor]:
     x = leaf()
     loss = F.dropout((x * 3).sin().exp(), 0.2).tanh().sum()
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
+    on_a_thread(loss.backward)
     assert x.grad is not None
     return [x.grad]
 
@@ -660,18 +659,10 @@ def test_an_odd_program_gives_what_plain_pytorch_gives(program: Program, held: f
     check(program, held=held)
 
 
-def sized_zero() -> list[Tensor]:
-    return of_no_elements()
-
-
-def its_result_is_written() -> list[Tensor]:
-    """Eager raises, and so do we, in its words."""
-    return result_written()
-
-
-@pytest.mark.parametrize("program", [sized_zero, its_result_is_written], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [of_no_elements, result_written], ids=lambda program: program.__name__)
 def test_what_nothing_can_be_dropped_of_gives_the_same(program: Program) -> None:
-    check(program, drops=program is not sized_zero)
+    """Of a result that is written eager raises, and so do we, in its words."""
+    check(program, drops=program is not of_no_elements)
 
 
 def test_proofs_leave_a_write_alone_that_nobody_tells_of() -> None:
@@ -754,9 +745,7 @@ def test_a_mismatch_is_raised_by_its_own_backward() -> None:
             outcomes.append("returned")
 
         def ends(gradient: Tensor) -> None:
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
+            on_a_thread(run)
 
         with pytest.raises(cm.RecomputeMismatch):
             x = leaf()
@@ -798,7 +787,7 @@ def test_what_a_backward_that_raised_has_recomputed_is_compared_as_the_step_ends
         ends.append(writes)
         return []
 
-    with mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL)) as session:
+    with dropping() as session:
         with session.step():
             program(writes=False)
         with pytest.raises(cm.RecomputeMismatch), session.step():
@@ -974,7 +963,7 @@ def test_a_graph_of_an_earlier_step_is_used_in_a_later_one() -> None:
     expected = torch.autograd.grad(forward(), x)[0]
     torch.manual_seed(5)
     leaf()
-    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
+    session = dropping()
     with session:
         with session.step():
             loss = forward()
@@ -1093,9 +1082,7 @@ class _HookOfAnotherThread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        thread = threading.Thread(target=executor_of(_HookOfAnotherThread.session).recording.leave_if_needed)
-        thread.start()
-        thread.join()
+        on_a_thread(executor_of(_HookOfAnotherThread.session).recording.leave_if_needed)
         return grads[0]
 
 

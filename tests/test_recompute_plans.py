@@ -57,6 +57,10 @@ class Block(nn.Module):
         return out
 
 
+def decoder() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+
 @dataclass
 class Run:
     """A few steps of training."""
@@ -81,7 +85,7 @@ def train(
     run = Run()
     with device.compute() if device else nullcontext():
         torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        model = decoder()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         if budget is not None:
             run.session = cm.SwapSession(budget, "1GiB", device, min_bytes="16KiB", model=model, **given)
@@ -118,6 +122,12 @@ def budget_for(share: float) -> int:
     """Bytes for a step with that share of the activations."""
     run = unswapped()
     return run.kept_bytes + int(share * (run.peaks[-1] - run.kept_bytes))
+
+
+def latest(session: cm.SwapSession | None) -> PlannedStep:
+    """The step that the session knows, and its plans."""
+    assert session is not None and session._adaptation is not None and session._adaptation.latest is not None
+    return session._adaptation.latest
 
 
 def totals_of_session(session: cm.SwapSession) -> Any:
@@ -174,11 +184,7 @@ def test_recomputing_is_faster_than_swapping_alone() -> None:
         report = run.session.report()
         assert report.planned_step_us is not None
         steps_us.append(report.planned_step_us)
-    assert run.session is not None
-    adaptation = run.session._adaptation
-    assert adaptation is not None
-    assert adaptation.latest is not None
-    unswapped_us = adaptation.latest.trace.duration_us
+    unswapped_us = latest(run.session).trace.duration_us
     assert steps_us[0] - unswapped_us < 0.5 * (steps_us[1] - unswapped_us)
 
 
@@ -197,10 +203,7 @@ def test_each_place_is_proven_once_and_nothing_is_dropped_before_that() -> None:
     assert 0 < dropped[2] < dropped[3]
     assert proofs[0] == 0 < proofs[1]
     assert run.session is not None
-    adaptation = run.session._adaptation
-    assert adaptation is not None
-    assert adaptation.latest is not None
-    assert len(adaptation.latest.proven) == proofs[3]
+    assert len(latest(run.session).proven) == proofs[3]
     assert run.session.report().not_recomputed_by_reason == {"proved at its use first": proofs[3]}
 
 
@@ -235,7 +238,7 @@ def test_between_steps_nothing_is_watched() -> None:
     """Autograd puts the watch back after the step's backward: it is taken off as the step ends."""
     device = far_ahead()
     with device.compute():
-        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        model = decoder()
         session = cm.SwapSession(budget_for(0.4), "1GiB", device, min_bytes="16KiB", model=model)
         with session:
             outside = torch._C._len_torch_dispatch_stack()
@@ -272,13 +275,11 @@ def test_what_a_proof_finds_to_differ_is_swapped_and_planned_without(monkeypatch
     report = run.session.report()
     assert set(report.recipes_banned) == set(changed[0].operators)
     assert "not run again any more" in str(report)
-    adaptation = run.session._adaptation
-    assert adaptation is not None
-    assert adaptation.latest is not None
-    assert adaptation.latest.current is not None
-    (number,) = adaptation.latest.refused
-    assert adaptation.latest.refused[number].reason == "other bits than the original"
-    assert number not in {action.tensor for action in adaptation.latest.current.program.plan.recomputed}
+    planned = latest(run.session)
+    (number,) = planned.refused
+    assert planned.refused[number].reason == "other bits than the original"
+    assert planned.current is not None
+    assert number not in {action.tensor for action in planned.current.program.plan.recomputed}
 
 
 @pytest.mark.usefixtures("each_watch")
@@ -288,7 +289,7 @@ def test_a_mismatch_ends_backward_with_an_error_that_names_it(monkeypatch: pytes
     device = far_ahead()
     with device.compute():
         torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        model = decoder()
         session = cm.SwapSession(budget_for(0.4), "1GiB", device, min_bytes="16KiB", model=model)
         with session:
             for number in range(6):
@@ -299,8 +300,7 @@ def test_a_mismatch_ends_backward_with_an_error_that_names_it(monkeypatch: pytes
                 if number == 2:
                     assert error is not None
                     text = str(error.value)
-        numbers = dict(session._adaptation.latest.refused) if session._adaptation and session._adaptation.latest else {}
-    assert len(changed) == len(numbers) == 1
+    assert len(changed) == len(latest(session).refused) == 1
     module = changed[0].module
     assert module.partition(".")[0] in map(str, range(LAYERS))
     assert f"{changed[0].nbytes} bytes of torch.float32, result of {changed[0].operators[-1]} in module {module!r}" in text
@@ -325,12 +325,12 @@ def test_run_step_runs_a_step_with_a_mismatch_again(monkeypatch: pytest.MonkeyPa
         return seen
 
     torch.manual_seed(0)
-    expected = steps(None, nn.Sequential(*(Block() for _ in range(LAYERS))))
+    expected = steps(None, decoder())
     changed = differing(monkeypatch, in_proof=False)
     device, budget = far_ahead(), budget_for(0.4)
     with device.compute():
         torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        model = decoder()
         with cm.SwapSession(budget, "1GiB", device, min_bytes="16KiB", model=model) as session:
             assert steps(session.run_step, model) == expected
             assert session.hbm_budget_bytes == budget
@@ -341,12 +341,7 @@ def test_run_step_runs_a_step_with_a_mismatch_again(monkeypatch: pytest.MonkeyPa
 
 def test_another_link_is_told_from_the_one_that_plans_are_made_for() -> None:
     """A rate that is measured to be more than 10 % off the one that plans were made for."""
-    run = train(8, budget_for(0.4), device=far_ahead())
-    assert run.session is not None
-    adaptation = run.session._adaptation
-    assert adaptation is not None
-    planned = adaptation.latest
-    assert planned is not None
+    planned = latest(train(8, budget_for(0.4), device=far_ahead()).session)
     link = planned.link
     assert link is not None
 
@@ -357,9 +352,3 @@ def test_another_link_is_told_from_the_one_that_plans_are_made_for() -> None:
     assert not planned.is_for_another_link(at(0.95))
     assert planned.is_for_another_link(at(0.85))
     assert planned.is_for_another_link(at(1.15))
-
-
-@pytest.mark.parametrize("given", [1, "yes", None])
-def test_recompute_is_true_or_false(given: Any) -> None:
-    with pytest.raises(TypeError, match="recompute: expected True or False"):
-        cm.SwapSession("1GiB", device="sim", recompute=given)

@@ -73,9 +73,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+Trained = tuple[Path, dict[str, Ended], dict[str, Any]]
+"""Folder with what each way to train left, alone and swapped; how the swapped ones ended; their reports."""
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ended], dict[str, Any]]:
-    """Folder with what each way to train left, alone and swapped; how the swapped ones ended; their reports."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("ways")
     (folder / "ways.py").write_text(scripts.VARIANTS, encoding="utf-8")
     alone = python(["ways.py", "alone", *SWAPPED, "own_session", "foreign_hooks"], folder)
@@ -103,9 +106,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, E
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SWAPPED)
-def test_each_way_to_train_is_swapped_and_has_the_same_bits(
-    name: str, trained: tuple[Path, dict[str, Ended], dict[str, Any]]
-) -> None:
+def test_each_way_to_train_is_swapped_and_has_the_same_bits(name: str, trained: Trained) -> None:
     folder, ended, reports = trained
     assert ended[name].code == 0, ended[name].err
     alone, ours = (torch.load(folder / f"{who}_{name}.pt") for who in ("alone", "swapped"))
@@ -119,7 +120,7 @@ def test_each_way_to_train_is_swapped_and_has_the_same_bits(
 
 
 @pytest.mark.slow
-def test_what_is_not_swapped_is_told_in_one_sentence(trained: tuple[Path, dict[str, Ended], dict[str, Any]]) -> None:
+def test_what_is_not_swapped_is_told_in_one_sentence(trained: Trained) -> None:
     folder, ended, reports = trained
     for name, words in {
         "own_session": "the program swaps by itself",
@@ -137,9 +138,7 @@ def test_what_is_not_swapped_is_told_in_one_sentence(trained: tuple[Path, dict[s
 
 
 @pytest.mark.slow
-def test_an_interrupt_inside_of_a_step_ends_the_script_as_python_would_and_is_reported(
-    trained: tuple[Path, dict[str, Ended], dict[str, Any]],
-) -> None:
+def test_an_interrupt_inside_of_a_step_ends_the_script_as_python_would_and_is_reported(trained: Trained) -> None:
     _, ended, reports = trained
     assert ended["interrupted"].code == -2
     assert "KeyboardInterrupt" in ended["interrupted"].own_err
@@ -150,7 +149,7 @@ def test_an_interrupt_inside_of_a_step_ends_the_script_as_python_would_and_is_re
 
 
 @pytest.mark.slow
-def test_options_reach_the_session(trained: tuple[Path, dict[str, Ended], dict[str, Any]]) -> None:
+def test_options_reach_the_session(trained: Trained) -> None:
     folder, ended, reports = trained
     assert (ended["by_rule"].code, ended["by_rule"].own_err) == (0, "")
     assert reports["by_rule"]["steps_by_phase"] == {"by_rule": 5}
@@ -160,7 +159,7 @@ def test_options_reach_the_session(trained: tuple[Path, dict[str, Ended], dict[s
 
 
 @pytest.mark.slow
-def test_an_error_inside_of_training_is_reported_too(trained: tuple[Path, dict[str, Ended], dict[str, Any]]) -> None:
+def test_an_error_inside_of_training_is_reported_too(trained: Trained) -> None:
     _, ended, reports = trained
     assert ended["failing"].code == 1
     assert ended["failing"].own_err.startswith("Traceback")
@@ -169,9 +168,7 @@ def test_an_error_inside_of_training_is_reported_too(trained: tuple[Path, dict[s
 
 
 @pytest.mark.slow
-def test_a_budget_that_is_too_small_stops_the_script_before_its_first_step(
-    trained: tuple[Path, dict[str, Ended], dict[str, Any]],
-) -> None:
+def test_a_budget_that_is_too_small_stops_the_script_before_its_first_step(trained: Trained) -> None:
     _, ended, reports = trained
     assert ended["too_small"].code == 1
     assert ended["too_small"].out == ""

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
@@ -100,13 +99,6 @@ def test_nested_sessions_are_exact_and_the_innermost_acts(device: Device) -> Non
 
 
 # --- bad input: refused before anything began
-
-
-@pytest.mark.parametrize("which", ["hbm_budget", "host_budget", "min_bytes"])
-@pytest.mark.parametrize("size", ["20 potatoes", "", "-1GiB", "0.3B", -1])
-def test_a_malformed_size_is_refused_by_name(which: str, size: int | str) -> None:
-    with pytest.raises(ValueError, match=which):
-        cm.SwapSession(device="sim", **{which: size})  # type: ignore[arg-type]  # keyword by keyword
 
 
 def assert_nothing_began(session: cm.SwapSession, device: Device) -> None:
@@ -261,23 +253,9 @@ class Workload:
     activation_bytes: int
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """Pre-norm attention and MLP."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return out
+    return nn.TransformerEncoderLayer(64, 2, 256, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
 
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=1.0, d2h_gbps=1.0, duplex_gbps=1.5)
@@ -286,7 +264,7 @@ SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=1.0, d2h_gbps=1.0, duple
 LINKS = {"fast link": SPECS["h200"], "slow link": SLOW_LINK}
 
 MLP = Workload(lambda: nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(128, 128), nn.GELU()))), (2048, 128), MIB)
-TRANSFORMER = Workload(lambda: nn.Sequential(*(Block(64, 2) for _ in range(6))), (32, 64, 64), 2 * MIB)
+TRANSFORMER = Workload(lambda: nn.Sequential(*(block() for _ in range(6))), (32, 64, 64), 2 * MIB)
 
 
 @dataclass
@@ -394,17 +372,6 @@ def test_the_first_step_holds_no_more_than_the_model_does(sim: cm.SimDevice) -> 
     assert swapped.peaks[0] <= bound
     plain = train(MLP, sim, hbm_budget=None, steps=1)
     assert bound < plain.peaks[0] // 2  # the bound says something
-
-
-def test_a_device_no_larger_than_the_budget_is_enough(sim: cm.SimDevice) -> None:
-    plain = train(MLP, sim, hbm_budget=None)
-    budget = max(plain.peaks) // 2
-    with pytest.raises(torch.OutOfMemoryError):
-        train(MLP, cm.SimDevice(hbm_bytes=budget), hbm_budget=None)
-    swapped = train(MLP, cm.SimDevice(hbm_bytes=budget), hbm_budget=budget)
-    assert all(torch.equal(a, b) for a, b in zip(plain.losses, swapped.losses, strict=True))
-    assert swapped.session is not None
-    assert swapped.session.report().oom_retries == 0
 
 
 def test_the_second_step_prefetches_what_the_first_fetched_on_demand(sim: cm.SimDevice) -> None:

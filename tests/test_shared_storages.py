@@ -38,12 +38,6 @@ def unsafe_chunks_written_in_turn() -> list[Tensor]:
     return [torch.stack(parts).sum(), x]
 
 
-def half_written_after_the_other_was_saved() -> list[Tensor]:
-    x, w = _leaf(ROWS, COLUMNS), _leaf(COLUMNS, 2 * COLUMNS)
-    a, b = (x @ w).unsafe_split(COLUMNS, 1)
-    return [(torch.tanh(a) * b.mul_(2)).sum(), x, w]
-
-
 def slice_written_through_data() -> list[Tensor]:
     x = _leaf(ROWS, COLUMNS)
     y = x * 2
@@ -163,29 +157,8 @@ def half_written_unseen_by_a_function_that_runs_operators() -> list[Tensor]:
     return _one_half_saved_the_other_given_to(WritesUnseenBetweenOperators, x, (x * 2).chunk(2, 1))
 
 
-def recurrent(make: Callable[..., nn.Module], dtype: torch.dtype, *, contiguous: bool = True) -> Program:
-    def program() -> list[Tensor]:
-        module = make(COLUMNS, COLUMNS, dtype=dtype)
-        steps = 3
-        xs = _leaf(ROWS, COLUMNS, steps, dtype=dtype)
-        inputs = xs.permute(2, 0, 1)
-        if contiguous:
-            inputs = inputs.contiguous()
-        if isinstance(module, nn.RNNBase):
-            out = module(inputs)[0]
-        else:
-            state: Any = None
-            for step in range(steps):
-                state = module(inputs[step], state)
-            out = state[0] if isinstance(state, tuple) else state
-        return [out.sin().sum(), xs, *module.parameters()]
-
-    return program
-
-
 PROGRAMS: dict[str, Program] = {
     "unsafe chunks": unsafe_chunks_written_in_turn,
-    "unsafe split": half_written_after_the_other_was_saved,
     "slice through .data": slice_written_through_data,
     ".data": data_saved_and_written,
     "set_": set_over_one_storage,
@@ -194,11 +167,6 @@ PROGRAMS: dict[str, Program] = {
     "in place, beside the other": half_written_by_the_operator_that_saves_the_other,
     "saved, then written between": other_half_saved_before_it_is_written,
     "written unseen between operators": half_written_unseen_by_a_function_that_runs_operators,
-    "LSTMCell": recurrent(nn.LSTMCell, torch.float64),
-    "LSTMCell, strided float32": recurrent(nn.LSTMCell, torch.float32, contiguous=False),
-    "GRUCell": recurrent(nn.GRUCell, torch.float64),
-    "LSTM": recurrent(nn.LSTM, torch.float64),
-    "GRU": recurrent(nn.GRU, torch.float64),
 }
 
 
@@ -269,7 +237,7 @@ def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch
 
     monkeypatch.setattr(SavedBytes, "copy_includes", by_number)
     red = _red(sim)
-    assert {"unsafe chunks", "set_", "buffer", "LSTMCell"} <= set(red)
+    assert {"unsafe chunks", "set_", "buffer"} <= set(red)
 
 
 def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel, SimDevice
-from chameleon_mm.device.sim.cost_model import COPY_LATENCY_US, CopyEngine
+from chameleon_mm.device.sim.cost_model import COPY_LATENCY_US
 
 ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=10.0, duplex_gbps=15.0, hbm_gbps=1000.0)
 MB = 1_000_000
@@ -58,16 +58,6 @@ def test_opposite_directions_overlap_and_share_the_duplex_rate(device: SimDevice
     assert first.elapsed_us(start) == pytest.approx(ALONE_US)
     # Both begin at once. While the first runs, the link leaves 15 - 10 = 5 GB/s: 100 us * 5_000 B/us; the other half alone.
     assert second.elapsed_us(start) == pytest.approx(ALONE_US + 0.5 * MB / 10_000)
-
-
-def test_a_copy_that_starts_before_the_opposite_one_speeds_up_after_it() -> None:
-    other = CopyEngine(10.0, 5.0)
-    other.schedule(MB // 2, 50.0, CopyEngine(10.0, 5.0))  # busy from 50 to 50 + latency + 50
-    span = CopyEngine(10.0, 5.0).schedule(MB, 0.0, other)
-    alone_before = 50.0 - COPY_LATENCY_US  # at 10_000 B/us
-    beside = COPY_LATENCY_US + 50.0  # at 5_000 B/us
-    left = MB - alone_before * 10_000 - beside * 5_000
-    assert span.end_us == pytest.approx(50.0 + beside + left / 10_000)
 
 
 def test_the_spans_of_one_direction_do_not_pile_up(device: SimDevice) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device.sim import SimDevice, SimObserver
+from tests._run_scripts import python
 from tests.observed import SimRaceError, StrictObserver
 from tests.observed.shadow import covers, extent_of, share_bytes
 
@@ -90,14 +88,12 @@ print(sys.argv[1:], __name__)
 def test_a_program_is_observed_where_it_is_asked_for(observed: bool, tmp_path: Path) -> None:
     program = tmp_path / "races.py"
     program.write_text(RACES)
-    command = [sys.executable, *(["-m", "tests.observed"] if observed else []), str(program), "--some"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    ended = python([*(["-m", "tests.observed"] if observed else []), str(program), "--some"], tmp_path)
     if observed:
-        assert done.returncode == 1
-        assert f"{SimRaceError.__name__}: buffer #" in done.stderr
+        assert ended.code == 1
+        assert f"{SimRaceError.__name__}: buffer #" in ended.err
     else:
-        assert (done.stdout, done.stderr) == ("['--some'] __main__\n", "")
+        assert (ended.out, ended.err) == ("['--some'] __main__\n", "")
 
 
 # --- byte extents of tensors, against the bytes that torch itself reaches through them

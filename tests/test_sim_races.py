@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_mm.device.sim import SimDevice, SimEvent, SimStream
-from tests.observed import POISON_BYTE, SimLifetimeError, SimRaceError, unchecked
+from chameleon_mm.device.sim import SimDevice, SimEvent
+from tests.observed import POISON_BYTE, SimRaceError, unchecked
 
 N = 64
 
@@ -43,57 +43,6 @@ def test_an_operator_is_named_as_one(sim: SimDevice) -> None:
         d2h.copy(host, x)
         with pytest.raises(SimRaceError, match=r"write of bytes \[0, 64\) by add_ on compute is not ordered .* copy .* on d2h"):
             x.add_(1)
-
-
-@dataclass
-class Path:
-    """A swap out and back on three streams, each rule of which a test may leave out."""
-
-    sim: SimDevice
-    leave_out: str = ""
-    d2h: SimStream = field(init=False)
-    h2d: SimStream = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.d2h, self.h2d = self.sim.new_stream("d2h"), self.sim.new_stream("h2d")
-
-    def wait(self, rule: str, stream: SimStream, event: SimEvent) -> None:
-        if rule != self.leave_out:
-            stream.wait(event)
-
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        compute = self.sim.current_stream()
-        host = self.sim.alloc_pinned(N)
-        with self.sim.compute():
-            source = torch.arange(N, dtype=torch.uint8)
-            expected = source.clone()
-            source.add_(1).sub_(1)
-            self.wait("source written", self.d2h, compute.record())
-            self.d2h.copy(host, source)
-            out = self.d2h.record()
-            self.wait("source read", compute, out)
-            compute.free(source)
-            del source
-            back = compute.alloc(N)
-            self.wait("destination handed out", self.h2d, compute.record())
-            self.wait("host copy whole", self.h2d, out)
-            self.h2d.copy(back, host)
-            self.wait("arrived", compute, self.h2d.record())
-            return expected, back + 0
-
-
-RULES = ["source written", "source read", "destination handed out", "arrived"]
-
-
-def test_the_whole_path_is_free_of_races(sim: SimDevice) -> None:
-    expected, got = Path(sim).run()
-    assert torch.equal(expected, got)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_each_rule_of_the_path_left_out_is_a_race(sim: SimDevice, rule: str) -> None:
-    with pytest.raises(SimRaceError, match="not ordered after"):
-        Path(sim, rule).run()
 
 
 @pytest.mark.parametrize("look", [SimEvent.synchronize, lambda event: [event.query() for _ in range(10_000)][-1]])
@@ -363,15 +312,6 @@ def test_the_random_programs_are_of_both_kinds() -> None:
     """Neither side of the equivalence is tested in vain."""
     steps = [Program(seed, check_races=True).step()[0] for seed in range(40)]
     assert any(steps) and not all(steps)
-
-
-def test_a_copy_that_lost_its_source_is_an_error(sim: SimDevice) -> None:
-    hbm, host, d2h = sim.current_stream().alloc(N), sim.alloc_pinned(N), sim.new_stream("d2h")
-    d2h.wait(sim.current_stream().record())
-    d2h.copy(host, hbm)
-    del hbm
-    with pytest.raises(SimLifetimeError, match="its source was dropped while the copy was pending"):
-        d2h.record().synchronize()
 
 
 def test_memory_whose_speculative_copy_was_spoiled_is_not_reused_before_that_copy_ends(sim: SimDevice) -> None:

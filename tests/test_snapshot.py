@@ -22,7 +22,9 @@ from chameleon_mm.state.optimizer_swap import OptimizerSwap
 from chameleon_mm.state.rerun import MAX_RETRIES
 from chameleon_mm.state.tensor_copy import Copier, TensorCopy
 from tests._fakes import Faults, refusing
-from tests._snapshots import OPTIMIZERS, RUNS, Training, away, equal, plainly, read, session_of, steps
+from tests._mix_models import bits
+from tests._programs import same
+from tests._snapshots import OPTIMIZERS, RUNS, Training, away, plainly, read, session_of, steps
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -47,7 +49,7 @@ def test_training_goes_on_from_it_with_plain_pytorchs_bits(kind: str, name: str,
                     training.optimizer.param_groups[0]["lr"] = 0.5
                 session.restore()
             steps(session, training, range(3, 6))
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), expected)
     assert session.pool.stats().live_bytes == 0
     report = session.report()
     assert (report.snapshots, dict(report.rows())["snapshots"].split(",")[0]) == (1, "1")
@@ -82,20 +84,20 @@ def test_state_and_gradients_that_are_newer_go_and_those_that_are_gone_come_back
             session.restore(first)
             assert not training.optimizer.state
             assert all(p.grad is None for p in training.model.parameters())
-            assert equal(training.outcome(), before)
+            assert same(training.outcome(), before)
             training.optimizer.param_groups[0]["of somebody's"] = 1
             session.restore(second)
             assert "of somebody's" not in training.optimizer.param_groups[0]
-            assert equal(training.outcome(), after)
+            assert same(training.outcome(), after)
             training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
             training.optimizer.state[next(training.model.parameters())]["more"] = torch.zeros(3)
             steps(session, training, (3, 4))
             session.restore()
-            assert equal(training.outcome(), after)
+            assert same(training.outcome(), after)
             steps(session, training, (3,))
             first.release()
             second.release()
-        assert equal(training.outcome(), plainly(name, device.torch_device, range(4)))
+        assert same(training.outcome(), plainly(name, device.torch_device, range(4)))
 
 
 def test_one_that_finds_no_device_memory_is_restored_once_there_is_some(
@@ -122,7 +124,7 @@ def test_one_that_finds_no_device_memory_is_restored_once_there_is_some(
                 with pytest.raises(torch.OutOfMemoryError, match="injected"):
                     session.restore()
                 session.restore()
-                assert equal(training.outcome(), before)
+                assert same(training.outcome(), before)
 
 
 def test_restoring_takes_no_more_device_memory_than_the_window(sim: cm.SimDevice) -> None:
@@ -216,10 +218,6 @@ def test_tensors_of_every_kind(device: Device, tmp_path: Path) -> None:
     }
 
 
-def bits(t: Tensor) -> bytes:
-    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
-
-
 # --- host memory
 
 
@@ -260,7 +258,7 @@ def test_it_lies_in_ordinary_memory_where_no_more_can_be_pinned(device: Device) 
             assert session.pool.stats().reserved_bytes <= 64 * 1024
             training.step(0)
             session.restore()
-            assert equal(training.outcome(), before)
+            assert same(training.outcome(), before)
     assert session.pool.stats().num_live == 0
 
 
@@ -292,7 +290,7 @@ def test_one_that_finds_no_memory_leaves_nothing(sim: cm.SimDevice, monkeypatch:
             outcome = training.outcome()
             steps(session, training, (1,))
             session.restore()  # the one before is still the latest
-            assert equal(training.outcome(), outcome)
+            assert same(training.outcome(), outcome)
             kept.release()
             del kept
             assert pool.stats().live_bytes <= there
@@ -324,7 +322,7 @@ def test_a_step_whose_optimizer_had_begun_is_repaired_and_run_again(kind: str, n
             steps(session, training, (0,))
             for number in (1, 2):
                 session.run_step(_once(partial(training.step, number)), snapshot=True)
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), expected)
     report = session.report()
     assert (report.steps, report.steps_run_again, report.snapshots) == (3, 2, 2)
 
@@ -341,7 +339,7 @@ def test_a_step_that_fails_before_its_optimizer_runs_again_without_one(device: D
                 if number:
                     training.model[-4].register_full_backward_hook(_failing_once())
                 session.run_step(partial(training.step, number))
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), expected)
     assert (session.report().steps_run_again, session.report().snapshots) == (2, 0)
 
 
@@ -375,7 +373,7 @@ def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monke
                 faults.begin(3)
                 session.run_step(partial(training.step, number), snapshot=True)
                 assert faults.over
-        assert equal(training.outcome(), expected)
+        assert same(training.outcome(), expected)
 
 
 def test_a_step_that_never_fits_leaves_everything_as_it_was(sim: cm.SimDevice) -> None:
@@ -392,7 +390,7 @@ def test_a_step_that_never_fits_leaves_everything_as_it_was(sim: cm.SimDevice) -
             before = training.outcome()
             with pytest.raises(torch.OutOfMemoryError, match=f"run {MAX_RETRIES + 1} times"):
                 session.run_step(never, snapshot=True)
-            assert equal(training.outcome(), before)
+            assert same(training.outcome(), before)
 
 
 def test_an_optimizer_that_the_session_does_not_know_is_an_obstacle(sim: cm.SimDevice) -> None:
@@ -454,14 +452,14 @@ def test_one_of_another_model_or_optimizer_is_refused(sim: cm.SimDevice) -> None
                 before = other.outcome()
                 with pytest.raises(ValueError, match=f"expected a snapshot of this session's model and optimizer, {message}"):
                     again.restore(snapshot)
-                assert equal(other.outcome(), before)
-        same = session_of(training, sim, "optimizer")
-        with same:
+                assert same(other.outcome(), before)
+        another = session_of(training, sim, "optimizer")
+        with another:
             with pytest.raises(ValueError, match="got one without an optimizer's state"):
-                same.restore(modelled)
-            steps(same, training, range(2))
-            same.restore(snapshot)  # another session's, of the same model
-            assert equal(training.outcome(), plainly("AdamW, foreach", sim.torch_device, range(2)))
+                another.restore(modelled)
+            steps(another, training, range(2))
+            another.restore(snapshot)  # another session's, of the same model
+            assert same(training.outcome(), plainly("AdamW, foreach", sim.torch_device, range(2)))
     far = cm.SwapSession("1GiB", device=elsewhere, model=training.model, optimizer=training.optimizer)
     with elsewhere.compute(), far, pytest.raises(ValueError, match="got one of another device"):
         far.restore(snapshot)
@@ -529,7 +527,7 @@ def test_parameters_and_state_wherever_they_are(taken_at: Where, restored_at: Wh
             put(session, training, restored_at)
             session.restore()
             steps(session, training, (2,))
-        assert equal(training.outcome(), plainly(name, device.torch_device, range(3)))
+        assert same(training.outcome(), plainly(name, device.torch_device, range(3)))
 
 
 def put(session: cm.SwapSession, training: Training, where: Where) -> None:

@@ -13,7 +13,8 @@ import chameleon_mm as cm
 from chameleon_mm.state.hosted import Home, Hosted
 from chameleon_mm.state.tensor_copy import Copier
 from tests._ordering import SLOW_LINK
-from tests._snapshots import Training, equal, session_of, steps
+from tests._programs import same
+from tests._snapshots import Training, session_of, steps
 from tests.observed import SimRaceError
 
 pytestmark = [
@@ -66,7 +67,7 @@ def train(kind: str, beside: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
             expected = training.outcome()  # which has the state come back
             steps(session, training, (2,))
             session.restore()
-            assert equal(training.outcome(), expected)
+            assert same(training.outcome(), expected)
             steps(session, training, (2,))
 
 

@@ -6,12 +6,12 @@ The reference is plain PyTorch on the same device, with nothing of ours around i
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.state import checkpoint_folder
 from tests._fakes import refusing
-from tests._snapshots import RUNS, Training, equal, plainly, read, session_of, steps
+from tests._programs import at_once, same
+from tests._run_scripts import environment, python
+from tests._snapshots import RUNS, Training, plainly, read, session_of, steps
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def names(folder: Path) -> list[str]:
@@ -76,7 +76,7 @@ def test_plain_pytorch_goes_on_from_the_checkpoint(kind: str, name: str, device:
     again = resumed(tmp_path / "run", name, at)
     for number in (3, 4):
         again.step(number)
-    assert equal(again.outcome(), expected)
+    assert same(again.outcome(), expected)
 
 
 class Turned(nn.Module):
@@ -231,7 +231,7 @@ def test_a_process_that_is_killed_in_a_write_leaves_a_whole_checkpoint(
 ) -> None:
     path = tmp_path / "run"
     command = [sys.executable, "-c", _KILLED, str(path), where, str(torch.get_num_threads())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(_ROOT)}) as child:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == "now\n"
@@ -242,7 +242,7 @@ def test_a_process_that_is_killed_in_a_write_leaves_a_whole_checkpoint(
     again = resumed(tmp_path / readable, "AdamW, foreach", torch.device("cpu"))
     for number in range(done, 6):
         again.step(number)
-    assert equal(again.outcome(), plainly("AdamW, foreach", torch.device("cpu"), range(6)))
+    assert same(again.outcome(), plainly("AdamW, foreach", torch.device("cpu"), range(6)))
     write = written(path)  # the one after it takes the place of what was left, and needs nobody to clean up
     assert names(tmp_path) == ["run"]
     assert write.path == path
@@ -275,9 +275,9 @@ device = cm.SimDevice()
 with device.compute(), cm.SwapSession("1GiB", device=device, model=torch.nn.Linear(512, 512)) as session:
     session.snapshot().write(sys.argv[1])
 """
-    command = [sys.executable, "-c", program, str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(_ROOT)})
-    assert "Error" not in ended.stderr
+    ended = python(["-c", program, str(tmp_path / "run")], tmp_path)
+    assert ended.code == 0
+    assert "Error" not in ended.err
     assert read(tmp_path / "run")["model"]["weight"].shape == (512, 512)
 
 
@@ -500,11 +500,7 @@ def test_many_writers_of_one_checkpoint_leave_one_of_theirs(tmp_path: Path) -> N
             ended.append(None)
 
     for _ in range(40):
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(partial(write, number) for number in range(4))
         assert names(tmp_path) == ["run"]
         assert len(set(contents(path).values())) == 1
     assert len(ended) == 160

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.plan.rule import DefaultRule, Limits
-from chameleon_mm.swap.classify import ProtectedStorages
-from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import KeptTensor, SwappedView
-from tests._programs import deep
+from tests._programs import deep, swapping_executor
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -49,18 +46,6 @@ def randn(device: Device, *shape: int, grad: bool = False) -> Tensor:
 
 
 # --- lives
-
-
-def test_gradients_equal_and_nothing_stays(device: Device, pool: cm.PinnedPool) -> None:
-    x = randn(device, 64, 64, grad=True)
-    with device.compute():
-        (expected,) = torch.autograd.grad(deep(x).sum(), x)
-        with swapping(device, pool):
-            out = deep(x).sum()
-        assert pool.stats().num_live > 0
-        (got,) = torch.autograd.grad(out, x)
-    assert torch.equal(expected, got)
-    assert pool.stats().num_live == 0
 
 
 def test_backward_twice_with_retain_graph(device: Device, pool: cm.PinnedPool) -> None:
@@ -185,14 +170,8 @@ def test_no_grad_and_inference_save_nothing(device: Device, pool: cm.PinnedPool)
 # --- identity
 
 
-def executor(device: Device, pool: cm.PinnedPool, *, min_bytes: int = 0) -> Executor:
-    return Executor(
-        device, pool, rule=DefaultRule(min_bytes=min_bytes), limits=Limits(leaving_bytes=0), protected=ProtectedStorages()
-    )
-
-
 def test_one_copy_per_storage_whatever_the_number_of_views(device: Device, pool: cm.PinnedPool) -> None:
-    swapper = executor(device, pool)
+    swapper = swapping_executor(device, pool)
     with device.compute():
         base = randn(device, 32, 32)
         handles = [swapper.save(view) for view in (base, base.t(), base[4:], base.view(-1))]
@@ -206,7 +185,7 @@ def test_one_copy_per_storage_whatever_the_number_of_views(device: Device, pool:
 @pytest.mark.parametrize(("begun", "copies"), [(True, 2), (False, 1)])
 def test_a_new_version_is_a_new_copy_where_one_has_begun(begun: bool, copies: int, device: Device, pool: cm.PinnedPool) -> None:
     """A copy that begins after the write has the new bytes, and the old ones are nobody's to use."""
-    swapper = executor(device, pool)
+    swapper = swapping_executor(device, pool)
     with device.compute():
         base = randn(device, 32)
         before = swapper.save(base)
@@ -223,7 +202,7 @@ def test_a_new_version_is_a_new_copy_where_one_has_begun(begun: bool, copies: in
 
 
 def test_parameters_pass_by_reference(device: Device, pool: cm.PinnedPool) -> None:
-    swapper = executor(device, pool)
+    swapper = swapping_executor(device, pool)
     weight = nn.Parameter(randn(device, 16, 16))
     handles = [swapper.save(weight), swapper.save(weight.t())]
     assert all(isinstance(h, KeptTensor) for h in handles)
@@ -233,7 +212,7 @@ def test_parameters_pass_by_reference(device: Device, pool: cm.PinnedPool) -> No
 
 
 def test_what_stays_is_counted_by_reason(device: Device, pool: cm.PinnedPool) -> None:
-    swapper = executor(device, pool, min_bytes=KIB)
+    swapper = swapping_executor(device, pool, min_bytes=KIB)
     leaf = randn(device, 32, 32, grad=True)
     kept = {
         "small": randn(device, 4),
@@ -250,7 +229,7 @@ def test_what_stays_is_counted_by_reason(device: Device, pool: cm.PinnedPool) ->
 
 
 def test_a_buffer_that_outlives_its_saves_moves_once(device: Device, pool: cm.PinnedPool) -> None:
-    swapper = executor(device, pool)
+    swapper = swapping_executor(device, pool)
     mask = randn(device, 32, 32)
     with device.compute():
         first = swapper.save(mask)

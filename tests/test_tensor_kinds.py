@@ -16,9 +16,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.plan.rule import DefaultRule, Limits
-from chameleon_mm.swap.classify import ProtectedStorages
-from chameleon_mm.swap.executor import Executor
+from tests._programs import swapping_executor
 
 NO_GC = pytest.mark.usefixtures("no_gc")
 # Torch says so of some layouts and of complex32, once a process.
@@ -31,8 +29,7 @@ class Swapping:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.pool = cm.PinnedPool("8MiB", device=device, chunk_bytes=1 << 20)
-        limits, protected = Limits(leaving_bytes=0), ProtectedStorages()
-        self.executor = Executor(device, self.pool, rule=DefaultRule(min_bytes=0), limits=limits, protected=protected)
+        self.executor = swapping_executor(device, self.pool)
 
     @property
     def kept(self) -> dict[str, int]:

@@ -7,9 +7,8 @@ and a barrier makes them meet where they could get in each other's way.
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -17,13 +16,12 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
-from chameleon_mm.plan.rule import DefaultRule, Limits
-from chameleon_mm.swap.classify import ProtectedStorages
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap.copy_queue import Transfer
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.saved_storage import SavedStorage
-from tests._programs import deep, gradient, on_a_thread
+from tests._programs import at_once, deep, gradient, on_a_thread, swapping_executor
 
 pytestmark = pytest.mark.usefixtures("no_gc", "flags_of_modes")
 
@@ -33,27 +31,6 @@ BYTES = 64 * 1024
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
 """So slow that no copy is ever complete by luck when somebody should wait for it."""
-
-
-def in_threads(work: Callable[[int], None]) -> None:
-    """`work(0)` to `work(THREADS - 1)` at once; raises what the first of them raised."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(THREADS)
-
-    def body(number: int) -> None:
-        try:
-            start.wait()
-            work(number)
-        except BaseException as error:  # noqa: BLE001 - handed to the test, which is on another thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=body, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 # --- little models
@@ -114,7 +91,7 @@ def test_eight_threads_share_a_device_and_a_pool(shared: bool, device: Device) -
         with device.compute():
             problems[number].train(None, hooks[0 if shared else number])
 
-    in_threads(work)
+    at_once(partial(work, number) for number in range(THREADS))
     assert_same(expected, problems)
     assert pool.stats().num_live == 0
     assert pool.stats().peak_live_bytes > 0
@@ -133,7 +110,7 @@ def test_eight_sessions_on_one_device(shared: bool, device: Device) -> None:
         with sessions[number]:
             problems[number].train(sessions[number], None)
 
-    in_threads(work)
+    at_once(partial(work, number) for number in range(THREADS))
     assert_same(expected, problems)
     assert [session.pool.stats().num_live for session in sessions] == [0] * THREADS
     assert all(session.report().bytes_swapped_out > 0 for session in sessions)
@@ -162,13 +139,7 @@ def test_forward_on_one_thread_backward_on_another(device: Device) -> None:
 
 
 def executor(device: Device, pool: cm.PinnedPool) -> Executor:
-    return Executor(
-        device,
-        pool,
-        rule=DefaultRule(min_bytes=0),
-        limits=Limits(leaving_bytes=0, ahead_bytes=1 << 20),
-        protected=ProtectedStorages(),
-    )
+    return swapping_executor(device, pool, Limits(leaving_bytes=0, ahead_bytes=1 << 20))
 
 
 def saved_by(swapper: Executor, t: Tensor) -> SwappedView:

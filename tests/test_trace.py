@@ -117,17 +117,21 @@ def test_made_up_steps_are_of_the_kinds_that_tests_need() -> None:
 STATE = {TensorKind.OPTIMIZER}
 
 
-def first_step() -> Trace:
-    """A gradient and two moments are made and kept, a temporary is not; a parameter and a moment were there."""
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=8192)
+def first_step(*, made: bool = True) -> Trace:
+    """A gradient and two moments are made and kept, a temporary is not; a parameter and a moment were there.
+
+    `made` False: as in later steps, where nothing makes the moments, which are there from the beginning.
+    """
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=8192 + (0 if made else 4096 + 512))
     parameter, old = b.tensor(4000, TensorKind.PARAMETER, born=-1), b.tensor(100, TensorKind.OPTIMIZER, born=-1)
     t = b.tensor(3000)
     b.op("aten::mm", 1, StepPhase.FORWARD, 1.0, reads=(parameter,), writes=(t,))
     gradient = b.tensor(4000, TensorKind.GRADIENT)
     b.op("aten::mm", 2, StepPhase.BACKWARD, 1.0, reads=(t,), writes=(gradient,))
     b.dies(t)
-    moments = [b.tensor(nbytes, TensorKind.OPTIMIZER) for nbytes in (4000, 1)]
-    b.op("aten::add_", 3, StepPhase.OPTIMIZER, 1.0, reads=(old, gradient), writes=moments, inner_bytes=2048)
+    moments = [b.tensor(nbytes, TensorKind.OPTIMIZER, born=None if made else -1) for nbytes in (4000, 1)]
+    if made:
+        b.op("aten::add_", 3, StepPhase.OPTIMIZER, 1.0, reads=(old, gradient), writes=moments, inner_bytes=2048)
     short = b.tensor(700, TensorKind.OPTIMIZER)
     b.op("aten::sqrt", 4, StepPhase.OPTIMIZER, 1.0, writes=(short,), inner_bytes=512)
     b.dies(short)
@@ -157,20 +161,7 @@ def test_state_is_there_from_the_beginning() -> None:
 
 
 def test_what_only_made_state_is_not_in_later_steps() -> None:
-    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=8192 + 4096 + 512)
-    parameter, _ = b.tensor(4000, TensorKind.PARAMETER, born=-1), b.tensor(100, TensorKind.OPTIMIZER, born=-1)
-    t = b.tensor(3000)
-    b.op("aten::mm", 1, StepPhase.FORWARD, 1.0, reads=(parameter,), writes=(t,))
-    gradient = b.tensor(4000, TensorKind.GRADIENT)
-    b.op("aten::mm", 2, StepPhase.BACKWARD, 1.0, reads=(t,), writes=(gradient,))
-    b.dies(t)
-    for nbytes in (4000, 1):
-        b.tensor(nbytes, TensorKind.OPTIMIZER, born=-1)
-    short = b.tensor(700, TensorKind.OPTIMIZER)
-    b.op("aten::sqrt", 4, StepPhase.OPTIMIZER, 1.0, writes=(short,), inner_bytes=512)
-    b.dies(short)
-    b.op("aten::add_", 5, StepPhase.OPTIMIZER, 1.0, writes=(parameter,))
-    later, made = b.finish(1), without_making(first_step(), STATE)
+    later, made = first_step(made=False), without_making(first_step(), STATE)
     assert ops_of(made) == ops_of(later)
     for name in COLUMNS.keys() - {"op_name"}:
         assert list(getattr(made, name)) == list(getattr(later, name)), name

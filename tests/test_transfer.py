@@ -166,14 +166,6 @@ def test_issue_hands_over_one_whole_move_ahead_of_others_and_no_other() -> None:
     assert is_done(first) and is_done(second)
 
 
-def test_issue_of_a_begun_move_hands_over_only_the_rest() -> None:
-    lane = held()
-    move, dst, src = lane.submit(3 * PIECE)
-    lane.transfer.issue_out(move)
-    assert lane.out.log_of("copy") == [PIECE] * 3
-    assert torch.equal(dst, src)
-
-
 def test_what_a_move_comes_after_is_waited_for_once_before_its_first_piece() -> None:
     lane = held()
     before = [lane.back.record(), lane.back.record()]
@@ -189,36 +181,6 @@ def test_nothing_is_waited_for_while_a_move_is_queued() -> None:
     assert lane.out.log_of("wait") == []
     lane.transfer.issue_out(move)
     assert lane.out.log[-2:] == [("wait", later), ("copy", 10)]
-
-
-def test_a_queued_move_is_taken_back_without_a_copy() -> None:
-    lane = held()
-    lane.submit(2 * PIECE)
-    move, dst, _ = lane.submit(10)
-    assert lane.transfer.cancel_out(move)
-    assert move.cancelled and move.done is None
-    lane.out.ended = 2
-    lane.transfer.hand_over()
-    assert lane.out.log_of("copy") == [PIECE, PIECE]
-    assert not dst.any()
-    assert not lane.transfer.cancel_out(move)  # there is nothing left to take back
-
-
-def test_curtailing_moves_the_prefix_and_no_more() -> None:
-    lane = held()
-    move, dst, src = lane.submit(4 * PIECE)
-    unsent = lane.transfer.truncate_out(move)
-    assert unsent == 2 * PIECE
-    assert lane.out.log_of("copy") == [PIECE, PIECE]
-    assert torch.equal(dst[: 2 * PIECE], src[: 2 * PIECE])
-    assert not dst[2 * PIECE :].any()
-    lane.out.ended = 1
-    assert is_done(move) and not is_complete(move)
-    lane.out.ended = 2
-    assert is_complete(move)  # comes after exactly the two that were handed over
-    lane.transfer.hand_over()
-    assert lane.out.log_of("copy") == [PIECE, PIECE]
-    assert lane.transfer.truncate_out(move) == 0
 
 
 def test_pieces_of_a_timed_move_are_timed_each() -> None:

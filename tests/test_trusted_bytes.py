@@ -16,21 +16,19 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.plan.rule import Limits
 from chameleon_mm.state import optimizer_swap as state_swapping
-from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import KeptTensor, SavedBytes, SwappedView
 from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.recipe import Recipe, Recomputed
 from chameleon_mm.swap.slot import Slot
-from tests._mixes import Mix, Proofs, mixed, totals_of
-from tests._programs import on_a_thread
-from tests._snapshots import equal
+from tests._mixes import totals_of
+from tests._programs import on_a_thread, same, swapping_executor
 from tests.observed import SimLifetimeError
 from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, hosted, session_of
-from tests.test_recompute_exact import ALL, grads, leaf, outcome
+from tests.test_recompute_exact import dropping, grads, leaf, outcome
 
 SIDE = 96
 REFUSED = "modified by an inplace operation"
@@ -63,7 +61,7 @@ def swapped(program: Callable[[torch.device, Settle], list[Tensor]], device: Dev
 def alike(got: Any, expected: Any) -> bool:
     if isinstance(got, str) or isinstance(expected, str):
         return bool(got is expected or (isinstance(got, str) and isinstance(expected, str) and got == expected))
-    return equal(got, expected)
+    return same(got, expected)
 
 
 # --- forms already copied out: the counter of each save is compared at its use
@@ -173,24 +171,14 @@ def test_memory_that_goes_under_the_model_goes_red(sim: cm.SimDevice, monkeypatc
 # --- prefetched storages, and copies that another use has had
 
 
-def _executor(device: Device) -> Executor:
-    return Executor(
-        device,
-        cm.PinnedPool("8MiB", device=device),
-        rule=DefaultRule(min_bytes=1),
-        limits=Limits(ahead_bytes=0, leaving_bytes=0),
-        protected=ProtectedStorages(),
-        thresholds=Thresholds.direct(),
-    )
-
-
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("written", [False, True])
 def test_a_write_after_the_prefetch(written: bool, checked: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is reached by nobody; its counter may still move, by an alias without memory, and eager refuses the use."""
     if not checked:
         monkeypatch.setattr(SavedBytes, "check", lambda self: None)
-    executor = _executor(device)
+    pool, limits = cm.PinnedPool("8MiB", device=device), Limits(ahead_bytes=0, leaving_bytes=0)
+    executor = swapping_executor(device, pool, limits, min_bytes=1, thresholds=Thresholds.direct())
     with device.compute():
         y = torch.randn(SIDE, SIDE, device=device.torch_device)
         expected, counter = y.clone(), y.detach()
@@ -260,13 +248,9 @@ def two_results() -> list[Tensor]:
     return grads(loss.sum(), x)
 
 
-def _dropping() -> cm.SwapSession:
-    return mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
-
-
 @pytest.mark.usefixtures("each_watch")
 def test_what_a_replay_makes_besides_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, session = outcome(two_results, 2), _dropping()
+    expected, session = outcome(two_results, 2), dropping()
     assert outcome(two_results, 2, session) == expected
     totals = totals_of(session)
     assert 0 < totals.recomputations < totals.recomputed
@@ -280,7 +264,7 @@ def test_what_a_replay_makes_besides_is_compared(monkeypatch: pytest.MonkeyPatch
         return recomputed
 
     monkeypatch.setattr(Recipe, "replay", spoiled)
-    found = outcome(two_results, 2, _dropping())
+    found = outcome(two_results, 2, dropping())
     assert isinstance(found, str)
     assert found.startswith("RecomputeMismatch")
 
@@ -320,7 +304,7 @@ def state_written(how: str, device: Device) -> bool:
         with session.pool, session:
             meddled(training, step, HOLD[how])
             assert hosted(training.optimizer)
-        return equal(training.outcome(), plain.outcome())
+        return same(training.outcome(), plain.outcome())
 
 
 @pytest.mark.parametrize("how", HOLD)
@@ -343,7 +327,8 @@ def test_a_step_that_counts_for_all_parameters_is_not_split(device: Device, monk
                     plain.step(number)
                     with session.step():
                         training.step(number)
-            return equal(training.outcome(), plain.outcome())
+                    assert hosted(training.optimizer)
+            return same(training.outcome(), plain.outcome())
 
     assert exact()
     monkeypatch.setattr(state_swapping, "is_splittable", lambda optimizer: True)

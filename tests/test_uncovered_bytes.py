@@ -29,6 +29,7 @@ from chameleon_mm.device.protocols import Device
 from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap.handles import SavedBytes, cover_all
 from chameleon_mm.swap.slot import Slot
+from tests._programs import assert_same
 from tests.cuda_stand_in import control
 from tests.observed import SimRaceError
 from tests.test_shared_storages import FillsItsSlice
@@ -181,12 +182,6 @@ def plain(device: Device, name: str) -> list[Tensor]:
     return [t.cpu() for t in step(model_on(device, name), device)]
 
 
-def assert_same_bits(got: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(got) == len(expected)
-    for mine, eager in zip(got, expected, strict=True):
-        assert torch.equal(mine.cpu(), eager)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_save_on_cpu_has_eagers_bits(name: str, device: Device) -> None:
     expected = plain(device, name)
@@ -196,7 +191,7 @@ def test_save_on_cpu_has_eagers_bits(name: str, device: Device) -> None:
                 both = steps(model_on(slow, name), slow, pool)
                 slow.synchronize()
             for got in both:
-                assert_same_bits(got, expected)
+                assert_same(expected, [t.cpu() for t in got])
             assert pool.stats().num_live == 0
 
 
@@ -213,7 +208,7 @@ def test_every_step_of_a_session_has_eagers_bits(name: str, recompute: bool, dev
                 for _ in range(4):
                     with session.step():
                         got = step(model, slow)
-                    assert_same_bits(got, expected)
+                    assert_same(expected, [t.cpu() for t in got])
         return session.report()
 
     peak = train("1GiB").peak_hbm_bytes
@@ -234,7 +229,7 @@ def test_verification_takes_no_other_bytes_for_wrong_ones(name: str) -> None:
                 for _ in range(2):
                     with session.step():
                         got = step(model, sim)
-                    assert_same_bits(got, expected)
+                    assert_same(expected, [t.cpu() for t in got])
         peak = session.report().peak_hbm_bytes
 
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.swap.handles import SavedBytes
+from chameleon_mm.plan.step_program import KEPT
+from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.slot import Slot
 from chameleon_mm.swap.step_loop import StepLoop
+from chameleon_mm.swap.swap_outs import SwapOuts
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
 from tests.observed import SimLifetimeError, SimRaceError
@@ -149,6 +151,56 @@ def test_a_step_that_leaves_on_cuda_is_eagers(at: int, letter: str) -> None:
     words = [WORD] * 4 + [WORD[:at] + letter + WORD[at:], WORD]
     expected, session = plainly(OnCuda(), words), Session(OnCuda())
     assert session.run(words) == expected
+
+
+def test_a_late_op_is_carried_out_at_the_next_hook_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_loop, is_over = StepLoop.save, SwapOuts.is_over
+    held_back, done = False, 0
+
+    def is_over_later(outs: SwapOuts, saved: SavedStorage) -> bool:
+        return not held_back and is_over(outs, saved)
+
+    def save(loop: StepLoop, t: Tensor) -> Handle | None:
+        nonlocal held_back, done
+        row, way = loop._rows[loop.hook + 1] if loop.follows else None, loop._way
+        was_late = row is not None and row.kind == KEPT and not row.ops and way is not None and bool(way.late)
+        held_back = row is not None and bool(row.ops)  # the ops of this row wait for the next hook
+        handle = in_loop(loop, t)
+        held_back = False
+        if was_late and handle is not None:
+            assert way is not None and not way.late
+            done += 1
+        return handle
+
+    monkeypatch.setattr(SwapOuts, "is_over", is_over_later)
+    monkeypatch.setattr(StepLoop, "save", save)
+    words = [WORD] * STEPS
+    assert Session(OnSim()).run(words) == plainly(OnSim(), words)
+    assert done
+
+
+def test_the_loop_brings_nothing_back_at_a_hook_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_loop, left = StepLoop.use, 0
+
+    def use(loop: StepLoop, handle: Handle) -> Tensor | None:
+        nonlocal left
+        row = loop._rows[loop.hook + 1] if loop.follows else None
+        if row is None or not row.ins or type(handle) is not KeptTensor:
+            return in_loop(loop, handle)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(loop._compute), "is_current", lambda stream: False)
+            patch.setattr(
+                StepLoop, "prefetch", lambda *_: pytest.fail("the loop began a copy back on a stream that is not current")
+            )
+            t = in_loop(loop, handle)
+        assert t is None
+        left += 1
+        return t
+
+    monkeypatch.setattr(StepLoop, "use", use)
+    words = [WORD] * STEPS
+    assert Session(OnSim()).run(words) == plainly(OnSim(), words)
+    assert left
 
 
 @pytest.mark.parametrize(

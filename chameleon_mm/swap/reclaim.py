@@ -43,30 +43,6 @@ class Reclaimable(Protocol):
         """Order the owner stream after the copy, issuing the part that was still queued, and drop the buffer."""
 
 
-class Lendable(Protocol):
-    """Device buffer on its way out that may be lent to the device's allocator meanwhile."""
-
-    @property
-    def reclaimed(self) -> bool:
-        """True if nothing is left to lend."""
-
-    @property
-    def copy_is_handed_over(self) -> bool:
-        """True if no part of the copy still waits to be handed to the device."""
-
-    @property
-    def is_lent(self) -> bool: ...
-
-    def lend(self, hook: AllocatorHook) -> None:
-        """Lend the buffer if it may be lent."""
-
-    def settle(self) -> None:
-        """Note that the buffer is gone, if the allocator has reclaimed it."""
-
-    def take_back(self) -> None:
-        """Take the buffer back, or note that the allocator has reclaimed it."""
-
-
 class Lending:
     """Loans of buffers on their way out to the allocator of their device, once all of their copy was handed over."""
 
@@ -77,8 +53,8 @@ class Lending:
         allocations."""
         self._hook = hook
         self._may_lend = may_lend
-        self._waiting: deque[Lendable] = deque()
-        self._lent: deque[Lendable] = deque()
+        self._waiting: deque[SavedStorage] = deque()
+        self._lent: deque[SavedStorage] = deque()
         self._num_reclaimed = 0
         self.memory_is_short = True
         """True if as much as possible should be lent: copies are handed over at once, rather than when they can begin."""
@@ -87,9 +63,9 @@ class Lending:
     def has_any(self) -> bool:
         return bool(self._waiting or self._lent)
 
-    def add(self, entry: Lendable) -> None:
-        """Note a buffer whose copy was queued."""
-        self._waiting.append(entry)
+    def add(self, saved: SavedStorage) -> None:
+        """Note a storage whose copy out was queued."""
+        self._waiting.append(saved)
 
     def settle(self) -> None:
         """Note which buffers the allocator has reclaimed since the last call. Called at every hook."""
@@ -97,9 +73,10 @@ class Lending:
         if now == self._num_reclaimed:
             return
         self._num_reclaimed = now
-        for entry in self._lent:
-            entry.settle()
-        self._lent = deque(entry for entry in self._lent if entry.is_lent)
+        for saved in self._lent:
+            if saved.slot.lent is not None and saved.slot.lent.reclaimed:
+                saved.take_back()
+        self._lent = deque(saved for saved in self._lent if saved.slot.lent is not None)
 
     def lend(self) -> None:
         """Lend the buffers whose copies were handed over, or take all back if none may be lent. Called at every hook."""
@@ -108,19 +85,27 @@ class Lending:
                 self._lent.popleft().take_back()
             self._waiting.clear()
             return
-        while self._lent and not self._lent[0].is_lent:
+        while self._lent and self._lent[0].slot.lent is None:
             self._lent.popleft()
-        while self._waiting and self._waiting[0].copy_is_handed_over:
-            entry = self._waiting.popleft()
-            if not entry.reclaimed:
-                entry.lend(self._hook)
-                if entry.is_lent:
-                    self._lent.append(entry)
+        while self._waiting and ((copy := self._waiting[0].copy) is None or copy.out.ended):
+            saved = self._waiting.popleft()
+            _lend(saved, self._hook)
+            if saved.slot.lent is not None:
+                self._lent.append(saved)
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None, *, allocated_bytes: int) -> None:
         """Set limits as `AllocatorHook.set_limits` does. `allocated_bytes`: bytes allocated now."""
         self._hook.set_limits(limit_bytes, growth_bytes)
         self.memory_is_short = allocated_bytes > limit_bytes * SHORT_SHARE
+
+
+def _lend(saved: SavedStorage, hook: AllocatorHook) -> None:
+    """Lend the memory if all of it will go. The allocator takes it only if nothing else refers to the storage by then."""
+    copy = saved.copy
+    if saved.state is not State.SWAPPING_OUT or saved.form is not WHOLE or copy is None or saved.slot.is_packed:
+        return
+    if copy.out.done is not None and not copy.out.failed and copy.block is not None:
+        saved.slot.lend(hook, copy.out.done)
 
 
 class ReclaimQueue:
@@ -173,48 +158,3 @@ class ReclaimQueue:
 
     def _forget_oldest(self) -> None:
         self.pending_bytes -= self.entries.popleft().nbytes
-
-
-# --- Loan of a saved storage's memory to the device's allocator, which may reclaim it once its copy out is handed over
-
-
-class Loan:
-    """Saved storage on its way out, as a `Lendable`."""
-
-    __slots__ = ("_saved",)
-
-    def __init__(self, saved: SavedStorage) -> None:
-        self._saved = saved
-
-    @property
-    def reclaimed(self) -> bool:
-        """True if nothing is left to lend."""
-        return self._saved.reclaimed
-
-    @property
-    def copy_is_handed_over(self) -> bool:
-        """True if no part of the copy out still waits to be handed to the device."""
-        copy = self._saved.copy
-        return copy is None or copy.out.ended
-
-    @property
-    def is_lent(self) -> bool:
-        return self._saved.slot.lent is not None
-
-    def lend(self, hook: AllocatorHook) -> None:
-        """Lend the memory if all of it will go. The allocator takes it only if nothing else refers to the storage by then."""
-        saved, copy = self._saved, self._saved.copy
-        if saved.state is not State.SWAPPING_OUT or saved.form is not WHOLE or copy is None or saved.slot.is_packed:
-            return
-        if copy.out.done is not None and not copy.out.failed and copy.block is not None:
-            saved.slot.lend(hook, copy.out.done)
-
-    def settle(self) -> None:
-        """Note that the memory is gone, if the allocator has reclaimed it."""
-        lent = self._saved.slot.lent
-        if lent is not None and lent.reclaimed:
-            self._saved.take_back()
-
-    def take_back(self) -> None:
-        """Take the memory back, or note that the allocator has reclaimed it."""
-        self._saved.take_back()

@@ -120,7 +120,7 @@ class StepLoop:
             storage = t.untyped_storage() if agrees and kind != KEPT else None
         except RuntimeError:  # a nested tensor has no shape, a sparse one no storage
             agrees = False
-        is_due = row.is_checked or row.ops or any(self._pending)
+        is_due = self._is_due(row)
         reason = reason_to_stay(t, self._protected, self._min_bytes) if agrees and kind == KEPT else None
         if (
             not agrees
@@ -153,7 +153,7 @@ class StepLoop:
             return None
         hook, saved_at = self.hook + 1, handle.saved_at
         row = self._rows[hook]
-        is_due = row.is_checked or row.ops or any(self._pending)
+        is_due = self._is_due(row)
         agrees = row.kind == USE and saved_at == (self._epoch, row.key)
         if not agrees or (is_due and not self._run(row, hook)):
             self.leave()
@@ -239,6 +239,11 @@ class StepLoop:
 
     # --- the ops
 
+    def _is_due(self, row: Row) -> bool:
+        """True if `_run` has work at `row`, or must ask first whether `prefetch` may run."""
+        assert self._way is not None
+        return bool(row.is_checked or row.ops or row.ins or self._way.late or any(self._pending))
+
     def _run(self, row: Row, hook: int) -> bool:
         """Do what is due before the hook's own storage is used. Return False if the step must leave."""
         way, lending, pending = self._way, self._budget.lending, any(self._pending)
@@ -256,7 +261,7 @@ class StepLoop:
             self._outs.hand_over(lending)
         if not row.is_checked:
             return True
-        way.growth_bytes = row.growth + way.margin_bytes
+        way.at(hook)
         self.director.note_growth(self._budget.check_memory(), at_hook=row.number >= 0, hook=hook)
         return self._budget.forecast is way  # else the plan is not trusted any more
 

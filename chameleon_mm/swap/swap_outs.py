@@ -26,7 +26,7 @@ from chameleon_mm.swap.gathered_part import GatheredPart
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.host_copy import State, SwapContext
 from chameleon_mm.swap.packed_group import PackedGroup, Staging
-from chameleon_mm.swap.reclaim import Lending, Loan
+from chameleon_mm.swap.reclaim import Lending
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.units import MIB
 
@@ -194,7 +194,7 @@ class SwapOuts:
         """Note that a plan queued its copy out. The plan says when its memory goes."""
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
-            self._budget.lending.add(Loan(saved))
+            self._budget.lending.add(saved)
 
     def _pack_waiting(self) -> None:
         """Pack the waiting small storages once they fill a group, the link is idle, or the coming growth is unknown."""
@@ -229,7 +229,7 @@ class SwapOuts:
                 return
         self._budget.reclaim.add(saved)
         if self._budget.lending is not None and may_be_lent:
-            self._budget.lending.add(Loan(saved))
+            self._budget.lending.add(saved)
 
     def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
         """Queue the copy out to pageable memory, if none could be pinned and the storage must not stay. Returns True if that

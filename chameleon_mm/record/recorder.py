@@ -150,6 +150,11 @@ class Recorder(StepMode):
         return 0 if self._retry is None else self._retry.retries
 
     @property
+    def trained(self) -> Sequence[weakref.ref[Tensor]]:
+        """Parameters whose gradients the finished step made and left."""
+        return self._log.trained
+
+    @property
     def flaw(self) -> str | None:
         """Reason why no plan must be made from the step, as known so far; None: there is none."""
         if self._flaw is None and self._dispatch.compiled:

@@ -215,6 +215,8 @@ class StepLog:
         """Hash of each signature, computed once."""
         self.times = EventTimes(device) if times is None else times
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self.trained: list[weakref.ref[Tensor]] = []
+        """Parameters whose gradients the step made and left; known once it is finished."""
         self._last_backward = -1, -1
         """Number and tick of the last operator of a backward so far."""
         self._in_backward = self._fake = False
@@ -299,6 +301,7 @@ class StepLog:
         """Return the trace of the finished step; waits for the device. Call once."""
         self._update_table()
         self._note_gradients()
+        self.trained = [ref for ref in self._parameters.values() if self._made_gradient(ref())]
         uncounted_bytes = self.table.end(fake=self._fake)
         for op, duration_us in self.times.resolve():
             self.builder.set_duration(op, duration_us)
@@ -376,6 +379,11 @@ class StepLog:
         parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]
         for storage in storages_of(gradients_of(parameters), self._device_type):
             self._expect(storage, TensorKind.GRADIENT)
+
+    def _made_gradient(self, parameter: Tensor | None) -> bool:
+        """True if the step made the gradient that `parameter` has now."""
+        storages = storages_of([] if parameter is None else gradients_of([parameter]), self._device_type)
+        return any((traced := self.table.find(storage)) is not None and traced.born >= 0 for storage in storages)
 
     def _expect(self, storage: torch.UntypedStorage, kind: TensorKind) -> None:
         if not self._is_hidden(storage):

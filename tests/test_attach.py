@@ -564,6 +564,24 @@ def test_where_nothing_moves_one_sentence_says_why_by_the_third_step(why: str, c
     assert len([record for record in caplog.records if "chameleon_mm.api" in record.name]) == 1
 
 
+def test_an_optimizer_in_backward_steps_on_autograds_own_thread_and_is_no_misuse(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = layers().to(device.torch_device)
+
+    def stepped(parameter: Tensor) -> None:
+        optimizer = torch.optim.SGD([parameter], lr=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(stepped)
+    with cm.attach(model, hbm_budget=BUDGET, device=device, min_bytes=64 * KIB) as handle:
+        model(torch.ones(2, 128, device=device.torch_device)).sum().backward()
+        assert handle.report().problems == ()
+    assert "the optimizer steps on" not in caplog.text
+
+
 def test_whether_the_budget_held_is_not_known_where_nothing_was_measured(sim: cm.SimDevice) -> None:
     with cm.attach(layers(), hbm_budget=BUDGET, device=sim) as handle:
         assert handle.report().budget_held is None

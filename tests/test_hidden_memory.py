@@ -185,6 +185,22 @@ def test_gradients_are_there_as_a_step_begins_if_they_are_and_not_if_as_much_is(
     assert not report.warnings
 
 
+def test_parameters_that_the_simulator_counts_at_first_sight_count_once() -> None:
+    """Those of a model that was made before the session."""
+    torch.manual_seed(0)
+    model, device = Net(), cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
+    budget = int(max(run(["plain"] * 2).peaks) * 0.85)
+    with cm.SwapSession(budget, "64MiB", device, 8 * KIB, model=model) as session:
+        for number in range(4):
+            with session.step():
+                model(batch(number, "plain"), "plain").backward()
+                model.zero_grad()
+    report = session.report()
+    assert report.unswapped_peak["parameters"] == sum(int(allocated_size(p.nbytes)) for p in model.parameters())
+    assert "from before the step, not used in it" not in report.unswapped_peak
+    assert report.steps_by_phase == {"recorded": 1, "planned": 3}
+
+
 def test_memory_that_somebody_held_once_is_planned_without_again() -> None:
     kinds = ["plain"] * (8 + RECENT_STEPS + 4)
     expected = run(kinds)
@@ -192,6 +208,8 @@ def test_memory_that_somebody_held_once_is_planned_without_again() -> None:
     got = run(kinds, budget, held=[5], held_bytes=300 * KIB)
     assert got.losses == expected.losses
     assert got.kinds == ["recorded", *["planned"] * 4, "by_rule", *["planned"] * (len(kinds) - 6)]  # not with so much beside it
+    assert got.report is not None
+    assert ["300.0 KiB more device memory allocated than its plan has" in text for text in got.report.warnings] == [True]
     assert all(peak <= budget for number, peak in enumerate(got.peaks) if number != 5)
 
 

@@ -525,7 +525,15 @@ class Adaptation:
         room_bytes = 0 if plan is None else max(self._hbm_budget_bytes, plan.hbm_budget_bytes) - plan.peak_bytes
         if plan is None or more_bytes <= max(0, room_bytes):
             return True  # such as a scalar that the loop keeps of every step: plans leave room for it
-        return self._plan_for(planned, planned.extra | extra)
+        if self._plan_for(planned, planned.extra | extra):
+            return True
+        self._metrics.warn(
+            _log,
+            "chameleon_mm: a step begins with %s more device memory allocated than its plan has, and no plan has room for "
+            "that: the default rule has the step; free it, or raise hbm_budget by as much",
+            format_size(more_bytes),
+        )
+        return False
 
     def _learn_extra(self, entry: StepEntry, planned: PlannedStep, step: FollowedStep) -> None:
         """Learn the memory that a step took beyond its trace. Note [Odd steps]."""
@@ -533,6 +541,12 @@ class Adaptation:
         before = usual.recent_extra if structure is None else structure.extra
         if structure is not None:
             structure.note_extra(step.extra)
+            if (
+                structure.has_open_sizes
+                and (margin := structure.margin_bytes(planned.record)) < planned.margin_bytes - spare_bytes
+            ):
+                planned.margin_bytes = margin  # an odd step had widened it
+                self._plan_for(planned, planned.extra, at_most=1)
         extra = usual.note_extra(step.extra, spare_bytes) if planned is usual else None
         if extra is not None:
             planned.reset_for(extra)

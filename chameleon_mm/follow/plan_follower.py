@@ -440,6 +440,7 @@ def plan_steps(
             device,
             model=model,
             is_hidden=is_hidden,
+            warn=metrics.warn,
             reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
         replayable=replayable,

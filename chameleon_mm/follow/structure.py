@@ -295,8 +295,8 @@ class Structure:
         self._mispredicted = False
         self.has_open_sizes = False
         """True if the beginning of a step does not determine some of its sizes."""
-        self._most_growth_bytes = 0
-        """Most bytes beyond the plan that a step with open sizes allocated between two hooks."""
+        self._growths = deque([0], maxlen=RECENT_STEPS)
+        """Most bytes beyond the plan that each of the latest steps with open sizes allocated between two hooks."""
         self._extra: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._slowdowns: dict[int, deque[float]] = {}
 
@@ -441,12 +441,12 @@ class Structure:
         if not self.has_open_sizes:
             return 0
         spread_bytes = self._tensor_bytes.spread_bytes(self._proportions(self._values(record.features)))
-        return OPEN_MARGIN * max(spread_bytes, self._most_growth_bytes)
+        return OPEN_MARGIN * max(spread_bytes, *self._growths)
 
     def note_growth(self, more_bytes: int) -> int:
         """Note that a step allocated `more_bytes` beyond its plan between two hooks. Returns the bytes to leave free."""
-        self._most_growth_bytes = max(self._most_growth_bytes, more_bytes)
-        return OPEN_MARGIN * self._most_growth_bytes
+        self._growths[-1] = max(self._growths[-1], more_bytes)
+        return OPEN_MARGIN * self._growths[-1]
 
     def trace_of(self, record: StepRecord) -> Trace:
         """Predict the trace of a step with this record, of this structure."""
@@ -482,8 +482,9 @@ class Structure:
         return ExtraMemory.most_of(self._extra)
 
     def note_extra(self, extra: ExtraMemory) -> None:
-        """Note the memory that a step took beyond its predicted trace."""
+        """Note the memory that a step took beyond its predicted trace, as it ends."""
         self._extra.append(extra)
+        self._growths.append(0)
 
     def note_misprediction(self) -> None:
         """Note a wrong prediction. Nothing is predicted until another step is recorded."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import errno
 import logging
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
@@ -408,24 +407,6 @@ def test_operators_that_no_recorder_can_write_down_are_told_once_and_counted(
             a_step(session, x)
     (logged,) = [record.getMessage() for record in caplog.records]
     assert "no trace of this step" in logged and session.report().warnings == {logged: 3}
-
-
-def test_snapshots_that_the_disk_refuses_are_told_once_and_counted(
-    sim: cm.SimDevice, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("chameleon_mm.state.checkpoint.write_checkpoint", full)
-    with sim.compute():
-        model = nn.Linear(4, 4)
-    with caplog.at_level(logging.WARNING, "chameleon_mm"), cm.SwapSession(MIB, "1MiB", sim, model=model) as session:
-        for number in range(3):
-            snapshot = session.snapshot()
-            with pytest.raises(OSError, match="No space left"):
-                snapshot.write(tmp_path / f"{number}").wait()
-    (logged,) = [record.getMessage() for record in caplog.records]
-    assert "a snapshot was not written to" in logged and session.report().warnings == {logged: 3}
 
 
 def test_each_kind_of_warning_is_counted_for_itself(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,8 +27,7 @@ from chameleon_mm.follow.structure import TIMES_OFF, ExtraMemory, Structure, Str
 from chameleon_mm.plan.planner import candidate_plans
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
-from chameleon_mm.plan.trace import SavePlace, TensorKind, Trace, renumbered, without_making
-from chameleon_mm.plan.unswapped_memory import place_at
+from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, without_making
 from chameleon_mm.record.light_profiler import Feature, StepRecord
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.calling_thread import annotation
@@ -175,9 +174,7 @@ class FollowedStep(NamedTuple):
     unused: dict[tuple[int, int], int]
     """Bytes that the recorded step allocated between two hooks and this step did not, by the two hooks."""
     exceeded_plan: bool
-    """True if the step took more memory than its plan had room for, so that the plan's forecast was given up."""
-    lacked_room: bool
-    """True if more was allocated at a hook than the plan had room for, or in the step. `extra` has these bytes."""
+    """True if the step took more memory than its plan had room for, between two hooks or at one. `extra` has these bytes."""
     had_plan: bool
     """True if some hook followed a plan. `followed_plan`: all hooks followed one plan, whose forecast held to the end."""
     followed_plan: bool
@@ -485,15 +482,12 @@ class Adaptation:
 
     def _plan_for(self, planned: PlannedStep, extra: ExtraMemory, *, at_most: int = TRIAL_PLANS) -> bool:
         """Make the step's plans again for `extra` memory. Returns False if there are none; the present plans then stay."""
-        if extra == planned.refused_extra:
-            return False
         before = copy(planned)
         planned.reset_for(extra)
         try:
             self._make_plans(planned, at_most)
         except InfeasibleBudget:
             vars(planned).update(vars(before))
-            planned.refused_extra = extra
             return False
         return True
 
@@ -525,15 +519,10 @@ class Adaptation:
         room_bytes = 0 if plan is None else max(self._hbm_budget_bytes, plan.hbm_budget_bytes) - plan.peak_bytes
         if plan is None or more_bytes <= max(0, room_bytes):
             return True  # such as a scalar that the loop keeps of every step: plans leave room for it
-        if self._plan_for(planned, planned.extra | extra):
-            return True
-        self._metrics.warn(
-            _log,
-            "chameleon_mm: a step begins with %s more device memory allocated than its plan has, and no plan has room for "
-            "that: the default rule has the step; free it, or raise hbm_budget by as much",
-            format_size(more_bytes),
-        )
-        return False
+        has_room = self._plan_for(planned, planned.extra | extra)
+        if not has_room:
+            self.tell_lack(more_bytes, " as it began")
+        return has_room
 
     def _learn_extra(self, entry: StepEntry, planned: PlannedStep, step: FollowedStep) -> None:
         """Learn the memory that a step took beyond its trace. Note [Odd steps]."""
@@ -552,25 +541,22 @@ class Adaptation:
             planned.reset_for(extra)
         if planned.learn_inner_memory(step.unused, spare_bytes) or planned.has_new_refusals() or extra is not None:
             self._add_plans(planned)
-        is_odd = step.lacked_room or any(nbytes > spare_bytes for nbytes in step.extra.spikes.values())
+        is_odd = step.exceeded_plan or any(nbytes > spare_bytes for nbytes in step.extra.spikes.values())
         repeats = usual.note_odd(is_odd=is_odd) or bool(before.spikes)
-        if (step.exceeded_plan or step.lacked_room) and repeats:
+        if step.exceeded_plan and repeats:
             extra = planned.extra | before | step.extra
             self._plan_for(planned, extra)
-            if step.exceeded_plan and planned is usual and structure is None:
+            if step.extra.spikes and planned is usual and structure is None:
                 self._add_plans(usual.make_odd(extra))
         entry.plan = usual.odd if usual.odd is not None and usual.odd_is_due else usual
 
-    def tell_lack(self, more_bytes: int, planned: PlannedStep, hook: int) -> None:
-        """Warn that a step took `more_bytes` more than its plan has, most of it at `hook`; -1: where is not known."""
-        place = SavePlace() if hook < 0 else place_at(planned.trace, int(planned.trace.hook_tick[hook]))
-        self._metrics.warn(
-            _log,
+    def tell_lack(self, more_bytes: int, where: str) -> None:
+        """Warn that a step took `more_bytes` more than its plan has."""
+        told = (
             "chameleon_mm: a step had %s more device memory allocated than its plan has%s, in tensors that no hook sees; free "
-            "them earlier, or raise hbm_budget by as much if it goes on: later plans leave so much free if they can",
-            format_size(more_bytes),
-            f" in {place}" if any(place) else "",
+            "them earlier, or raise hbm_budget by as much if it goes on: later plans leave so much free if they can"
         )
+        self._metrics.warn(_log, told, format_size(more_bytes), where)
 
     def _learn_times(self) -> None:
         """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""

@@ -25,6 +25,7 @@ from chameleon_mm.follow.structure import MOST_VARIABLES, ExtraMemory
 from chameleon_mm.plan.step_program import Row, StepProgram
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import FIXED_STORAGE, NEW_STORAGE
+from chameleon_mm.plan.unswapped_memory import place_at
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.light_profiler import EARLIER_STEP, LatestHook, LightProfiler, feature_hash
 from chameleon_mm.record.recorder import Recorder
@@ -53,14 +54,14 @@ class StepMemory:
         """Bytes not allocated, as in `FollowedStep`."""
         self.exceeded_plan = False
         self.lacking_bytes, self.lacking_at = 0, -1
-        """Most bytes beyond the plan's at a check, if the plan had no room for them, and the hook."""
+        """Most bytes beyond the plan's at a check, if the plan had no room for them, and the tick of its hook."""
 
     def compare(self, wanted_bytes: int, hook: int, planned: PlannedStep, program: StepProgram, budget: Budget) -> None:
         """Compare `wanted_bytes`, allocated at a check or at most until the next one, with what `program` has there."""
         if wanted_bytes > max(budget.hbm_budget_bytes, program.plan.hbm_budget_bytes):
             beyond_bytes = wanted_bytes - planned.most_until_check(program, hook)
             if beyond_bytes > self.lacking_bytes:
-                self.lacking_bytes, self.lacking_at = beyond_bytes, hook
+                self.lacking_bytes, self.lacking_at = beyond_bytes, int(planned.trace.hook_tick[hook])
 
     def differs(
         self, more_bytes: int, since: int, hook: int, planned: PlannedStep, program: StepProgram | None, budget: Budget
@@ -140,7 +141,7 @@ class PlanFollower(Director):
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         num_hooks, entry = self.light.num_hooks, self._entry
         self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
-        extra, lacked_room = self._extra_memory()
+        extra = self._extra_memory()
         step = FollowedStep(
             record=self.light.end_step(),
             followed=self.followed,
@@ -149,7 +150,6 @@ class PlanFollower(Director):
             extra=extra,
             unused=self._memory.unused,
             exceeded_plan=self._memory.exceeded_plan,
-            lacked_room=lacked_room,
             had_plan=self._had_plan,
             followed_plan=self._budget is not None and self._budget.forecast.follows_plan,
         )
@@ -336,23 +336,23 @@ class PlanFollower(Director):
         if self.way is not None:
             self.way.margin_bytes = planned.margin_bytes  # a step with open sizes may have widened it
 
-    def _extra_memory(self) -> tuple[ExtraMemory, bool]:
-        """Memory that the step took beyond its trace, and whether the plan that it followed had no room for that."""
+    def _extra_memory(self) -> ExtraMemory:
+        """Memory that the step took beyond its trace. Tells of what its plan had no room for."""
         memory, planned, budget, way = self._memory, self._planned, self._budget, self.way
         extra = replace(memory.at_first_hook, spikes=memory.spikes)
         proves = self.recompute is not None and not self.recompute.is_typical  # then it keeps what the plan drops
         if planned is None or budget is None or way is None or self._diverged or proves:
-            return extra, False
-        peak_bytes, plan = budget.peak_watch.peak().at_least_bytes, way.program.plan
+            return extra
+        lacking_bytes, peak_bytes, plan = memory.lacking_bytes, budget.peak_watch.peak().at_least_bytes, way.program.plan
         if peak_bytes > max(budget.hbm_budget_bytes, plan.hbm_budget_bytes) and budget.forecast is way:
-            memory.lacking_bytes = max(memory.lacking_bytes, peak_bytes - plan.peak_bytes)
-        if not memory.lacking_bytes and not memory.exceeded_plan:
-            return extra, False
-        more_bytes = max(memory.lacking_bytes, max(memory.spikes.values(), default=0))
-        self.adaptation.tell_lack(more_bytes, planned, memory.lacking_at)
-        if not memory.lacking_bytes:
-            return extra, False
-        return extra | replace(planned.extra, extra_bytes=planned.extra.extra_bytes + memory.lacking_bytes), True
+            lacking_bytes = max(lacking_bytes, peak_bytes - plan.peak_bytes)
+        if lacking_bytes or memory.exceeded_plan:
+            place = str(place_at(planned.trace, memory.lacking_at))
+            self.adaptation.tell_lack(max(lacking_bytes, *memory.spikes.values(), 0), f" in {place}" if place else "")
+        if lacking_bytes:
+            memory.exceeded_plan = True
+            extra |= ExtraMemory(extra_bytes=planned.extra.extra_bytes + lacking_bytes)
+        return extra
 
     def growth(self) -> GrowthSoFar | None:
         planned = self._planned

@@ -166,8 +166,6 @@ class PlannedStep:
     def forget_plans(self) -> None:
         """Forget the plans and the stalls learned under them, because the budgets or the trace changed."""
         self._same_unused = 0  # other budgets leave another number of spare bytes
-        self.refused_extra: ExtraMemory | None = None
-        """Extra memory that no plan has room for, as found last."""
         self.trials: list[PlanTrial] = []
         self.lead_us: dict[int, float] = {}
         """Microseconds by which each copy back must be done earlier than predicted, by storage."""

@@ -301,7 +301,13 @@ class StepLog:
         """Return the trace of the finished step; waits for the device. Call once."""
         self._update_table()
         self._note_gradients()
-        self.trained = [ref for ref in self._parameters.values() if self._made_gradient(ref())]
+        parameters = [(ref, parameter) for ref in self._parameters.values() if (parameter := ref()) is not None]
+        self.trained = [
+            ref
+            for ref, parameter in parameters
+            for storage in storages_of(gradients_of([parameter]), self._device_type)
+            if (traced := self.table.find(storage)) is not None and traced.born >= 0
+        ]
         uncounted_bytes = self.table.end(fake=self._fake)
         for op, duration_us in self.times.resolve():
             self.builder.set_duration(op, duration_us)
@@ -379,11 +385,6 @@ class StepLog:
         parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]
         for storage in storages_of(gradients_of(parameters), self._device_type):
             self._expect(storage, TensorKind.GRADIENT)
-
-    def _made_gradient(self, parameter: Tensor | None) -> bool:
-        """True if the step made the gradient that `parameter` has now."""
-        storages = storages_of([] if parameter is None else gradients_of([parameter]), self._device_type)
-        return any((traced := self.table.find(storage)) is not None and traced.born >= 0 for storage in storages)
 
     def _expect(self, storage: torch.UntypedStorage, kind: TensorKind) -> None:
         if not self._is_hidden(storage):

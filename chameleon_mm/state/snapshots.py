@@ -43,17 +43,10 @@ class SnapshotWrite:
     """Write of one snapshot to one checkpoint folder. The interpreter waits for its end before exiting."""
 
     def __init__(
-        self,
-        path: Path,
-        contents: Callable[[], dict[str, Any]],
-        *,
-        turn: threading.Lock,
-        on_end: Callable[[], None],
-        warn: Callable[..., None],
+        self, path: Path, contents: Callable[[], dict[str, Any]], *, turn: threading.Lock, on_end: Callable[[], None]
     ) -> None:
-        """`contents()`, called on the thread, may wait for the device. `turn`: writes with the same lock follow each other.
-        `warn`: as `Metrics.warn`."""
-        self.path, self._warn = path, warn
+        """`contents()`, called on the thread, may wait for the device. `turn`: writes with the same lock follow each other."""
+        self.path = path
         """The folder. It is there, whole and on the disk, once `wait` has returned."""
         # Import here, not on the thread: the module registers exit handlers, and the interpreter's exit may have begun by then.
         from chameleon_mm.state.checkpoint import write_checkpoint
@@ -94,7 +87,7 @@ class SnapshotWrite:
         except BaseException as error:  # noqa: BLE001 - on this thread nobody would see it: `wait` raises it
             traceback.clear_frames(error.__traceback__)  # frames hold views of the blocks
             self._error = error
-            self._warn(_log, "chameleon_mm: a snapshot was not written to %s: %s", self.path, str(error))
+            _log.warning("chameleon_mm: a snapshot was not written to %s: %s", self.path, str(error))
         finally:
             try:
                 on_end.pop()()
@@ -124,9 +117,7 @@ class Snapshot:
         random: RandomState,
         last: Event,
         turn: threading.Lock,
-        warn: Callable[..., None],
     ) -> None:
-        self._warn = warn
         self.model, self.optimizer, self.random, self.device = model, optimizer, random, device
         self._copies: Sequence[TensorCopy] = [*model.copies, *(() if optimizer is None else optimizer.copies)]
         self._last = last
@@ -170,7 +161,7 @@ class Snapshot:
             self.check_live("snapshot.write()")
             self._writes += 1
         try:
-            return SnapshotWrite(folder, self.for_checkpoint, turn=self._turn, on_end=self._write_ended, warn=self._warn)
+            return SnapshotWrite(folder, self.for_checkpoint, turn=self._turn, on_end=self._write_ended)
         except BaseException:  # no thread could be started
             self._write_ended()
             raise
@@ -243,7 +234,7 @@ class Snapshots:
         self._home = Home(executor)
         pool = self._home.context.pool
         self._device = pool.device
-        self._counters, self._warn = executor.metrics.totals, executor.metrics.warn
+        self._counters = executor.metrics.totals
         self._model, self._optimizer = model, optimizer
         self._copier = Copier(self._home, pool, parameters)
         self._parameters, self._leave = parameters, leave
@@ -266,7 +257,7 @@ class Snapshots:
             self._release([*model.copies, *(() if optimizer is None else optimizer.copies)])
             raise
         last = self._join_streams()
-        snapshot = self.latest = Snapshot(self._device, model, optimizer, random, last, self._turn, self._warn)
+        snapshot = self.latest = Snapshot(self._device, model, optimizer, random, last, self._turn)
         self._counters.snapshots += 1
         self._counters.snapshot_bytes += snapshot.nbytes
         return snapshot

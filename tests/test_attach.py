@@ -531,3 +531,21 @@ def test_a_second_attach_on_a_thread_is_said_to_the_first(caplog: pytest.LogCapt
     assert "attach(nn.ModuleList([a, b]))" in "".join(attached[0].report().problems)
     for attachment in reversed(attached):
         attachment.detach()
+
+
+def test_an_optimizer_in_backward_steps_on_autograds_own_thread_and_is_no_misuse(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = layers().to(device.torch_device)
+
+    def stepped(parameter: Tensor) -> None:
+        optimizer = torch.optim.SGD([parameter], lr=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(stepped)
+    with cm.attach(model, hbm_budget=BUDGET, device=device, min_bytes=64 * KIB) as handle:
+        model(torch.ones(2, 128, device=device.torch_device)).sum().backward()
+        assert handle.report().problems == ()
+    assert "the optimizer steps on" not in caplog.text

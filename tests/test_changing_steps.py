@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from chameleon_mm.bench._lengths_run import SMALL_GPU as GPU
 from chameleon_mm.bench._lengths_run import run_lengths
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.follow.adaptation import CACHED_STEPS, RECORDED_SHARE, UNUSED_RECORDINGS
+from chameleon_mm.follow.structure import OPEN_MARGIN, RECENT_STEPS, ExtraMemory, Structure
+from chameleon_mm.record.light_profiler import StepRecord
 from tests.test_random_lengths import check, report_of, share_of_unswapped
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -300,3 +303,17 @@ def test_a_hundred_steps_of_changing_routing() -> None:
     run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= 6
     assert sum(run.times_us) < sum(run_lengths(make, shapes, budget, plans=False).times_us)
+
+
+def test_one_odd_step_with_open_sizes_widens_the_margin_for_the_latest_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    structure = Structure((), min_bytes=0)
+    structure.has_open_sizes = True
+    monkeypatch.setattr(structure, "_tensor_bytes", SimpleNamespace(spread_bytes=lambda proportions: 100), raising=False)
+    monkeypatch.setattr(structure, "_values", lambda features: {})
+    monkeypatch.setattr(structure, "_proportions", lambda values: [])
+    record, margins = StepRecord.of([], [], ()), list[int]()
+    assert structure.note_growth(1000) == 1000 * OPEN_MARGIN
+    for _ in range(RECENT_STEPS + 1):
+        margins.append(structure.margin_bytes(record))
+        structure.note_extra(ExtraMemory())
+    assert margins == [*[1000 * OPEN_MARGIN] * RECENT_STEPS, 100 * OPEN_MARGIN]

@@ -7,6 +7,7 @@ import errno
 import gc
 import itertools
 import json
+import logging
 import mmap
 import os
 import re
@@ -154,6 +155,19 @@ def test_refused_pages_are_gone_before_the_fallback_asks_for_as_many(no_gc: None
     PageLocker(driver.calls()._replace(register=register, host_alloc=host_alloc)).pin(64 * MIB)
     assert mapped_at_fallback == [False]
     assert "register: out of memory (2)" in caplog.text
+
+
+def test_refusals_are_warned_of_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    locker = PageLocker(FakeDriver("register", "unregister").calls())
+    with caplog.at_level(logging.INFO, "chameleon_mm"):
+        for nbytes in (4096, 8192, 12288):
+            locker.pin(nbytes)
+    refused = "chameleon_mm: {} KiB of pinned memory refused: register: out of memory (2) ({} of its kind)"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", refused.format("4.00", 1)),
+        ("INFO", refused.format("8.00", 2)),
+        ("INFO", refused.format("12.0", 3)),
+    ]
 
 
 def test_refused_twice_says_what_both_said_and_what_there_is() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import CostModel, sim_device
 from chameleon_mm.follow.structure import RECENT_STEPS
-from chameleon_mm.units import KIB
+from chameleon_mm.units import KIB, allocated_size
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -31,10 +31,14 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.kept: list[Tensor] = []
 
     def forward(self, x: Tensor, kind: str) -> Tensor:
+        self.kept.clear()
         for i, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
+            if kind == "keeps a little":
+                self.kept.append(x.detach()[:8].clone())
             if i == AT:
                 x = self.hidden(x, kind)
         return x.square().mean()
@@ -122,6 +126,81 @@ def test_memory_that_no_hook_tells_of_passes_the_budget_once(plain: str, hidden:
     assert (got.report.detailed_steps, got.report.plan_cache_hits) == (1, len(kinds) - 1)
 
 
+@pytest.mark.parametrize("share", [0.95, 0.85])
+def test_a_little_that_is_kept_at_each_hook_is_noticed_told_and_planned_for(share: float) -> None:
+    """Less than the plan's room between any two hooks; all together it is more."""
+    kinds = [*["plain"] * 4, *["keeps a little"] * 12]
+    budget = int(max(run(["plain"] * 2).peaks) * share)
+    got = run(kinds, budget)
+    assert got.losses == plainly(kinds)
+    assert got.kinds == ["recorded", *["planned"] * 15]
+    assert got.report is not None
+    (told,) = got.report.warnings.items()
+    assert "more device memory allocated than its plan has in Net at test_hidden_memory.py" in told[0]
+    assert told[1] == 2  # an outlier until the second one, then a plan has room
+    assert max(got.peaks) <= budget
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+@pytest.mark.parametrize("later", ["held", "kept", "held and kept", "some kept"])
+def test_gradients_are_there_as_a_step_begins_if_they_are_and_not_if_as_much_is(later: str, has_model: bool) -> None:
+    """From the fifth step on, as many bytes as the gradients have are held by somebody, or gradients are zeroed and stay."""
+
+    def train(budget: int | None) -> tuple[list[float], list[int], cm.SwapReport | None]:
+        device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
+        torch.manual_seed(0)
+        losses, peaks = list[float](), list[int]()
+        with device.compute(), ExitStack() as opened:
+            model = Net()
+            nbytes = sum(int(allocated_size(p.untyped_storage().nbytes())) for p in model.parameters())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            session = None
+            if budget is not None:
+                named = model if has_model else None
+                session = opened.enter_context(cm.SwapSession(budget, "64MiB", device, 8 * KIB, model=named))
+            for number in range(12):
+                is_late = number >= 4
+                optimizer.zero_grad(set_to_none=not is_late or later == "held")
+                if is_late and later == "some kept":
+                    model.layers[3].weight.grad = None
+                other = torch.empty(nbytes, dtype=torch.uint8) if is_late and "held" in later else None
+                device.reset_peaks()
+                with nullcontext() if session is None else session.step():
+                    for micro in (0, 100):  # at the second one's peak there are gradients
+                        loss = model(batch(number + micro, "plain"), "plain")
+                        loss.backward()
+                        losses.append(loss.item())
+                    optimizer.step()
+                peaks.append(device.peak_allocated_bytes())
+                del loss, other
+            return losses, peaks, None if session is None else session.report()
+
+    expected, unswapped, _ = train(None)
+    budget = int(max(unswapped) * 0.9)
+    losses, peaks, report = train(budget)
+    assert losses == expected
+    assert max(peaks) <= budget
+    assert report is not None
+    assert report.steps_by_phase == {"recorded": 1, "planned": 11}
+    assert not report.warnings
+
+
+def test_parameters_that_the_simulator_counts_at_first_sight_count_once() -> None:
+    """Those of a model that was made before the session."""
+    torch.manual_seed(0)
+    model, device = Net(), cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
+    budget = int(max(run(["plain"] * 2).peaks) * 0.85)
+    with cm.SwapSession(budget, "64MiB", device, 8 * KIB, model=model) as session:
+        for number in range(4):
+            with session.step():
+                model(batch(number, "plain"), "plain").backward()
+                model.zero_grad()
+    report = session.report()
+    assert report.unswapped_peak["parameters"] == sum(int(allocated_size(p.nbytes)) for p in model.parameters())
+    assert "from before the step, not used in it" not in report.unswapped_peak
+    assert report.steps_by_phase == {"recorded": 1, "planned": 3}
+
+
 def test_memory_that_somebody_held_once_is_planned_without_again() -> None:
     kinds = ["plain"] * (8 + RECENT_STEPS + 4)
     expected = run(kinds)
@@ -129,6 +208,8 @@ def test_memory_that_somebody_held_once_is_planned_without_again() -> None:
     got = run(kinds, budget, held=[5], held_bytes=300 * KIB)
     assert got.losses == expected.losses
     assert got.kinds == ["recorded", *["planned"] * 4, "by_rule", *["planned"] * (len(kinds) - 6)]  # not with so much beside it
+    assert got.report is not None
+    assert ["300.0 KiB more device memory allocated than its plan has" in text for text in got.report.warnings] == [True]
     assert all(peak <= budget for number, peak in enumerate(got.peaks) if number != 5)
 
 

@@ -243,7 +243,7 @@ def trained(mixed: Mixed, kind: Kind, budget: int | None) -> Found:
         found = Found(seen, device.allocated_bytes() - before, peaks)
     if told is not None:
         no_plan = [text for label, text in told.rows() if label == "latest plan" and "needs" in text]
-        found.reasons, found.bytes_swapped_out = "; ".join((*told.problems, *no_plan)), told.bytes_swapped_out
+        found.reasons, found.bytes_swapped_out = "; ".join((*told.problems, *told.warnings, *no_plan)), told.bytes_swapped_out
         found.planned = told.steps_by_phase.get("planned", 0)
     return found
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.device.operators import OpCall
+from chameleon_mm.record.step_log import StepLog
 from chameleon_mm.swap.hook_counts import UNNAMED_STEPS
 from chameleon_mm.swap.metrics import Metrics, StepKind
 from chameleon_mm.units import MIB, format_size
@@ -390,6 +392,21 @@ def test_a_warning_is_logged_once_and_counted(sim: cm.SimDevice, caplog: pytest.
     needs = f"one needs {format_size(sum(report.least_peak.values()))} or more"
     assert dict(report.rows())["latest plan"] == f"none: {needs}; steps by the default rule took up to {format_size(most)}"
     assert most > report.hbm_budget_bytes and min(step.peak_hbm_bytes for step in report.step_figures) > 0
+
+
+def test_operators_that_no_recorder_can_write_down_are_told_once_and_counted(
+    sim: cm.SimDevice, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(self: StepLog, call: OpCall) -> None:
+        raise NotImplementedError("no storage to look at")
+
+    monkeypatch.setattr(StepLog, "before", refuses)
+    x, session = leaf(sim), opened(sim)
+    with caplog.at_level(logging.WARNING, "chameleon_mm"), session:
+        for _ in range(3):
+            a_step(session, x)
+    (logged,) = [record.getMessage() for record in caplog.records]
+    assert "no trace of this step" in logged and session.report().warnings == {logged: 3}
 
 
 def test_each_kind_of_warning_is_counted_for_itself(caplog: pytest.LogCaptureFixture) -> None:

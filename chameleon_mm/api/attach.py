@@ -117,7 +117,7 @@ class Attachment:
                 return
             self._of_model.add(optimizer)
         here = threading.current_thread()
-        if here is not self._bounds.thread:
+        if here is not self._bounds.thread and not in_backward():  # else autograd's own thread steps it
             self._counts.trained_on = here.name
         self._bounds.optimizer_stepped()
         self._optimizer_steps += 1

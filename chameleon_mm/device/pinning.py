@@ -23,6 +23,7 @@ import os
 import resource
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -154,6 +155,7 @@ class PageLocker:
         self._scope = scope
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a pool collected in here unpins on this same thread
+        self._warned = Counter[str]()
         self._live: dict[int, Tensor] = {}  # by address
         self._registered_at: set[int] = set()  # addresses; includes freed ones that the driver refused to unregister
 
@@ -180,7 +182,9 @@ class PageLocker:
                 except (RuntimeError, OSError, OverflowError, MemoryError) as error:
                     # Only its text: a log record with the error would keep its frames and their pages alive.
                     reasons.append(str(error))
-                    _log.warning("chameleon_mm: %s of pinned memory refused: %s", format_size(nbytes), reasons[-1])
+                    self._warn(
+                        _log, "chameleon_mm: %s of pinned memory refused: %s (%d of its kind)", format_size(nbytes), reasons[-1]
+                    )
                     # Else the next kernel launch of unrelated code would raise it.
                     self._calls.clear_error()
                     continue
@@ -215,12 +219,14 @@ class PageLocker:
                 self._calls.unregister(address)
                 self._registered_at.remove(address)  # not reached if the driver refuses: see Note [Mapped while registered]
             except RuntimeError as error:
-                _log.warning(
-                    "chameleon_mm: %s of pinned memory could not be unpinned and stay mapped: %s",
-                    format_size(memory.numel()),
-                    str(error),
-                )
+                unmapped = "chameleon_mm: %s of pinned memory could not be unpinned and stay mapped: %s (%d of its kind)"
+                self._warn(_log, unmapped, format_size(memory.numel()), str(error))
                 self._calls.clear_error()
+
+    def _warn(self, log: logging.Logger, message: str, *values: object) -> None:
+        """Log a warning if it is the first of its `message`, else information. `message` ends with the number of its kind."""
+        self._warned[message] += 1
+        log.log(logging.WARNING if self._warned[message] == 1 else logging.INFO, message, *values, self._warned[message])
 
     def _registered(self, register: Callable[[int, int], None], nbytes: int) -> Tensor:
         held = self._registered_at

@@ -32,6 +32,7 @@ from chameleon_mm.record.light_profiler import Feature, StepRecord
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.calling_thread import annotation
 from chameleon_mm.swap.metrics import Metrics, StepKind, StepTiming
+from chameleon_mm.units import format_size
 
 # --- Make plans within budgets, and leave some device memory free if possible
 
@@ -171,7 +172,7 @@ class FollowedStep(NamedTuple):
     unused: dict[tuple[int, int], int]
     """Bytes that the recorded step allocated between two hooks and this step did not, by the two hooks."""
     exceeded_plan: bool
-    """True if the step took more memory than its plan had room for, so that the plan's forecast was given up."""
+    """True if the step took more memory than its plan had room for, between two hooks or at one. `extra` has these bytes."""
     had_plan: bool
     """True if some hook followed a plan. `followed_plan`: all hooks followed one plan, whose forecast held to the end."""
     followed_plan: bool
@@ -409,6 +410,7 @@ class Adaptation:
             # Optimizer state that this step made exists from the beginning of all later steps.
             trace = renumbered(without_making(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
             structure = self._structures.note(record, trace)
+            structure.trained = recorder.trained
             planned = self._planned_step(record, trace, structure)
             self._add_plans(planned)
             self.steps.put(record, planned)
@@ -464,7 +466,7 @@ class Adaptation:
 
     def _planned_step(self, record: StepRecord, trace: Trace, structure: Structure) -> PlannedStep:
         planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
-        planned.proven, planned.refused = structure.proven(trace), structure.refused
+        planned.proven, planned.refused, planned.trained = structure.proven(trace), structure.refused, structure.trained
         return planned
 
     # --- plans
@@ -506,15 +508,19 @@ class Adaptation:
             if entry.plan is not None and entry.plan.has_new_refusals():
                 self._add_plans(entry.plan)
 
-    def has_room(self, planned: PlannedStep, extra_bytes: int) -> bool:
-        """True if the step's plans have room for `extra_bytes`, allocated at its first hook beyond the trace. If they have
+    def has_room(self, planned: PlannedStep, extra: ExtraMemory) -> bool:
+        """True if the step's plans have room for `extra`, allocated at its first hook beyond the trace. If they have
         none, makes plans that do. False: there are none; the present ones stay, for steps without these bytes."""
-        more_bytes = extra_bytes - planned.extra.extra_bytes
+        new_gradients = extra.keeps_gradients and not planned.extra.keeps_gradients
+        more_bytes = extra.extra_bytes - planned.extra.extra_bytes + new_gradients * planned.gradient_bytes
         plan = None if planned.current is None else planned.current.program.plan
         room_bytes = 0 if plan is None else max(self._hbm_budget_bytes, plan.hbm_budget_bytes) - plan.peak_bytes
         if plan is None or more_bytes <= max(0, room_bytes):
             return True  # such as a scalar that the loop keeps of every step: plans leave room for it
-        return self._plan_for(planned, planned.extra | ExtraMemory(extra_bytes=extra_bytes))
+        has_room = self._plan_for(planned, planned.extra | extra)
+        if not has_room:
+            self.tell_lack(more_bytes, " as it began")
+        return has_room
 
     def _learn_extra(self, entry: StepEntry, planned: PlannedStep, step: FollowedStep) -> None:
         """Learn the memory that a step took beyond its trace. Note [Odd steps]."""
@@ -522,19 +528,33 @@ class Adaptation:
         before = usual.recent_extra if structure is None else structure.extra
         if structure is not None:
             structure.note_extra(step.extra)
+            if (
+                structure.has_open_sizes
+                and (margin := structure.margin_bytes(planned.record)) < planned.margin_bytes - spare_bytes
+            ):
+                planned.margin_bytes = margin  # an odd step had widened it
+                self._plan_for(planned, planned.extra, at_most=1)
         extra = usual.note_extra(step.extra, spare_bytes) if planned is usual else None
         if extra is not None:
             planned.reset_for(extra)
         if planned.learn_inner_memory(step.unused, spare_bytes) or planned.has_new_refusals() or extra is not None:
             self._add_plans(planned)
-        is_odd = any(nbytes > spare_bytes for nbytes in step.extra.spikes.values())
+        is_odd = step.exceeded_plan or any(nbytes > spare_bytes for nbytes in step.extra.spikes.values())
         repeats = usual.note_odd(is_odd=is_odd) or bool(before.spikes)
         if step.exceeded_plan and repeats:
             extra = planned.extra | before | step.extra
             self._plan_for(planned, extra)
-            if planned is usual and structure is None:
+            if step.extra.spikes and planned is usual and structure is None:
                 self._add_plans(usual.make_odd(extra))
         entry.plan = usual.odd if usual.odd is not None and usual.odd_is_due else usual
+
+    def tell_lack(self, more_bytes: int, where: str) -> None:
+        """Warn that a step took `more_bytes` more than its plan has."""
+        told = (
+            "chameleon_mm: a step had %s more device memory allocated than its plan has%s, in tensors that no hook sees; free "
+            "them earlier, or raise hbm_budget by as much if it goes on: later plans leave so much free if they can"
+        )
+        self._metrics.warn(_log, told, format_size(more_bytes), where)
 
     def _learn_times(self) -> None:
         """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from chameleon_mm.follow.structure import MOST_VARIABLES, ExtraMemory
 from chameleon_mm.plan.step_program import Row, StepProgram
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import FIXED_STORAGE, NEW_STORAGE
+from chameleon_mm.plan.unswapped_memory import place_at
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.light_profiler import EARLIER_STEP, LatestHook, LightProfiler, feature_hash
 from chameleon_mm.record.recorder import Recorder
@@ -44,13 +46,22 @@ class StepMemory:
     """Bytes that a step allocates beyond its trace, and bytes of the trace that it does not allocate."""
 
     def __init__(self) -> None:
-        self.extra_bytes = 0
-        """Bytes allocated at the first hook beyond the planned step's."""
+        self.at_first_hook = ExtraMemory()
+        """Memory allocated at the first hook beyond the planned step's."""
         self.spikes: dict[int, int] = {}
         """Bytes allocated beyond the trace, by tick of the trace: those planned for, and those that exceed the plan."""
         self.unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
         self.exceeded_plan = False
+        self.lacking_bytes, self.lacking_at = 0, -1
+        """Most bytes beyond the plan's at a check, if the plan had no room for them, and the tick of its hook."""
+
+    def compare(self, wanted_bytes: int, hook: int, planned: PlannedStep, program: StepProgram, budget: Budget) -> None:
+        """Compare `wanted_bytes`, allocated at a check or at most until the next one, with what `program` has there."""
+        if wanted_bytes > max(budget.hbm_budget_bytes, program.plan.hbm_budget_bytes):
+            beyond_bytes = wanted_bytes - planned.most_until_check(program, hook)
+            if beyond_bytes > self.lacking_bytes:
+                self.lacking_bytes, self.lacking_at = beyond_bytes, int(planned.trace.hook_tick[hook])
 
     def differs(
         self, more_bytes: int, since: int, hook: int, planned: PlannedStep, program: StepProgram | None, budget: Budget
@@ -130,12 +141,13 @@ class PlanFollower(Director):
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         num_hooks, entry = self.light.num_hooks, self._entry
         self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
+        extra = self._extra_memory()
         step = FollowedStep(
             record=self.light.end_step(),
             followed=self.followed,
             whole=self._recorder is not None,
             recorded_hooks=self._recorded_hooks if self._recorder is None else num_hooks,
-            extra=ExtraMemory(extra_bytes=self._memory.extra_bytes, spikes=self._memory.spikes),
+            extra=extra,
             unused=self._memory.unused,
             exceeded_plan=self._memory.exceeded_plan,
             had_plan=self._had_plan,
@@ -294,32 +306,53 @@ class PlanFollower(Director):
         """Make the plan again if it assumes less memory than is allocated at the first hook: it would exceed its budget."""
         if self._planned is None:
             return
-        extra_bytes, plans = max(0, self._first_bytes - self._planned.first_hook_bytes), self._planned.trials
-        if not self.adaptation.has_room(self._planned, extra_bytes):
+        plans, extra = self._planned.trials, self._planned.extra_at(self._first_bytes, asks=self.light.latest().last_used < 0)
+        if not self.adaptation.has_room(self._planned, extra):
             self._diverge(budget)  # the default rule has this step
         elif self._planned.trials is not plans:
             self._follow(self._entry, budget)
-        self._memory.extra_bytes = extra_bytes
+        self._memory.at_first_hook = extra
 
     def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
         """Note growth. `at_hook`: compare growth since the last comparison with the cached step's. `hook`: None is the
         latest."""
         self._growth_bytes += nbytes
+        hook = self.light.num_hooks - 1 if hook is None else hook
+        planned, budget, way = self._planned, self._budget, self.way
+        wanted_bytes = 0 if budget is None else budget.take_wanted_bytes()
+        if wanted_bytes and planned is not None and way is not None and budget is not None and budget.forecast is way:
+            self._memory.compare(wanted_bytes, hook, planned, way.program, budget)
         if not at_hook:
             return
-        hook = self.light.num_hooks - 1 if hook is None else hook
         since, self._checked_at = self._checked_at, hook
         growth_bytes, self._growth_bytes = self._growth_bytes, 0
-        planned, budget = self._planned, self._budget
         if planned is None or self._diverged or budget is None or hook <= since:
             return
         until = planned.allocated_until
         more_bytes = growth_bytes - until[hook] + (until[since] if since >= 0 else 0)
-        program = None if self.way is None else self.way.program
+        program = None if way is None else way.program
         if more_bytes and self._memory.differs(more_bytes, since, hook, planned, program, budget):
             budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is too low
         if self.way is not None:
             self.way.margin_bytes = planned.margin_bytes  # a step with open sizes may have widened it
+
+    def _extra_memory(self) -> ExtraMemory:
+        """Memory that the step took beyond its trace. Tells of what its plan had no room for."""
+        memory, planned, budget, way = self._memory, self._planned, self._budget, self.way
+        extra = replace(memory.at_first_hook, spikes=memory.spikes)
+        proves = self.recompute is not None and not self.recompute.is_typical  # then it keeps what the plan drops
+        if planned is None or budget is None or way is None or self._diverged or proves:
+            return extra
+        lacking_bytes, peak_bytes, plan = memory.lacking_bytes, budget.peak_watch.peak().at_least_bytes, way.program.plan
+        if peak_bytes > max(budget.hbm_budget_bytes, plan.hbm_budget_bytes) and budget.forecast is way:
+            lacking_bytes = max(lacking_bytes, peak_bytes - plan.peak_bytes)
+        if lacking_bytes or memory.exceeded_plan:
+            place = str(place_at(planned.trace, memory.lacking_at))
+            self.adaptation.tell_lack(max(lacking_bytes, *memory.spikes.values(), 0), f" in {place}" if place else "")
+        if lacking_bytes:
+            memory.exceeded_plan = True
+            extra |= ExtraMemory(extra_bytes=planned.extra.extra_bytes + lacking_bytes)
+        return extra
 
     def growth(self) -> GrowthSoFar | None:
         planned = self._planned
@@ -407,6 +440,7 @@ def plan_steps(
             device,
             model=model,
             is_hidden=is_hidden,
+            warn=metrics.warn,
             reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
         replayable=replayable,

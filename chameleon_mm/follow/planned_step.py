@@ -13,6 +13,7 @@ planned.learn_inner_memory(unused, 1 << 20)    # the latest steps held less insi
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,14 @@ from copy import copy
 from statistics import median
 
 import numpy as np
+from torch import Tensor
 
 from chameleon_mm.follow.structure import RECENT_STEPS, ExtraMemory, Structure
 from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.step_program import Keys, StepProgram
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
-from chameleon_mm.plan.trace import Int64s, StepPhase, Trace, with_extra, with_times
+from chameleon_mm.plan.trace import Int64s, StepPhase, TensorKind, Trace, outliving_bytes, with_extra, with_times
 from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, place_of
 from chameleon_mm.record.light_profiler import PLAIN_CLASSES, StepRecord
 from chameleon_mm.replayable import base_name
@@ -111,6 +113,9 @@ class PlannedStep:
         """Bytes that plans and forecasts leave free because sizes of the step are open."""
         self.predicted_by: Structure | None = None
         """Structure that its trace was predicted from; None: the trace was recorded."""
+        self.trained: Sequence[weakref.ref[Tensor]] = ()
+        """Parameters whose gradients the recorded step made and left: `gradient_bytes` of device memory."""
+        self.gradient_bytes = outliving_bytes(trace, {TensorKind.GRADIENT})
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
         """Tick of each hook, and of the step's end."""
@@ -296,6 +301,12 @@ class PlannedStep:
 
     # --- memory that hooks do not see
 
+    def extra_at(self, first_bytes: int, *, asks: bool) -> ExtraMemory:
+        """Extra memory of a step that has `first_bytes` allocated at its first hook. `asks`: no backward has run in it yet."""
+        more_bytes, made = first_bytes - self.first_hook_bytes, [ref() for ref in self.trained]
+        keeps = asks and bool(made) and all(parameter is not None and parameter.grad is not None for parameter in made)
+        return ExtraMemory(extra_bytes=max(0, more_bytes - keeps * self.gradient_bytes), keeps_gradients=keeps)
+
     def growth_after(self, hook: int, checks: int) -> int:
         """Maximum growth of allocation in bytes from `hook` until `checks` checks of memory after the next one, if nothing
         moves. `hook` -1: from the step's beginning. Memory is checked at saves and uses of storages that may move."""
@@ -312,6 +323,11 @@ class PlannedStep:
         further, so more is left free from now on."""
         if self.predicted_by is not None and self.predicted_by.has_open_sizes:
             self.margin_bytes = max(self.margin_bytes, self.predicted_by.note_growth(more_bytes))
+
+    def most_until_check(self, program: StepProgram, hook: int) -> int:
+        """Most bytes that `program`, a plan of this step, has allocated from `hook` until the next check of memory."""
+        later = next((later for later in range(hook + 1, len(program.rows) - 1) if program.rows[later].is_checked), -1)
+        return int(program.allocated_bytes[self._by_hook[hook] : self._by_hook[later] + 1].max(initial=0))
 
     def ticks_between(self, hook: int, later: int) -> slice:
         """Ticks of the operators between two hooks, or the first hook's own tick if there are none. -1 is the step's beginning;

@@ -15,6 +15,7 @@ expert. A step agrees with any value of an open size, and is planned for the lar
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,6 @@ from chameleon_mm.plan.trace import (
     Int64s,
     TensorKind,
     Trace,
-    outliving_bytes,
     there_before,
     with_extra,
     with_spikes,
@@ -213,15 +213,17 @@ RECENT_STEPS = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraMemory:
     """Bytes beyond a trace's. `spikes` has bytes by tick: they are allocated there, and freed again before the next check of
-    memory."""
+    memory. `keeps_gradients`: those that the trace makes and leaves exist before; `extra_bytes` has none of them."""
 
     extra_bytes: int = 0
+    keeps_gradients: bool = False
     spikes: Mapping[int, int] = field(default_factory=dict)
 
     def __or__(self, other: ExtraMemory) -> ExtraMemory:
         ticks = {*self.spikes, *other.spikes}
         spikes = {tick: max(self.spikes.get(tick, 0), other.spikes.get(tick, 0)) for tick in sorted(ticks)}
-        return ExtraMemory(extra_bytes=max(self.extra_bytes, other.extra_bytes), spikes=spikes)
+        keeps_gradients = self.keeps_gradients or other.keeps_gradients
+        return ExtraMemory(extra_bytes=max(self.extra_bytes, other.extra_bytes), keeps_gradients=keeps_gradients, spikes=spikes)
 
     @classmethod
     def most_of(cls, taken: Iterable[ExtraMemory]) -> ExtraMemory:
@@ -229,18 +231,17 @@ class ExtraMemory:
         return reduce(or_, taken, cls())
 
     def exceeds(self, other: ExtraMemory, by_bytes: int) -> bool:
-        """True if its `extra_bytes` or one of its spikes exceeds that of `other` by more than `by_bytes`."""
-        if self.extra_bytes - other.extra_bytes > by_bytes:
+        """True if its `extra_bytes` or one of its spikes exceeds that of `other` by more than `by_bytes`, or if it alone keeps
+        gradients."""
+        if self.extra_bytes - other.extra_bytes > by_bytes or self.keeps_gradients > other.keeps_gradients:
             return True
         return any(nbytes - other.spikes.get(tick, 0) > by_bytes for tick, nbytes in self.spikes.items())
 
     def added_to(self, trace: Trace) -> Trace:
-        extra_bytes = self.extra_bytes
-        gradients = outliving_bytes(trace, {TensorKind.GRADIENT})
-        if 0 < gradients <= extra_bytes:  # gradients are kept and zeroed
-            trace, extra_bytes = there_before(trace, {TensorKind.GRADIENT}), extra_bytes - gradients
-        if extra_bytes:
-            trace = with_extra(trace, extra_bytes)
+        if self.keeps_gradients:
+            trace = there_before(trace, {TensorKind.GRADIENT})
+        if self.extra_bytes:
+            trace = with_extra(trace, self.extra_bytes)
         return with_spikes(trace, self.spikes) if self.spikes else trace
 
 
@@ -288,11 +289,13 @@ class Structure:
         self._recorded: list[_Recorded] = []
         """Recordings that agree in all columns except sizes and times, the smallest first."""
         self._recordings = 0
+        self.trained: Sequence[weakref.ref[torch.Tensor]] = ()
+        """Parameters whose gradients the latest recorded step made and left."""
         self._mispredicted = False
         self.has_open_sizes = False
         """True if the beginning of a step does not determine some of its sizes."""
-        self._most_growth_bytes = 0
-        """Most bytes beyond the plan that a step with open sizes allocated between two hooks."""
+        self._growths = deque([0], maxlen=RECENT_STEPS)
+        """Most bytes beyond the plan that each of the latest steps with open sizes allocated between two hooks."""
         self._extra: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._slowdowns: dict[int, deque[float]] = {}
 
@@ -437,12 +440,12 @@ class Structure:
         if not self.has_open_sizes:
             return 0
         spread_bytes = self._tensor_bytes.spread_bytes(self._proportions(self._values(record.features)))
-        return OPEN_MARGIN * max(spread_bytes, self._most_growth_bytes)
+        return OPEN_MARGIN * max(spread_bytes, *self._growths)
 
     def note_growth(self, more_bytes: int) -> int:
         """Note that a step allocated `more_bytes` beyond its plan between two hooks. Returns the bytes to leave free."""
-        self._most_growth_bytes = max(self._most_growth_bytes, more_bytes)
-        return OPEN_MARGIN * self._most_growth_bytes
+        self._growths[-1] = max(self._growths[-1], more_bytes)
+        return OPEN_MARGIN * self._growths[-1]
 
     def trace_of(self, record: StepRecord) -> Trace:
         """Predict the trace of a step with this record, of this structure."""
@@ -478,8 +481,9 @@ class Structure:
         return ExtraMemory.most_of(self._extra)
 
     def note_extra(self, extra: ExtraMemory) -> None:
-        """Note the memory that a step took beyond its predicted trace."""
+        """Note the memory that a step took beyond its predicted trace, as it ends."""
         self._extra.append(extra)
+        self._growths.append(0)
 
     def note_misprediction(self) -> None:
         """Note a wrong prediction. Nothing is predicted until another step is recorded."""

@@ -127,9 +127,11 @@ class Recorder(StepMode):
         times: OpTimes | None = None,
         reclaim_some: ReclaimSome | None = None,
         is_hidden: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
+        warn: Callable[..., None] = logging.Logger.warning,
     ) -> None:
+        """`warn(log, message, *values)` logs a warning."""
         super().__init__()
-        self._device = device
+        self._device, self._warn = device, warn
         self._device_type = device.torch_device.type
         self._dispatch = DispatchState(device)
         self._flaw: str | None = None
@@ -147,6 +149,11 @@ class Recorder(StepMode):
     @property
     def oom_retries(self) -> int:
         return 0 if self._retry is None else self._retry.retries
+
+    @property
+    def trained(self) -> Sequence[weakref.ref[Tensor]]:
+        """Parameters whose gradients the finished step made and left."""
+        return self._log.trained
 
     @property
     def flaw(self) -> str | None:
@@ -245,7 +252,7 @@ class Recorder(StepMode):
             raise
         except Exception as error:  # noqa: BLE001 - any error: the operator itself may well be right
             # Only the text: a log record that keeps the error keeps its frames, and the tensors that they hold.
-            _log.warning("chameleon_mm: no trace of this step: %s cannot be written down: %s", call.facts.name, str(error))
+            self._warn(_log, "chameleon_mm: no trace of this step: %s cannot be written down: %s", call.facts.name, str(error))
             self._give_up(f"{call.facts.name} could not be written down: {type(error).__name__}: {error}")
         except BaseException:
             self._give_up(_INTERRUPTED)

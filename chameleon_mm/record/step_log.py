@@ -200,6 +200,8 @@ class StepLog:
         """Hash of each signature, computed once."""
         self.times = EventTimes(device) if times is None else times
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self.trained: list[weakref.ref[Tensor]] = []
+        """Parameters whose gradients the step made and left; known once it is finished."""
         self._last_backward = -1, -1
         """Number and tick of the last operator of a backward so far."""
         self._in_backward = self._fake = False
@@ -284,6 +286,13 @@ class StepLog:
         """Return the trace of the finished step; waits for the device. Call once."""
         self._update_table()
         self._note_gradients()
+        parameters = [(ref, parameter) for ref in self._parameters.values() if (parameter := ref()) is not None]
+        self.trained = [
+            ref
+            for ref, parameter in parameters
+            for storage in storages_of(gradients_of([parameter]), self._device_type)
+            if (traced := self.table.find(storage)) is not None and traced.born >= 0
+        ]
         uncounted_bytes = self.table.end(fake=self._fake)
         for op, duration_us in self.times.resolve():
             self.builder.set_duration(op, duration_us)

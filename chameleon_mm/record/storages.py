@@ -157,6 +157,8 @@ class StorageTable:
         """Bytes of device memory that the table's storages freed so far."""
         self._unknown = allocated_bytes
         """Bytes that the device counted at the last reading in addition to the storages in the table."""
+        self._late_bytes = 0
+        """Bytes of parameters and buffers from before the step that the device counted only in it, as the simulator does."""
         self._lowest_unknown = allocated_bytes
         """Bytes among them that were there before the step and still are. The rest came unseen: a library's workspace."""
 
@@ -231,7 +233,7 @@ class StorageTable:
 
         A storage that this reading counts for the first time was just made unseen: it is born at `tick`. Example:
         `torch.tensor` on a simulated device, which counts at first sight. `fresh`: all are born at `tick`. Others were there
-        before the step.
+        before the step, and so were parameters and buffers.
         """
         self.note_emptied()
         seen_now = allocated_bytes - self._live_bytes - self._unknown
@@ -240,6 +242,10 @@ class StorageTable:
             new = fresh or (0 < charged <= seen_now)
             if new:
                 seen_now -= charged
+                expected = self._expected.get(id(storage))
+                if expected is not None and expected.ref() is storage and expected.kind <= TensorKind.BUFFER:
+                    self._late_bytes, self._lowest_unknown = self._late_bytes + charged, self._lowest_unknown + charged
+                    new = False
             self.add(storage, born=tick if new else -1, counted=True)
         self._unknown = allocated_bytes - self._live_bytes
         if self._unknown < self._lowest_unknown:
@@ -299,7 +305,7 @@ class StorageTable:
         Returns the bytes from before the step that the device did not count.
         """
         self.record_deaths()
-        uncounted = sum(allocated_size(t.nbytes) for t in self.traced if t.born < 0 and not t.counted)
+        uncounted = self._late_bytes + sum(allocated_size(t.nbytes) for t in self.traced if t.born < 0 and not t.counted)
         for expected in self._expected.values():
             charged = allocated_size(expected.nbytes)
             if expected.ref() is None or (not fake and charged > self._lowest_unknown):

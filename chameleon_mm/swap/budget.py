@@ -79,6 +79,9 @@ class PendingSwapOuts(Protocol):
     def pack_small(self) -> None:
         """Swap out the small storages that wait for others of their kind."""
 
+    def is_over(self, saved: SavedStorage) -> bool:
+        """True if the operator that saved it last is over."""
+
 
 def swap_out_now(saved: SavedStorage) -> None:
     """Swap a storage out to pinned memory, else to pageable memory, and reclaim its device memory at once. Raises
@@ -117,6 +120,7 @@ class Budget:
         """Forecast of the model's growth. A step has another one while it follows a plan, or may be a new step."""
         self.has_room_ahead = True
         """True if the growth until the next check fits, a plan's copies back included. An unknown growth counts as 0."""
+        self._wanted_bytes = 0
         self.peak_watch = PeakWatch(0)
         """Watch of the peak since the step's beginning, or another moment that its owner chose."""
         self._device = device
@@ -165,10 +169,16 @@ class Budget:
         ahead = self.forecast.growth_bytes if isinstance(self.forecast, Way) else self.forecast.growth()
         if self.lending is not None:
             self.lending.set_limits(budget, ahead, allocated_bytes=self._allocated)
-        if ahead is None or self._allocated + ahead > budget:
+        self._wanted_bytes = self._allocated + (ahead or 0)
+        if ahead is None or self._wanted_bytes > budget:
             self._make_room(0, ahead, exclude=())
         self.has_room_ahead = self._allocated + (ahead or 0) <= budget
         return growth
+
+    def take_wanted_bytes(self) -> int:
+        """Bytes allocated at the last check before it made room, and the forecast growth; 0 the second time."""
+        wanted_bytes, self._wanted_bytes = self._wanted_bytes, 0
+        return wanted_bytes
 
     def allocated_bytes(self) -> int:
         """Bytes allocated on the device now."""
@@ -357,8 +367,11 @@ class Budget:
 
     def _resident(self) -> list[SavedStorage]:
         """Storages that are on the device alone and may be copied."""
+        outs = self._swap_outs()
         return [
-            saved for saved in self._storages() if saved.state is State.ON_DEVICE and saved.op_is_over and saved.is_copyable
+            saved
+            for saved in self._storages()
+            if saved.state is State.ON_DEVICE and (outs is None or outs.is_over(saved)) and saved.is_copyable
         ]
 
     def room_for(self, nbytes: int) -> bool:

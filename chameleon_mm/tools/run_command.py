@@ -59,8 +59,8 @@ class LaunchedRank:
 
 _SHOWN = frozenset(
     {
-        "in short", "device", "PROBLEM", "steps", "what the steps were", "peak device memory", "recomputed", "swapped out / in",
-        "hidden share of copy time", "stall", "pinned host memory",
+        "in short", "device", "PROBLEM", "WARNING", "steps", "what the steps were", "peak device memory", "recomputed",
+        "swapped out / in", "hidden share of copy time", "stall", "pinned host memory",
     }
 )  # fmt: skip
 """Labels of the report that are printed at the end; its files have all of them."""

@@ -24,7 +24,6 @@ from torch.profiler import ProfilerActivity, profile
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.swap.calling_thread import annotation
-from tests._fakes import Unwatched
 from tests._programs import assert_same, deep, leaf
 from tests._random_models import far_ahead
 
@@ -165,27 +164,6 @@ def test_what_is_no_plain_tensor_is_kept(sim: cm.SimDevice) -> None:
         torch.vmap(torch.sin)(x).sum().backward()
         assert x.grad is not None
         assert torch.equal(x.grad, torch.ones(2, 4).cos())
-
-
-def test_dynamo_compiles_no_hook_and_nothing_that_it_calls() -> None:
-    torch._dynamo.reset()
-    device = Unwatched()
-    graphs: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    def program(x: Tensor) -> Tensor:
-        for _ in range(2):
-            with torch.autograd.profiler.record_function("a break of the graph inside of a block"):
-                torch._dynamo.graph_break()
-                x = x.sin()
-        return x
-
-    with cm.save_on_cpu(device=device, min_bytes=0):
-        torch.compile(program, backend=backend)(torch.ones(64, requires_grad=True)).sum().backward()
-    assert graphs == []
 
 
 def test_where_torch_cannot_mark_a_hook_it_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

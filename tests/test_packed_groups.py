@@ -71,7 +71,7 @@ class Swapping:
             rule=DefaultRule(min_bytes=1),
             limits=limits or Limits(ahead_bytes=0),
             protected=ProtectedStorages(),
-            thresholds=Thresholds(stay_below_bytes=1, pack_below_bytes=LARGEST + 1, staging_bytes=staging_bytes),
+            thresholds=Thresholds(pack_below_bytes=LARGEST + 1, staging_bytes=staging_bytes),
             verify=verify,
         )
 

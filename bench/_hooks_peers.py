@@ -34,7 +34,7 @@ from chameleon_mm.units import KIB
 TENSOR_BYTES = 4 * KIB
 """Bytes of each saved tensor: few, because the host's work for a tensor is measured, and does not depend on its size."""
 
-ALONE = Thresholds(stay_below_bytes=0, pack_below_bytes=0)
+ALONE = Thresholds.direct()
 """Thresholds by which each tensor has its own copy, as tensors of 1 MiB and more have."""
 
 PLANNED_SHARE = 0.1

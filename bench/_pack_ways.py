@@ -23,7 +23,7 @@ from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Waived
 from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
-from chameleon_mm.swap.copy_queue import Move, Path, Thresholds, Transfer
+from chameleon_mm.swap.copy_queue import Move, Thresholds, Transfer
 from chameleon_mm.swap.swap_outs import GROUP_BYTES
 
 
@@ -120,7 +120,7 @@ class Ways:
         work, began_us = self._work, self._device.host_us
         sources = work.tensors
         with self._device.compute():
-            moves = self._carried(sources) if Thresholds().path(work.nbytes) is Path.PACK else self._alone(sources)
+            moves = self._carried(sources) if Thresholds().packs(work.nbytes) else self._alone(sources)
         host_us = self._device.host_us - began_us
         begun = 0
         while begun < len(moves):

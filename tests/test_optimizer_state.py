@@ -381,6 +381,25 @@ def test_state_that_does_not_fit_any_more_is_host_memory(caplog: pytest.LogCaptu
     assert same(training.outcome(), plainly(OPTIMIZERS["AdamW"], device.torch_device, 1))
 
 
+def test_state_that_does_not_fit_is_read_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it hands the rest of its copy out to the device, from the queue that other threads' hooks use."""
+    device, host_bytes, locked = cm.SimDevice("h200", 3 * MIB), HostedTensor.host_bytes, list[bool]()
+    with device.compute():
+        training, session = trained(device)
+
+        def checked(hosted: HostedTensor) -> Tensor:
+            locked.append(session._executor.hook_lock.lock.locked())
+            return host_bytes(hosted)
+
+        monkeypatch.setattr(HostedTensor, "host_bytes", checked)
+        with session.pool, session:
+            with session.step():
+                training.step(0)
+            blocking = torch.zeros((device.capacity - device.allocated_bytes() - 64 * KIB) // 4)
+        del blocking
+    assert locked and all(locked)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # freed unordered as well, in a finaliser
 def test_a_missing_wait_for_a_copy_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer must not read a moment before it has arrived: Note [Swap-in]."""

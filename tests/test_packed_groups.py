@@ -64,7 +64,7 @@ class Swapping:
     ) -> None:
         self.device = device
         self.pool = cm.PinnedPool("16MiB", device=device)
-        thresholds = Thresholds(stay_below_bytes=1, pack_below_bytes=LARGEST + 1, staging_bytes=staging_bytes)
+        thresholds = Thresholds(pack_below_bytes=LARGEST + 1, staging_bytes=staging_bytes)
         limits = limits or Limits(ahead_bytes=0)
         self.executor = swapping_executor(device, self.pool, limits, min_bytes=1, thresholds=thresholds, verify=verify)
 

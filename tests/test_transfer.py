@@ -20,7 +20,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device, Event, Stream
-from chameleon_mm.swap.copy_queue import Move, Path, Thresholds, Transfer
+from chameleon_mm.swap.copy_queue import Move, Thresholds, Transfer
 from chameleon_mm.units import KIB, MIB
 
 PIECE = 1000
@@ -565,33 +565,11 @@ def prepare(ends: Ends, number: int) -> tuple[Tensor, Tensor, Tensor]:
 # --- which way a buffer goes, by its size alone
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "path"),
-    [
-        (0, Path.STAY), (4 * KIB - 1, Path.STAY), (4 * KIB, Path.PACK), (128 * KIB - 1, Path.PACK), (128 * KIB, Path.DIRECT),
-        (1 << 40, Path.DIRECT),
-    ],
-)  # fmt: skip
-def test_each_path_begins_where_the_one_before_it_ends(nbytes: int, path: Path) -> None:
-    assert Thresholds().path(nbytes) is path
+@pytest.mark.parametrize(("nbytes", "packs"), [(0, True), (128 * KIB - 1, True), (128 * KIB, False), (1 << 40, False)])
+def test_a_buffer_is_packed_below_the_limit(nbytes: int, packs: bool) -> None:
+    assert Thresholds().packs(nbytes) is packs
 
 
-@given(st.lists(st.integers(0, 1 << 40), min_size=2, max_size=2).map(sorted), st.integers(0, 1 << 41), st.integers(0, 1 << 41))
-def test_a_larger_buffer_never_takes_a_path_for_smaller_ones(ends: list[int], one: int, other: int) -> None:
-    stay, pack = ends
-    thresholds = Thresholds(stay_below_bytes=stay, pack_below_bytes=pack, staging_bytes=2 * pack)
-    order = list(Path)
-    small, large = sorted((one, other))
-    assert order.index(thresholds.path(small)) <= order.index(thresholds.path(large))
-
-
-@pytest.mark.parametrize(
-    ("ends", "match"),
-    [
-        ({"stay_below_bytes": -1}, "stay_below_bytes: expected 0 bytes or more"),
-        ({"pack_below_bytes": 4095}, "pack_below_bytes: expected 4096 bytes or more"),
-    ],
-)
-def test_ends_out_of_order_are_refused(ends: dict[str, int], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        Thresholds(**ends)
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="pack_below_bytes: expected 0 bytes or more"):
+        Thresholds(pack_below_bytes=-1)

@@ -112,7 +112,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
                 ahead_bytes=AHEAD_BYTES,
             ),
             protected=ProtectedStorages(),
-            thresholds=thresholds or Thresholds(),
+            thresholds=thresholds,
         )
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*autograd_hooks(self._executor))
         self._entered = _Entered()

@@ -138,7 +138,7 @@ class SwapSession:
             rule=self._rule,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(tensors_of(model)),
-            thresholds=thresholds or Thresholds(),
+            thresholds=thresholds,
             verify=verify,
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)

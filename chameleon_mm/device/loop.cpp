@@ -6,7 +6,7 @@
 //   state = loop.hand_over()                                           // ... until here: all it has, for swap/native_loop.py
 //
 // A hook is done here whole, or by Python: whatever the loop does not know, Python's hook does. That one enters the executor's lock,
-// and whoever enters it has all handed over first. So a step's state is here or there, never in both; Python's loop is the
+// which first hands all over (`HookLock.run`). So a step's state is here or there, never in both; Python's loop is the
 // reference, and goes on at that very hook. A row that was begun here begins there again: each op first asks for the state of its
 // storage.
 //
@@ -66,6 +66,10 @@ namespace {
 
 constexpr unsigned UNTIMED = 2;              // cudaEventDisableTiming
 constexpr int BY_ADDRESS = 4;                // cudaMemcpyDefault
+constexpr int64_t ALLOCATION_UNIT_BYTES = 512;  // as in units.py
+
+int64_t allocated_size(int64_t nbytes) { return (nbytes + ALLOCATION_UNIT_BYTES - 1) & -ALLOCATION_UNIT_BYTES; }
+
 enum Kind { KEPT, FIRST, AGAIN, USE, END };  // as in plan/step_program.py
 enum Code { RECLAIM, RELEASE, OUT, DROP };   // the same
 enum State { ON_DEVICE, LEAVING, ON_HOST, ARRIVING, RESTORED };
@@ -334,7 +338,6 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   }
   bool copy_out(Slot* slot, int64_t nbytes) {
     if (slot->state != ON_DEVICE) return true;
-    if (nbytes < slot->nbytes) return false;
     if ((int64_t)slot->storage.nbytes() != slot->nbytes || !slot->has_unwritten()) return true;
     const int n = slot->number;
     char* host = place(slot);
@@ -371,7 +374,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     must(cudaEventRecord(events[n], back));
     slot.state = ARRIVING, slot.came_back = true;
     slot.swap_in_number++, slot.left = slot.handles;
-    note_taken((slot.nbytes + 511) / 512 * 512);
+    note_taken(allocated_size(slot.nbytes));
     bytes_in += slot.nbytes, prefetches++;
   } catch (const c10::OutOfMemoryError&) {  // its use brings it back
   } catch (const Refused&) {
@@ -518,7 +521,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     if (!run(row, hook + 1, handle->slot != nullptr)) return nullptr;
     Slot* slot = handle->slot;
     if (slot != nullptr && slot->state == ON_HOST) {
-      if (now + slot->nbytes + row.growth + margin > budget) return nullptr;  // room has to be made
+      if (now + allocated_size(slot->nbytes) + row.growth + margin > budget) return nullptr;  // room has to be made
       copy_back(*slot);
       if (slot->state == ON_HOST) return nullptr;
       prefetches--, on_demand++, uses_on_device--;

@@ -1,6 +1,6 @@
 """Match a running step, hook for hook, with a cached step, and return the rows of its plan that are due at each hook.
 
-    executor.director = PlanFollower(adaptation)    # from the next step on (`plan_follower.py`)
+    adaptation = plan_steps(executor, ...)          # a `PlanFollower` is the executor's director from the next step on
 
 A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged. It then uses the default
 rule, and memory is checked as if there were no plan. A wrong plan costs time, never correctness or the budget.

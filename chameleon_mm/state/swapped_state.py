@@ -58,9 +58,10 @@ class SwappedState(dict[Any, Any]):
         with suppress(torch.OutOfMemoryError):
             self._back()
         on_host = self.away_bytes
-        for key, value in list(dict.items(self)):
-            if isinstance(value, HostedTensor):
-                dict.__setitem__(self, key, value.on_host())
+        with self._home.entered():  # a copy out may still have to be handed over
+            for key, value in list(dict.items(self)):
+                if isinstance(value, HostedTensor):
+                    dict.__setitem__(self, key, value.on_host())
         self._hosted.clear()
         return on_host
 

@@ -14,7 +14,6 @@ prolong the wait.
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 from collections import deque
@@ -29,29 +28,15 @@ from chameleon_mm.device import Device, Event, Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.units import KIB, MIB
 
-# --- Path of a buffer across the link, by its size
-
-
-class Path(enum.Enum):
-    """Paths of a buffer across the link."""
-
-    STAY = "stay"
-    """The buffer stays on the device. Below `stay_below_bytes`: a move costs more than the memory is worth."""
-    PACK = "pack"
-    """The buffer is packed with others: one kernel packs them, one copy moves them. Below `pack_below_bytes`."""
-    DIRECT = "direct"
-    """The buffer has a copy of its own, in pieces. From `pack_below_bytes` on."""
+# --- Size from which a buffer crosses alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Sizes in bytes at which the path changes, and the memory that packing may take.
+    """Size in bytes from which a buffer is copied alone, and the memory that packing may take.
 
-    Raises `ValueError` if the sizes are out of order, or if staging has no room for two packed tensors.
+    Raises `ValueError` if the size is negative, or if staging has no room for two packed tensors.
     """
-
-    stay_below_bytes: int = 4 * KIB
-    """Size of a page: less is hardly any memory, and not worth a share of a launch. No measurement gives this value."""
 
     pack_below_bytes: int = 128 * KIB
     """Size at which a copy takes as long on the link as its call on the host: 2.4 us at the 55 GB/s published for an H200,
@@ -62,12 +47,8 @@ class Thresholds:
     ordered after the oldest group's copy. That group's memory is freed before another group is made."""
 
     def __post_init__(self) -> None:
-        previous = 0
-        for name in ("stay_below_bytes", "pack_below_bytes"):
-            nbytes = getattr(self, name)
-            if nbytes < previous:
-                raise ValueError(f"{name}: expected {previous} bytes or more, as the paths follow each other, got {nbytes}")
-            previous = nbytes
+        if self.pack_below_bytes < 0:
+            raise ValueError(f"pack_below_bytes: expected 0 bytes or more, got {self.pack_below_bytes}")
         if self.staging_bytes < 2 * self.pack_below_bytes:
             raise ValueError(
                 f"staging_bytes: expected room for two tensors of pack_below_bytes ({self.pack_below_bytes} each), got "
@@ -77,13 +58,11 @@ class Thresholds:
     @classmethod
     def direct(cls) -> Thresholds:
         """Thresholds with which every buffer moves alone, at any size."""
-        return cls(stay_below_bytes=0, pack_below_bytes=0)
+        return cls(pack_below_bytes=0)
 
-    def path(self, nbytes: int) -> Path:
-        """Path of a buffer of `nbytes`."""
-        if nbytes < self.stay_below_bytes:
-            return Path.STAY
-        return Path.PACK if nbytes < self.pack_below_bytes else Path.DIRECT
+    def packs(self, nbytes: int) -> bool:
+        """True if a buffer of `nbytes` is packed with others: one kernel packs them, one copy moves them."""
+        return nbytes < self.pack_below_bytes
 
 
 # --- copy queue

@@ -184,7 +184,7 @@ class Executor:
         self.rule = rule
         self._least_bytes = max(1, rule.min_bytes)  # least size that moves; stored, because every hook needs it
         self.protected = protected
-        self.thresholds = thresholds = thresholds or Thresholds()
+        thresholds = thresholds or Thresholds()
         self.recording = recording = Recording()
         self.parts = parts = assemble(device, pool, weakref.ref(self), recording, rule, limits, thresholds, verify=verify)
         self._retiring = Retiring(parts, recording, protected)
@@ -331,7 +331,7 @@ class Executor:
 
     def _use_unmoved(self, handle: Handle) -> None:
         """Do the other work of a use hook whose tensor never moved."""
-        if self.director.plans and ThisProcess.pid == self._pid and not self.device.capturing() and not tracer_is_on():
+        if self.director.plans and self.hook_lock.may_ask_device() and not tracer_is_on():
             self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
 
     def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:

@@ -80,7 +80,7 @@ class HookLock:
         """Storages to retire, and sources to release, by the next thread that enters. Others only read this and `errors`."""
         self.errors: deque[BaseException] = deque()
         self.first: Callable[[], None] | None = None
-        """Called first of all by whoever enters."""
+        """Called first by `run` and `entered`; not by code that takes `lock` itself, nor by `retire_if_idle`."""
         self.pid = ThisProcess.pid
         """Process that owns the device and the blocks. Compared before the lock, which a thread lost in a fork may hold."""
 

@@ -2,8 +2,8 @@
 
 native = NativeLoop.of(executor)             # None: not built, or no device of its kind
 save, use = native.hooks(save, use)          # what autograd calls: Python's hooks wherever the helper does not follow
-native.enter(way, director, latest)          # the helper takes the hooks behind the latest, if it can
-native.hand_over()                           # first of all in the executor's lock: all is Python's again
+native.enter(way, director, latest, compute) # the helper takes the hooks behind the latest, if it can
+native.hand_over()                           # first of all in `HookLock.run`: all is Python's again
 
 The helper does the common rows: it keeps tensors, copies whole storages out and back, and checks memory. It hands over for all
 else. The records that are made then have the storages, aliases and host memory that the helper had. Their copies end at events

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import TransferFailed
-from chameleon_mm.swap.calling_thread import OperatorNumber, annotation, call_site, sequence_nr, this_thread
+from chameleon_mm.swap.calling_thread import OperatorNumber, annotation
 from chameleon_mm.swap.checksums import StorageChecksum
 from chameleon_mm.swap.forms import WHOLE, Form
 from chameleon_mm.swap.handles import SavedBytes, flat_bytes
@@ -116,7 +116,7 @@ class SavedStorage:
         """True if autograd saved none of it: it is held for recipes that read it."""
 
     def _to(self, state: State) -> None:
-        """Change the state. Every change of `state` is made here."""
+        """Change the state. Raises `RuntimeError` if the change is not in `NEXT`."""
         if state not in NEXT[self.state]:
             raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
         self.state = state
@@ -181,7 +181,7 @@ class SavedStorage:
             return False
         if self.is_held_for_recipes and not self.is_private:
             return False  # Note [Relied on]: recipes rely on bytes that the model can no longer write to
-        return self.slot.has_unwritten()
+        return self.slot.unwritten() is not None
 
     @property
     def transfer_bytes(self) -> int:
@@ -209,7 +209,7 @@ class SavedStorage:
         self.copy = HostCopy.begin(block, source, slot.saves, after, context, at_once=at_once)
         self.form = form
         context.metrics.totals.pageable_swap_outs += pageable
-        slot.began_in = (this_thread.number, sequence_nr()), call_site()  # as `note_begun` does, without a call
+        slot.note_begun()
         self._to(State.SWAPPING_OUT)
 
     def leaves_by(self, copy: HostCopy) -> None:

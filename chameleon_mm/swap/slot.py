@@ -201,13 +201,6 @@ class Slot:
         self.saves = [earlier for earlier in self.saves if not earlier.moved]
         self.saves.append(saved)
 
-    def has_unwritten(self) -> bool:
-        """True if at least one of the saves was not written to since."""
-        for saved in self.saves:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
-            if saved.alias._version == saved.expected:
-                return True
-        return False
-
     def has_uncovered(self) -> bool:
         """True if it has bytes that no save covers. Note [Uncovered]. Only the session writes gathered bytes."""
         first, nbytes = self.saves[0], self.saved_nbytes

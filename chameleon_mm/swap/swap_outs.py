@@ -20,8 +20,8 @@ from chameleon_mm.plan.rule import DefaultRule
 from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.swap.claims import StorageRegistry
-from chameleon_mm.swap.copy_queue import Path, Thresholds
-from chameleon_mm.swap.forms import PartialForm
+from chameleon_mm.swap.copy_queue import Thresholds
+from chameleon_mm.swap.forms import WHOLE, Form, PartialForm
 from chameleon_mm.swap.gathered_part import GatheredPart
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.host_copy import State, SwapContext
@@ -62,7 +62,7 @@ class SwapOuts:
         self._thresholds = thresholds
         self._staging = staging
         self.fresh: list[SavedStorage] = []
-        """Storages saved by operators that are not known to be over. Other classes only read it."""
+        """Storages saved by operators that are not known to be over. The C++ loop adds those that it hands over."""
         self.latest: OperatorNumber = (-1, 0)
         """Operator that saved last: those before it on its thread are over."""
         self._small: list[SavedStorage] = []
@@ -168,9 +168,9 @@ class SwapOuts:
             return
         if saved.nbytes < self._rule.min_bytes:
             return
-        if alone or self._thresholds.path(saved.nbytes) is Path.DIRECT:
+        if alone or not self._thresholds.packs(saved.nbytes):
             self.swap_out_alone(saved)
-        else:  # also for Path.STAY: the rule decided to move it
+        else:
             self._small.append(saved)
             self.waiting_bytes += saved.nbytes
 
@@ -179,16 +179,9 @@ class SwapOuts:
         the host takes no more."""
         if saved.state is not State.ON_DEVICE or not saved.op_is_over or not saved.is_copyable:
             return
-        try:
-            if last_bytes < saved.nbytes:
-                saved.swap_out(PartialForm(saved.nbytes - last_bytes, self._context.streams))
-            else:
-                saved.swap_out()
-        except (HostMemoryExhausted, TransferFailed) as refusal:
-            if last_bytes < saved.nbytes or not self._went_to_pageable(saved, refusal):
-                self.note_refusal(refusal)
-                return
-        self.note_planned(saved)
+        whole = last_bytes >= saved.nbytes
+        if self._began(saved, WHOLE if whole else PartialForm(saved.nbytes - last_bytes, self._context.streams)):
+            self.note_planned(saved)
 
     def note_planned(self, saved: SavedStorage) -> None:
         """Note that a plan queued its copy out. The plan says when its memory goes."""
@@ -221,15 +214,21 @@ class SwapOuts:
 
     def swap_out_alone(self, saved: SavedStorage, *, may_be_lent: bool = True) -> None:
         """Queue its copy out alone. It stays if the host takes no more. `may_be_lent`: to the allocator meanwhile."""
-        try:
-            saved.swap_out()
-        except (HostMemoryExhausted, TransferFailed) as refusal:
-            if not self._went_to_pageable(saved, refusal):
-                self.note_refusal(refusal)
-                return
+        if not self._began(saved):
+            return
         self._budget.reclaim.add(saved)
         if self._budget.lending is not None and may_be_lent:
             self._budget.lending.add(saved)
+
+    def _began(self, saved: SavedStorage, form: Form = WHOLE) -> bool:
+        """Queue the copy out in `form`. Returns False, and counts the refusal, if the storage stays."""
+        try:
+            saved.swap_out(form)
+        except (HostMemoryExhausted, TransferFailed) as refusal:
+            if form is not WHOLE or not self._went_to_pageable(saved, refusal):
+                self.note_refusal(refusal)
+                return False
+        return True
 
     def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
         """Queue the copy out to pageable memory, if none could be pinned and the storage must not stay. Returns True if that

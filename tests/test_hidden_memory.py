@@ -120,6 +120,7 @@ def test_memory_that_no_hook_tells_of_passes_the_budget_once(plain: str, hidden:
     budget = int(max(expected.peaks) * share)
     got = run(kinds, budget)
     assert got.losses == expected.losses
+    assert got.report is not None and (got.report.warnings or max(got.peaks) <= budget)
     # The first of its kind is an outlier, until the second one.
     assert {number for number, peak in enumerate(got.peaks) if peak > budget} <= {5, 7}
     assert got.report is not None
@@ -127,7 +128,7 @@ def test_memory_that_no_hook_tells_of_passes_the_budget_once(plain: str, hidden:
 
 
 @pytest.mark.parametrize("share", [0.95, 0.85])
-def test_a_little_that_is_kept_at_each_hook_is_noticed_told_and_planned_for(share: float) -> None:
+def test_a_little_that_is_kept_at_each_hook_is_noticed_and_planned_for(share: float) -> None:
     """Less than the plan's room between any two hooks; all together it is more."""
     kinds = [*["plain"] * 4, *["keeps a little"] * 12]
     budget = int(max(run(["plain"] * 2).peaks) * share)
@@ -135,10 +136,9 @@ def test_a_little_that_is_kept_at_each_hook_is_noticed_told_and_planned_for(shar
     assert got.losses == plainly(kinds)
     assert got.kinds == ["recorded", *["planned"] * 15]
     assert got.report is not None
-    (told,) = got.report.warnings.items()
-    assert "more device memory allocated than its plan has in Net at test_hidden_memory.py" in told[0]
-    assert told[1] == 2  # an outlier until the second one, then a plan has room
-    assert max(got.peaks) <= budget
+    assert max(got.peaks) <= budget and not got.report.warnings
+    waits = [step.stall_us or 0.0 for step in got.report.step_figures[4:]]
+    assert sum(us > 10 * min(waits) for us in waits) <= 2  # an outlier until the second one, then a plan has room
 
 
 @pytest.mark.parametrize("has_model", [True, False])

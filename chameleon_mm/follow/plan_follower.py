@@ -344,9 +344,10 @@ class PlanFollower(Director):
         if planned is None or budget is None or way is None or self._diverged or proves:
             return extra
         lacking_bytes, peak_bytes, plan = memory.lacking_bytes, budget.peak_watch.peak().at_least_bytes, way.program.plan
-        if peak_bytes > max(budget.hbm_budget_bytes, plan.hbm_budget_bytes) and budget.forecast is way:
+        passed = peak_bytes > max(budget.hbm_budget_bytes, plan.hbm_budget_bytes)
+        if passed and budget.forecast is way:
             lacking_bytes = max(lacking_bytes, peak_bytes - plan.peak_bytes)
-        if lacking_bytes or memory.exceeded_plan:
+        if passed or memory.exceeded_plan:  # else there was room to be made
             place = str(place_at(planned.trace, memory.lacking_at))
             self.adaptation.tell_lack(max(lacking_bytes, *memory.spikes.values(), 0), f" in {place}" if place else "")
         if lacking_bytes:

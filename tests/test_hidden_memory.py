@@ -312,3 +312,36 @@ def test_odd_steps_that_no_plan_has_room_for_go_by_the_default_rule_alone() -> N
     assert by_rule == [17, 23, 29, 35]  # from the third on
     assert got.kinds.count("planned") == 40 - 1 - 6
     assert max(got.peaks[at] for at in by_rule) < got.peaks[5]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("share", [0.95, 0.83, 0.77])
+def test_steps_that_add_to_the_gradients_that_they_keep_hold_the_budget(share: float, micro_batches: int) -> None:
+    """Each new gradient is there for a moment beside the one that it is added to, which the recorded step does not show."""
+
+    def train(budget: int | None) -> tuple[list[int], list[Tensor], cm.SwapReport | None]:
+        torch.manual_seed(0)
+        device, peaks = cm.SimDevice("h200", "1GiB"), []
+        with device.compute():
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(3)))
+            optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+            attached = None if budget is None else cm.attach(model, device=device, min_bytes=KIB, hbm_budget=budget)
+            for _ in range(10):
+                for _ in range(micro_batches):
+                    model(torch.randn(256, 128)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                peaks.append(device.peak_allocated_bytes())
+            report = None if attached is None else attached.report()
+            if attached is not None:
+                attached.detach()
+        return peaks, [p.detach().clone() for p in model.parameters()], report
+
+    plain_peaks, expected, _ = train(None)
+    budget = int(share * plain_peaks[-1])
+    peaks, got, report = train(budget)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert max(peaks) <= budget
+    assert report is not None
+    assert report.steps_by_phase["planned"] >= 7
+    assert report.budget_held

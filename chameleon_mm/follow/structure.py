@@ -35,10 +35,9 @@ from chameleon_mm.plan.trace import (
     Bools,
     Float64s,
     Int64s,
-    TensorKind,
     Trace,
-    there_before,
     with_extra,
+    with_gradients_kept,
     with_spikes,
 )
 from chameleon_mm.record.light_profiler import (
@@ -239,7 +238,7 @@ class ExtraMemory:
 
     def added_to(self, trace: Trace) -> Trace:
         if self.keeps_gradients:
-            trace = there_before(trace, {TensorKind.GRADIENT})
+            trace = with_gradients_kept(trace)
         if self.extra_bytes:
             trace = with_extra(trace, self.extra_bytes)
         return with_spikes(trace, self.spikes) if self.spikes else trace

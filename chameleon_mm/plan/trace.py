@@ -324,6 +324,25 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
     return dataclasses.replace(trace, tensor_born=born, op_us=op_us, op_inner_bytes=inner_bytes, start_bytes=start_bytes)
 
 
+def with_gradients_kept(trace: Trace) -> Trace:
+    """Return `trace` as that of a step whose gradients exist before it. Each that the trace makes is added to the one that is
+    there, and freed: it lives until the operator after its last write in the same backward."""
+    outliving = _outliving(trace, {TensorKind.GRADIENT})
+    saves = np.append(trace.hook_tick[~trace.hook_use], trace.num_ticks)
+    ends = saves[np.searchsorted(saves, trace.tensor_born, side="right").clip(max=len(saves) - 1)]  # of its backward
+    ticks = np.repeat(trace.op_tick, np.diff(trace.write_offsets)).astype(np.int64)
+    within = ticks < ends[trace.write_tensors]
+    last = trace.tensor_born.astype(np.int64)
+    np.maximum.at(last, trace.write_tensors[within], ticks[within])
+    freed = np.minimum(last + 1, trace.num_ticks - 1)
+    kept = dataclasses.replace(
+        trace,
+        tensor_dies=np.where(outliving, freed, trace.tensor_dies).astype(np.int32),
+        tensor_kind=np.where(outliving, np.uint8(TensorKind.TEMPORARY), trace.tensor_kind).astype(np.uint8),
+    )
+    return with_extra(kept, outliving_bytes(trace, {TensorKind.GRADIENT}))
+
+
 def without_making(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
     """Return `trace` as that of a later step: `there_before`, without the operators that wrote only such storages. Ticks are
     renumbered."""

@@ -88,6 +88,7 @@ class RecomputeTime:
         return np.array([0.0, *(g for g in inside if 0 < g < most), most])
 
     def _needed_order(self) -> list[int]:
+        """Storages that may be recomputed and the storages that they are made of, inputs first."""
         needed = list(self._can_drop)
         for j in reversed(self._recipes.order):
             if needed[j]:
@@ -178,6 +179,7 @@ class RecomputeTime:
 
 
 def _crossing(a: tuple[float, float], b: tuple[float, float]) -> float:
+    """Intersection of two lines, the second one steeper."""
     return (a[1] - b[1]) / (b[0] - a[0])
 
 

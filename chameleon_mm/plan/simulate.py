@@ -192,6 +192,7 @@ def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) 
 
 
 def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
+    """Sum the time of `stalls` by tensor; a tensor may stall several times."""
     by_tensor: dict[int, float] = {}
     for stall in stalls:
         by_tensor[stall.tensor] = by_tensor.get(stall.tensor, 0.0) + stall.us

@@ -127,6 +127,7 @@ class StepProgram:
 
 
 def _due(plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dict[int, list[int]], set[int]]:
+    """Return the ops and the copies back by hook, and the set of hooks that free memory."""
     swaps, ops, ins, frees = plan.swaps, defaultdict[int, list[Op]](list), defaultdict[int, list[int]](list), set[int]()
     for action in plan.recomputed:
         ops[action.reclaim_at].append((DROP, action.tensor, action.nbytes))
@@ -144,6 +145,7 @@ def _due(plan: SwapPlan, moves: ActionColumns) -> tuple[dict[int, list[Op]], dic
 
 
 def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
+    """Rows of the step's hooks with their key, kind and number only."""
     rows: list[Row] = []
     seen: set[int] = set()
     for hook, (number, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
@@ -155,6 +157,7 @@ def _rows(trace: Trace, keys: Keys | None) -> list[Row]:
 
 
 def _key(keys: Keys, hook: int, kind: int) -> Hashable:
+    """Key of the hook; None if its whole feature must be compared."""
     feature = keys.features[hook]
     if len(feature) < SAVE_PARTS:
         save = keys.save_of[hook]
@@ -167,6 +170,7 @@ def _key(keys: Keys, hook: int, kind: int) -> Hashable:
 
 
 def _memory(trace: Trace, plan: SwapPlan, moves: ActionColumns) -> tuple[Int64s, Int64s]:
+    """Return the maximum allocated bytes by tick, and the growth in bytes until the next check by hook."""
     moves = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # a wrong plan has moves that never happen
     memory = PlannedMemory(trace, memory_curve(trace))
     allocated = memory.allocated(moves)

@@ -254,9 +254,11 @@ class TraceBuilder:
         self._columns["op_us"][op] = duration_us
 
     def save(self, tensor: int, feature: int) -> int:
+        """Add a save of a storage; -1: one that must not move. Return the hook's number."""
         return self._hook(tensor, feature, use=False)
 
     def use(self, tensor: int, feature: int) -> int:
+        """Add a use of a saved storage. Return the hook's number."""
         return self._hook(tensor, feature, use=True)
 
     def kind(self, tensor: int, kind: TensorKind) -> None:

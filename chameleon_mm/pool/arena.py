@@ -52,6 +52,7 @@ class ArenaPart:
 
     @property
     def buffer(self) -> Tensor:
+        """The memory as a flat uint8 tensor."""
         assert self._arena is not None, "a part of host memory was used after its release"
         return self._arena.block.buffer[self._offset : self._offset + self.nbytes]
 

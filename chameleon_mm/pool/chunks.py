@@ -224,6 +224,7 @@ class Chunks:
         return bool(self._chunks or self._arrived or self._leaving)
 
     def of(self, offset: int) -> Chunk:
+        """Return the chunk that the block at `offset` lies in."""
         return self._chunks[bisect_right(self._bases, offset) - 1]
 
     def room(self, limit: int) -> int:

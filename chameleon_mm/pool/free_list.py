@@ -211,6 +211,7 @@ class FreeList:
         return lowest.free and lowest.units == units
 
     def remove_region(self, base: int) -> int:
+        """Remove the region at `base` and return its bytes."""
         if not self.is_region_free(base):
             raise ValueError(f"remove_region: expected a region without live blocks, got the one at {base}; free them first")
         lowest, units = self._regions.pop(base)

@@ -132,6 +132,7 @@ class CallNotes:
         return None if number == _NONE else self._known(number)
 
     def given(self, t: Tensor) -> Value:
+        """Latest value of the storage of `t`, a plain tensor; a new value if none was known."""
         return self._known(self.noted.given(t))
 
     def hold(self, places: Mapping[BirthPlace, int]) -> None:

@@ -167,6 +167,7 @@ class Births:
                 self.born.append((number, value, storage))
 
     def take(self) -> list[tuple[int, Value, torch.UntypedStorage]]:
+        """Return the storages born since the last call, and forget them."""
         born, self.born = self.born, []
         return born
 
@@ -225,6 +226,8 @@ class Relied:
 
 
 class Value:
+    """Bytes that a storage holds from one write to the next."""
+
     __slots__ = (
         "call", "claim", "is_latest", "nbytes", "relied", "result", "storage", "tensor", "version", "writes",
     )  # fmt: skip
@@ -421,6 +424,7 @@ class CallWatch(StepMode):
             leave(self)
 
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
+        """Latest value of `storage`; None: not known."""
         value = self._latest.get(id(storage))
         return value if value is not None and value.storage() is storage and value.nbytes == storage.nbytes() else None
 

@@ -304,6 +304,7 @@ class Recorder(StepMode):
                 self._table.restored(traced, storage)
 
     def retired(self, traced: TracedStorage | None) -> None:
+        """Note that a claim on it ended. Any thread may call this at any time: it waits for no lock."""
         if traced is not None and not self._stopped and traced.owner is self._table.owner:
             self._table.retired(traced)
 

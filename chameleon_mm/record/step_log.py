@@ -254,6 +254,7 @@ class StepLog:
     # --- hooks
 
     def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
+        """Note a new claim on `storage`. Returns the storage's record in the trace."""
         if self.table.find(storage) is None:  # saved before any operator got it as input
             if storage.device.type == self._device_type:
                 self._readings.take(self.table, [storage], tick=self.builder.num_ticks)

@@ -286,6 +286,7 @@ class StorageTable:
             del self._held_after_use[traced.number]
 
     def retired(self, traced: TracedStorage) -> None:
+        """Note that a claim on it ended. Any thread may call this at any time."""
         self._retired.append(traced)
 
     def note_emptied(self) -> None:

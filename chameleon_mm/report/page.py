@@ -154,6 +154,7 @@ def _y(value: float, most: float) -> str:
 
 
 def step_section(picture: StepPicture | None) -> str:
+    """HTML of the section; None: there is no plan."""
     if picture is None:
         return (
             '<section id="step"><h2>The step, by its plan</h2><p>There is no plan, so nothing is predicted. One is made of the '

@@ -305,6 +305,7 @@ class HostedStorage(Hosted):
 
     @property
     def charged_bytes(self) -> int:
+        """Bytes that the allocator counts for it."""
         return allocated_size(self.nbytes)
 
     @property

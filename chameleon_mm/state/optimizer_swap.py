@@ -206,6 +206,7 @@ class OptimizerSwap:
 
     @property
     def resident_bytes(self) -> int:
+        """Bytes of state that is on the device now and may leave."""
         states = (state for state in self._optimizer.state.values() if isinstance(state, dict))
         return sum(movable_bytes(value, self._home) for state in states for value in dict.values(state))
 

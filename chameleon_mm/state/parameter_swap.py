@@ -300,6 +300,8 @@ class ParameterSwap:
         return hooks is not None and hooks[0] is self._save
 
     def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
+        """Bring `entries` to the device whenever one of `nodes` runs."""
+
         def use(gradients: Sequence[Tensor]) -> None:
             with torch._C.DisableTorchFunction():
                 for entry in entries:

@@ -173,6 +173,7 @@ class Window:
         return entry
 
     def settle(self) -> None:
+        """Forget the storages that have died."""
         while self._deaths:
             number, ref = self._deaths.popleft()
             entry = self._entries.get(number)
@@ -331,6 +332,7 @@ class DeviceBesideWindow:
         self._taken_bytes += nbytes
 
     def allocated_bytes(self) -> int:
+        """Bytes in live tensors, with the window at its full size."""
         return self._device.allocated_bytes() + self._beside()
 
     def read_memory(self) -> MemoryReading:

@@ -78,6 +78,7 @@ class CudaStream:
         """Do nothing: once the last reference is dropped, the allocating stream may reuse the block, in stream order."""
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Resize as `Stream.resize` does, with a block of the caching allocator on this stream."""
         with self._as_current():
             storage.resize_(nbytes)
 

@@ -58,6 +58,18 @@ class Encoder(nn.Module):
         return x + F.gelu(self.out((q @ k.transpose(-1, -2) / 8).softmax(-1) @ v))
 
 
+class Constant(nn.Module):
+    """A block with a constant, a dropout and a result of several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        std, mean = torch.std_mean(self.linear(x), -1, keepdim=True)
+        return F.dropout(x * torch.tensor([1.0, 2.0]).repeat(32), 0.1) * std + mean
+
+
 def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
     x = torch.randn(2, 32, 64, requires_grad=True)
     return Block(SHAPE), (x, *_rotation(32, 16, x))
@@ -66,6 +78,7 @@ def llama() -> tuple[nn.Module, tuple[Tensor, ...]]:
 BLOCKS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     "llama": llama,
     "convolution": lambda: (Convolution(), (torch.randn(2, 8, 16, 16, requires_grad=True),)),
+    "constant": lambda: (Constant(), (torch.randn(2, 32, 64, requires_grad=True),)),
     "encoder": lambda: (Encoder(), (torch.randn(2, 32, 64, requires_grad=True),)),
 }
 

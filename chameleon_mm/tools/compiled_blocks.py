@@ -17,6 +17,7 @@ inputs for results, tunes, and fuses elementwise nodes into some products.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -79,7 +80,7 @@ def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: fl
             return original(*args, **kwargs)
 
     def region(gm: fx.GraphModule, example_inputs: Any) -> Any:  # torch gives both by name
-        return Region(gm.graph)
+        return Region(gm)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         key = _code_key(block), torch.is_grad_enabled(), str(tree_map(_shape_key, (held, args, kwargs)))
@@ -159,19 +160,20 @@ def is_view(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
-        return True  # getitem
+        return node.target is operator.getitem
     returns = node.target._schema.returns
     views = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
     return views or node.target.overloadpacket.__name__ in ("_unsafe_view", "detach", "alias")
 
 
 def _kind(node: fx.Node) -> str:
-    """`stored`: an input; `view`; `reduction`; `elementwise`; `alone`: a kernel of its own."""
+    """`stored`: an input or a constant; `view`; `reduction`; `elementwise`; `alone`: a kernel of its own."""
     if node.op != "call_function":
         return "stored"
     if is_view(node):
         return "view"
-    assert isinstance(node.target, torch._ops.OpOverload)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return "alone"  # an operator of higher order
     name = node.target.overloadpacket.__name__
     if name in _REDUCTIONS and isinstance(node.args[0], fx.Node):
         return "reduction"
@@ -328,8 +330,9 @@ torch.library.register_fake("chameleon_mm::fused", _fused, lib=_LIBRARY)
 class Region:
     """Graph of a block, run as kernels on shapes alone."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        fusion = Fusion(graph)
+    def __init__(self, gm: fx.GraphModule) -> None:
+        graph, fusion = gm.graph, Fusion(gm.graph)
+        self._constants = {node: getattr(gm, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
         self.kernels, self.kinds = fusion.in_order(), fusion.kinds
         self._inputs = [node for node in graph.nodes if node.op == "placeholder"]
         (self._output,) = (node for node in graph.nodes if node.op == "output")
@@ -348,7 +351,7 @@ class Region:
 
     def __call__(self, args: list[Any]) -> Any:
         """Run it on `args`. Returns what the graph returns, uninitialised."""
-        values: dict[fx.Node, Any] = dict(zip(self._inputs, args, strict=True))
+        values: dict[fx.Node, Any] = self._constants | dict(zip(self._inputs, args, strict=True))
         args.clear()
         with compiled_region():
             for kernel, dies in zip(self.kernels, self._dies, strict=True):

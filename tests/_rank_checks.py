@@ -63,7 +63,7 @@ def main(folder: str) -> None:
         "a host too small": problems(64 * MIB, 3 * GIB),
         "host budget": session(64 * MIB, None).host_budget,
     }
-    for name, budget in (("agreeing", 2 * MIB), ("differing", (2 + rank) * MIB)):
+    for name, budget in (("agreeing", MIB), ("differing", (1 + rank) * MIB)):
         reports: list[Any] | None = [None, None] if rank == 0 else None
         mine = trained(budget)
         dist.gather_object(mine, reports)  # after training: the program's own collective

@@ -319,9 +319,10 @@ class PlanFollower(Director):
         self._growth_bytes += nbytes
         hook = self.light.num_hooks - 1 if hook is None else hook
         planned, budget, way = self._planned, self._budget, self.way
-        wanted_bytes = 0 if budget is None else budget.take_wanted_bytes()
-        if wanted_bytes and planned is not None and way is not None and budget is not None and budget.forecast is way:
-            self._memory.compare(wanted_bytes, hook, planned, way.program, budget)
+        if budget is not None and budget.wanted_bytes:
+            wanted_bytes, budget.wanted_bytes = budget.wanted_bytes, 0
+            if planned is not None and way is not None and budget.forecast is way:
+                self._memory.compare(wanted_bytes, hook, planned, way.program, budget)
         if not at_hook:
             return
         since, self._checked_at = self._checked_at, hook

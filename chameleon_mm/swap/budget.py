@@ -120,7 +120,9 @@ class Budget:
         """Forecast of the model's growth. A step has another one while it follows a plan, or may be a new step."""
         self.has_room_ahead = True
         """True if the growth until the next check fits, a plan's copies back included. An unknown growth counts as 0."""
-        self._wanted_bytes = 0
+        self.wanted_bytes = 0
+        """Bytes allocated at the last check before it made room, and the forecast growth, if that passed the budget; else 0.
+        Whoever has read it sets it to 0."""
         self.peak_watch = PeakWatch(0)
         """Watch of the peak since the step's beginning, or another moment that its owner chose."""
         self._device = device
@@ -169,16 +171,11 @@ class Budget:
         ahead = self.forecast.growth_bytes if isinstance(self.forecast, Way) else self.forecast.growth()
         if self.lending is not None:
             self.lending.set_limits(budget, ahead, allocated_bytes=self._allocated)
-        self._wanted_bytes = self._allocated + (ahead or 0)
-        if ahead is None or self._wanted_bytes > budget:
+        if ahead is None or self._allocated + ahead > budget:
+            self.wanted_bytes = self._allocated + (ahead or 0)
             self._make_room(0, ahead, exclude=())
         self.has_room_ahead = self._allocated + (ahead or 0) <= budget
         return growth
-
-    def take_wanted_bytes(self) -> int:
-        """Bytes allocated at the last check before it made room, and the forecast growth; 0 the second time."""
-        wanted_bytes, self._wanted_bytes = self._wanted_bytes, 0
-        return wanted_bytes
 
     def allocated_bytes(self) -> int:
         """Bytes allocated on the device now."""

@@ -261,7 +261,7 @@ class StepLoop:
             self._outs.hand_over(lending)
         if not row.is_checked:
             return True
-        way.at(hook)
+        way.growth_bytes = row.growth + way.margin_bytes  # as `Way.at` does, without a call
         self.director.note_growth(self._budget.check_memory(), at_hook=row.number >= 0, hook=hook)
         return self._budget.forecast is way  # else the plan is not trusted any more
 

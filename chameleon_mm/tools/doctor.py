@@ -24,7 +24,7 @@ from rich.text import Text
 
 from chameleon_mm import __version__
 from chameleon_mm.device import native, present_device
-from chameleon_mm.device.cuda import visible_gpus
+from chameleon_mm.device.cuda import expandable_segments, visible_gpus
 from chameleon_mm.files import write_file
 from chameleon_mm.pool.host_memory import auto_limit_bytes, available_host_bytes, of_machine
 from chameleon_mm.swap.calibration import calibrate, keep
@@ -99,7 +99,7 @@ def segments(root: Path) -> str:
     """Whether torch's caching allocator grows its segments."""
     if not visible_gpus():
         raise Unavailable("no GPU")
-    if not torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments"):
+    if not expandable_segments():
         raise Unavailable(
             "off: plans leave gaps between blocks, so more is reserved than allocated; before the program starts, "
             "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

@@ -47,34 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "given --batch and --seq as batch and seq (below); or the file, folder or name of a Hugging Face configuration (needs "
         "transformers: pip install 'chameleon-mm[plan]')",
     )
-    step = parser.add_argument_group("the step")
-    step.add_argument("--batch", type=int, metavar="N", help="rows (default 1)")
-    step.add_argument(
-        "--seq",
-        type=int,
-        metavar="N",
-        help="tokens of a row (default: the model's context; 4096 at most where it is not built in)",
-    )
-    step.add_argument(
-        "--dtype",
-        choices=list(DTYPES),
-        help="of weights, and of activations without autocast: torch's default dtype while the model is built and run (default "
-        "bfloat16, with --autocast float32)",
-    )
-    step.add_argument(
-        "--autocast",
-        choices=list(AUTOCAST),
-        help="put forward under torch.autocast to it (default: no more than the model does itself)",
-    )
-    step.add_argument(
-        "--compile",
-        action="store_true",
-        help="each repeated block is compiled, as by block.compile(), and what its compiled code saves is chosen too",
-    )
-    step.add_argument(
-        "--optimizer", choices=list(OPTIMIZERS), default="adamw",
-        help="; ".join(f"{name}: {about}" for name, about in OPTIMIZERS.items()) + " (default adamw)",
-    )  # fmt: skip
+    _add_step_arguments(parser.add_argument_group("the step"))
     where = parser.add_argument_group("where it would run and what it may use")
     where.add_argument("--gpu", default="h200", metavar="NAME", help=f"one of {', '.join(SPECS)} (default h200)")
     where.add_argument(
@@ -106,6 +79,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     out = parser.add_argument_group("what it writes")
     out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
+
+
+def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
+    step.add_argument("--batch", type=int, metavar="N", help="rows (default 1)")
+    step.add_argument(
+        "--seq",
+        type=int,
+        metavar="N",
+        help="tokens of a row (default: the model's context; 4096 at most where it is not built in)",
+    )
+    step.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="of weights, and of activations without autocast: torch's default dtype while the model is built and run (default "
+        "bfloat16, with --autocast float32)",
+    )
+    step.add_argument(
+        "--autocast",
+        choices=list(AUTOCAST),
+        help="put forward under torch.autocast to it (default: no more than the model does itself)",
+    )
+    step.add_argument(
+        "--compile",
+        action="store_true",
+        help="each repeated block is compiled, as by block.compile(), and what its compiled code saves is chosen too",
+    )
+    step.add_argument(
+        "--optimizer", choices=list(OPTIMIZERS), default="adamw",
+        help="; ".join(f"{name}: {about}" for name, about in OPTIMIZERS.items()) + " (default adamw)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:

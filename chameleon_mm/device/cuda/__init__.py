@@ -7,9 +7,17 @@ The only package that calls torch.cuda, CuPy or CUDA's own bindings. Importing i
 
 from __future__ import annotations
 
-from chameleon_mm.device.cuda.cuda_device import CudaDevice, VisibleGpu, cuda_is_available, cupy_cuda, visible_gpus
+from chameleon_mm.device.cuda.cuda_device import (
+    CudaDevice,
+    VisibleGpu,
+    cuda_is_available,
+    cupy_cuda,
+    expandable_segments,
+    visible_gpus,
+)
 from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
 
 __all__ = [
-    "CudaDevice", "CudaEvent", "CudaStream", "VisibleGpu", "cuda_is_available", "cupy_cuda", "visible_gpus",
+    "CudaDevice", "CudaEvent", "CudaStream", "VisibleGpu", "cuda_is_available", "cupy_cuda", "expandable_segments",
+    "visible_gpus",
 ]  # fmt: skip

@@ -68,6 +68,11 @@ def visible_gpus() -> list[VisibleGpu]:
     ]
 
 
+def expandable_segments() -> bool:
+    """True if torch's caching allocator grows its segments. Else plans leave gaps, and more is reserved than allocated."""
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments"))
+
+
 def pci_id(about: Any) -> str | None:
     """PCI address of a GPU from its properties, in the form of sysfs; None if torch does not report it."""
     # These attributes are missing in torch's type stubs and in some builds.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
 import torch
@@ -345,3 +345,24 @@ def test_steps_that_add_to_the_gradients_that_they_keep_hold_the_budget(share: f
     assert report is not None
     assert report.steps_by_phase["planned"] >= 7
     assert report.budget_held
+
+
+def test_memory_in_a_step_that_does_not_complete_is_not_told_of() -> None:
+    plain = max(run(["metric"] * 3).peaks)
+    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
+    torch.manual_seed(0)
+    with device.compute():
+        model = Net()
+    with cm.SwapSession(int(0.8 * plain), "64MiB", device, 8 * KIB, model=model) as session:
+        for number in range(6):
+            with suppress(ValueError), session.step():
+                loss = model(batch(number, "metric"), "metric")
+                other = torch.empty(2 * plain, dtype=torch.uint8).fill_(1) if number == 5 else None
+                loss.backward()
+                model.zero_grad()
+                if other is not None:
+                    raise ValueError("an error of the user's")
+                del loss
+        report = session.report()
+    assert report.steps_by_phase["planned"] >= 3
+    assert not report.warnings

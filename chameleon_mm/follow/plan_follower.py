@@ -141,7 +141,7 @@ class PlanFollower(Director):
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         num_hooks, entry = self.light.num_hooks, self._entry
         self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
-        extra = self._extra_memory()
+        extra = self._extra_memory(completed=completed)
         step = FollowedStep(
             record=self.light.end_step(),
             followed=self.followed,
@@ -337,12 +337,12 @@ class PlanFollower(Director):
         if self.way is not None:
             self.way.margin_bytes = planned.margin_bytes  # a step with open sizes may have widened it
 
-    def _extra_memory(self) -> ExtraMemory:
-        """Memory that the step took beyond its trace. Tells of what its plan had no room for."""
+    def _extra_memory(self, *, completed: bool) -> ExtraMemory:
+        """Memory that the step took beyond its trace. Tells of what its plan had no room for, if it `completed`."""
         memory, planned, budget, way = self._memory, self._planned, self._budget, self.way
         extra = replace(memory.at_first_hook, spikes=memory.spikes)
         proves = self.recompute is not None and not self.recompute.is_typical  # then it keeps what the plan drops
-        if planned is None or budget is None or way is None or self._diverged or proves:
+        if not completed or planned is None or budget is None or way is None or self._diverged or proves:
             return extra
         lacking_bytes, peak_bytes, plan = memory.lacking_bytes, budget.peak_watch.peak().at_least_bytes, way.program.plan
         passed = peak_bytes > max(budget.hbm_budget_bytes, plan.hbm_budget_bytes)

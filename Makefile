@@ -32,8 +32,8 @@ WORKERS ?= $(shell n=$(CORES); [ $$n -gt 8 ] && n=8; echo $$n)
 SHARED = -n $(WORKERS) --dist worksteal
 
 # Files whose tests run on the stand-in once more, with the helpers.
-NATIVE_ON_CUDA = $(addprefix tests/test_,hooks.py late_errors.py odd_uses.py threads.py plan_session.py annotations.py \
-                 step_loop.py in_place.py native_loop.py)
+NATIVE_ON_CUDA = $(addprefix tests/test_,hooks.py late_errors.py odd_uses.py threads.py plan_session.py step_loop.py \
+                 in_place.py native_loop.py)
 
 # What another torch is tested with: the suites that compare bits with plain PyTorch, and the programs of the documents.
 EXACT = $(addprefix tests/test_,plain_models.py in_place.py odd_uses.py uncovered_bytes.py save_on_cpu.py shared_storages.py \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 
@@ -36,3 +37,10 @@ def test_a_package_says_what_the_table_says(name: str) -> None:
 def test_a_document_has_the_table(document: str) -> None:
     rows = "".join(f"| `{name}` | {sentence} |\n" for name, sentence in _PACKAGES.items())
     assert f"| package | is |\n|---|---|\n{rows}\n" in (_ROOT / document).read_text(encoding="utf-8")
+
+
+def test_the_makefile_names_tests_that_there_are() -> None:
+    lists = re.findall(r"addprefix tests/test_,([^)]*)\)", (_ROOT / "Makefile").read_text(encoding="utf-8"))
+    names = [name for each in lists for name in each.replace("\\", " ").split()]
+    assert len(names) > 10
+    assert [name for name in names if not (_ROOT / "tests" / f"test_{name}").exists()] == []

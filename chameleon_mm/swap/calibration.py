@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Event, Stream
 from chameleon_mm.files import cache_folder, read_file, write_file
@@ -153,7 +154,8 @@ def replayable_on(device: Device) -> frozenset[str]:
     if key not in _known:
         products = (kept(device, _KIND) or {}).get("exact_products")
         if not isinstance(products, list):
-            products = sorted(exact_products(device))
+            with _disable_current_modes():  # a simulated device would count the memory
+                products = sorted(exact_products(device))
             keep(device, _KIND, {"exact_products": products})
         _known[key] = frozenset(map(str, products)) & PRODUCTS
     return DEFAULT | _known[key]

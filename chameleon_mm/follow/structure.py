@@ -565,8 +565,7 @@ def _are_aligned(one: Trace, other: Trace) -> bool:
         return False
     if not all(np.array_equal(getattr(one, column), getattr(other, column)) for column in _ALIGNED):
         return False
-    for offsets, tensors in (("read_offsets", "read_tensors"), ("write_offsets", "write_tensors")):
-        op = np.repeat(np.arange(len(one.op_us)), np.diff(getattr(one, offsets)))
+    for tensors, op in (("read_tensors", one.op_of_read()), ("write_tensors", one.op_of_write())):
         mine, theirs = (column[np.lexsort((column, op))] for column in (getattr(one, tensors), getattr(other, tensors)))
         if not np.array_equal(mine, theirs):  # the storages of one operator have no order
             return False

@@ -88,13 +88,13 @@ class _Finder:
 
     def __init__(self, trace: Trace, names: Collection[str] | None) -> None:
         self._trace = trace
-        m, n = len(trace.tensor_bytes), len(trace.op_us)
+        m = len(trace.tensor_bytes)
         self._in_step = trace.tensor_born >= 0
         bases = [base_name(name) for name in trace.op_names]
         views = np.array([base in VIEWS for base in bases], np.bool_)
         admitted = np.array([names is None or base in names for base in bases], np.bool_)
         self._may_run: Bools = (trace.op_phase == StepPhase.FORWARD) & admitted[trace.op_name]
-        self._read_op = np.repeat(np.arange(n), np.diff(trace.read_offsets))
+        self._read_op = trace.op_of_read()
         self._read = trace.read_tensors.astype(np.int64)
         batch_norm = np.array([base in BATCH_NORMS for base in bases], np.bool_)
         reads_statistics = batch_norm[trace.op_name[self._read_op]] & (trace.tensor_kind[self._read] == TensorKind.BUFFER)
@@ -103,7 +103,7 @@ class _Finder:
         self._in_backward[self._read[trace.op_phase[self._read_op] == StepPhase.BACKWARD]] = True
         others_write = ~self._in_step & ~self._in_backward & (trace.tensor_bytes > COPIED_BYTES)
         self._may_run[self._read_op[others_write[self._read]]] = False
-        op = np.repeat(np.arange(n), np.diff(trace.write_offsets))
+        op = trace.op_of_write()
         written = trace.write_tensors.astype(np.int64)
         is_view = views[trace.op_name[op]]
         if is_view.any():

@@ -71,7 +71,7 @@ class Recomputations:
         biases. Copied inputs are from before the step and not read in backward: autograd saves inputs that it reads, and keeps
         the original."""
         again = np.unique([op for recomputation in self.by_hook for op in recomputation.ops])
-        reader = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
+        reader = trace.op_of_read()
         read = np.unique(trace.read_tensors[np.isin(reader, again)])
         saved = np.unique(trace.read_tensors[trace.op_phase[reader] == StepPhase.BACKWARD])
         read = np.setdiff1d(read[trace.tensor_born[read] < 0], saved)

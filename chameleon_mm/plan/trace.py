@@ -184,6 +184,20 @@ class Trace:
         duration[self.op_tick + 1] = self.op_us
         return np.cumsum(duration)
 
+    def op_of_read(self) -> Int64s:
+        """(reads,) number of the operator of each entry of `read_tensors`."""
+        return np.repeat(np.arange(len(self.op_us)), np.diff(self.read_offsets))
+
+    def op_of_write(self) -> Int64s:
+        """(writes,) number of the operator of each entry of `write_tensors`."""
+        return np.repeat(np.arange(len(self.op_us)), np.diff(self.write_offsets))
+
+    def last_write(self, which: Bools) -> Int64s:
+        """(tensors,) tick of the last write to each tensor among `which`, (writes,); the tick of its birth if there is none."""
+        last = self.tensor_born.astype(np.int64)
+        np.maximum.at(last, self.write_tensors[which], self.op_tick[self.op_of_write()[which]].astype(np.int64))
+        return last
+
 
 # --- Builds a trace tick by tick, for a recorder that sees operators and hooks, or for a test that invents them
 
@@ -332,10 +346,7 @@ def with_gradients_kept(trace: Trace) -> Trace:
     outliving = _outliving(trace, {TensorKind.GRADIENT})
     saves = np.append(trace.hook_tick[~trace.hook_use], trace.num_ticks)
     ends = saves[np.searchsorted(saves, trace.tensor_born, side="right").clip(max=len(saves) - 1)]  # of its backward
-    ticks = np.repeat(trace.op_tick, np.diff(trace.write_offsets)).astype(np.int64)
-    within = ticks < ends[trace.write_tensors]
-    last = trace.tensor_born.astype(np.int64)
-    np.maximum.at(last, trace.write_tensors[within], ticks[within])
+    last = trace.last_write(trace.op_tick[trace.op_of_write()] < ends[trace.write_tensors])
     freed = np.minimum(last + 1, trace.num_ticks - 1)
     kept = dataclasses.replace(
         trace,
@@ -408,7 +419,7 @@ def renumbered(trace: Trace) -> Trace:
 
 def _only_make(trace: Trace, outliving: Bools) -> Bools:
     """(operators,): True if an operator makes some of the storages `outliving`, and writes nothing else."""
-    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
+    op = trace.op_of_write()
     writes = trace.write_tensors
     makes = outliving[writes] & (trace.tensor_born[writes] == trace.op_tick[op])
     made, written = (np.bincount(some, minlength=len(trace.op_us)) for some in (op[makes], op))

@@ -166,7 +166,7 @@ def largest_of(trace: Trace, peak: Peak, count: int = 5) -> list[str]:
 def makers_of(trace: Trace) -> dict[int, str]:
     """Name, without its library and overload, of the first operator that wrote each storage and is no view."""
     names = [base_name(name) for name in trace.op_names]
-    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
+    op = trace.op_of_write()
     found: dict[int, str] = {}
     for tensor, name in zip(trace.write_tensors.tolist(), trace.op_name[op].tolist(), strict=True):
         if tensor not in found and names[name] not in VIEWS:
@@ -309,7 +309,7 @@ class _Segmenting:
         self._size = allocated_size(trace.tensor_bytes)
         self._born = trace.tensor_born.astype(np.int64)
         self._last_read = np.full(len(self._size), -1, np.int64)
-        op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
+        op = trace.op_of_read()
         forward = trace.op_phase[op] == StepPhase.FORWARD
         np.maximum.at(self._last_read, trace.read_tensors[forward], trace.op_tick[op[forward]])
         made = np.flatnonzero((self._born >= 0) & (self._last_read > self._born))

@@ -89,8 +89,12 @@ def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: fl
                 functional, region, region, min_cut_rematerialization_partition, decompositions=select_decomp_table()
             )
             # The first call compiles, on fake tensors of its own: modes and hooks around it would disturb the trace.
-            unseen = _disable_current_modes(), saved_tensors_hooks(_itself, _itself), FakeTensorMode()
-            with unseen[0], unseen[1], unseen[2], functorch.patch(activation_memory_budget=budget):
+            with (
+                _disable_current_modes(),
+                saved_tensors_hooks(_itself, _itself),
+                FakeTensorMode(),
+                functorch.patch(activation_memory_budget=budget),
+            ):
                 code(*tree_map(_like, (held, args, kwargs)))
             codes[key] = code
         return codes[key](held, args, kwargs)
@@ -114,8 +118,7 @@ def _itself(t: Tensor) -> Tensor:
 def _like(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    return like.requires_grad_(value.requires_grad) if value.requires_grad else like
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, requires_grad=value.requires_grad)
 
 
 def _shape_key(value: Any) -> Any:
@@ -188,7 +191,7 @@ class Fusion:
         self._leaves: dict[fx.Node, dict[fx.Node, None]] = {}
         self.kernels: list[Kernel] = []
         self._kernel_of: dict[fx.Node, Kernel] = {}
-        self._readers: dict[fx.Node, list[Kernel]] = {}
+        self._readers: dict[fx.Node, set[Kernel]] = {}
         for node in graph.nodes:
             kind = self.kinds[node]
             if kind == "stored" or (kind == "elementwise" and not self._is_realized(node)):
@@ -231,31 +234,24 @@ class Fusion:
 
     def _place(self, node: fx.Node, kind: str) -> None:
         reads = self.leaves(node)
-        kernel = Kernel([node], dict(reads))
+        kernel, joined = Kernel([node], dict(reads)), None
         if kind != "alone":
-            kernel.numel, kernel.reduced = _numel(node.args[0] if kind == "reduction" else node), None
-            if kind == "reduction":
-                kernel.reduced = _shape(node)
-            for earlier in self._candidates(reads):
-                if self._may_join(earlier, kernel):
-                    kernel = self._join(earlier, node, kernel)
-                    break
-            else:
-                self.kernels.append(kernel)
-        else:
+            kernel.numel = _numel(node.args[0] if kind == "reduction" else node)
+            kernel.reduced = _shape(node) if kind == "reduction" else None
+            joined = next((earlier for earlier in self._candidates(reads) if self._may_join(earlier, kernel)), None)
+        if joined is None:
             self.kernels.append(kernel)
+        else:
+            kernel = self._join(joined, node, kernel)
         self._kernel_of[node] = kernel
         for read in reads:
-            if read not in self._readers:
-                self._readers[read] = []
-            if kernel not in self._readers[read]:
-                self._readers[read].append(kernel)
+            self._readers.setdefault(read, set()).add(kernel)
 
     def _candidates(self, reads: dict[fx.Node, None]) -> list[Kernel]:
         """Kernels that make or read one of `reads`, the latest first."""
-        near = {id(kernel) for read in reads for kernel in self._readers.get(read, ())}
-        near |= {id(self._kernel_of[read]) for read in reads if read in self._kernel_of}
-        return [kernel for kernel in reversed(self.kernels) if id(kernel) in near and self.kinds[kernel.nodes[0]] != "alone"]
+        near = {kernel for read in reads for kernel in self._readers.get(read, ())}
+        near |= {self._kernel_of[read] for read in reads if read in self._kernel_of}
+        return [kernel for kernel in reversed(self.kernels) if kernel in near and self.kinds[kernel.nodes[0]] != "alone"]
 
     def _may_join(self, earlier: Kernel, new: Kernel) -> bool:
         if earlier.reduced is not None and new.reduced is not None and earlier.reduced != new.reduced:
@@ -267,12 +263,12 @@ class Fusion:
 
     def _depends(self, node: fx.Node, kernel: Kernel) -> bool:
         """True if `node`, made by another kernel, needs a result of `kernel`."""
-        waiting, seen = [node], {id(kernel)}
+        waiting, seen = [node], {kernel}
         while waiting:
             made_by = self._kernel_of.get(waiting.pop())
-            if made_by is None or id(made_by) in seen:
+            if made_by is None or made_by in seen:
                 continue
-            seen.add(id(made_by))
+            seen.add(made_by)
             if any(self._kernel_of.get(read) is kernel for read in made_by.reads):
                 return True
             waiting.extend(made_by.reads)
@@ -287,12 +283,9 @@ class Fusion:
 
     def in_order(self) -> list[Kernel]:
         """The kernels, each after those whose results it reads."""
-        needs = {
-            id(kernel): {id(self._kernel_of[read]) for read in kernel.reads if read in self._kernel_of}
-            for kernel in self.kernels
-        }
-        by_id = {id(kernel): kernel for kernel in self.kernels}
-        return [by_id[one] for one in TopologicalSorter(needs).static_order()]
+        # Lists, not sets, whose order changes from run to run: the order decides the peak.
+        needs = {kernel: [self._kernel_of[read] for read in kernel.reads if read in self._kernel_of] for kernel in self.kernels}
+        return list(TopologicalSorter(needs).static_order())
 
 
 def _shape(node: Any) -> tuple[int, ...]:

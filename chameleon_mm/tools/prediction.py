@@ -347,7 +347,7 @@ def predict_compiled(
         fastest = min(alone, key=lambda one: one.step_us)
         again_us = fastest.step_us - own.duration_us
         ways.append(Way(name="memory budget", peak_bytes=fastest.peak_bytes, step_us=fastest.step_us, recompute_us=again_us))
-    ways.append(_ways(own, peak_memory(own), None, hbm_budget, host_budget, cost)[-1])
+    ways.append(_full_recomputation(own))
     return dataclasses.replace(prediction, ways=tuple(ways), partitions=partitions)
 
 
@@ -377,12 +377,12 @@ def _ways(
             ways.append(_planned("swap only", trace, generate_plan(trace, hbm_budget, host_budget, cost)))
     if len(ways) < _MOST_PLANNED:
         ways.append(_planned("swap everything", trace, swap_all(trace, cost)))
-    recomputed = full_recomputation(trace)
-    again_us = recomputed.recomputed_us
-    ways.append(
-        Way(name="full recomputation", peak_bytes=recomputed.peak_bytes, step_us=recomputed.step_us, recompute_us=again_us)
-    )
-    return tuple(ways)
+    return (*ways, _full_recomputation(trace))
+
+
+def _full_recomputation(trace: Trace) -> Way:
+    again = full_recomputation(trace)
+    return Way(name="full recomputation", peak_bytes=again.peak_bytes, step_us=again.step_us, recompute_us=again.recomputed_us)
 
 
 def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:

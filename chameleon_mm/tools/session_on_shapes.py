@@ -29,7 +29,7 @@ from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
-from chameleon_mm.plan.trace import Int64s, StepPhase, TensorKind, Trace
+from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.state.parameter_swap import MIN_BYTES
 from chameleon_mm.tools.outputs import print_table
 from chameleon_mm.tools.prediction import StepNeeds, conclude, rooflines
@@ -222,7 +222,8 @@ def beside(step: RecordedStep, swapped: Swapped) -> Trace:
         gone |= large & (kind == TensorKind.PARAMETER)
         gradients = large & (kind == TensorKind.GRADIENT)
         gone |= gradients & (trace.tensor_born < 0)
-        dies = np.where(gradients & (trace.tensor_born >= 0), np.minimum(dies, _last_backward_write(trace)), dies)
+        last = trace.last_write(trace.op_phase[trace.op_of_write()] == StepPhase.BACKWARD)
+        dies = np.where(gradients & (trace.tensor_born >= 0), np.minimum(dies, last), dies)
     there_before = int(size[gone & (trace.tensor_born < 0)].sum())
     return dataclasses.replace(
         trace,
@@ -231,15 +232,6 @@ def beside(step: RecordedStep, swapped: Swapped) -> Trace:
         tensor_dies=dies.astype(np.int32),
         op_inner_bytes=inner,
     )
-
-
-def _last_backward_write(trace: Trace) -> Int64s:
-    """(tensors,) tick of the last backward operator that wrote each tensor; the tick of its birth if none did."""
-    last = trace.tensor_born.astype(np.int64)
-    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
-    within = trace.op_phase[op] == StepPhase.BACKWARD
-    np.maximum.at(last, trace.write_tensors[within], trace.op_tick[op[within]].astype(np.int64))
-    return last
 
 
 def left_beside_window(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:

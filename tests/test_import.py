@@ -1,13 +1,14 @@
-"""`import chameleon_mm` is light: no cupy, no Triton, no CUDA, and every public name is there without them.
+"""`import chameleon_mm` is light: no torch, no cupy, no Triton, no CUDA, and every public name is there without the last three.
 
     a fresh interpreter imports  ->  reports which of them are loaded  ->  none
 
-Names resolve without them too: a device or a session asks for them when it is made.
+A public name loads its own modules and torch at its first use. A device or a session asks for the rest when it is made.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,40 @@ def test_importing_starts_nothing(code: str, tmp_path: Path) -> None:
     assert _in_a_fresh_interpreter(code, tmp_path) == {"heavy": [], "cuda_started": False}
 
 
+_LOADED = """
+import sys, torch
+before = set(sys.modules)
+import chameleon_mm as cm
+cm.PinnedPool
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_allocator_alone_loads_no_session(tmp_path: Path) -> None:
+    loaded = python(["-c", _LOADED], tmp_path).out.split()
+    assert {name.split(".")[0] for name in loaded} - sys.stdlib_module_names == {"chameleon_mm", "lazy_loader", "numpy"}
+    ours = [name for name in loaded if name.startswith("chameleon_mm")]
+    assert "chameleon_mm.pool.pool" in ours and len(ours) <= 40
+    assert {name.split(".")[1] for name in ours[1:]} == {"device", "errors", "files", "pool", "replayable", "units"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--version"], 0, f"chameleon-mm {cm.__version__}"),
+        (["--help"], 0, "usage: chameleon-mm"),
+        (["no-such-command"], 2, "invalid choice: 'no-such-command'"),
+        ([], 2, "the following arguments are required: COMMAND"),
+    ],
+    ids=["version", "help", "bad command", "no command"],
+)
+def test_the_command_line_answers_without_torch(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:
+    program = f"import sys; sys.modules['torch'] = None; from chameleon_mm.tools.cli import main; sys.exit(main({arguments}))"
+    done = python(["-c", program], tmp_path)
+    assert done.code == code, done.err
+    assert words in done.out + done.err
+
+
 def test_the_public_names_are_there_and_listed() -> None:
     assert set(cm.__all__) >= _PUBLIC
     assert all(getattr(cm, name).__module__.startswith("chameleon_mm") for name in _PUBLIC)
@@ -91,6 +126,7 @@ class Interrupts:
 sys.meta_path.insert(0, Interrupts())
 try:
     import chameleon_mm
+    chameleon_mm.SwapSession
 except KeyboardInterrupt:
     print("interrupted")
 else:

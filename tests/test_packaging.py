@@ -8,11 +8,13 @@ The copy keeps the links as links: following them is the build's part.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -122,3 +124,18 @@ def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Pat
         archive.extractall(tmp_path / "unpacked", filter="data")
     (source,) = (tmp_path / "unpacked").iterdir()
     assert _contents(_build("wheel", source, tmp_path / "wheel")) == _contents(wheel)
+
+
+def test_an_address_makes_each_link_of_the_readme_absolute(wheel: Path) -> None:
+    hooks = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["metadata"]["hooks"]
+    (rule,) = hooks["fancy-pypi-readme"]["substitutions"]
+    readme = (_ROOT / "README.md").read_text(encoding="utf-8")
+    relative = [link for link in re.findall(r"\]\(([^)]+)\)", readme) if not link.startswith(("https:", "#"))]
+    assert len(relative) > 10 and all((_ROOT / link.split("#")[0]).exists() for link in relative)
+
+    absolute = re.sub(rule["pattern"], r"https://address/\1", readme)
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", absolute) if not link.startswith("#")]
+    assert all(link.startswith("https:") for link in links)
+    assert [link for link in links if link.startswith("https://address/")] == [f"https://address/{link}" for link in relative]
+    (metadata,) = [data.decode() for name, data in _contents(wheel).items() if name.endswith(".dist-info/METADATA")]
+    assert re.sub(rule["pattern"], rule["replacement"], readme).strip() in metadata

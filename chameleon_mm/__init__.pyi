@@ -1,0 +1,34 @@
+from . import integrations
+from .api.attach import Attachment, attach
+from .api.save_on_cpu import install, save_on_cpu, uninstall
+from .api.session import SwapSession
+from .device import CudaDevice, SimDevice, resolve_device
+from .errors import (
+    BlockCorruptedError,
+    BlockInUseError,
+    BlockReleasedError,
+    ChameleonError,
+    DeviceUnavailable,
+    HostMemoryExhausted,
+    InfeasibleBudget,
+    PoolStateError,
+    RecomputeMismatch,
+    SessionClosedError,
+    SwapMismatch,
+    TransferFailed,
+)
+from .pool.block import PinnedBlock
+from .pool.pool import PinnedPool
+from .report.merged_report import MergedReport, merge_reports
+from .report.report import SwapReport
+from .state.snapshots import Snapshot, SnapshotWrite
+
+__version__: str
+
+__all__ = [
+    "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
+    "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
+    "PoolStateError", "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot",
+    "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations",
+    "merge_reports", "resolve_device", "save_on_cpu", "uninstall",
+]  # fmt: skip

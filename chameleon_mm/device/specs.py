@@ -9,7 +9,7 @@ A link rate is a published measurement or is derived from one. `source` says whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from chameleon_mm.units import GIB
 
@@ -87,6 +87,42 @@ _A100 = GpuSpec(
     ),
 )  # fmt: skip
 
+_A100_40 = replace(
+    _A100, name="A100 40GB", hbm_bytes=40 * GIB, hbm_gbps=1555.0,
+    source="NVIDIA A100 40GB SXM4 datasheet: 1555 GB/s; the rest as the A100 80GB's; link: derived, the A100 80GB's rates",
+)  # fmt: skip
+
+_B200 = GpuSpec(
+    name="B200", hbm_bytes=180 * GIB, hbm_gbps=8000.0, bf16_tflops=2250.0, fp32_tflops=75.0,
+    h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+    source=(
+        "NVIDIA DGX B200 and HGX B200 datasheets, an eighth of each: 180 GB HBM3e at 8 TB/s, BF16 4.5 PFLOP/s with sparsity "
+        "(half is dense), FP32 75; link: derived, the H200's rates, as both have PCIe 5.0 x16"
+    ),
+)  # fmt: skip
+
+_L40S = GpuSpec(
+    name="L40S", hbm_bytes=48 * GIB, hbm_gbps=864.0, bf16_tflops=362.0, fp32_tflops=91.6,
+    h2d_gbps=_A100.h2d_gbps, d2h_gbps=_A100.d2h_gbps, duplex_gbps=37.5,
+    source=(
+        "NVIDIA L40S datasheet: 48 GB GDDR6 at 864 GB/s, BF16 362 TFLOP/s dense, FP32 91.6; link: derived, one way the A100's "
+        "rates, as both have PCIe 4.0 x16, both ways 75 % of their sum as on the H200"
+    ),
+)  # fmt: skip
+
+_A10 = replace(
+    _L40S, name="A10", hbm_bytes=24 * GIB, hbm_gbps=600.0, bf16_tflops=125.0, fp32_tflops=31.2,
+    source="NVIDIA A10 datasheet: 24 GB GDDR6 at 600 GB/s, BF16 125 TFLOP/s dense, FP32 31.2; link: derived as the L40S's",
+)  # fmt: skip
+
+_RTX_3090 = replace(
+    _L40S, name="RTX 3090", hbm_bytes=24 * GIB, hbm_gbps=936.0, bf16_tflops=71.0, fp32_tflops=35.6,
+    source=(
+        "NVIDIA Ampere GA102 whitepaper: 24 GB GDDR6X at 936 GB/s, BF16 with FP32 accumulate 71 TFLOP/s dense, FP32 35.6; "
+        "link: derived as the L40S's"
+    ),
+)  # fmt: skip
+
 _RTX_4090 = GpuSpec(
     name="RTX 4090", hbm_bytes=24 * GIB, hbm_gbps=1008.0, bf16_tflops=165.2, fp32_tflops=82.6,
     h2d_gbps=_A100.h2d_gbps, d2h_gbps=_A100.d2h_gbps, duplex_gbps=37.5,
@@ -116,13 +152,28 @@ _GH200 = GpuSpec(
     ),
 )  # fmt: skip
 
+_MI300X = GpuSpec(
+    name="MI300X", hbm_bytes=192 * GIB, hbm_gbps=5300.0, bf16_tflops=1307.4, fp32_tflops=163.4,
+    h2d_gbps=_H200.h2d_gbps, d2h_gbps=_H200.d2h_gbps, duplex_gbps=_H200.duplex_gbps,
+    source=(
+        "AMD Instinct MI300X datasheet: 192 GB HBM3 at 5.3 TB/s, BF16 1307.4 TFLOP/s dense, FP32 163.4; link: derived, the "
+        "H200's rates, as both have PCIe 5.0 x16. For plans alone: sessions run on CUDA"
+    ),
+)  # fmt: skip
+
 SPECS: dict[str, GpuSpec] = {
     "h200": _H200,
     "h100": _H100,
+    "b200": _B200,
     "a100": _A100,
+    "a100-40": _A100_40,
+    "l40s": _L40S,
+    "a10": _A10,
+    "rtx3090": _RTX_3090,
     "rtx4090": _RTX_4090,
     "rtx5090": _RTX_5090,
     "gh200": _GH200,
+    "mi300x": _MI300X,
 }
 """Known GPUs by the name that `SimDevice` and `"sim:NAME"` take."""
 
@@ -132,7 +183,11 @@ def spec_by_name(name: str) -> GpuSpec:
 
     Raises `ValueError` for another name, with a list of the known ones.
     """
-    key = name.lower().translate(str.maketrans("", "", " -_"))
-    if key not in SPECS:
-        raise ValueError(f"GPU spec: expected one of {', '.join(SPECS)}, got {name!r}")
-    return SPECS[key]
+    for known, spec in SPECS.items():
+        if _letters(known) == _letters(name):
+            return spec
+    raise ValueError(f"GPU spec: expected one of {', '.join(SPECS)}, got {name!r}")
+
+
+def _letters(name: str) -> str:
+    return name.lower().translate(str.maketrans("", "", " -_"))

@@ -43,7 +43,7 @@ TORCH_VENV = .venv-$(subst ==,-,$(TORCH))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-thorough test-native test-cuda test-torch check format gpu memcheck release clean distclean
+.PHONY: help demo test test-slow test-thorough test-native test-cuda test-torch check format gpu memcheck docs release clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +86,9 @@ gpu: ## Tests and the figures of docs/measure.md on a CUDA machine, at most 8 mi
 memcheck: ## The kernels' tests under NVIDIA's compute-sanitizer; without torch's cache an access beyond a tensor is seen
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --padding 32768 --error-exitcode 86 \
 	    $(PYTHON) -m pytest -m "gpu and not slow" tests/test_kernels_*.py
+
+docs: $(STAMP) ## Build the documentation's site into build/site; a warning, such as a dead link, is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 release: $(STAMP) ## Build sdist and wheel into dist/, check and install them, list the fields that wait for a value
 	@$(BIN)/python -m tests.release

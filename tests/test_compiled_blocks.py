@@ -207,7 +207,7 @@ def test_a_session_keeps_the_plan_of_compiled_blocks(share: float) -> None:
 
 def test_the_plan_takes_less_time_than_torchs_partition_and_torchs_memory_budget_alone() -> None:
     budget = int(5.9 * GIB)
-    prediction = predict_compiled(lambda share: record(request(share, budget)), H100, budget, None)
+    prediction = predict_compiled([record(request(share, budget)) for share in PARTITIONS], H100, budget, None)
     ways = {way.name: way for way in prediction.ways}
     assert [one.activation_memory_budget for one in prediction.partitions] == list(PARTITIONS)
     assert ways["this plan"].step_us <= min(ways["torch's partition"].step_us, ways["memory budget"].step_us)

@@ -329,7 +329,7 @@ class Partition:
 
 
 def predict_compiled(
-    record_at: Callable[[float], RecordedStep],
+    steps: Sequence[RecordedStep],
     spec: GpuSpec,
     hbm_budget: int,
     host_budget: int | None,
@@ -337,9 +337,10 @@ def predict_compiled(
 ) -> Prediction:
     """Predict the step of a model with compiled blocks, with the partition whose plan takes least time, as `predict` does.
 
-    `record_at(share)`: the step under that `activation_memory_budget`. All ways but the plan are those of torch's partition.
+    steps: one for each of `PARTITIONS`, in order. All ways but the plan are those of torch's partition. A plan counts on a part
+    of the link, as all plans do; the partition is the one whose plan takes least time on the whole link, since a partition that
+    saves less costs its time in every step, however fast the link is.
     """
-    steps = [record_at(share) for share in PARTITIONS]
     cost, own = link_of(spec), steps[0].trace
     partitions = tuple(_partition(step, hbm_budget, host_budget, cost, recompute) for step in steps)
     planned = [i for i, one in enumerate(partitions) if one.planned_us is not None]

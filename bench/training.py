@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from chameleon_mm.bench._compiled_rows import MODEL, compiled_rows
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, columns
 from chameleon_mm.bench._planned import (
@@ -57,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
     add_size_arguments(parser)
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="timed steps per peer, after its warm-up (default 4)")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help=f"{MODEL} with compiled blocks instead, predicted on --device sim:h100; --batch, --seq, --layers",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default 0)")
 
 
@@ -68,6 +74,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.steps < 1:
         raise ValueError(f"--steps: expected 1 or more, got {args.steps}")
     device = resolve_device(args.device)
+    if args.compile:
+        if not isinstance(device, SimDevice):
+            raise ValueError(
+                "--compile: expected a simulated device, as nothing is compiled, got a GPU; give --device sim:h100"
+            )
+        compiled_rows(args, device, console).deliver(args, console)
+        return 0
     comparison = Comparison(device, choose_workload(args, device), args)
     with console.status("a small model ..."):
         comparison.watch_small_model()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from chameleon_mm.api.session import SwapSession
-from chameleon_mm.bench import _planned, _small_step, _training_peers, training
+from chameleon_mm.bench import _compiled_rows, _planned, _small_step, _training_peers, training
 from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
@@ -407,3 +407,20 @@ def test_checkpointing_changes_no_bit_and_is_of_every_block_or_none(name: str) -
     if name in OTHERS:
         wrapped = [sum(isinstance(module, Checkpointed) for module in model.modules()) for model in (plain, again)]
         assert wrapped == [0, 6 if name == "resnet" else 2]
+
+
+def test_compiled_blocks_are_predicted_by_each_way_within_each_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_compiled_rows, "PARTITIONS", (1.0, 0.5))
+    path, sizes = tmp_path / "compiled.json", ["--batch", "2", "--seq", "1024", "--layers", "2"]
+    assert main(["bench", "training", "--device", "sim:h100", "--compile", *sizes, "--json", str(path)]) == 0
+    by_budget: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        by_budget.setdefault(row["budget_bytes"], {})[row["way"]] = row["cells"]
+    assert len(by_budget) == 3
+    for budget, ways in by_budget.items():
+        assert list(ways) == list(_compiled_rows._NAMES)
+        assert ways["no swapping"]["ratio"]["median"] == 1
+        ours = ways["this plan"]
+        assert ours["peak_gib"]["median"] * GIB <= budget
+        others = [ways[name]["step_ms"] for name in ("torch's partition", "memory budget")]
+        assert all("median" not in one or ours["step_ms"]["median"] <= one["median"] for one in others)

@@ -24,7 +24,7 @@ from chameleon_mm.device import SPECS, SimDevice
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.tools import session_on_shapes
 from chameleon_mm.tools.cli import main
-from chameleon_mm.tools.compiled_blocks import Fusion, Kernel, blocks_of, compile_blocks
+from chameleon_mm.tools.compiled_blocks import Fusion, Kernel, attention_known, blocks_of, compile_blocks
 from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.prediction import PARTITIONS, predict, predict_compiled
 from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, record, run_session
@@ -104,7 +104,7 @@ def saved_by(block: nn.Module, args: tuple[Tensor, ...]) -> tuple[Counter[tuple[
 def test_a_block_saves_what_torchs_compiled_code_saves(name: str, share: float) -> None:
     torch._dynamo.reset()
     block, args = BLOCKS[name]()
-    with functorch.patch(activation_memory_budget=share):
+    with functorch.patch(activation_memory_budget=share), attention_known():
         compiled: Any = torch.compile(block, backend="aot_eager_decomp_partition")
         torch_saves, expected, gradients = saved_by(compiled, args)
     holder = nn.ModuleList([BLOCKS[name]()[0]])
@@ -207,7 +207,7 @@ def test_a_session_keeps_the_plan_of_compiled_blocks(share: float) -> None:
 
 def test_the_plan_takes_less_time_than_torchs_partition_and_torchs_memory_budget_alone() -> None:
     budget = int(5.9 * GIB)
-    prediction = predict_compiled(lambda share: record(request(share, budget)), H100, budget, None)
+    prediction = predict_compiled([record(request(share, budget)) for share in PARTITIONS], H100, budget, None)
     ways = {way.name: way for way in prediction.ways}
     assert [one.activation_memory_budget for one in prediction.partitions] == list(PARTITIONS)
     assert ways["this plan"].step_us <= min(ways["torch's partition"].step_us, ways["memory budget"].step_us)

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from random import Random
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from chameleon_mm.api.session import SwapSession
@@ -31,7 +33,8 @@ from chameleon_mm.follow.adaptation import SLACK_PART
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.plan.unswapped_memory import peak_memory, smallest_budget
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
-from chameleon_mm.units import KIB, allocated_size
+from chameleon_mm.units import KIB, MIB, allocated_size
+from tests._caching_allocator import Block, CachingAllocator
 from tests._memory_models import MODELS, Job, Training
 
 # --- a step on one device
@@ -186,3 +189,19 @@ def test_budgets_hold_on_the_real_allocator(name: str, share: float) -> None:
         slack = min(device.block_slack_bytes, budget - planned)
         assert planned - inner <= peak <= planned + slack <= budget
         assert plain.least_above_bytes - inner <= peak - start <= above
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_model_of_the_allocator_reserves_what_the_real_one_does(seed: int) -> None:
+    """Without expandable segments: the stand-in has no driver that maps pages."""
+    random, pool, model = Random(seed), torch.cuda.MemPool(), CachingAllocator(expandable=False)
+    live: list[tuple[torch.Tensor, Block | None]] = []
+    for _ in range(400):
+        if live and random.random() < 0.45:
+            model.free(live.pop(random.randrange(len(live)))[1])
+            continue
+        nbytes = random.choice((1000, 300 * KIB, MIB, 3 * MIB, 9 * MIB, 12 * MIB, 31 * MIB)) + random.randrange(MIB)
+        with torch.cuda.use_mem_pool(pool):
+            live.append((torch.empty(nbytes, dtype=torch.uint8, device="cuda"), model.alloc(nbytes)))
+    assert model.reserved_bytes == sum(segment["total_size"] for segment in pool.snapshot())
+    live.clear()

@@ -233,16 +233,26 @@ def run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
 
 
 def _flop_formula(func: torch._ops.OpOverload[Any, Any]) -> FlopFormula | None:
-    """Floating-point operations as a function of the operator's arguments and `out_val`; None if torch has no formula."""
+    """Floating-point operations as a function of the operator's arguments and `out_val`; None if torch has no formula. Torch
+    counts all of causal attention, of which fused kernels compute half."""
     from torch.utils import flop_counter  # imports triton if installed; only simulated and recorded steps need it
 
+    formula: FlopFormula | None = flop_counter.flop_registry.get(func.overloadpacket)
     # Fused attention of CPU builds is missing in torch's registry: use the formulas of the CUDA one.
     if func.overloadpacket.__name__ == _CPU_FLASH:
-        return lambda *args, **_: int(flop_counter.sdpa_flop_count(*(t.shape for t in args[:3])))
+        formula = lambda *args, **_: int(flop_counter.sdpa_flop_count(*(t.shape for t in args[:3])))  # noqa: E731
     if func.overloadpacket.__name__ == f"{_CPU_FLASH}_backward":
-        return lambda *args, **_: int(flop_counter.sdpa_backward_flop_count(*(t.shape for t in args[:4])))
-    formula: FlopFormula | None = flop_counter.flop_registry.get(func.overloadpacket)
-    return formula
+        formula = lambda *args, **_: int(flop_counter.sdpa_backward_flop_count(*(t.shape for t in args[:4])))  # noqa: E731
+    causal = next((i for i, a in enumerate(func._schema.arguments) if a.name == "is_causal"), None)
+    if formula is None or causal is None:
+        return formula
+    whole = formula
+
+    def computed(*args: Any, **kwargs: Any) -> int:
+        is_causal = kwargs.get("is_causal", args[causal] if causal < len(args) else False)
+        return whole(*args, **kwargs) // (2 if is_causal else 1)
+
+    return computed
 
 
 # --- A call of an operator: its plain input tensors, the mutated ones, the written ones.

@@ -26,7 +26,7 @@ from chameleon_mm.follow.step_cache import CachedStep, StepCache
 from chameleon_mm.follow.structure import TIMES_OFF, ExtraMemory, Structure, Structures
 from chameleon_mm.plan.planner import candidate_plans
 from chameleon_mm.plan.swap_plan import SwapPlan
-from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.timing import COUNTED_ON, LinkCost
 from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, without_making
 from chameleon_mm.record.light_profiler import Feature, StepRecord
 from chameleon_mm.record.recorder import Recorder
@@ -98,6 +98,7 @@ class Planning:
                 drafts=DRAFTS,
                 recompute=planned.admitted,
                 refused=planned.refused,
+                counted_on=COUNTED_ON,
             )
 
         budget, spare_bytes = budgets.hbm_bytes, self.spare_bytes(budgets.hbm_bytes)
@@ -575,6 +576,7 @@ class Adaptation:
             elif planned.moves_nothing:
                 continue  # no copies: the link does not matter
             elif planned.chooses_by_link and planned.is_for_another_link(self._link_cost()):
+                planned.link_plans += 1
                 planned.reset_for(planned.extra)
                 self._add_plans(planned)
             elif planned.learn_stalls():

@@ -84,8 +84,8 @@ simulated time that plans on trial may have."""
 
 
 LINK_OFF = 0.1
-"""Relative change of a measured link rate above which new plans are made. At nearly twice the rate that it was made for, a plan
-takes 15 to 20 % longer than necessary (docs/policy.md). At this change the loss is some 2 %."""
+"""Relative change of a measured link rate above which new plans are made, if the rate rose or steps are late. A plan made for
+half of the rate takes some percent longer than necessary (docs/policy.md)."""
 
 
 _NO_EXTRA = ExtraMemory()
@@ -125,6 +125,8 @@ class PlannedStep:
         """Cumulative bytes allocated by each hook and by the step's end. Freed bytes are not subtracted."""
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
         self.times_corrected = 0
+        self.link_plans, self._since_plans = 0, 0
+        """Times that plans were made because the link changed, and number of timed steps since plans were made."""
         self._recent: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
         self._same_unused = 0
@@ -150,6 +152,7 @@ class PlannedStep:
         """Forget the plans and the stalls learned under them, because the budgets or the trace changed."""
         self._same_unused = 0  # other budgets leave another number of spare bytes
         self.trials: list[PlanTrial] = []
+        self._since_plans = 0
         self.lead_us: dict[int, float] = {}
         """Microseconds by which each copy back must be done earlier than predicted, by storage."""
         self._nothing_better = False
@@ -248,6 +251,7 @@ class PlannedStep:
             times.append(us)
             del times[:-SAMPLES]
         trial.time = time
+        self._since_plans += 1
 
     @property
     def chooses_by_link(self) -> bool:
@@ -256,16 +260,21 @@ class PlannedStep:
 
     def is_for_another_link(self, link: LinkCost) -> bool:
         """True if a rate of `link` differs by more than `LINK_OFF` from that of the link that plans were made for. Another
-        choice of storages to swap and to recompute may then be better."""
-        made_for = self.link
-        if made_for is None:
+        choice of storages to swap and to recompute may then be better.
+
+        A slower link counts only if steps take longer than predicted, as plans count on less than the link. Each time twice as
+        many steps have to pass: planning for a link that comes and goes costs ever less than the steps between.
+        """
+        made_for, current = self.link, self._measured
+        if made_for is None or current is None or self._since_plans < 1 << self.link_plans:
             return False
         rates = (
             (link.d2h_gbps, made_for.d2h_gbps),
             (link.h2d_gbps, made_for.h2d_gbps),
             (link.duplex_gbps, made_for.duplex_gbps),
         )
-        return any(abs(now / then - 1) > LINK_OFF for now, then in rates)
+        is_late = current.step_us > current.program.plan.step_us * self.slowdown * (1 + WORTH_A_PLAN)
+        return any(now / then > 1 + LINK_OFF or (is_late and now / then < 1 - LINK_OFF) for now, then in rates)
 
     @property
     def slowdown(self) -> float:

@@ -229,6 +229,7 @@ def generate_plan(
     drafts: int = 4_500,
     recompute: Collection[str] = (),
     refused: Collection[int] = (),
+    counted_on: float = 1.0,
 ) -> SwapPlan:
     """Return the plan of `trace` that keeps device memory within `hbm_budget` bytes and takes the least time; empty if the step
     fits.
@@ -243,6 +244,8 @@ def generate_plan(
     storages that must not be recomputed. Each storage is kept, swapped, or dropped and recomputed; inputs of recomputations may
     be held. The result is the fastest, never slower than the best plan that only swaps. A plan that swaps a storage between two
     of its uses recomputes nothing; it is made only for budgets that are too small for any other.
+
+    counted_on: share of the link's rates that the choice counts on. The times that the plan has are those on the whole link.
 
     Deterministic. About n log n in saved tensors, and linear in operators.
 
@@ -259,6 +262,7 @@ def generate_plan(
         at_most=1,
         recompute=recompute,
         refused=refused,
+        counted_on=counted_on,
     )[0]
 
 
@@ -274,6 +278,7 @@ def candidate_plans(
     within: float = 0.02,
     recompute: Collection[str] = (),
     refused: Collection[int] = (),
+    counted_on: float = 1.0,
 ) -> list[SwapPlan]:
     """Return the plan of `generate_plan`, then others whose simulated step takes at most `within` (a share) longer, best first.
 
@@ -291,7 +296,8 @@ def candidate_plans(
         problem, recompute = Problem.of(trace, between_uses=True), ()
         if problem.least_bytes > hbm_budget:
             raise _infeasible(trace, problem, hbm_budget)
-    limits = PlanLimits(budget=hbm_budget, host_budget=host_budget, cost=cost_model, lead_us=lead_us)
+    slower = cost_model if counted_on == 1.0 else cost_model.slowed(counted_on)
+    limits = PlanLimits(budget=hbm_budget, host_budget=host_budget, cost=slower, lead_us=lead_us)
     search = Search(problem, limits)
     search.try_ranks()
     search.try_swap_all()
@@ -305,8 +311,11 @@ def candidate_plans(
         search.try_others(at_most)
     swaps = _swap_only(trace, problem, limits, search, at_most, within)
     if not swaps or (hybrids and hybrids[0].step_us < swaps[0].step_us - _FASTER_US):
-        return _mixed(hybrids, swaps, at_most, within)
-    return swaps
+        swaps = _mixed(hybrids, swaps, at_most, within)
+    if slower is cost_model:
+        return swaps
+    timelines = map(Simulator(trace, cost_model).run, swaps)
+    return [replace(plan, step_us=t.step_us, stall_us=t.stall_us) for plan, t in zip(swaps, timelines, strict=True)]
 
 
 def _swap_only(

@@ -20,7 +20,7 @@ that run both ways keeps its rate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple, overload
 
@@ -37,6 +37,10 @@ from chameleon_mm.units import MIB
 
 SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
 """Bounds far beyond any link. Within them no copy's time overflows to infinity or rounds to 0."""
+
+COUNTED_ON = 0.8
+"""Share of the link's measured rates that plans count on. What they recompute then costs nothing more until the link is slower
+by a fifth (docs/policy.md, "Plans for a slower link")."""
 
 _ROUNDING = 1e-9
 """Share by which a duplex rate may exceed the sum of both rates: a factor may have scaled all three."""
@@ -75,6 +79,15 @@ class LinkCost:
                 f"duplex_gbps: expected both directions together to carry at least what one does alone ({fastest}) and at most "
                 f"what both do ({total}), got {self.duplex_gbps}; measure the link again"
             )
+
+    def slowed(self, share: float) -> LinkCost:
+        """Return a link with `share` of these rates."""
+        return replace(
+            self,
+            d2h_gbps=self.d2h_gbps * share,
+            h2d_gbps=self.h2d_gbps * share,
+            duplex_gbps=self.duplex_gbps * share,
+        )
 
     @overload
     def alone_us(self, nbytes: int, rate_gbps: float) -> float: ...

@@ -125,15 +125,16 @@ class EventTimes:
 class PricedTimes:
     """Operator times by a price, for operators that do not run: fake tensors have shapes and no kernels.
 
-    `price(flops, nbytes, dtype)`: time of a kernel in microseconds, such as a `CostModel`'s `kernel_us`.
+    `price(flops, nbytes, dtype, name)`: time of an operator's kernel in microseconds, such as a `CostModel`'s `kernel_us`.
     """
 
-    def __init__(self, price: Callable[[int, int, torch.dtype], float]) -> None:
+    def __init__(self, price: Callable[[int, int, torch.dtype, str], float]) -> None:
         self._price = price
         self._times: list[tuple[int, float]] = []
 
     def ran(self, op: int, call: OpCall) -> None:
-        price = self._price(_flops(call), call.touched_bytes(), call.dtype) if call.facts.kernel else 0.0
+        facts = call.facts
+        price = self._price(_flops(call), call.touched_bytes(), call.dtype, facts.name) if facts.kernel else 0.0
         self._times.append((op, price))
 
     def pause(self) -> None:

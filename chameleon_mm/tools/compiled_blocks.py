@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch
+from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor
@@ -36,6 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.flop_counter import flop_registry
 
 from chameleon_mm.record.dispatch_state import compiled_region
 
@@ -94,12 +98,29 @@ def _compiled(block: nn.Module, codes: dict[Any, Callable[..., Any]], budget: fl
                 saved_tensors_hooks(_itself, _itself),
                 FakeTensorMode(),
                 functorch.patch(activation_memory_budget=budget),
+                attention_known(),
             ):
                 code(*tree_map(_like, (held, args, kwargs)))
             codes[key] = code
         return codes[key](held, args, kwargs)
 
     return forward
+
+
+@contextmanager
+def attention_known() -> Iterator[None]:
+    """Context in which torch's partitioner treats the CPU's fused attention as CUDA's FlashAttention: it knows the FLOPs, and
+    remakes it only if it must. Without that, a small `activation_memory_budget` remakes attention as if it took no time."""
+    aten = torch.ops.aten
+    forward, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+    cpu, cpu_backward = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward"))
+    ops = partitioners.get_default_op_list()
+    known = replace(ops, compute_intensive_ops=ops.compute_intensive_ops | {cpu})
+    with (
+        patch.dict(flop_registry, {cpu: flop_registry[forward], cpu_backward: flop_registry[backward]}),
+        patch.object(partitioners, "get_default_op_list", lambda: known),
+    ):
+        yield
 
 
 def _code_key(block: nn.Module) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from chameleon_mm.files import write_file
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule
 from chameleon_mm.tools.largest import SIZES, largest, say
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
-from chameleon_mm.tools.prediction import REPLAYED, default_budget, predict, predict_compiled, show
+from chameleon_mm.tools.prediction import PARTITIONS, REPLAYED, default_budget, predict, predict_compiled, show
 from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, predict_session, record, show_session
 from chameleon_mm.tools.step_on_shapes import AUTOCAST, DTYPES, OPTIMIZERS
 from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, hugging_face, own_function
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         budgets = request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute
         if args.compile:
             with console.status("compiling and recording a step for each partition"):
-                prediction = predict_compiled(lambda share: record(replace(request, compiled=share)), *budgets)
+                prediction = predict_compiled([record(replace(request, compiled=share)) for share in PARTITIONS], *budgets)
         else:
             with console.status("recording one step under fake tensors, and planning"):
                 prediction = predict(record(request), *budgets)

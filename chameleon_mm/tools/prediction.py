@@ -34,7 +34,7 @@ from chameleon_mm.plan.planner import generate_plan
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE
 from chameleon_mm.plan.swap_all import swap_all
 from chameleon_mm.plan.swap_plan import SwapPlan
-from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.timing import COUNTED_ON, LinkCost
 from chameleon_mm.plan.trace import StepPhase, Trace
 from chameleon_mm.plan.unswapped_memory import KIND_NAMES, Peak, full_recomputation, least_memory, peak_memory, sum_over_time
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
@@ -73,12 +73,19 @@ def smallest_within(
             return budget
 
 
+def _plan_within(
+    trace: Trace, hbm_budget: int, host_budget: int | None, cost: LinkCost, recompute: Collection[str] = ()
+) -> SwapPlan:
+    """Make a plan as a session does: it counts on a part of the link, and its times are those on the whole link."""
+    return generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute, counted_on=COUNTED_ON)
+
+
 def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: LinkCost) -> int:
     """Find the smallest budget whose plan slows the step by at most `HIDDEN_WITHIN`. It is at most `peak_bytes`, the unswapped
     peak of `trace`."""
 
     def plan_for(budget: int) -> SwapPlan:
-        return generate_plan(trace, _printable(budget), host_budget, cost)
+        return _plan_within(trace, _printable(budget), host_budget, cost)
 
     return min(_printable(smallest_hidden_budget(trace, cost, plan_for, tolerance=HIDDEN_WITHIN)), peak_bytes)
 
@@ -278,7 +285,7 @@ def predict(
     smallest = least.nbytes
     began = time.perf_counter()
     try:
-        plan = generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute)
+        plan = _plan_within(trace, hbm_budget, host_budget, cost, recompute)
         planning_ms = (time.perf_counter() - began) * 1e3
         ideal_us = ideal(trace, hbm_budget, cost, recompute=recompute).step_us
     except InfeasibleBudget as error:
@@ -322,7 +329,7 @@ class Partition:
 
 
 def predict_compiled(
-    record_at: Callable[[float], RecordedStep],
+    steps: Sequence[RecordedStep],
     spec: GpuSpec,
     hbm_budget: int,
     host_budget: int | None,
@@ -330,9 +337,10 @@ def predict_compiled(
 ) -> Prediction:
     """Predict the step of a model with compiled blocks, with the partition whose plan takes least time, as `predict` does.
 
-    `record_at(share)`: the step under that `activation_memory_budget`. All ways but the plan are those of torch's partition.
+    steps: one for each of `PARTITIONS`, in order. All ways but the plan are those of torch's partition. A plan counts on a part
+    of the link, as all plans do; the partition is the one whose plan takes least time on the whole link, since a partition that
+    saves less costs its time in every step, however fast the link is.
     """
-    steps = [record_at(share) for share in PARTITIONS]
     cost, own = link_of(spec), steps[0].trace
     partitions = tuple(_partition(step, hbm_budget, host_budget, cost, recompute) for step in steps)
     planned = [i for i, one in enumerate(partitions) if one.planned_us is not None]
@@ -342,7 +350,7 @@ def predict_compiled(
     if prediction.plan is not None:
         ways.append(_planned("this plan", steps[best].trace, prediction.plan))
     with suppress(InfeasibleBudget):
-        ways.append(_planned("torch's partition", own, generate_plan(own, hbm_budget, host_budget, cost)))
+        ways.append(_planned("torch's partition", own, _plan_within(own, hbm_budget, host_budget, cost)))
     if alone := [one for one in partitions if one.peak_bytes <= hbm_budget]:
         fastest = min(alone, key=lambda one: one.step_us)
         again_us = fastest.step_us - own.duration_us
@@ -356,7 +364,7 @@ def _partition(
 ) -> Partition:
     planned_us = None
     with suppress(InfeasibleBudget):
-        planned_us = generate_plan(step.trace, hbm_budget, host_budget, cost, recompute=recompute).step_us
+        planned_us = _plan_within(step.trace, hbm_budget, host_budget, cost, recompute).step_us
     assert step.activation_memory_budget is not None
     return Partition(
         activation_memory_budget=step.activation_memory_budget,
@@ -374,7 +382,7 @@ def _ways(
         ways.append(_planned("this plan", trace, plan))
     if plan is not None and plan.recomputed:
         with suppress(InfeasibleBudget):  # raised if only recomputation reaches the budget
-            ways.append(_planned("swap only", trace, generate_plan(trace, hbm_budget, host_budget, cost)))
+            ways.append(_planned("swap only", trace, _plan_within(trace, hbm_budget, host_budget, cost)))
     if len(ways) < _MOST_PLANNED:
         ways.append(_planned("swap everything", trace, swap_all(trace, cost)))
     return (*ways, _full_recomputation(trace))
@@ -484,9 +492,10 @@ def assumptions(prediction: Prediction) -> list[str]:
 def rooflines(spec: GpuSpec, *, host: str = "") -> list[str]:
     """Lines that state a GPU's rates of arithmetic, memory and copies."""
     cost = CostModel(spec=spec)
-    arithmetic, bandwidth = f"{cost.matmul_efficiency:.0%}", f"{cost.memory_efficiency:.0%}"
+    attention = f"{cost.attention_efficiency:.0%} in forward and {cost.attention_backward_efficiency:.0%} in backward"
+    arithmetic = f"products at {cost.matmul_efficiency:.0%} of {spec.name}'s arithmetic, attention at {attention}"
     return [
-        f"operators at {arithmetic} of {spec.name}'s arithmetic or {bandwidth} of its memory bandwidth{host}",
+        f"{arithmetic}, or {cost.memory_efficiency:.0%} of its memory bandwidth{host}",
         f"copies run at {spec.d2h_gbps:g} GB/s out, {spec.h2d_gbps:g} back and {spec.duplex_gbps:g} both ways together",
     ]
 

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,7 @@ from torch.nn import functional as F
 
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.tools.demo import GPT, GPTConfig
+from chameleon_mm.tools.image_models import IMAGE_MODELS, ImageShape
 from chameleon_mm.tools.shape_operators import gpu_autocast
 
 _NO_SUCH_DEVICE = re.compile(r"not (compiled|linked) with", re.IGNORECASE)
@@ -218,7 +220,7 @@ class Gpt2Shape:
     context: int = 1024
 
 
-BUILT_IN: dict[str, LlamaShape | Gpt2Shape] = {
+BUILT_IN: dict[str, LlamaShape | Gpt2Shape | ImageShape] = {
     "llama-7b": LlamaShape(layers=32, width=4096, heads=32, kv_heads=32, ffn=11008, vocabulary=32000, context=4096),
     "llama-13b": LlamaShape(layers=40, width=5120, heads=40, kv_heads=40, ffn=13824, vocabulary=32000, context=4096),
     "llama-70b": LlamaShape(layers=80, width=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=32000, context=4096),
@@ -227,6 +229,7 @@ BUILT_IN: dict[str, LlamaShape | Gpt2Shape] = {
     "gpt2-medium": Gpt2Shape(layers=24, width=1024, heads=16),
     "gpt2-large": Gpt2Shape(layers=36, width=1280, heads=20),
     "gpt2-xl": Gpt2Shape(layers=48, width=1600, heads=25),
+    **IMAGE_MODELS,
 }
 """Sizes from the papers on Llama 2 (arXiv 2307.09288) and Llama 3 (arXiv 2407.21783), and from GPT-2's configurations."""
 
@@ -249,16 +252,25 @@ class Gpt2(GPT):
 
 def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = None) -> Build:
     """Builder of the model `name`: `batch` rows of `seq` tokens (None: its context), `layers` layers (None: its own number).
+    Rows of an image model are images of one size.
 
-    Raises `ModelUnusable` for a row that the model cannot read.
+    Raises `ModelUnusable` for a row that the model cannot read, and for sizes that it does not have.
     """
-    shape = BUILT_IN[name] if layers is None else replace(BUILT_IN[name], layers=layers)
+    found = BUILT_IN[name]
+    if isinstance(found, ImageShape) and seq is not None:
+        raise ModelUnusable(f"--seq: expected none for {name}, each row of which has {found.about}, got {seq}; leave it out")
+    if layers is not None and found.layers is None:
+        raise ModelUnusable(f"--largest layers: expected a model of equal layers, got {name}; search for the largest batch")
+    shape = found if layers is None else replace(found, layers=layers)
+    of_layers = f"{name}{'' if layers is None else f' of {layers} layers'}, {batch} x "
+    if isinstance(shape, ImageShape):
+        return partial(_images, shape, batch, of_layers + shape.about)
     tokens = shape.context if seq is None else seq
     if isinstance(shape, Gpt2Shape) and tokens > shape.context:
         raise ModelUnusable(f"--seq: expected {shape.context} tokens at most, all that {name} can read, got {tokens}")
 
     def build() -> Workload:
-        about = f"{name}{'' if layers is None else f' of {layers} layers'}, {batch} x {tokens} tokens"
+        about = f"{of_layers}{tokens} tokens"
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
         if isinstance(shape, LlamaShape):
             llama = Llama(shape)
@@ -267,6 +279,11 @@ def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = Non
         return Workload(about=about, model=gpt, loss=lambda: gpt.loss(ids, ids), notes=(_GPT2_SAVES,))
 
     return build
+
+
+def _images(shape: ImageShape, rows: int, about: str) -> Workload:
+    model, batch = shape.model(), shape.batch(rows)
+    return Workload(about=about, model=model, loss=lambda: model.loss(*batch))
 
 
 # --- Causal language models of Hugging Face, by their configuration: no weights are read

@@ -1,12 +1,23 @@
 """Times of work on a GPU, computed from its datasheet: a roofline for operators, one engine per link direction for copies.
 
-    kernel_us = max(floating-point operations / rate of the dtype, bytes touched / memory bandwidth, shortest kernel)
+    kernel_us = max(floating-point operations / rate of kernel and dtype, bytes touched / memory bandwidth, shortest kernel)
 
     start = max(time when the stream is ready, time when the engine is free)
     end   = start + latency + bytes / rate       # rate: this direction's, or the rest of duplex while the other is busy
 
-FLOPs come from torch's own `flop_counter` registry. Bytes are those of the tensors that the operator reads and writes.
-The roofline has no cache, no fusion and no tail effect. Rates are scaled to the share that large kernels reach in practice.
+FLOPs come from torch's own `flop_counter` registry, halved for causal attention. Bytes are those of the tensors that the
+operator reads and writes. The roofline has no cache, no fusion and no tail effect. Rates are scaled to the share that large
+kernels reach.
+
+Attention has shares of its own, those of FlashAttention-2: `scaled_dot_product_attention` runs it on GPUs of all these kinds,
+and its scratch memory is what counts here. Only on a Hopper GPU with cuDNN above 9.15, which torch's wheels for CUDA 13 bring,
+it prefers cuDNN's kernel (`check_prefer_cudnn_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Published on
+an H100 for head width 128 and 4,096 tokens (arXiv 2407.08608, figures 5 and 6), in TFLOP/s; half of the FLOPs count if causal:
+
+                          forward, causal    forward    backward
+    FlashAttention-2      319                368        310
+    cuDNN                 518                609        499
+    FlashAttention-3      579                638        542         no kernel of torch's
 
 The link has one FIFO engine per direction. Times are fixed when a copy is issued. A copy that starts during one in the other
 direction gets the rest of the duplex rate; the earlier copy keeps its rate. The sum is the link's measured duplex rate, on
@@ -35,7 +46,12 @@ class CostModel:
 
     spec: GpuSpec
     matmul_efficiency: float = 0.7
-    """Share of the peak rate that large matrix products reach (788 of 989 TFLOP/s dense bf16 on an H200; less when small)."""
+    """Share of the peak rate that matrix products and convolutions reach. Published: 788 of 989 TFLOP/s dense bf16 for the best
+    shapes on an H200; less when small."""
+    attention_efficiency: float = 0.32
+    """Share of the peak rate that fused attention reaches in forward: FlashAttention-2's, causal (above); cuDNN's is 0.52."""
+    attention_backward_efficiency: float = 0.31
+    """Share that it reaches in backward: FlashAttention-2's (above); cuDNN's is 0.50."""
     memory_efficiency: float = 0.85
     """Share of the memory bandwidth that streaming kernels reach."""
     shortest_kernel_us: float = 2.0
@@ -55,14 +71,20 @@ class CostModel:
     buffers, half of it for checks."""
 
     def __post_init__(self) -> None:
-        for name in ("matmul_efficiency", "memory_efficiency"):
+        for name in ("matmul_efficiency", "attention_efficiency", "attention_backward_efficiency", "memory_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}: expected a share in (0, 1], got {getattr(self, name)}")
 
-    def kernel_us(self, flops: int, nbytes: int, dtype: torch.dtype) -> float:
-        """Device time of a kernel that does `flops` in `dtype` and touches `nbytes` of device memory."""
+    def kernel_us(self, flops: int, nbytes: int, dtype: torch.dtype, name: str = "") -> float:
+        """Device time of a kernel that does `flops` in `dtype` and touches `nbytes` of device memory.
+
+        name: of its operator, without namespace and overload; decides which share of the peak rate it reaches.
+        """
         tflops = self.spec.bf16_tflops if dtype in _HALF else self.spec.fp32_tflops
-        compute_us = flops / (tflops * 1e6 * self.matmul_efficiency)
+        share = self.matmul_efficiency
+        if "attention" in name:  # `_scaled_dot_product_flash_attention_backward` and its like
+            share = self.attention_backward_efficiency if name.endswith("_backward") else self.attention_efficiency
+        compute_us = flops / (tflops * 1e6 * share)
         memory_us = nbytes / (self.spec.hbm_gbps * 1e3 * self.memory_efficiency)
         return max(compute_us, memory_us, self.shortest_kernel_us)
 

@@ -111,7 +111,8 @@ class SimCompute(TorchDispatchMode):
             return
         if facts.gathers:
             read_bytes = min(read_bytes, 2 * written_bytes)
-        machine.run_kernel(stream, machine.cost.kernel_us(call.flops(), read_bytes + written_bytes, call.dtype))
+        touched = read_bytes + written_bytes
+        machine.run_kernel(stream, machine.cost.kernel_us(call.flops(), touched, call.dtype, facts.name))
         if facts.host_reads:
             machine.host_waits_for(stream)
 

@@ -24,7 +24,6 @@ from chameleon_mm.api.save_on_cpu import install, save_on_cpu, uninstall
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
 from chameleon_mm.errors import (
-    BlockCorruptedError,
     BlockInUseError,
     BlockReleasedError,
     ChameleonError,
@@ -46,8 +45,8 @@ from chameleon_mm.state.snapshots import Snapshot, SnapshotWrite
 __version__ = "0.1.0"
 
 __all__ = [
-    "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
-    "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
+    "Attachment", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice", "DeviceUnavailable",
+    "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
     "PoolStateError", "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot",
     "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations",
     "merge_reports", "resolve_device", "save_on_cpu", "uninstall",

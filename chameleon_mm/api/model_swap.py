@@ -102,7 +102,7 @@ class ModelSwap:
         """True if the memory of `storage` is not part of an executor's plans."""
         if self._parameters is not None and self._parameters.window.find(storage) is not None:
             return True
-        return self._state is not None and self._state.is_state(storage)
+        return self._state is not None and self._state.find(storage) is not None
 
     @property
     def movable_bytes(self) -> int:
@@ -137,8 +137,8 @@ class ModelSwap:
         if self._given_model is None:
             raise ValueError(f"session.{what}(): expected a session that knows its model; make it SwapSession(model=model)")
         if self._snapshots is None:
-            leave = None if self._state is None else self._state.leave
-            self._snapshots = Snapshots(executor, self._given_model, self._optimizer, parameters=self._parameters, leave=leave)
+            hosts = (self._parameters, self._state)
+            self._snapshots = Snapshots(executor, self._given_model, self._optimizer, *hosts)
         return self._snapshots
 
     def _drop_snapshots(self) -> None:

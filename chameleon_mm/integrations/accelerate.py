@@ -18,7 +18,6 @@ from chameleon_mm.api.attach import Attachment
 from chameleon_mm.api.attach import attach as attach_model
 from chameleon_mm.errors import check_type
 from chameleon_mm.integrations import load_framework
-from chameleon_mm.integrations._trainings import refuse_cpu_checkpointing
 
 accelerate = load_framework("accelerate")
 
@@ -38,6 +37,4 @@ def attach(
             f"attach: expected a model that this accelerator has prepared, got a {type(model).__name__} that it has not; call "
             f"accelerator.prepare first, and pass what it returns"
         )
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    refuse_cpu_checkpointing("attach", getattr(plugin, "deepspeed_config", None))
     return attach_model(model, optimizer, **session_args)

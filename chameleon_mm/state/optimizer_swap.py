@@ -22,6 +22,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.errors import TransferFailed, check_type
+from chameleon_mm.state.hosted import Hosted
 from chameleon_mm.state.swapped_state import StateHome, SwappedState, movable_bytes
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import KIB, MIB, format_size
@@ -201,8 +202,9 @@ class OptimizerSwap:
                 format_size(on_host),
             )
 
-    def is_state(self, storage: torch.UntypedStorage) -> bool:
-        return self._home.is_state(storage)
+    def find(self, storage: torch.UntypedStorage) -> Hosted | None:
+        """Find the state in `storage` that left at least once; None: there is none."""
+        return self._home.find(storage)
 
     @property
     def resident_bytes(self) -> int:
@@ -261,7 +263,7 @@ class OptimizerSwap:
 
     def _away(self, params: list[Any]) -> list[SwappedState]:
         states = (self._optimizer.state.get(p) for p in params)
-        return [state for state in states if isinstance(state, SwappedState) and state.away_bytes]
+        return [state for state in states if isinstance(state, SwappedState) and state.away()]
 
     def _prefetch(self, params: list[Any]) -> None:
         """Queue the copies back of the state of `params`, as far as memory allows."""

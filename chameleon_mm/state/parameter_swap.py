@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.errors import InfeasibleBudget, TransferFailed, describe
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, saved_tensor_hooks_on_top
-from chameleon_mm.state.hosted import Home, HostedStorage, Where, is_alone
+from chameleon_mm.state.hosted import Home, Hosted, Where, is_alone, tensor_over
 from chameleon_mm.state.parameter_watch import ParameterWatch
 from chameleon_mm.state.window import DeviceBesideWindow, Window
 from chameleon_mm.swap.executor import Executor
@@ -177,7 +177,7 @@ class ParameterSwap:
         self._hooked.clear()
         on_host = 0
         with torch._C.DisableTorchFunction(), self._home.entered() as compute:
-            for entry in sorted(self.window.entries, key=lambda entry: not entry.is_gradient):
+            for entry in sorted(self.window.entries, key=lambda entry: entry.kind != "gradient"):
                 try:
                     entry.swap_in(compute)
                     entry.arrive(compute)
@@ -192,21 +192,19 @@ class ParameterSwap:
                 format_size(on_host),
             )
 
-    def _to_host_memory(self, entry: HostedStorage) -> int:
+    def _to_host_memory(self, entry: Hosted) -> int:
         """Move the tensors in the storage of `entry`, which is away, to pageable host memory."""
         storage, memory = entry.ref(), entry.host_bytes().untyped_storage()
         for p in self._params:
             gradient = p.grad
             if p.untyped_storage() is storage:
                 p.grad = None
-                p.data = torch.empty(0, dtype=p.dtype).set_(memory, p.storage_offset(), p.size(), p.stride())
+                p.data = tensor_over(memory, p)
                 p.grad = None if gradient is None else gradient.to(p.device)
             elif gradient is not None and gradient.untyped_storage() is storage:
                 p.grad = None
                 p.data = p.data.cpu()  # torch keeps a gradient on its parameter's device
-                p.grad = torch.empty(0, dtype=gradient.dtype).set_(
-                    memory, gradient.storage_offset(), gradient.size(), gradient.stride()
-                )
+                p.grad = tensor_over(memory, gradient)
         return entry.nbytes
 
     @property
@@ -241,7 +239,7 @@ class ParameterSwap:
         self.window.leave_node()
         with torch._C.DisableTorchFunction(), self._home.entered() as compute:
             for entry in self.window.entries:
-                if entry.where is Where.COMING and entry.is_gradient:
+                if entry.where is Where.COMING and entry.kind == "gradient":
                     entry.arrive(compute)  # it may have no later use; after its arrival only its user holds it
 
     def bring(self, params: Iterable[Tensor]) -> None:
@@ -267,7 +265,7 @@ class ParameterSwap:
                 "torch.__future__.set_swap_module_params_on_conversion(True); turn that off, or convert before the session"
             )
 
-    def find(self, t: Tensor) -> HostedStorage | None:
+    def find(self, t: Tensor) -> Hosted | None:
         """Find the entry of the storage that `t` lies in; None: it never leaves."""
         if t.layout is not torch.strided or not torch._C._has_storage(t):
             return None
@@ -276,7 +274,7 @@ class ParameterSwap:
         except RuntimeError:  # a functorch wrapper, which has no storage
             return None
 
-    def use(self, entries: Sequence[HostedStorage], what: str) -> None:
+    def use(self, entries: Sequence[Hosted], what: str) -> None:
         """Bring `entries` to the device, for a function of that name."""
         self._pickled.clear()  # the function may write them
         away = sum(entry.nbytes for entry in entries if entry.where is Where.ON_HOST)
@@ -285,13 +283,13 @@ class ParameterSwap:
         with self._home.entered():
             self.window.use(entries)
 
-    def _use_by_node(self, entry: HostedStorage) -> None:
+    def _use_by_node(self, entry: Hosted) -> None:
         if entry.where is Where.ON_HOST:
             self._home.check_readable("parameters for a backward", entry.nbytes)
         with self._home.entered():
             self.window.use_by(torch._C._current_autograd_node(), entry)
 
-    def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
+    def fit_together(self, entries: Sequence[Hosted]) -> bool:
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
     def sees_saves(self) -> bool:
@@ -299,7 +297,7 @@ class ParameterSwap:
         hooks = saved_tensor_hooks_on_top()
         return hooks is not None and hooks[0] is self._save
 
-    def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
+    def use_at(self, nodes: Iterable[Node], entries: Sequence[Hosted]) -> None:
         """Bring `entries` to the device whenever one of `nodes` runs."""
 
         def use(gradients: Sequence[Tensor]) -> None:
@@ -311,13 +309,13 @@ class ParameterSwap:
         for node in nodes:
             node.register_prehook(use)
 
-    def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
+    def pickled(self, t: Tensor, entry: Hosted) -> Tensor:
         """Return a copy of `t` in pageable host memory, in a storage shared by all tensors over the same storage."""
         memory = self._pickled.get(id(entry))
         if memory is None:
             with self._home.entered() as compute:
                 memory = self._pickled[id(entry)] = entry.copy_for_host(compute).untyped_storage()
-        return torch.empty(0, dtype=t.dtype).set_(memory, t.storage_offset(), t.size(), t.stride())
+        return tensor_over(memory, t)
 
     # --- its callers
 
@@ -370,7 +368,7 @@ class ParameterSwap:
                 self.window.send_out([entry])
                 self.window.make_room(0, keep=())
 
-    def _entry_of_gradient(self, p: Tensor) -> HostedStorage | None:
+    def _entry_of_gradient(self, p: Tensor) -> Hosted | None:
         """Return the entry of the gradient of `p`, and add it if there is none; None: there is no gradient that may leave."""
         g = p.grad
         if g is None or (entry := self.find(g)) is not None:
@@ -380,7 +378,7 @@ class ParameterSwap:
         self._home.recording.hide(g.untyped_storage())
         return self._add(g, self._keys[id(p)] + 1, is_gradient=True)
 
-    def _add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
+    def _add(self, t: Tensor, key: int, *, is_gradient: bool) -> Hosted:
         self._executor.protected.add(t.untyped_storage())  # the executor does not move it when autograd saves it
         return self.window.add(t, key, is_gradient=is_gradient)
 

@@ -259,7 +259,7 @@ class StepRunner:
         """The budget now: lowered by each step that had to run again."""
         self._executor = executor
         self._device = executor.device
-        self._copier = Copier(Home(executor), pool, None)
+        self._copier = Copier(Home(executor), pool)
         self._model = model
         self._buffers = BufferCopies(model)
 

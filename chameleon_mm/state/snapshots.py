@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from chameleon_mm.device import Device, Event
 from chameleon_mm.errors import check_type
@@ -32,6 +32,7 @@ from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import format_size
 
 if TYPE_CHECKING:
+    from chameleon_mm.state.optimizer_swap import OptimizerSwap
     from chameleon_mm.state.parameter_swap import ParameterSwap
 
 # --- Write of a snapshot on a separate thread
@@ -208,21 +209,20 @@ class Snapshots:
         executor: Executor,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        *,
-        parameters: ParameterSwap | None = None,
-        leave: Callable[[list[Tensor]], None] | None = None,
+        parameters: ParameterSwap | None,
+        state: OptimizerSwap | None,
     ) -> None:
-        """`leave(params)`: sends out the state of `params`, which is new."""
+        """`parameters`, `state`: what swaps those of the model and the optimizer; None: they stay."""
         self.latest: Snapshot | None = None
         self._home = Home(executor)
         pool = self._home.context.pool
         self._device = pool.device
         self._counters = executor.metrics.totals
         self._model, self._optimizer = model, optimizer
-        self._copier = Copier(self._home, pool, parameters)
+        self._copier = Copier(self._home, pool, parameters, state)
         self._parameters = parameters
         self._note_gradient = _do_nothing if parameters is None else parameters.note_gradient
-        self._leave = leave or _do_nothing
+        self._leave = _do_nothing if state is None else state.leave
         self._turn = threading.Lock()
 
     def take(self) -> Snapshot:

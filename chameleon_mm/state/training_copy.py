@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from chameleon_mm.state.hosted import HostedTensor
 from chameleon_mm.state.tensor_copy import (
     Copier,
     Form,
@@ -88,7 +87,7 @@ class ModelCopy:
             for name, value in layout.items():
                 self._layout[name] = seen[id(value)] if id(value) in seen else value_to_host(value)
 
-    def _copy(self, copier: Copier, t: Tensor | HostedTensor) -> TensorCopy:
+    def _copy(self, copier: Copier, t: Tensor) -> TensorCopy:
         copy = copier.copy(t)
         self.copies.append(copy)
         return copy
@@ -175,7 +174,7 @@ class OptimizerCopy:
             for key, state in list(optimizer.state.items()):
                 copied = self._state[_key(key, numbers)] = {}
                 for name, value in list(dict.items(state)):
-                    if isinstance(value, (Tensor, HostedTensor)) and is_copyable(value):
+                    if is_copyable(value):
                         copied[name] = copier.copy(value)
                         self.copies.append(copied[name])
                     else:

@@ -96,7 +96,7 @@ def session_of(training: Training, device: Device, *, budget: int | str = "1GiB"
     )
     swap = session._model_swap._state
     assert swap is not None
-    swap.bucket_bytes, swap._home.min_bytes = BUCKET_BYTES, 4 * KIB
+    swap.bucket_bytes, swap.home.min_bytes = BUCKET_BYTES, 4 * KIB
     return session
 
 

@@ -178,17 +178,6 @@ def test_each_step_is_a_bar_as_high_as_its_peak(page: Any, report: cm.SwapReport
     assert sum(counts) == len(report.step_figures) == report.steps
 
 
-def test_the_tiles_tell_the_reports_figures(page: Any, report: cm.SwapReport) -> None:
-    tiles = page.execute_script(
-        "return Object.fromEntries([...document.querySelectorAll('[data-figure]')]"
-        ".map(tile => [tile.dataset.figure, tile.querySelector('b').textContent]))"
-    )
-    steady = report.steady
-    assert tiles["peak"] == format_size(report.peak_hbm_bytes) and tiles["budget"] == format_size(report.hbm_budget_bytes)
-    assert tiles["stall"] == format_us(steady["stall_us"]) and tiles["hidden"] == f"{100 * steady['hidden_fraction']:.1f} %"
-    assert tiles["steps"] == str(report.steps)
-
-
 # --- the table
 
 
@@ -318,7 +307,7 @@ def test_nothing_is_wider_than_the_screen(driver: Any, path: Path, width: int, d
     widths = driver.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert widths[0] <= widths[1] <= width
     out = driver.execute_script(
-        "return [...document.querySelectorAll('button, input, h1, h2, .tile, svg, .readout, .count')]"
+        "return [...document.querySelectorAll('button, input, h1, h2, svg, .readout, .count')]"
         ".filter(e => e.offsetParent !== null || e.tagName === 'svg').map(e => e.getBoundingClientRect())"
         ".filter(b => b.right > innerWidth + 1 || b.left < -1).length"
     )

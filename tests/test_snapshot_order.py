@@ -104,7 +104,7 @@ def test_memory_that_is_released_early_is_written_by_its_next_owner(sim: cm.SimD
         model = torch.nn.Linear(256, 256)
         with cm.SwapSession("1GiB", "1MiB", sim, model=model) as session:
             snapshot = session.snapshot()
-            blocks = [copy.block.buffer.data_ptr() for copy in snapshot.model.copies]
+            blocks = [copy.block.buffer.data_ptr() for copy in snapshot._copies]
             snapshot.release()
             again = session.pool.allocate(256 * 256 * 4)
             assert again.buffer.data_ptr() in blocks

@@ -102,7 +102,7 @@ class ModelSwap:
         """True if the memory of `storage` is not part of an executor's plans."""
         if self._parameters is not None and self._parameters.window.find(storage) is not None:
             return True
-        return self._state is not None and self._state.find(storage) is not None
+        return self._state is not None and self._state.home.find(storage) is not None
 
     @property
     def movable_bytes(self) -> int:

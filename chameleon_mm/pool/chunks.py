@@ -85,8 +85,6 @@ class PendingRanges:
     `starts` is sorted, and callers must not change it. It is empty if nothing is pending, so a hot path needs no call.
     """
 
-    __slots__ = ("_ends", "_events", "_sweep_at", "starts")
-
     def __init__(self) -> None:
         # Three parallel lists, by address: most ranges are cut at one end, which is then one assignment.
         self.starts: list[int] = []

@@ -161,9 +161,7 @@ class PinnedPool:
         with ledger.lock:
             ledger.check_open("allocate_pageable")
             ledger.drain()
-            serial = ledger.next_serial()
-            ledger.pageable.add(serial, memory)
-            return PageableBlock(self, (serial, None), memory, 0, nbytes, ())
+            return PageableBlock(self, (ledger.add_pageable(memory), None), memory, 0, nbytes, ())
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor in a block of its own, which returns when the tensor and its views are gone.
@@ -200,7 +198,7 @@ class PinnedPool:
         """Free the chunks that hold no block and that the device is done with; return their bytes."""
         with self._ledger.lock:
             self._ledger.drain()
-            self._ledger.pageable.drop_complete()
+            self._ledger.drop_ended()
         return self._growth.free_unused(wait=False)
 
     def units_reader(self) -> Callable[[], Units]:
@@ -237,25 +235,18 @@ class PinnedPool:
                     f"(the largest: {some}); release them, or drop what holds them, and close again"
                 )
             ledger.closed = True
-            ending = [event for _, events in ledger.pageable.ending for event in events]
+            ending = [event for _, events in ledger.ending for event in events]
         self._growth.free_unused(wait=True)
         for event in ending:
             event.synchronize()  # the last device access to pageable memory -> it is dropped
         with ledger.lock:
-            ledger.pageable.drop_complete()
+            ledger.drop_ended()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         close_at_exit(self.close, error, "pinned pool left open")
-
-    def __repr__(self) -> str:
-        live = self._ledger.num_live - len(self._ledger.returned)
-        return (
-            f"<PinnedPool on {self.device.name}: {live} live blocks, "
-            f"{format_size(self._chunks.reserved_bytes)} of {format_size(self._limit.nbytes)} reserved>"
-        )
 
 
 def _free_all(device: Device, ledger: Ledger, pid: int) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.report.step_history import StepFigures
 from chameleon_mm.report.step_picture import (
     HELD,
@@ -350,7 +349,6 @@ def page_html(
         "clock": clock,
         "answer": html.escape(dict(rows).get("in short", "")),
         "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in rows if label == "PROBLEM"),
-        "tiles": _tiles(figures),
         "step": step_section(picture),
         "tensors": tensor_section(picture),
         "steps": steps_section(steps),
@@ -370,26 +368,6 @@ def _json(data: Mapping[str, Any]) -> str:
     """JSON that cannot end the page's script element, even if a name contains markup."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _tiles(figures: Mapping[str, Any]) -> str:
-    steady = figures["steady"] if figures["steady"].get("steps") else figures
-    after = ", after the warm-up" if steady is not figures and figures["warm_up"]["steps"] else ""
-    hidden, stall = steady["hidden_fraction"], steady["stall_us"]
-    peak = Peak(figures["peak_hbm_bytes"], figures["peak_hbm_at_most_bytes"])
-    tiles = [
-        ("budget", format_size(figures["hbm_budget_bytes"]), "device memory"),
-        ("peak", str(peak) if peak.at_most_bytes != 0 else "not measured", "device memory"),
-        ("host", format_size(figures["peak_host_bytes"]), "pinned memory at most"),
-        ("moved", format_size(figures["bytes_swapped_out"]), "swapped out"),
-        ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", f"of copy time hidden{after}"),
-        ("stall", "not measured" if stall is None else format_us(stall), f"in timed steps{after}"),
-        ("steps", str(figures["steps"]), "completed"),
-    ]
-    return "".join(
-        f'<div class="tile" data-figure="{name}"><span>{name}</span><b>{html.escape(text)}</b><span>{what}</span></div>'
-        for name, text, what in tiles
-    )
 
 
 def _data(figures: Mapping[str, Any], picture: StepPicture | None, steps: Sequence[StepFigures]) -> dict[str, Any]:

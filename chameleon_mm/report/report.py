@@ -280,9 +280,8 @@ class SwapReport(Counters):
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of every figure, ready for JSON, without the fields for the page and the trace."""
         figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_FIGURES}
-        copies = {name: dict(value) for name, value in figures.items() if isinstance(value, dict)}
-        texts = {name: list(value) for name, value in figures.items() if isinstance(value, tuple)}
-        return {**figures, **copies, **texts}
+        plain: dict[type, Callable[[Any], Any]] = {dict: dict, tuple: list}
+        return {name: plain.get(type(value), lambda same: same)(value) for name, value in figures.items()}
 
     @property
     def peak(self) -> Peak:
@@ -321,6 +320,10 @@ class SwapReport(Counters):
         host = f"{format_size(self.peak_host_bytes)} live at most, {format_size(self.host_reserved_bytes)} reserved"
         if self.host_bytes_wanted is not None:
             host += f", {format_size(self.host_bytes_wanted)} wanted by plans"
+        by_allocator, lowered = self.bytes_reclaimed_by_allocator, self.lowered_budget_bytes
+        inside = f", {format_size(by_allocator)} of it inside of an allocation" if by_allocator else ""
+        since = "" if lowered is None else f", within {format_size(lowered)} since"
+        late = f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
         also = ", others too" * (self.timed_steps > self.steps)
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         phases = ", ".join(f"{count} {StepKind(kind)}" for kind, count in self.steps_by_phase.items()) or "none ended"
@@ -340,25 +343,24 @@ class SwapReport(Counters):
             *self._recomputed_rows(clock),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             *self._state_rows(),
-            ("reclaimed", self._reclaimed()),
+            ("reclaimed", format_size(self.bytes_reclaimed) + inside),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
-            (f"late prefetches{clock}", self._lateness()),
+            (f"late prefetches{clock}", late if self.prefetches_timed and self.late_us is not None else "not measured"),
             ("uses found on the device", str(self.uses_on_device)),
-            (f"hidden share of copy time{clock}", self._apart("hidden_fraction", lambda x: f"{100 * x:.1f} %")),
+            (f"hidden share of copy time{clock}", self._apart("hidden_fraction", _percent)),
             (f"stall{clock}", self._apart("stall_us", format_us)),
             ("pinned host memory", host),
             ("kept on the device", kept),
             ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
-            ("steps run again", self._retried()),
+            ("steps run again", f"{self.steps_run_again}{since}"),
             *([("snapshots", f"{self.snapshots}, {format_size(self.snapshot_bytes)}")] if self.snapshots else []),
         ]  # fmt: skip
 
-    def _apart(self, name: str, show: Callable[[float], str]) -> str:
+    def _apart(self, name: str, show: Callable[[float | None], str]) -> str:
         """Text of a figure of all timed steps, and of those after the warm-up, if there was one."""
-        if not self.warm_up.get("steps"):
-            return _measured(getattr(self, name), show)
-        return f"{_measured(getattr(self, name), show)}, after the warm-up {_measured(self.steady.get(name), show)}"
+        after = f", after the warm-up {show(self.steady.get(name))}" if self.warm_up.get("steps") else ""
+        return show(getattr(self, name)) + after
 
     def _state_rows(self) -> list[tuple[str, str]]:
         moved = (
@@ -367,11 +369,6 @@ class SwapReport(Counters):
             ("parameters", self.parameter_bytes_swapped_out, self.parameter_bytes_swapped_in),
         )
         return [(f"{what} out / in", f"{format_size(out)} / {format_size(back)}") for what, out, back in moved if out or back]
-
-    def _reclaimed(self) -> str:
-        by_allocator = self.bytes_reclaimed_by_allocator
-        inside = f", {format_size(by_allocator)} of it inside of an allocation" if by_allocator else ""
-        return format_size(self.bytes_reclaimed) + inside
 
     def _peak(self) -> str:
         """Text of the peak as far as it is known, of the budget, and whether the budget was held."""
@@ -391,15 +388,6 @@ class SwapReport(Counters):
             )
         return f"{peak} ({budget}, not known whether held: {why})"
 
-    def _retried(self) -> str:
-        since = "" if self.lowered_budget_bytes is None else f", within {format_size(self.lowered_budget_bytes)} since"
-        return f"{self.steps_run_again}{since}"
-
-    def _lateness(self) -> str:
-        if not self.prefetches_timed or self.late_us is None:
-            return "not measured"
-        return f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
-
     def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
         """Rows of the latest plan's predictions, and of the measured time."""
         if self.planned_step_us is None or self.planned_peak_bytes is None:
@@ -410,7 +398,7 @@ class SwapReport(Counters):
             took = f"; steps by the default rule took up to {format_size(rule)}" if rule else ""
             return [("latest plan", f"none: one needs {format_size(least)} or more{took}")]
         recompute_us = self.planned_recompute_us
-        measured = _measured(self.measured_step_us, lambda us: f"{format_us(us)} measured")
+        measured = f"{format_us(self.measured_step_us)} measured" if self.measured_step_us is not None else "not measured"
         return [
             (f"latest plan's step{clock}", f"{format_us(self.planned_step_us)} predicted, {measured}"),
             ("latest plan's peak", f"{format_size(self.planned_peak_bytes)} predicted"),
@@ -496,5 +484,5 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
     }
 
 
-def _measured(value: float | None, show: Callable[[float], str]) -> str:
-    return "not measured" if value is None else show(value)
+def _percent(share: float | None) -> str:
+    return "not measured" if share is None else f"{100 * share:.1f} %"

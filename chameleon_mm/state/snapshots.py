@@ -29,7 +29,6 @@ from chameleon_mm.state.hosted import Home
 from chameleon_mm.state.tensor_copy import Copier, TensorCopy
 from chameleon_mm.state.training_copy import ModelCopy, OptimizerCopy, check_model
 from chameleon_mm.swap.executor import Executor
-from chameleon_mm.units import format_size
 
 if TYPE_CHECKING:
     from chameleon_mm.state.optimizer_swap import OptimizerSwap
@@ -98,10 +97,6 @@ class SnapshotWrite:
             finally:
                 self._ended.set()
 
-    def __repr__(self) -> str:
-        state = "going on" if not self.done else "done" if self._error is None else f"failed: {self._error}"
-        return f"<SnapshotWrite to {self.path}, {state}>"
-
 
 # --- Snapshot of the state at the start of a step, and the lifetime of its host memory
 
@@ -118,12 +113,13 @@ class Snapshot:
         device: Device,
         model: ModelCopy,
         optimizer: OptimizerCopy | None,
+        copies: Sequence[TensorCopy],
         random: RandomState,
         last: Event,
         turn: threading.Lock,
     ) -> None:
         self.model, self.optimizer, self.random, self.device = model, optimizer, random, device
-        self._copies: Sequence[TensorCopy] = [*model.copies, *(() if optimizer is None else optimizer.copies)]
+        self._copies = copies
         self.last = last
         """Event after all device work on its memory."""
         self._turn = turn
@@ -194,9 +190,6 @@ class Snapshot:
         if not sys.is_finalizing():
             self._free()  # no write is running: a write holds it
 
-    def __repr__(self) -> str:
-        return f"<Snapshot of {format_size(self.nbytes)}{', released' if self.released else ''}>"
-
 
 # --- snapshots
 
@@ -231,7 +224,9 @@ class Snapshots:
         with torch._C.DisableTorchFunction():
             check_model(self._model, self._parameters)
         self._home.check_readable("the model for a snapshot", 0)
-        model, optimizer = ModelCopy(), None if self._optimizer is None else OptimizerCopy(self._optimizer, self._model)
+        copies: list[TensorCopy] = []
+        model = ModelCopy(copies)
+        optimizer = None if self._optimizer is None else OptimizerCopy(copies, self._optimizer, self._model)
         self._join_streams()
         random = RandomState(self._device)
         try:
@@ -239,10 +234,12 @@ class Snapshots:
             if optimizer is not None and self._optimizer is not None:
                 optimizer.take(self._copier, self._optimizer)
         except BaseException:
-            self._release([*model.copies, *(() if optimizer is None else optimizer.copies)])
+            last = self._join_streams()
+            for copy in copies:
+                copy.block.release(after=last)
             raise
         last = self._join_streams()
-        snapshot = self.latest = Snapshot(self._device, model, optimizer, random, last, self._turn)
+        snapshot = self.latest = Snapshot(self._device, model, optimizer, copies, random, last, self._turn)
         self._counters.snapshots += 1
         self._counters.snapshot_bytes += snapshot.nbytes
         return snapshot
@@ -253,11 +250,6 @@ class Snapshots:
         with self._home.entered() as compute:
             self._home.context.streams.join_all(compute)
             return compute.record()
-
-    def _release(self, copies: list[TensorCopy]) -> None:
-        last = self._join_streams()
-        for copy in copies:
-            copy.block.release(after=last)
 
     def restore(self, snapshot: Snapshot | None) -> None:
         """Restore `snapshot`, or the latest. Raises `TypeError` and `ValueError` before any change, and

@@ -116,20 +116,23 @@ class SwappedState(dict[Any, Any]):
             _log.info("chameleon_mm: optimizer state stays on the device: %s", str(refusal))
             home.context.metrics.totals.fallbacks += 1
             return
-        self._hosted[key] = hosted
-        home.note_leaving(hosted, t.untyped_storage())
+        self._hosted[key] = home.left[id(t.untyped_storage())] = hosted
+        home.recording.hide(t.untyped_storage())  # in a recorded step it is there until now, as in later steps
         home.budget.reclaim.add(hosted)
 
     # --- calls of all other code
 
     def _back(self) -> None:
-        if self.away():
-            self._home.bring_back(self)
+        """Bring it to the device for a read. Raises `torch.OutOfMemoryError` and the errors of `check_readable`."""
+        if away_bytes := self.away_bytes:
+            self._home.check_readable("optimizer state", away_bytes)
+            with self._home.entered() as compute:
+                self.arrive(compute)
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)
         if self._where_away(key, value) is not None:
-            self._home.bring_back(self)
+            self._back()
         return value
 
     get, items, values, pop, setdefault, __eq__ = (
@@ -199,22 +202,11 @@ class StateHome(Home):
         self.least_holders = least_holders()
         self.states: weakref.WeakValueDictionary[int, SwappedState] = weakref.WeakValueDictionary()
         """All swapped states by id: the optimizer's, and those that a `state_dict` still holds."""
-        self._left: weakref.WeakValueDictionary[int, Hosted] = weakref.WeakValueDictionary()
+        self.left: weakref.WeakValueDictionary[int, Hosted] = weakref.WeakValueDictionary()
         """State that left at least once, by the id of its storage."""
         self.note_resident: Callable[[int], None] = lambda nbytes: self.budget.note_allocated(max(0, nbytes))
 
     def find(self, storage: torch.UntypedStorage) -> Hosted | None:
         """Find the state that left from `storage` at least once, to leave again: it is in no plan."""
-        hosted = self._left.get(id(storage))
+        hosted = self.left.get(id(storage))
         return hosted if hosted is not None and hosted.ref() is storage else None
-
-    def note_leaving(self, hosted: Hosted, storage: torch.UntypedStorage) -> None:
-        """Record that `hosted` leaves: in a recorded step it is there until now, as in later steps."""
-        self._left[id(storage)] = hosted
-        self.recording.hide(storage)
-
-    def bring_back(self, state: SwappedState) -> None:
-        """Bring `state` to the device for a read. Raises `torch.OutOfMemoryError` and the errors of `check_readable`."""
-        self.check_readable("optimizer state", state.away_bytes)
-        with self.entered() as compute:
-            state.arrive(compute)

@@ -89,8 +89,6 @@ def is_copyable(t: object) -> TypeGuard[Tensor]:
 
 
 class TensorCopy:
-    __slots__ = ("block", "device", "form", "nbytes", "stride")
-
     def __init__(self, form: Form, device: torch.device, block: PinnedBlock) -> None:
         self.form, self.device, self.block = form, device, block
         self.nbytes = block.nbytes
@@ -224,7 +222,7 @@ class Copier:
             self._parameters.use([hosted], "a snapshot")
             hosted = None
         elif hosted is None and self._state is not None and is_plain(t):
-            hosted = self._state.find(t.untyped_storage())
+            hosted = self._state.home.find(t.untyped_storage())
         return hosted, int(t.storage_offset()) * t.dtype.itemsize
 
 

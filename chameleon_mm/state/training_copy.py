@@ -1,6 +1,6 @@
 """Copies of a model and of an optimizer on the host.
 
-copied = OptimizerCopy(optimizer, model)
+copied = OptimizerCopy(copies, optimizer, model)
 copied.take(copier, optimizer)
 copied.difference(optimizer, model) -> text or None
 copied.restore(copier, optimizer, leave)        # `leave(params)`: their state is new, and may leave the device
@@ -60,8 +60,9 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class ModelCopy:
-    def __init__(self) -> None:
-        self.copies: list[TensorCopy] = []
+    def __init__(self, copies: list[TensorCopy]) -> None:
+        """`copies`: gets every copy that it makes."""
+        self._copies = copies
         self._tensors: dict[str, TensorCopy] = {}
         """Parameters and buffers, by each of their names."""
         self._gradients: dict[str, Any] = {}
@@ -89,7 +90,7 @@ class ModelCopy:
 
     def _copy(self, copier: Copier, t: Tensor) -> TensorCopy:
         copy = copier.copy(t)
-        self.copies.append(copy)
+        self._copies.append(copy)
         return copy
 
     def difference(self, model: nn.Module) -> str | None:
@@ -138,7 +139,8 @@ class ModelCopy:
 
     def for_checkpoint(self) -> dict[str, Any]:
         """Entries of a checkpoint: plain tensors that hold the blocks."""
-        tensors = {id(copy): copy.host_tensor() for copy in self.copies}
+        of_model = (*self._tensors.values(), *self._gradients.values())
+        tensors = {id(copy): copy.host_tensor() for copy in of_model if isinstance(copy, TensorCopy)}
         model = {name: _for_checkpoint(value, tensors) for name, value in self._layout.items()}
         rest = {name: tensors[id(copy)] for name, copy in self._tensors.items() if name not in model}
         gradients = {name: _for_checkpoint(value, tensors) for name, value in self._gradients.items()}
@@ -157,8 +159,9 @@ def _text(form: Form | None, device: torch.device) -> str:
 
 
 class OptimizerCopy:
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        self.copies: list[TensorCopy] = []
+    def __init__(self, copies: list[TensorCopy], optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """`copies`: gets every copy that it makes."""
+        self._copies = copies
         self._kind = type(optimizer).__name__
         self._params = _params_by_name(optimizer, model)
         self._groups = [
@@ -176,7 +179,7 @@ class OptimizerCopy:
                 for name, value in list(dict.items(state)):
                     if is_copyable(value):
                         copied[name] = copier.copy(value)
-                        self.copies.append(copied[name])
+                        self._copies.append(copied[name])
                     else:
                         copied[name] = value_to_host(value)
 

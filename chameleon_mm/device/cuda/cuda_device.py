@@ -183,8 +183,6 @@ SEGMENT_BYTES = 20 * MIB
 class CudaAllocatorHook:
     """Hook in the caching allocator of one GPU, for one session."""
 
-    __slots__ = ("_asked", "_history", "_hook", "_index", "_set", "_total_bytes")
-
     def __init__(self, module: ModuleType, index: int) -> None:
         self._hook: Any = module.Hook(index)
         self._index = index
@@ -311,9 +309,6 @@ class CudaDevice:
         held = self._reserved("current")
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.index) * total)
         return min(allowed, held + free)
-
-    def __repr__(self) -> str:
-        return f"<CudaDevice {self.index}, {self.name}>"
 
     def current_stream(self) -> CudaStream:
         """Return the stream as `Device.current_stream` does. Cheap enough for a hook: a `torch.cuda.Stream` is built only for a

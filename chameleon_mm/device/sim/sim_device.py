@@ -170,9 +170,6 @@ class SimDevice:
         """Make `observer` the only observer of all work from now on. Call it before the device's first work."""
         self._machine.observe(observer)
 
-    def __repr__(self) -> str:
-        return f"<SimDevice {self.spec.name}, {self.capacity} bytes>"
-
     # --- memory
 
     def alloc_pinned(self, nbytes: int) -> Tensor:

@@ -27,9 +27,13 @@ from chameleon_mm.swap.copy_queue import Move
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import flat_bytes
 from chameleon_mm.swap.host_copy import SwapContext
-from chameleon_mm.units import allocated_size
+from chameleon_mm.units import KIB, allocated_size
 
 _log = logging.getLogger(__name__)
+
+
+MIN_BYTES = 64 * KIB
+"""Minimum size of a storage to leave. Derived: at 55 GB/s its copy takes 1.2 us, and the fixed cost of a copy is 3 us."""
 
 
 class Where(enum.Enum):

@@ -22,9 +22,10 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.errors import TransferFailed, check_type
+from chameleon_mm.state.hosted import MIN_BYTES
 from chameleon_mm.state.swapped_state import StateHome, SwappedState, movable_bytes
 from chameleon_mm.swap.executor import Executor
-from chameleon_mm.units import KIB, MIB, format_size
+from chameleon_mm.units import MIB, format_size
 
 if TYPE_CHECKING:
     from chameleon_mm.state.parameter_swap import ParameterSwap
@@ -110,9 +111,6 @@ _log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 * MIB
 """Bytes of state that are stepped together: copies of that size reach the link's rate, and three are a small part of a GPU."""
-
-MIN_BYTES = 64 * KIB
-"""Minimum size of a state tensor to leave: smaller ones are a small part of all bytes, and cost a copy each."""
 
 _STATE_PER_PARAMETER = 2
 """Assumed number of state tensors of a parameter's size, before the optimizer has made them."""

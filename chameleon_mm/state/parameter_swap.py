@@ -24,16 +24,13 @@ from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.errors import InfeasibleBudget, TransferFailed, describe
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, saved_tensor_hooks_on_top
-from chameleon_mm.state.hosted import Home, Hosted, Where, is_alone, tensor_over
+from chameleon_mm.state.hosted import MIN_BYTES, Home, Hosted, Where, is_alone, tensor_over
 from chameleon_mm.state.parameter_watch import ParameterWatch
 from chameleon_mm.state.window import DeviceBesideWindow, Window
 from chameleon_mm.swap.executor import Executor
-from chameleon_mm.units import KIB, allocated_size, format_size
+from chameleon_mm.units import allocated_size, format_size
 
 # --- Bytes to set aside for parameters and gradients within a budget
-
-MIN_BYTES = 64 * KIB
-"""Minimum size of a storage to leave: smaller ones are a small part of all bytes, and cost a copy each."""
 
 WINDOW_SHARE = 0.4
 """Share of the budget, less memory that never moves, for parameters and gradients together if they do not all fit. The rest is

@@ -24,7 +24,7 @@ from torch import Tensor
 from chameleon_mm.device import native
 from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream, events_after_all_work
 from chameleon_mm.device.holders import REFERENCES_AT_REST
-from chameleon_mm.device.packing import PACK_PROGRAMS, Checksummer, Packer
+from chameleon_mm.device.packing import Checksummer, Packer
 from chameleon_mm.device.pinning import PageLocker, PinningCalls, near_cpus, pageable_memory
 from chameleon_mm.device.protocols import Event, MemoryReading, Stream
 from chameleon_mm.errors import DeviceUnavailable, check_type
@@ -241,10 +241,8 @@ _MAX_KNOWN_STREAMS = 64  # torch has 32 per priority; other libraries may add so
 class CudaDevice:
     """A CUDA GPU, by its index (None: torch's current one). Thread-safe: backward runs on a thread of autograd.
 
-    `pack_programs` is the maximum number of programs of a pack kernel, so the maximum number of SMs that it takes from compute.
-
     Raises `DeviceUnavailable` (a `RuntimeError`) if torch sees no GPU or does not use its native allocator.
-    Raises `ValueError` for an invalid index, and for `pack_programs` below 1.
+    Raises `ValueError` for an invalid index.
     """
 
     simulated = False
@@ -252,8 +250,8 @@ class CudaDevice:
     """Maximum slack of a block. torch's allocator does not split a cached block if the rest is at most this. It counts the
     whole block as allocated. See `should_split` in c10/cuda/CUDACachingAllocator.cpp."""
 
-    def __init__(self, index: int | None = None, *, pack_programs: int = PACK_PROGRAMS) -> None:
-        self.packer = Packer(pack_programs)
+    def __init__(self, index: int | None = None) -> None:
+        self.packer = Packer()
         self.checksummer = Checksummer()
         if not cuda_is_available():
             build = "is built without CUDA" if torch.version.cuda is None else "finds no driver or no visible GPU"

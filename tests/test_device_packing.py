@@ -113,8 +113,6 @@ def test_an_error_of_a_kernel_that_works_is_raised_and_no_memory_for_a_table_is_
         packer.pack(aligned(512), buffers_of([16]), [0])
 
 
-
-
 def test_a_packer_keeps_no_buffer(no_gc: None) -> None:
     kernels = PlayedKernels()
     packer, staging, sources = Packer(load=kernels.load), aligned(512), buffers_of([16, 32])

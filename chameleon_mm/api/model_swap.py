@@ -125,7 +125,7 @@ class ModelSwap:
 
     def attach(self, stack: ExitStack) -> None:
         """Swap until `stack` is left; then everything is back on the device."""
-        stack.callback(self._drop_snapshots)
+        stack.callback(setattr, self, "_snapshots", None)  # snapshots held by other code live on
         if self._parameters is not None:
             self._parameters.attach(stack)
         if self._state is not None:
@@ -140,9 +140,6 @@ class ModelSwap:
             hosts = (self._parameters, self._state)
             self._snapshots = Snapshots(executor, self._given_model, self._optimizer, *hosts)
         return self._snapshots
-
-    def _drop_snapshots(self) -> None:
-        self._snapshots = None  # snapshots held by other code live on
 
     def repair(self, executor: Executor) -> Repair:
         """Take a snapshot for the step that begins, and return the way to restore it. Raises the errors of `snapshots` and

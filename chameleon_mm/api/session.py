@@ -380,7 +380,8 @@ class SwapSession:
             )
 
     def _begin_step(self) -> None:
-        timed = self._history.begin(self._budget_now())
+        lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
+        timed = self._history.begin(self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes)
         self._model_swap.begin_step()
         self._executor.begin_step(timed=timed, pack_hook=self._save)
 
@@ -395,10 +396,6 @@ class SwapSession:
                 self._history.end(kind)
                 if self._history.completed == STEPS_UNTIL_SAID:
                     self.say_problem()
-
-    def _budget_now(self) -> int:
-        lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
-        return self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes
 
     def say_problem(self) -> None:
         """Log once why nothing moves, or how the session is misused, if so."""

@@ -15,15 +15,11 @@ from typing import Any
 from chameleon_mm.integrations import load_framework
 from chameleon_mm.integrations._trainings import Trainings
 
-
-def _callback_class() -> Any:
-    load_framework("lightning")
-    from lightning.pytorch.callbacks import Callback
-
-    return Callback
+load_framework("lightning")
+from lightning.pytorch.callbacks import Callback  # noqa: E402  # only once it is known to be installed
 
 
-class SwapCallback(Trainings, _callback_class()):  # type: ignore[misc]  # mypy does not follow lightning
+class SwapCallback(Trainings, Callback):  # type: ignore[misc]  # mypy does not follow lightning
     """Swaps the tensors that a `LightningModule` saves for backward, while `Trainer.fit` runs.
 
     `session_args` are those of `SwapSession`. With `optimizer_state`, the state of the module's one optimizer is in host memory

@@ -10,6 +10,7 @@ pool.note_released -> ledger.returned.append(...)       # a release: no lock, be
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -71,17 +72,14 @@ class Ledger:
         self.shrinking = False
         """True if more may be reserved than a lowered limit. Then no block is allocated."""
         self._free_list = chunks.free_list
-        self._live: dict[int, int] = {}  # serial -> requested bytes; pageable blocks are in their own ledger
+        self.live: dict[int, int] = {}
+        """Requested bytes of live blocks that are not pageable, by their serial numbers."""
         self._serial = 0
 
     @property
     def num_live(self) -> int:
         """Number of live blocks, including those released since the last `drain`."""
-        return len(self._live) + len(self.pageable)
-
-    def live_sizes(self) -> list[int]:
-        """Requested bytes of each live block."""
-        return [*self._live.values(), *(memory.numel() for memory in self.pageable.values())]
+        return len(self.live) + len(self.pageable)
 
     def add_pageable(self, memory: Tensor) -> int:
         """Hold `memory` for a block. Return the block's serial number."""
@@ -111,9 +109,9 @@ class Ledger:
                 if (memory := self.pageable.pop(serial, None)) is not None:
                     self.ending.append((memory, events))
                 else:
-                    del self._live[serial]
+                    del self.live[serial]
                 continue
-            del self._live[serial]
+            del self.live[serial]
             size = self._free_list.free(offset)
             if events:
                 self.chunks.of(offset).pending.add(offset, offset + size, events)
@@ -137,7 +135,7 @@ class Ledger:
         else:
             offset, start, memory, events = None, 0, torch.empty(0, dtype=torch.uint8), ()
         self._serial = serial = self._serial + 1
-        self._live[serial] = nbytes
+        self.live[serial] = nbytes
         return PinnedBlock(owner, (serial, offset), memory, start, nbytes, events)
 
     def stats(self, limit_bytes: int) -> PoolStats:
@@ -147,7 +145,7 @@ class Ledger:
             limit_bytes=limit_bytes,
             reserved_bytes=self.chunks.reserved_bytes,
             live_bytes=self._free_list.live_bytes,
-            requested_bytes=sum(self._live.values()),
+            requested_bytes=sum(self.live.values()),
             peak_live_bytes=self._free_list.peak_live_bytes,
             peak_reserved_bytes=self.chunks.peak_reserved_bytes,
             largest_free_bytes=self._free_list.largest_free,
@@ -157,9 +155,10 @@ class Ledger:
             peak_pageable_bytes=self._peak_pageable_bytes,
         )
 
-    def free_all(self, device: Device) -> None:
-        """Give everything back, even live blocks: for a pool that nothing refers to any more. The host waits for the device."""
-        if self.chunks.hold_memory or self.pageable or self.ending:
+    def free_all(self, device: Device, pid: int) -> None:
+        """Give everything back, even live blocks: for a pool that nothing refers to any more. The host waits for the device. In
+        a forked child, which is not process `pid`, it does nothing: the memory is the parent's."""
+        if os.getpid() == pid and (self.chunks.hold_memory or self.pageable or self.ending):
             # Not only the events: a pool is abandoned after an error, and a block may have been dropped without an event.
             device.synchronize()
             self.pageable.clear()

@@ -218,14 +218,14 @@ def step_columns(picture: StepPicture) -> dict[str, Any]:
     found: dict[str, Any] = {"end_us": end_us, "budget_bytes": picture.hbm_budget_bytes}
     for name, memory in (("planned", picture.planned), ("unswapped", picture.unswapped)):
         thin = thinned_memory(memory)
-        found[name] = {"at_us": _rounded(thin.at_us.tolist()), "bytes": thin.nbytes.tolist(), "end_us": thin.end_us}
+        found[name] = {
+            "at_us": [round(us, 3) for us in thin.at_us.tolist()],
+            "bytes": thin.nbytes.tolist(),
+            "end_us": thin.end_us,
+        }
     for name, bars in (("compute", picture.compute), ("out", picture.out), ("back", picture.back)):
         found[name] = columns(bars, kinds=name == "compute")
     return found
-
-
-def _rounded(values: Iterable[float]) -> list[float]:
-    return [round(value, 3) for value in values]
 
 
 # --- Section of the page about all steps: each one's kind, peak against budget, time and stall

@@ -124,15 +124,11 @@ class ParameterSwap:
         self._model = model
         self._params: list[nn.Parameter] = list(model.parameters())
         self._keys = {id(p): 2 * i for i, p in enumerate(self._params)}
-        keys = [self._keys[id(p)] for p in self._params]
-        gradients = [key + 1 for key in keys]
-        guess = [*keys, *reversed(keys), *(key for pair in zip(keys, gradients, strict=True) for key in pair)]
         self._sizes = charged_sizes(self._params)
         self._fixed_bytes = max(0, executor.device.allocated_bytes() - self.resident_bytes - other_movable_bytes)
         self.window = Window(
             self._home,
             limit_bytes=self.window_bytes(hbm_budget_bytes),
-            first_guess=guess,
             note_taken=beside.note_taken,
         )
         me = weakref.ref(self)

@@ -271,7 +271,9 @@ class StepRunner:
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R], repair: Repair | None = None) -> _R:
         """Run `fn()` inside `step()`. Raises the errors of `fn`; `torch.OutOfMemoryError` or `RecomputeMismatch` after
         `MAX_RETRIES` more runs."""
-        obstacle = self._obstacle()
+        obstacle = "a graph was captured" if self._device.capturing() else None
+        if obstacle is None and not is_alone():
+            obstacle = "the other ranks would not, and its collectives would wait for them"
         if obstacle is not None:
             try:
                 with step():
@@ -332,12 +334,6 @@ class StepRunner:
             is_mismatch = isinstance(error, RecomputeMismatch)
             asked_bytes = 0 if isinstance(error, RecomputeMismatch) else tried_bytes(error)
             return _Failure(str(error), is_mismatch, asked_bytes, allocated_bytes, traceback.format_exc())
-
-    def _obstacle(self) -> str | None:
-        """Return the reason why no step may run again here, or None."""
-        if self._device.capturing():
-            return "a graph was captured"
-        return None if is_alone() else "the other ranks would not, and its collectives would wait for them"
 
     def _tighten(self, failure: _Failure) -> None:
         before = self.hbm_budget_bytes

@@ -132,15 +132,12 @@ def value_for_checkpoint(value: Any) -> Any:
 
 def value_from_host(value: Any, current: Any = None) -> Any:
     """Return the value given to `value_to_host`, as a new value; written to `current` if that is a tensor like it."""
-    if isinstance(value, _OddTensor) and isinstance(current, Tensor) and _alike(value, current):
-        current.copy_(value.copy)
-        return current
+    if isinstance(value, _OddTensor):
+        odd, t = value.copy, current
+        alike = isinstance(t, Tensor) and t.device == value.device and t.layout is odd.layout is torch.strided
+        if alike and form_of(t) == form_of(odd):
+            return t.copy_(odd)
     return _map_odd(lambda odd: odd.copy.to(odd.device, copy=True), value)
-
-
-def _alike(odd: _OddTensor, t: Tensor) -> bool:
-    kinds = t.device == odd.device and t.layout is odd.copy.layout is torch.strided
-    return kinds and form_of(t) == form_of(odd.copy)
 
 
 def _map_odd(change: Any, value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Keeps parameters and gradients within their share of device memory: used ones are there, those used next leave last.
 
-    window = Window(home, limit_bytes=..., first_guess=keys)
+    window = Window(home, limit_bytes=..., note_taken=...)
     entry = window.add(p, key, is_gradient=False)      # on the device, and counted
     window.use([entry, ...])                           # on the device now, ready for compute; the next ones are prefetched
     window.send_out([entry, ...])                      # copies out are queued; the memory is freed when it is needed
@@ -39,12 +39,12 @@ UNKNOWN = 1 << 30
 class UseSequence:
     """Keys in order of use. Pure Python, not thread-safe."""
 
-    def __init__(self, first_guess: Iterable[int]) -> None:
+    def __init__(self) -> None:
         self._at = 0
         self._seen: list[int] = []
         self._in_step = False
         self._latest: int | None = None
-        self._expect(list(first_guess))
+        self._expect([])
 
     def begin_step(self) -> None:
         self._at, self._seen, self._in_step, self._latest = 0, [], True, None
@@ -110,15 +110,14 @@ AHEAD_SHARE = 0.5
 class Window:
     """Storages that share `limit_bytes` of device memory. Not thread-safe: hold the executor's lock, except for `settle`."""
 
-    def __init__(self, home: Home, *, limit_bytes: int, first_guess: Iterable[int], note_taken: Callable[[int], None]) -> None:
-        """`first_guess`: keys in the order in which the first step will probably use them. `note_taken(nbytes)` is called for
-        all memory that it allocates."""
+    def __init__(self, home: Home, *, limit_bytes: int, note_taken: Callable[[int], None]) -> None:
+        """`note_taken(nbytes)` is called for all memory that it allocates."""
         self._home = home
         self._note_taken = note_taken
         self.limit_bytes = limit_bytes
         self._counted_bytes = limit_bytes
         """Initial limit: traces count it, so readings of memory do too, even if the limit has changed."""
-        self.sequence = UseSequence(first_guess)
+        self.sequence = UseSequence()
         self._entries: dict[int, Hosted] = {}
         """Entries by the id of their storage."""
         self._by_key: dict[int, Hosted] = {}

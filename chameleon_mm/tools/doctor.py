@@ -66,33 +66,20 @@ def helpers(root: Path) -> str:
 
 def driver(root: Path) -> str:
     # "NVRM version: NVIDIA UNIX ... Kernel Module  580.159.03  Release Build ..."
-    words = _read(root, "proc/driver/nvidia/version").splitlines()[0].split()
+    try:
+        words = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace").splitlines()[0].split()
+    except OSError as error:
+        raise Unavailable(f"/proc/driver/nvidia/version: {error.strerror}") from error
     return next(word for word in words if word[:1].isdigit() and "." in word)
 
 
 def gpus(root: Path) -> str:
-    """A line for each GPU: name, memory, capability, and its PCIe link as the kernel reports it."""
     found = visible_gpus()
     if not found and torch.version.cuda is None:
         raise Unavailable("torch is built without CUDA; pip install a build with CUDA, see pytorch.org/get-started")
     if not found:
         raise Unavailable("torch finds no GPU; nvidia-smi says whether the driver does")
-    return "\n".join(
-        f"{gpu.index}: {gpu.name}, {format_size(gpu.total_bytes)}, capability {gpu.capability}, {_link(root, gpu.pci_id)}"
-        for gpu in found
-    )
-
-
-def _link(root: Path, pci_id: str | None) -> str:
-    folder = f"sys/bus/pci/devices/{pci_id}"
-    try:
-        now, most = (
-            f"{_read(root, f'{folder}/{of}_link_speed')} x{_read(root, f'{folder}/{of}_link_width')}"
-            for of in ("current", "max")
-        )
-    except Unavailable as unknown:
-        return f"link unknown ({unknown})"
-    return f"link {now}" if now == most else f"link {now} now, at most {most} (an idle GPU lowers its link)"
+    return "\n".join(found)
 
 
 def segments(root: Path) -> str:
@@ -129,14 +116,6 @@ def link_rates(root: Path) -> str:
     kept = "; kept for sessions" if keep(device, "link", rates) else "; not kept"
     told = ("h2d_gbps", "to the device"), ("d2h_gbps", "to the host"), ("duplex_gbps", "both ways at once")
     return f"{device.name}: " + ", ".join(f"{rates[name]:.1f} GB/s {way}" for name, way in told) + kept
-
-
-def _read(root: Path, path: str) -> str:
-    """Stripped text of a file in `proc` or `sys`. Raises `Unavailable` if it cannot be read."""
-    try:
-        return (root / path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError as error:
-        raise Unavailable(f"/{path}: {error.strerror}") from error
 
 
 CHECKS: tuple[tuple[str, str, Check], ...] = (

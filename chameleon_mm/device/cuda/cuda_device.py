@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
@@ -28,24 +27,12 @@ from chameleon_mm.device.packing import Checksummer, Packer
 from chameleon_mm.device.pinning import PageLocker, PinningCalls, near_cpus, pageable_memory
 from chameleon_mm.device.protocols import Event, MemoryReading, Stream
 from chameleon_mm.errors import DeviceUnavailable, check_type
-from chameleon_mm.units import MIB
+from chameleon_mm.units import MIB, format_size
 
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import HeldStorage
 
 # --- The GPUs that torch sees, found without a context on any of them where possible
-#
-# for gpu in visible_gpus(): gpu.name, gpu.total_bytes, gpu.pci_id
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisibleGpu:
-    index: int
-    name: str
-    total_bytes: int
-    capability: str
-    pci_id: str | None
-    """PCI address in the form of sysfs, "0000:06:00.0"; None if torch does not report it."""
 
 
 def cuda_is_available() -> bool:
@@ -53,19 +40,12 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
-def visible_gpus() -> list[VisibleGpu]:
-    """Return the GPUs that torch sees, in its order; empty without CUDA. Initialises CUDA if available."""
+def visible_gpus() -> list[str]:
+    """Return a line for each GPU that torch sees: index, name, memory, capability. Empty without CUDA. Initialises CUDA if
+    available."""
     found = range(torch.cuda.device_count() if cuda_is_available() else 0)
-    return [
-        VisibleGpu(
-            index=index,
-            name=about.name,
-            total_bytes=about.total_memory,
-            capability=f"{about.major}.{about.minor}",
-            pci_id=pci_id(about),
-        )
-        for index, about in ((index, torch.cuda.get_device_properties(index)) for index in found)
-    ]
+    gpus = [(index, torch.cuda.get_device_properties(index)) for index in found]
+    return [f"{i}: {gpu.name}, {format_size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}" for i, gpu in gpus]
 
 
 def expandable_segments() -> bool:

@@ -173,4 +173,4 @@ def test_without_a_folder_for_caches_all_works(
     assert "cannot be kept" in caplog.text
     assert kept(UnsimulatedDevice(), "link") is None
     assert native.load("notes") is None
-    assert native.status("notes").words.startswith("not built: ")
+    assert native.status("notes").startswith("not built: ")

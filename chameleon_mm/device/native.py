@@ -22,7 +22,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
@@ -165,11 +164,6 @@ def _compile(command: list[str], name: str, target: Path) -> None:
 # --- Loads a C++ helper that was built before. Compiles nothing and never fails: a helper that does not load is absent
 
 
-class Status(NamedTuple):
-    active: bool
-    words: str
-
-
 _log = logging.getLogger(__name__)
 
 _loaded: dict[Path, ModuleType] = {}
@@ -183,10 +177,10 @@ def load(name: str) -> ModuleType | None:
     return found if isinstance(found, ModuleType) else None
 
 
-def status(name: str) -> Status:
-    """Return whether sessions that are made now use the helper `name`. Raises `ValueError` for another name."""
+def status(name: str) -> str:
+    """Return "active" if new sessions use the helper `name`, else why not. Raises `ValueError` for another name."""
     found = _find(name)
-    return Status(active=False, words=found) if isinstance(found, str) else Status(active=True, words="active")
+    return found if isinstance(found, str) else "active"
 
 
 def _find(name: str) -> ModuleType | str:

@@ -239,8 +239,8 @@ def _run_native(args: argparse.Namespace, console: Console) -> int:
     if not native.useful():
         console.print("nothing to build: the helpers are for torch's CUDA build, and this torch is none")
     for name in native.useful():
-        path = native.build(name, compiler=args.compiler, again=not native.status(name).active)
-        console.print(f"{name}: {native.status(name).words}, {path}", soft_wrap=True)
+        path = native.build(name, compiler=args.compiler, again=native.status(name) != "active")
+        console.print(f"{name}: {native.status(name)}, {path}", soft_wrap=True)
     return 0
 
 

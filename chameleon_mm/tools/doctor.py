@@ -61,7 +61,7 @@ def installed(root: Path, *, distributions: tuple[str, ...]) -> str:
 
 
 def helpers(root: Path) -> str:
-    return "\n".join(f"{name}: {native.status(name).words}" for name in native.useful())
+    return "\n".join(f"{name}: {native.status(name)}" for name in native.useful())
 
 
 def driver(root: Path) -> str:

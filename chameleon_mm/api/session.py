@@ -304,7 +304,8 @@ class SwapSession:
             problems=(*self._ranks.problems, *(problem for problem in problems if problem is not None)),
             adaptation=self._adaptation,
             step_figures=self._history.figures(),
-            rank=self._ranks.rank,
+            rank=self._ranks.number,
+            world_size=self._ranks.of,
         )
 
     # --- state that it keeps in order

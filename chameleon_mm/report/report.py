@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,33 +45,22 @@ _log = logging.getLogger(__name__)
 _KEY = "chameleon_mm/sessions"
 
 
-class Rank(NamedTuple):
-    """Rank of a process, and number of processes that train together."""
-
-    number: int = 0
-    of: int = 1
-
-    @classmethod
-    def here(cls) -> Rank:
-        """Rank of this process in the default process group; the only rank if there is no group."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return cls()
-        return cls(dist.get_rank(), dist.get_world_size())
-
-
 class Ranks:
     """Ranks of a job, as one session of this process knows them. Raises nothing: training does not depend on it."""
 
+    number, of = 0, 1
+    """Rank of this process in the default process group, and number of processes that train together; 0 of 1 without one."""
+
     def __init__(self, *, host_budget_bytes: int | None) -> None:
         """`host_budget_bytes`: as the caller gave it; None: each rank's share of available memory, which differs."""
-        self.rank = Rank()
         self.problems: tuple[str, ...] = ()
         """Sentences about budgets that differ among ranks, or exceed this machine's memory together."""
         self._host_budget_bytes = host_budget_bytes
 
     def enter(self, hbm_budget_bytes: int) -> None:
         """Compare the budgets with those of the other ranks and of the machine. Logs a warning for each problem."""
-        self.rank = Rank.here()
+        if dist.is_available() and dist.is_initialized():
+            self.number, self.of = dist.get_rank(), dist.get_world_size()
         found = (self._beyond_the_machine(), self._unlike_the_first(hbm_budget_bytes))
         self.problems = tuple(problem for problem in found if problem is not None)
         for problem in self.problems:
@@ -94,9 +83,9 @@ class Ranks:
 
     def _unlike_the_first(self, hbm_budget_bytes: int) -> str | None:
         """Sentence about budgets that differ from the first rank's in the store; None: none do, or there is no store."""
-        if self.rank.of == 1:
+        if self.of == 1:
             return None
-        mine = {"rank": self.rank.number, "hbm_budget": hbm_budget_bytes, "host_budget": self._host_budget_bytes}
+        mine = {"rank": self.number, "hbm_budget": hbm_budget_bytes, "host_budget": self._host_budget_bytes}
         try:
             first = _first(mine)
         except Exception as error:  # noqa: BLE001 - a store that is gone, or of another kind, is no reason not to train
@@ -107,7 +96,7 @@ class Ranks:
             return None
         said = "; ".join("{} is {} here and {} there".format(name, *_sizes(mine[name], first.get(name))) for name in differing)
         return (
-            f"rank {self.rank.number} was given other budgets than rank {first.get('rank')}: {said}; their plans differ, and "
+            f"rank {self.number} was given other budgets than rank {first.get('rank')}: {said}; their plans differ, and "
             f"the slowest decides for all: give each the same, unless their parts of the model differ"
         )
 
@@ -241,7 +230,8 @@ class SwapReport(Counters):
         lowered_budget_bytes: int | None = None,
         adaptation: Adaptation | None = None,
         step_figures: tuple[StepFigures, ...] = (),
-        rank: Rank = Rank(),  # noqa: B008 - it never changes
+        rank: int = 0,
+        world_size: int = 1,
     ) -> SwapReport:
         """Report of the present figures in `metrics` and `pool`."""
         spans = metrics.resolve()
@@ -265,8 +255,8 @@ class SwapReport(Counters):
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
             warnings=dict(totals.warnings.values()),
-            rank=rank.number,
-            world_size=rank.of,
+            rank=rank,
+            world_size=world_size,
             plan_digests=plan_digests(planned),
             spans=spans,
             timed=metrics.timed_spans(),

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -161,12 +162,11 @@ def step_section(picture: StepPicture | None) -> str:
             "budget.</p></section>"
         )
     end_us, most = _frame(picture)
-    measured = "" if picture.measured_step_us is None else f", {format_us(picture.measured_step_us)} measured"
+    source, timeline, budget_bytes = picture.source, picture.timeline, picture.source.plan.hbm_budget_bytes
+    measured = f", {format_us(median(source.times_us))} measured" if source.times_us else ""
     thin = max(len(picture.planned.at_us), len(picture.unswapped.at_us)) > MOST_POINTS
     thinned = f" Each point of a curve is the most within a {MOST_POINTS}th of the step." if thin else ""
-    unlike = (
-        " Nobody recorded a step of these sizes: its trace follows from those of others." if picture.sizes_predicted else ""
-    )
+    unlike = " Nobody recorded a step of these sizes: its trace follows from those of others." if source.predicted else ""
     rows = (("compute", "compute", picture.compute), ("out", "to the host", picture.out), ("back", "back", picture.back))
     lanes = "".join(
         f'<div class="lane"><span>{label}</span>{lane(name, bars, end_us, label)}</div>' for name, label, bars in rows
@@ -174,17 +174,17 @@ def step_section(picture: StepPicture | None) -> str:
     memory = memory_shapes(
         thinned_memory(picture.planned),
         thinned_memory(picture.unswapped),
-        picture.hbm_budget_bytes,
+        budget_bytes,
         end_us,
         most,
     )
     return (
         f'<section id="step"><h2>The step, by its plan <span class="badge">predicted</span></h2>'
-        f'<p class="note">{format_us(picture.step_us)} predicted{measured}, of which compute waits '
-        f"{format_us(picture.stall_us)} and runs operators again for {format_us(picture.recompute_us)}; without swapping "
-        f"{format_us(picture.unswapped_us)}. "
+        f'<p class="note">{format_us(timeline.step_us)} predicted{measured}, of which compute waits '
+        f"{format_us(timeline.stall_us)} and runs operators again for {format_us(timeline.recompute_us)}; without swapping "
+        f"{format_us(picture.unswapped.end_us)}. "
         f"Memory: {format_size(picture.planned.peak_bytes)} at most by the plan, {format_size(picture.unswapped.peak_bytes)} "
-        f"without swapping, within the {format_size(picture.hbm_budget_bytes)} that it was made for.{unlike}{thinned}</p>"
+        f"without swapping, within the {format_size(budget_bytes)} that it was made for.{unlike}{thinned}</p>"
         f"{_legend(picture)}"
         f'<div class="chart" tabindex="0" aria-label="The step over time; arrow keys move, + and - zoom">'
         f'<div class="lane memory"><span><b>{format_size(most)}</b><b>device memory</b><b>0</b></span>{memory}</div>'
@@ -193,7 +193,7 @@ def step_section(picture: StepPicture | None) -> str:
 
 
 def _frame(picture: StepPicture) -> tuple[float, int]:
-    most = max(picture.hbm_budget_bytes, picture.planned.peak_bytes, picture.unswapped.peak_bytes)
+    most = max(picture.source.plan.hbm_budget_bytes, picture.planned.peak_bytes, picture.unswapped.peak_bytes)
     return max(picture.planned.end_us, picture.unswapped.end_us), int(most * 1.05)
 
 
@@ -215,7 +215,7 @@ def _legend(picture: StepPicture) -> str:
 
 def step_columns(picture: StepPicture) -> dict[str, Any]:
     end_us, _ = _frame(picture)
-    found: dict[str, Any] = {"end_us": end_us, "budget_bytes": picture.hbm_budget_bytes}
+    found: dict[str, Any] = {"end_us": end_us, "budget_bytes": picture.source.plan.hbm_budget_bytes}
     for name, memory in (("planned", picture.planned), ("unswapped", picture.unswapped)):
         thin = thinned_memory(memory)
         found[name] = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.state.hosted import Hosted, Where
+from chameleon_mm.state.hosted import HostedStorage, Where
 from chameleon_mm.state.swapped_state import SwappedState
 from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.units import KIB, MIB
@@ -107,7 +107,7 @@ def plainly(make: Make, at: torch.device, steps: int) -> list[Tensor]:
     return training.outcome()
 
 
-def hosted(optimizer: torch.optim.Optimizer) -> list[Hosted]:
+def hosted(optimizer: torch.optim.Optimizer) -> list[HostedStorage]:
     states = (state for state in optimizer.state.values() if isinstance(state, SwappedState))
     return [hosted for state in states for _, hosted in state.away()]
 
@@ -384,15 +384,15 @@ def test_state_that_does_not_fit_any_more_is_host_memory(caplog: pytest.LogCaptu
 
 def test_state_that_does_not_fit_is_read_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading it hands the rest of its copy out to the device, from the queue that other threads' hooks use."""
-    device, host_bytes, locked = cm.SimDevice("h200", 3 * MIB), Hosted.host_bytes, list[bool]()
+    device, host_bytes, locked = cm.SimDevice("h200", 3 * MIB), HostedStorage.host_bytes, list[bool]()
     with device.compute():
         training, session = trained(device)
 
-        def checked(hosted: Hosted) -> Tensor:
+        def checked(hosted: HostedStorage) -> Tensor:
             locked.append(session._executor.hook_lock.lock.locked())
             return host_bytes(hosted)
 
-        monkeypatch.setattr(Hosted, "host_bytes", checked)
+        monkeypatch.setattr(HostedStorage, "host_bytes", checked)
         with session.pool, session:
             with session.step():
                 training.step(0)
@@ -407,18 +407,18 @@ def test_a_missing_wait_for_a_copy_back_is_seen(monkeypatch: pytest.MonkeyPatch)
     from tests._ordering import SLOW_LINK
 
     device = cm.SimDevice(SLOW_LINK)
-    arrive = Hosted.arrive
+    arrive = HostedStorage.arrive
 
-    def without_wait(self: Hosted, compute: Any) -> None:
+    def without_wait(self: HostedStorage, compute: Any) -> None:
         self._context.metrics.timed = False
         monkeypatch.setattr(type(compute), "wait", lambda stream, event: None)
         try:
             arrive(self, compute)
         finally:
             monkeypatch.undo()
-            monkeypatch.setattr(Hosted, "arrive", without_wait)
+            monkeypatch.setattr(HostedStorage, "arrive", without_wait)
 
-    monkeypatch.setattr(Hosted, "arrive", without_wait)
+    monkeypatch.setattr(HostedStorage, "arrive", without_wait)
     with pytest.raises(SimRaceError), device.compute():
         training, session = trained(device)
         with session:
@@ -430,12 +430,12 @@ def test_a_missing_wait_for_a_copy_out_is_seen(monkeypatch: pytest.MonkeyPatch) 
     """Memory must not go before the copy that reads it: Note [Reclaim]."""
     from tests._ordering import SLOW_LINK
 
-    def without_wait(self: Hosted) -> bool:
+    def without_wait(self: HostedStorage) -> bool:
         assert self._out is not None
         self._context.transfer.issue_out(self._out)
         return True
 
-    monkeypatch.setattr(Hosted, "_ordered_after_copy", without_wait)
+    monkeypatch.setattr(HostedStorage, "_ordered_after_copy", without_wait)
     device = cm.SimDevice(SLOW_LINK)
     with pytest.raises(SimRaceError), device.compute():
         training, session = trained(device)

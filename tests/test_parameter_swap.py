@@ -17,7 +17,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.state import parameter_swap
 from chameleon_mm.state import parameter_watch as watch
-from chameleon_mm.state.hosted import Hosted, Where
+from chameleon_mm.state.hosted import HostedStorage, Where
 from chameleon_mm.state.parameter_swap import ParameterSwap
 from chameleon_mm.state.window import Window
 from chameleon_mm.swap.calling_thread import ThisProcess
@@ -244,20 +244,20 @@ def test_an_error_in_a_step_leaves_all_as_in_plain_pytorch(device: Device) -> No
 # --- orders that are missing
 
 
-def without_wait(self: Hosted, compute: Any) -> None:
+def without_wait(self: HostedStorage, compute: Any) -> None:
     if self.where is Where.COMING:
         assert self._in is not None
         self._context.transfer.issue_in(self._in)
         self.where, self._held = Where.ON_DEVICE, None
 
 
-def without_order(self: Hosted) -> bool:
+def without_order(self: HostedStorage) -> bool:
     assert self._out is not None
     self._context.transfer.issue_out(self._out)
     return True
 
 
-def without_write(self: Hosted) -> None:
+def without_write(self: HostedStorage) -> None:
     """Takes a gradient and a parameter for what the host has, whatever was written meanwhile."""
 
 
@@ -266,7 +266,7 @@ def without_write(self: Hosted) -> None:
     ("what", "mutant"), [("arrive", without_wait), ("_ordered_after_copy", without_order)], ids=["Swap-in", "Reclaim"]
 )
 def test_a_missing_order_is_seen(what: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Hosted, what, mutant)
+    monkeypatch.setattr(HostedStorage, what, mutant)
     device = cm.SimDevice(SLOW_LINK)
     loop = Swapped(device, 160 * KIB, plans=False)
     with device.compute():
@@ -279,7 +279,7 @@ def test_a_missing_order_is_seen(what: str, mutant: Callable[..., Any], monkeypa
 @pytest.mark.parametrize(
     ("owner", "what", "mutant"),
     [
-        (Hosted, "note_writes", without_write),
+        (HostedStorage, "note_writes", without_write),
         (watch, "_may_write", lambda *call: ()),
         (Window, "use_by", lambda self, node, entry: self.use([entry])),
     ],

@@ -64,7 +64,7 @@ def tensor_over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
     return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
-class Hosted:
+class HostedStorage:
     """A resizable storage with its own block of host memory. It is held weakly except while a copy is queued. Not thread-safe:
     the executor's lock is held."""
 

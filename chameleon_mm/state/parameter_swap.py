@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.errors import InfeasibleBudget, TransferFailed, describe
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, saved_tensor_hooks_on_top
-from chameleon_mm.state.hosted import MIN_BYTES, Home, Hosted, Where, is_alone, tensor_over
+from chameleon_mm.state.hosted import MIN_BYTES, Home, HostedStorage, Where, is_alone, tensor_over
 from chameleon_mm.state.parameter_watch import ParameterWatch
 from chameleon_mm.state.window import DeviceBesideWindow, Window
 from chameleon_mm.swap.executor import Executor
@@ -185,7 +185,7 @@ class ParameterSwap:
                 format_size(on_host),
             )
 
-    def _to_host_memory(self, entry: Hosted) -> int:
+    def _to_host_memory(self, entry: HostedStorage) -> int:
         """Move the tensors in the storage of `entry`, which is away, to pageable host memory."""
         storage, memory = entry.ref(), entry.host_bytes().untyped_storage()
         for p in self._params:
@@ -258,7 +258,7 @@ class ParameterSwap:
                 "torch.__future__.set_swap_module_params_on_conversion(True); turn that off, or convert before the session"
             )
 
-    def find(self, t: Tensor) -> Hosted | None:
+    def find(self, t: Tensor) -> HostedStorage | None:
         """Find the entry of the storage that `t` lies in; None: it never leaves."""
         if t.layout is not torch.strided or not torch._C._has_storage(t):
             return None
@@ -267,7 +267,7 @@ class ParameterSwap:
         except RuntimeError:  # a functorch wrapper, which has no storage
             return None
 
-    def use(self, entries: Sequence[Hosted], what: str) -> None:
+    def use(self, entries: Sequence[HostedStorage], what: str) -> None:
         """Bring `entries` to the device, for a function of that name."""
         self._pickled.clear()  # the function may write them
         away = sum(entry.nbytes for entry in entries if entry.where is Where.ON_HOST)
@@ -276,13 +276,13 @@ class ParameterSwap:
         with self._home.entered():
             self.window.use(entries)
 
-    def _use_by_node(self, entry: Hosted) -> None:
+    def _use_by_node(self, entry: HostedStorage) -> None:
         if entry.where is Where.ON_HOST:
             self._home.check_readable("parameters for a backward", entry.nbytes)
         with self._home.entered():
             self.window.use_by(torch._C._current_autograd_node(), entry)
 
-    def fit_together(self, entries: Sequence[Hosted]) -> bool:
+    def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
     def sees_saves(self) -> bool:
@@ -290,7 +290,7 @@ class ParameterSwap:
         hooks = saved_tensor_hooks_on_top()
         return hooks is not None and hooks[0] is self._save
 
-    def use_at(self, nodes: Iterable[Node], entries: Sequence[Hosted]) -> None:
+    def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
         """Bring `entries` to the device whenever one of `nodes` runs."""
 
         def use(gradients: Sequence[Tensor]) -> None:
@@ -302,7 +302,7 @@ class ParameterSwap:
         for node in nodes:
             node.register_prehook(use)
 
-    def pickled(self, t: Tensor, entry: Hosted) -> Tensor:
+    def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
         """Return a copy of `t` in pageable host memory, in a storage shared by all tensors over the same storage."""
         memory = self._pickled.get(id(entry))
         if memory is None:
@@ -361,7 +361,7 @@ class ParameterSwap:
                 self.window.send_out([entry])
                 self.window.make_room(0, keep=())
 
-    def _entry_of_gradient(self, p: Tensor) -> Hosted | None:
+    def _entry_of_gradient(self, p: Tensor) -> HostedStorage | None:
         """Return the entry of the gradient of `p`, and add it if there is none; None: there is no gradient that may leave."""
         g = p.grad
         if g is None or (entry := self.find(g)) is not None:
@@ -371,7 +371,7 @@ class ParameterSwap:
         self._home.recording.hide(g.untyped_storage())
         return self._add(g, self._keys[id(p)] + 1, is_gradient=True)
 
-    def _add(self, t: Tensor, key: int, *, is_gradient: bool) -> Hosted:
+    def _add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
         self._executor.protected.add(t.untyped_storage())  # the executor does not move it when autograd saves it
         return self.window.add(t, key, is_gradient=is_gradient)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from chameleon_mm.state.hosted import Hosted
+from chameleon_mm.state.hosted import HostedStorage
 
 if TYPE_CHECKING:
     from chameleon_mm.state.parameter_swap import ParameterSwap
@@ -127,7 +127,7 @@ class ParameterWatch(TorchFunctionMode):
         name: str,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        entries: Sequence[Hosted],
+        entries: Sequence[HostedStorage],
     ) -> Any:
         self._swap.use(entries, name)
         for entry in self._entries_of(_may_write(func, name, args, kwargs)):
@@ -139,8 +139,8 @@ class ParameterWatch(TorchFunctionMode):
         self._swap.use_at(_nodes_since(begin, out), entries)
         return out
 
-    def _entries_of(self, values: Any) -> list[Hosted]:
-        found: dict[int, Hosted] = {}
+    def _entries_of(self, values: Any) -> list[HostedStorage]:
+        found: dict[int, HostedStorage] = {}
         find = self._swap.find
         stack = [values]
         while stack:

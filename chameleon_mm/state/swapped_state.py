@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.state.hosted import Home, Hosted, Where, tensor_over
+from chameleon_mm.state.hosted import Home, HostedStorage, Where, tensor_over
 from chameleon_mm.swap.executor import Executor
 
 if TYPE_CHECKING:
@@ -37,17 +37,17 @@ class SwappedState(dict[Any, Any]):
     def __init__(self, plain: dict[Any, Any], home: StateHome) -> None:
         super().__init__(plain)
         self._home = home
-        self._hosted: dict[Any, Hosted] = {}
+        self._hosted: dict[Any, HostedStorage] = {}
         """Tensors that left at least once, by key: each has a block on the host."""
         home.states[id(self)] = self
 
     # --- calls of swapping
 
-    def away(self) -> list[tuple[Any, Hosted]]:
+    def away(self) -> list[tuple[Any, HostedStorage]]:
         """Keys of the tensors that left and did not come back, and their places."""
         return [(key, hosted) for key, t in dict.items(self) if (hosted := self._where_away(key, t)) is not None]
 
-    def _where_away(self, key: Any, t: object) -> Hosted | None:
+    def _where_away(self, key: Any, t: object) -> HostedStorage | None:
         hosted = self._hosted.get(key)
         return None if hosted is None or hosted.where is Where.ON_DEVICE or not hosted.is_of(t) else hosted
 
@@ -107,7 +107,7 @@ class SwappedState(dict[Any, Any]):
         """Queue the copy out of `t`, if the host takes it."""
         hosted, home = self._hosted.get(key), self._home
         if hosted is None or not hosted.is_of(t) or hosted.nbytes != t.untyped_storage().nbytes():
-            hosted = Hosted(
+            hosted = HostedStorage(
                 t, "state", home.context.streams.current(), home.context, home.budget, note_resident=home.note_resident
             )
         try:
@@ -202,11 +202,11 @@ class StateHome(Home):
         self.least_holders = least_holders()
         self.states: weakref.WeakValueDictionary[int, SwappedState] = weakref.WeakValueDictionary()
         """All swapped states by id: the optimizer's, and those that a `state_dict` still holds."""
-        self.left: weakref.WeakValueDictionary[int, Hosted] = weakref.WeakValueDictionary()
+        self.left: weakref.WeakValueDictionary[int, HostedStorage] = weakref.WeakValueDictionary()
         """State that left at least once, by the id of its storage."""
         self.note_resident: Callable[[int], None] = lambda nbytes: self.budget.note_allocated(max(0, nbytes))
 
-    def find(self, storage: torch.UntypedStorage) -> Hosted | None:
+    def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
         """Find the state that left from `storage` at least once, to leave again: it is in no plan."""
         hosted = self.left.get(id(storage))
         return hosted if hosted is not None and hosted.ref() is storage else None

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pool.block import BlockView, PinnedBlock, as_tensor
 from chameleon_mm.pool.pool import PinnedPool
-from chameleon_mm.state.hosted import Home, Hosted
+from chameleon_mm.state.hosted import Home, HostedStorage
 
 if TYPE_CHECKING:
     from chameleon_mm.state.optimizer_swap import OptimizerSwap
@@ -212,7 +212,7 @@ class Copier:
         self.put_back(copy, t)
         return t
 
-    def _place(self, t: Tensor) -> tuple[Hosted | None, int]:
+    def _place(self, t: Tensor) -> tuple[HostedStorage | None, int]:
         """Return the owner of `t`'s host copy and the byte in it at which `t` begins; None: `t` is in its own memory."""
         hosted = None if self._parameters is None else self._parameters.find(t)
         if hosted is not None and self._parameters is not None and not is_dense(t.shape, t.stride()):

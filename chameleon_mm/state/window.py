@@ -25,7 +25,7 @@ from torch import Tensor
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.state.hosted import Home, Hosted, Where
+from chameleon_mm.state.hosted import Home, HostedStorage, Where
 
 # --- Sequence in which a step uses storages that may be away, learned from the previous step: next uses and their distances
 #
@@ -118,13 +118,13 @@ class Window:
         self._counted_bytes = limit_bytes
         """Initial limit: traces count it, so readings of memory do too, even if the limit has changed."""
         self.sequence = UseSequence()
-        self._entries: dict[int, Hosted] = {}
+        self._entries: dict[int, HostedStorage] = {}
         """Entries by the id of their storage."""
-        self._by_key: dict[int, Hosted] = {}
+        self._by_key: dict[int, HostedStorage] = {}
         self._resident_bytes = 0
         self._deaths: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
         self._node: object = None
-        self._of_node: list[Hosted] = []
+        self._of_node: list[HostedStorage] = []
         """Entries used by the autograd node that runs now, `_node`: it needs all of them at once, and no watch sees it run."""
 
     # --- contents
@@ -144,20 +144,20 @@ class Window:
         return hbm_budget_bytes - limit_bytes + self._counted_bytes
 
     @property
-    def entries(self) -> list[Hosted]:
+    def entries(self) -> list[HostedStorage]:
         self.settle()
         return list(self._entries.values())
 
-    def find(self, storage: torch.UntypedStorage) -> Hosted | None:
+    def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
         """Find the entry of a storage. Keyed by the object's id, compared by a weak reference: ids are recycled."""
         entry = self._entries.get(id(storage))
         return entry if entry is not None and entry.ref() is storage else None
 
-    def add(self, t: Tensor, key: int, *, is_gradient: bool) -> Hosted:
+    def add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
         """Add the storage of `t`, which is on the device and not in the window."""
         self.settle()
         number = id(t.untyped_storage())
-        entry = Hosted(
+        entry = HostedStorage(
             t,
             "gradient" if is_gradient else "parameter",
             self._home.context.streams.current(),
@@ -196,7 +196,7 @@ class Window:
 
     # --- use
 
-    def use_by(self, node: object, entry: Hosted) -> None:
+    def use_by(self, node: object, entry: HostedStorage) -> None:
         """Bring `entry` to the device for the autograd node that runs now, together with the node's earlier inputs."""
         if node is not self._node:
             self._node, self._of_node = node, []
@@ -206,7 +206,7 @@ class Window:
     def leave_node(self) -> None:
         self._node, self._of_node = None, []
 
-    def use(self, entries: Sequence[Hosted]) -> None:
+    def use(self, entries: Sequence[HostedStorage]) -> None:
         """Bring `entries` to the device, ready for compute. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
         is_new = False
         for entry in entries:
@@ -223,7 +223,7 @@ class Window:
                 entry.arrive(compute)
         self.prefetch(compute, keep=entries)
 
-    def send_out(self, entries: Iterable[Hosted]) -> None:
+    def send_out(self, entries: Iterable[HostedStorage]) -> None:
         """Queue the copies out of `entries`, if not everything fits and as far as the host takes them. They stay on the device
         until their memory is needed."""
         if sum(entry.charged_bytes for entry in self._entries.values()) <= self.limit_bytes:
@@ -234,7 +234,7 @@ class Window:
                 if not entry.host_is_current:
                     self._swap_out(entry)
 
-    def make_room(self, nbytes: int, *, keep: Collection[Hosted]) -> None:
+    def make_room(self, nbytes: int, *, keep: Collection[HostedStorage]) -> None:
         """Free storages, first those with the furthest next use, until `nbytes` more fit or only `keep` is left."""
         near = set(islice(self.sequence.upcoming(), NEXT_USES))
         while self.resident_bytes + nbytes > self.limit_bytes and (choices := self._choices(keep)):
@@ -242,13 +242,13 @@ class Window:
                 min(choices, key=lambda entry: (entry.key in near, self._cost(entry), -self.sequence.distance(entry.key)))
             )
 
-    def _choices(self, keep: Collection[Hosted]) -> list[Hosted]:
+    def _choices(self, keep: Collection[HostedStorage]) -> list[HostedStorage]:
         """Storages with device memory that may leave, besides `keep` and those of the node that runs."""
         kept = {id(entry) for entry in (*keep, *self._of_node)}
         there = (entry for entry in self._entries.values() if entry.where is not Where.ON_HOST)
         return [entry for entry in there if id(entry) not in kept and not entry.is_refused]
 
-    def _cost(self, entry: Hosted) -> int:
+    def _cost(self, entry: HostedStorage) -> int:
         """Rank of the cost of its leaving now: 0 none, 1 wait for a running copy out, 2 a whole copy, 3 it is just coming
         back."""
         if entry.where is Where.COMING:
@@ -258,7 +258,7 @@ class Window:
         entry.note_writes()
         return 0 if entry.host_is_current else 2
 
-    def free(self, entry: Hosted) -> None:
+    def free(self, entry: HostedStorage) -> None:
         """Free the device memory of `entry`, after a copy out if one is needed. A storage that cannot be resized stays."""
         compute = self._home.context.streams.current()
         entry.arrive(compute)
@@ -274,7 +274,7 @@ class Window:
         if entry.where is Where.LEAVING:
             entry.reclaim()
 
-    def _swap_out(self, entry: Hosted) -> None:
+    def _swap_out(self, entry: HostedStorage) -> None:
         try:
             entry.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
@@ -283,7 +283,7 @@ class Window:
             metrics.totals.fallbacks += 1
             metrics.warn(_log, "chameleon_mm: %s of %d bytes stay on the device: %s", entry.what, entry.nbytes, str(refusal))
 
-    def prefetch(self, compute: Stream, *, keep: Collection[Hosted]) -> None:
+    def prefetch(self, compute: Stream, *, keep: Collection[HostedStorage]) -> None:
         """Queue the copies back of the next keys, into memory that is free or can be freed without a wait."""
         self.settle()
         ahead_bytes = sum(entry.charged_bytes for entry in self._entries.values() if entry.where is Where.COMING)
@@ -299,7 +299,7 @@ class Window:
             except (torch.OutOfMemoryError, TransferFailed):  # not needed yet
                 return
 
-    def _room_was_made_for(self, wanted: Hosted, keep: Collection[Hosted]) -> bool:
+    def _room_was_made_for(self, wanted: HostedStorage, keep: Collection[HostedStorage]) -> bool:
         """Free, without a wait, storages used later than `wanted`, until it fits. Return True if it does."""
         distance = self.sequence.distance
         until = distance(wanted.key)

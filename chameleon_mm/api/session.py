@@ -294,18 +294,12 @@ class SwapSession:
             self._history.note_peak()
         problems = (self._problem(), self._watch.problem())
         return SwapReport.of(
-            self._executor.metrics,
-            self.pool.stats(),
-            self.device,
-            steps=self._history.completed,
+            self._history,
             hbm_budget_bytes=self.hbm_budget_bytes,
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
-            peak=self._history.peak(),
             problems=(*self._ranks.problems, *(problem for problem in problems if problem is not None)),
             adaptation=self._adaptation,
-            step_figures=self._history.figures(),
-            rank=self._ranks.number,
-            world_size=self._ranks.of,
+            ranks=self._ranks,
         )
 
     # --- state that it keeps in order

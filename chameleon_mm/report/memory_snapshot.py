@@ -1,6 +1,6 @@
 """Memory of a recorded step, nothing swapped, as a snapshot in torch's format, for https://pytorch.org/memory_viz.
 
-    write_snapshot(path, trace)            # a file for that page, and for the functions of `torch.cuda._memory_viz`
+    pickle.dumps(snapshot_of(trace))       # a file for that page, and for the functions of `torch.cuda._memory_viz`
 
 Each storage of the trace is an allocation with two frames: its operator and module, and the program's line. So is the memory
 inside an operator, and what was there before the step and is not used in it. Addresses are made up, as a trace has none.
@@ -8,8 +8,6 @@ inside an operator, and what was there before the step and is not used in it. Ad
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +20,6 @@ from chameleon_mm.units import ALLOCATION_UNIT_BYTES, allocated_size
 
 MOST_ALLOCATIONS = 20_000
 """Maximum number of allocations in a file, the largest ones: the page draws as many in seconds."""
-
-
-def write_snapshot(path: str | Path, trace: Trace) -> None:
-    """Write the file, by pickle."""
-    Path(path).write_bytes(pickle.dumps(snapshot_of(trace)))
 
 
 def snapshot_of(trace: Trace) -> dict[str, Any]:

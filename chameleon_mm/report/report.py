@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,19 +21,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.files import write_file
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
-from chameleon_mm.pool.ledger import PoolStats
 from chameleon_mm.report.chrome_trace import write_trace
-from chameleon_mm.report.memory_snapshot import write_snapshot
+from chameleon_mm.report.memory_snapshot import snapshot_of
 from chameleon_mm.report.page import page_html
-from chameleon_mm.report.step_history import StepFigures, sums_of
+from chameleon_mm.report.step_history import StepFigures, StepHistory, sums_of
 from chameleon_mm.report.step_picture import PlannedStepData, memory_rows, picture_of
-from chameleon_mm.swap.metrics import CopySpan, Counters, Metrics, StepKind, TimedSpans
+from chameleon_mm.swap.metrics import CopySpan, Counters, StepKind, TimedSpans
 from chameleon_mm.units import format_apart, format_size, format_us, printable
 
 # --- Rank of this process in its job, and comparison of its budgets with those of the other ranks: no rank waits
@@ -219,29 +218,23 @@ class SwapReport(Counters):
     @classmethod
     def of(
         cls,
-        metrics: Metrics,
-        pool: PoolStats,
-        device: Device,
+        history: StepHistory,
         *,
-        steps: int,
         hbm_budget_bytes: int,
-        peak: Peak,
-        problems: tuple[str, ...] = (),
-        lowered_budget_bytes: int | None = None,
-        adaptation: Adaptation | None = None,
-        step_figures: tuple[StepFigures, ...] = (),
-        rank: int = 0,
-        world_size: int = 1,
+        lowered_budget_bytes: int | None,
+        problems: tuple[str, ...],
+        adaptation: Adaptation | None,
+        ranks: Ranks,
     ) -> SwapReport:
-        """Report of the present figures in `metrics` and `pool`."""
-        spans = metrics.resolve()
-        totals = metrics.totals
+        """Report of the present figures of a session."""
+        metrics, pool, device, peak = history.metrics, history.pool.stats(), history.device, history.peak()
+        spans, totals, step_figures = metrics.resolve(), metrics.totals, history.figures()
         timed: dict[str, Any] = {name: getattr(totals, name) if totals.timed_steps else None for name in _TIMED}
         planned = None if adaptation is None else adaptation.latest
         return cls(
             device=device.name,
             simulated=device.simulated,
-            steps=steps,
+            steps=history.completed,
             steps_by_phase={kind.value: totals.steps_by_kind[kind] for kind in StepKind if totals.steps_by_kind[kind]},
             hidden_fraction=totals.hidden_fraction,
             peak_hbm_bytes=peak.at_least_bytes,
@@ -255,8 +248,8 @@ class SwapReport(Counters):
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
             warnings=dict(totals.warnings.values()),
-            rank=rank,
-            world_size=world_size,
+            rank=ranks.number,
+            world_size=ranks.of,
             plan_digests=plan_digests(planned),
             spans=spans,
             timed=metrics.timed_spans(),
@@ -447,7 +440,7 @@ class SwapReport(Counters):
         Raises `ValueError` if no step was planned."""
         if self.planned is None:
             raise ValueError("save_memory_viz: expected a session with a plan, got none; run a step in it to its end first")
-        write_snapshot(path, self.planned.trace)
+        write_file(path, pickle.dumps(snapshot_of(self.planned.trace)))
 
 
 def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:

@@ -181,7 +181,7 @@ _PRODUCTS: tuple[tuple[tuple[str, ...], tuple[int, ...], Callable[[Tensor, Tenso
     (("bmm",), (3,), lambda a, b, c: torch.bmm(a, b)),
     (("baddbmm",), (3,), lambda a, b, c: torch.baddbmm(c, a, b)),
 )
-"""Base names of products, the batch of their matrices, and a call: (rows, length), (length, columns), (columns) -> the product."""
+"""Base names of products, the batch of their matrices, and a call: (rows, length), (length, columns), (columns) -> product."""
 
 
 def _is_exact(calls: Iterable[Callable[[], Tensor]], dtype: torch.dtype) -> bool:

@@ -97,14 +97,9 @@ class UseSequence:
 _log = logging.getLogger(__name__)
 
 NEXT_USES = 4
-"""Number of next keys that leave only if nothing else can, as they would have to come back at once: a layer's weight and bias,
-and the next layer's. Not measured."""
-
-MOST_AHEAD = 32
-"""Number of next keys to consider for prefetches, so that a use costs the host the same in any model. Not measured."""
-
-AHEAD_SHARE = 0.5
-"""Share of the limit that prefetched storages may take before their use, so that storages in use have as much. Not measured."""
+"""Number of next keys that come back ahead of their use, and leave only if nothing else can. Measured: simulated steps of the
+demo's GPT with parameters swapped, 8 layers of width 384 on an A100, half of the peak as budget: 20.0 ms; 20.4 ms if none of
+them is kept. Width 256 on an H200, a third: 10.4 ms; 10.6 ms with 32 that come back ahead, 10.9 ms without a limit."""
 
 
 class Window:
@@ -286,13 +281,11 @@ class Window:
     def prefetch(self, compute: Stream, *, keep: Collection[HostedStorage]) -> None:
         """Queue the copies back of the next keys, into memory that is free or can be freed without a wait."""
         self.settle()
-        ahead_bytes = sum(entry.charged_bytes for entry in self._entries.values() if entry.where is Where.COMING)
-        for key in islice(self.sequence.upcoming(), MOST_AHEAD):
+        for key in islice(self.sequence.upcoming(), NEXT_USES):
             entry = self._by_key.get(key)
             if entry is None or entry.where is not Where.ON_HOST or entry.ref() is None:
                 continue
-            ahead_bytes += entry.charged_bytes
-            if ahead_bytes > self.limit_bytes * AHEAD_SHARE or not self._room_was_made_for(entry, keep):
+            if not self._room_was_made_for(entry, keep):
                 return
             try:
                 entry.swap_in(compute)

@@ -388,9 +388,9 @@ def test_state_that_does_not_fit_is_read_under_the_lock(monkeypatch: pytest.Monk
     with device.compute():
         training, session = trained(device)
 
-        def checked(hosted: HostedStorage) -> Tensor:
+        def checked(hosted: HostedStorage, compute: Any) -> Tensor:
             locked.append(session._executor.hook_lock.lock.locked())
-            return host_bytes(hosted)
+            return host_bytes(hosted, compute)
 
         monkeypatch.setattr(HostedStorage, "host_bytes", checked)
         with session.pool, session:

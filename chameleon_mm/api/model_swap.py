@@ -29,7 +29,7 @@ from chameleon_mm.swap.executor import Executor
 
 BUCKET_SHARE = 1 / 16
 """Share of the budget for a bucket's state: three are on the device at once, with parameters and gradients of that size, so
-they take three eighths of it. Measured as `WINDOW_SHARE`: half as much makes a step 1.7 % longer, twice as much 1.1 % shorter."""
+they take three eighths of it. Measured as `WINDOW_SHARE`: half of it makes a step 1.7 % longer, twice of it 1.1 % shorter."""
 
 
 def tensors_of(model: nn.Module | None) -> list[Tensor]:

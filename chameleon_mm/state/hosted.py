@@ -289,37 +289,30 @@ class HostedStorage:
                 self._context.metrics.wait(compute, self._context.transfer.issue_in(self._in), "in")
             self._end_copy()
 
-    def copy_for_host(self, compute: Stream) -> torch.Tensor:
-        """Return a copy in pageable host memory, a flat uint8 tensor. The host waits for `compute`, or for a copy out."""
-        if self.where is Where.ON_HOST:
-            return self.host_bytes()
-        self.swap_in(compute)
-        self.arrive(compute)
+    def host_bytes(self, compute: Stream) -> Tensor:
+        """Return a copy in pageable memory, a flat uint8 tensor. The host waits for `compute`, and for a copy out."""
         memory = self._context.pool.device.alloc_pageable(self.nbytes)
-        compute.copy(memory, flat_bytes(self._storage_on_device()))
+        self._read(memory, 0, compute)
         compute.record().synchronize()  # orders the host's reads after the copy
         return memory
 
-    def host_bytes(self) -> torch.Tensor:
-        """Return a copy of the host block in pageable memory, a flat uint8 tensor. The host waits for its copy out."""
+    def _read(self, into: Tensor, start: int, compute: Stream) -> None:
+        if self.where in (Where.ON_DEVICE, Where.LEAVING):
+            compute.copy(into, flat_bytes(self._storage_on_device())[start : start + into.numel()])
+            return
         assert self._block is not None
         if self._out is not None:
-            self._context.transfer.issue_out(self._out).synchronize()
-        return self._context.pool.device.alloc_pageable(self.nbytes).copy_(self._block.buffer)
+            self._context.transfer.issue_out(self._out).synchronize()  # the copy that fills the block -> the host reads it
+        into.copy_(self._block.buffer[start : start + into.numel()])
 
     # --- snapshots
 
     def copy_to(self, block: PinnedBlock, start: int, compute: Stream) -> None:
         """Copy `block.nbytes` bytes from byte `start` to `block`: on `compute` if they are on the device; else by the host,
         once the copy out is done."""
-        if self.where in (Where.ON_DEVICE, Where.LEAVING):
-            compute.copy(block.buffer, flat_bytes(self._storage_on_device())[start : start + block.nbytes])
-            return
-        assert self._block is not None
-        if self._out is not None:
-            self._context.transfer.issue_out(self._out).synchronize()  # the copy that fills the block -> the host reads it
-        block.synchronize()  # Note [Host block]: its earlier owner is done -> the host writes it
-        block.buffer.copy_(self._block.buffer[start : start + block.nbytes])
+        if self.where in (Where.ON_HOST, Where.COMING):
+            block.synchronize()  # Note [Host block]: its earlier owner is done -> the host writes it
+        self._read(block.buffer, start, compute)
 
     def copy_from(self, block: PinnedBlock, start: int, compute: Stream) -> None:
         """Write the bytes of `block`, which the host may read, from byte `start` on; they stay on the device or host."""

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget, TransferFailed, describe
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, saved_tensor_hooks_on_top
 from chameleon_mm.state.hosted import MIN_BYTES, Home, HostedStorage, Where, is_alone, tensor_over
@@ -177,7 +178,7 @@ class ParameterSwap:
                     entry.swap_in(compute)
                     entry.arrive(compute)
                 except (torch.OutOfMemoryError, TransferFailed):
-                    on_host += self._to_host_memory(entry)
+                    on_host += self._to_host_memory(entry, compute)
         self._active = False
         self.window.clear()
         if on_host:
@@ -187,9 +188,9 @@ class ParameterSwap:
                 format_size(on_host),
             )
 
-    def _to_host_memory(self, entry: HostedStorage) -> int:
+    def _to_host_memory(self, entry: HostedStorage, compute: Stream) -> int:
         """Move the tensors in the storage of `entry`, which is away, to pageable host memory."""
-        storage, memory = entry.ref(), entry.host_bytes().untyped_storage()
+        storage, memory = entry.ref(), entry.host_bytes(compute).untyped_storage()
         for p in self._params:
             gradient = p.grad
             if p.untyped_storage() is storage:
@@ -309,7 +310,7 @@ class ParameterSwap:
         memory = self._pickled.get(id(entry))
         if memory is None:
             with self._home.entered() as compute:
-                memory = self._pickled[id(entry)] = entry.copy_for_host(compute).untyped_storage()
+                memory = self._pickled[id(entry)] = entry.host_bytes(compute).untyped_storage()
         return tensor_over(memory, t)
 
     # --- its callers

@@ -67,9 +67,9 @@ class SwappedState(dict[Any, Any]):
         with suppress(torch.OutOfMemoryError):
             self._back()
         on_host = self.away_bytes
-        with self._home.entered():  # a copy out may still have to be handed over
+        with self._home.entered() as compute:  # a copy out may still have to be handed over
             for key, hosted in self.away():
-                dict.__setitem__(self, key, tensor_over(hosted.host_bytes().untyped_storage(), dict.get(self, key)))
+                dict.__setitem__(self, key, tensor_over(hosted.host_bytes(compute).untyped_storage(), dict.get(self, key)))
         self._hosted.clear()
         return on_host
 

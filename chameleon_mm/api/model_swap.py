@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from chameleon_mm.device import Device, check_placement
+from chameleon_mm.state.hosted import Home
 from chameleon_mm.state.optimizer_swap import BUCKET_BYTES, OptimizerSwap, check_optimizer
 from chameleon_mm.state.parameter_swap import ParameterSwap, check_parameters
 from chameleon_mm.state.rerun import Repair
 from chameleon_mm.state.snapshots import Snapshots
+from chameleon_mm.state.tensor_copy import Copier
 from chameleon_mm.state.window import DeviceBesideWindow
 from chameleon_mm.swap.budget import check_budget
 from chameleon_mm.swap.checksums import Checksums
@@ -141,6 +143,10 @@ class ModelSwap:
             hosts = (self._parameters, self._state)
             self._snapshots = Snapshots(executor, self._given_model, self._optimizer, *hosts)
         return self._snapshots
+
+    def copier(self, executor: Executor) -> Copier:
+        """Copier of the session's tensors, wherever they are."""
+        return Copier(Home(executor), self._parameters, self._state)
 
     def repair(self, executor: Executor) -> Repair:
         """Take a snapshot for the step that begins, and return the way to restore it. Raises the errors of `snapshots` and

@@ -256,7 +256,8 @@ class SwapSession:
         check_type("snapshot", snapshot, bool, "True or False", "pass one of the two")
         self._expect_open("run_step")
         if self._runner is None:
-            self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
+            copier = self._model_swap.copier(self._executor)
+            self._runner = StepRunner(self._executor, copier, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
         return self._runner.run(self.step, fn, self._model_swap.repair(self._executor) if snapshot else None)
 
     def snapshot(self) -> Snapshot:

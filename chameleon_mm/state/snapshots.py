@@ -208,11 +208,10 @@ class Snapshots:
         """`parameters`, `state`: what swaps those of the model and the optimizer; None: they stay."""
         self.latest: Snapshot | None = None
         self._home = Home(executor)
-        pool = self._home.context.pool
-        self._device = pool.device
+        self._device = self._home.context.pool.device
         self._counters = executor.metrics.totals
         self._model, self._optimizer = model, optimizer
-        self._copier = Copier(self._home, pool, parameters, state)
+        self._copier = Copier(self._home, parameters, state)
         self._parameters = parameters
         self._note_gradient = _do_nothing if parameters is None else parameters.note_gradient
         self._leave = _do_nothing if state is None else state.leave

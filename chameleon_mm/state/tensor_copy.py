@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map
 
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pool.block import BlockView, PinnedBlock, as_tensor
-from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.state.hosted import Home, HostedStorage
 
 if TYPE_CHECKING:
@@ -155,10 +154,9 @@ class Copier:
     and inside `torch.no_grad()`.
     """
 
-    def __init__(
-        self, home: Home, pool: PinnedPool, parameters: ParameterSwap | None = None, state: OptimizerSwap | None = None
-    ) -> None:
-        self._home, self._pool, self._parameters, self._state = home, pool, parameters, state
+    def __init__(self, home: Home, parameters: ParameterSwap | None, state: OptimizerSwap | None) -> None:
+        """`parameters`, `state`: what swaps those of the model and the optimizer; None: they stay."""
+        self._home, self._pool, self._parameters, self._state = home, home.context.pool, parameters, state
 
     def copy(self, t: Tensor) -> TensorCopy:
         """Copy `t`. Raises `HostMemoryExhausted` if there is neither pinned nor pageable host memory."""

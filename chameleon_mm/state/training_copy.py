@@ -121,21 +121,8 @@ class ModelCopy:
                     copier.put_back(self._tensors[name], t)
             for name, p in model.named_parameters():
                 if name in self._gradients:
-                    self._restore_gradient(copier, p, self._gradients[name])
+                    restore_gradient(copier, p, self._gradients[name], p.grad, copier.put_back)
                     note_gradient(p)
-
-    @staticmethod
-    def _restore_gradient(copier: Copier, p: nn.Parameter, copied: Any) -> None:
-        gradient = p.grad
-        if not isinstance(copied, TensorCopy):
-            p.grad = None
-            p.grad = value_from_host(copied)
-        elif gradient is not None and is_copyable(gradient) and form_of(gradient) == copied.form:
-            copier.put_back(copied, gradient)
-        else:
-            del gradient
-            p.grad = None  # freeing the current gradient makes room
-            p.grad = copier.made_from(copied)
 
     def for_checkpoint(self) -> dict[str, Any]:
         """Entries of a checkpoint: plain tensors that hold the blocks."""
@@ -145,6 +132,20 @@ class ModelCopy:
         rest = {name: tensors[id(copy)] for name, copy in self._tensors.items() if name not in model}
         gradients = {name: _for_checkpoint(value, tensors) for name, value in self._gradients.items()}
         return {"model": model, "not_in_state_dict": rest, "gradients": gradients}
+
+
+def restore_gradient(
+    copier: Copier, p: nn.Parameter, copied: Any, gradient: Tensor | None, write: Callable[[TensorCopy, Tensor], None]
+) -> None:
+    """Restore the gradient of `p`: by `write`, in place in `gradient`, if that is like it (a bucket may alias it), else as a
+    new tensor. `copied`: its copy, or the result of `value_to_host` for another kind. Raises `torch.OutOfMemoryError`."""
+    like_it = isinstance(copied, TensorCopy) and gradient is not None and is_copyable(gradient)
+    if like_it and (form_of(gradient), gradient.device) == (copied.form, copied.device):
+        write(copied, gradient)
+        p.grad = gradient
+        return
+    gradient = p.grad = None  # freeing the current gradient makes room
+    p.grad = copier.made_from(copied) if isinstance(copied, TensorCopy) else value_from_host(copied)
 
 
 def _for_checkpoint(value: Any, tensors: dict[int, Tensor]) -> Any:

@@ -359,7 +359,7 @@ def _failing_once() -> Callable[..., None]:
 def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "AdamW, foreach"
     expected = plainly(name, device.torch_device, range(3))
-    leave, faults = OptimizerSwap._leave, Faults(torch.OutOfMemoryError)
+    leave, faults = OptimizerSwap.leave, Faults(torch.OutOfMemoryError)
 
     def fails(swap: OptimizerSwap, params: list[Any]) -> Any:
         faults.hit(SHORT)
@@ -369,7 +369,7 @@ def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monke
         training = Training(name, device.torch_device)
         session = session_of(training, device, "parameters")
         with session.pool, session:
-            monkeypatch.setattr(OptimizerSwap, "_leave", fails)
+            monkeypatch.setattr(OptimizerSwap, "leave", fails)
             for number in range(3):
                 faults.begin(3)
                 session.run_step(partial(training.step, number), snapshot=True)

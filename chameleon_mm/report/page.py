@@ -65,51 +65,45 @@ def thinned_memory(memory: Memory) -> Memory:
 
 def lane(name: str, bars: Iterable[Bar], end_us: float, label: str) -> str:
     """SVG of one engine: a path for each kind of bar, and an empty path for the bars of the picked tensor."""
-    by_kind: dict[str, list[str]] = {}
-    for bar in bars:
-        start, end = _x(bar.start_us, end_us), _x(bar.end_us, end_us)
-        by_kind.setdefault(bar.kind, []).append(f"M{start} 0H{end}V{HEIGHT}H{start}Z")
-    paths = "".join(
-        f'<path class="bar {CSS.get(kind, kind)}" data-bars="{len(shapes)}" d="{"".join(shapes)}"/>'
-        for kind, shapes in by_kind.items()
-    )
-    return (
-        f'<svg data-row="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{label}">'
-        f'{paths}<path class="pick" d=""/></svg>'
-    )
+    at = ((bar.kind, _x(bar.start_us, end_us), _x(bar.end_us, end_us)) for bar in bars)
+    shapes = ((f"bar {CSS.get(kind, kind)}", f"M{start} 0H{end}V{HEIGHT}H{start}Z") for kind, start, end in at)
+    return _svg(name, label, f'{_paths(shapes)}<path class="pick" d=""/>')
 
 
 def memory_shapes(planned: Memory, unswapped: Memory, budget_bytes: int, end_us: float, most_bytes: int) -> str:
     curve = _curve(planned, end_us, most_bytes)
     closed = f"{curve}V{HEIGHT}H0Z" if curve else ""
     y = _y(budget_bytes, most_bytes)
-    return (
-        f'<svg data-row="memory" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="device memory over the step">'
+    shapes = (
         f'<path class="area" d="{closed}"/>'
         f'<path class="line unswapped" d="{_curve(unswapped, end_us, most_bytes)}"/>'
         f'<path class="line planned" d="{curve}"/>'
-        f'<line class="budget" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/></svg>'
+        f'<line class="budget" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/>'
     )
+    return _svg("memory", "device memory over the step", shapes)
 
 
 def strip(name: str, steps: Sequence[tuple[str, float | None]], most: float, label: str, *, line: Sequence[float] = ()) -> str:
     """SVG with a bar for each step, given as (class, value); None: no value. `line`: a level for each step."""
     width = WIDTH / max(len(steps), 1)
-    by_class: dict[str, list[str]] = {}
-    for i, (css, value) in enumerate(steps):
-        if value is not None:
-            start, end = number(i * width), number((i + 0.9) * width)
-            by_class.setdefault(css, []).append(f"M{start} {HEIGHT}V{_y(value, most)}H{end}V{HEIGHT}Z")
-    paths = "".join(
-        f'<path class="{css}" data-bars="{len(shapes)}" d="{"".join(shapes)}"/>' for css, shapes in by_class.items()
-    )
+    at = ((css, number(i * width), number((i + 0.9) * width), value) for i, (css, value) in enumerate(steps))
+    bars = ((css, f"M{start} {HEIGHT}V{_y(v, most)}H{end}V{HEIGHT}Z") for css, start, end, v in at if v is not None)
     level = "".join(f"{'M0 ' if not i else 'V'}{_y(at, most)}H{number((i + 1) * width)}" for i, at in enumerate(line))
     over = f'<path class="budget" fill="none" d="{level}"/>' if level else ""
-    return (
-        f'<svg data-row="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{label}">'
-        f"{paths}{over}</svg>"
-    )
+    return _svg(name, label, _paths(bars) + over)
+
+
+def _svg(row: str, label: str, shapes: str) -> str:
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"'
+    return f'<svg data-row="{row}" {box} role="img" aria-label="{label}">{shapes}</svg>'
+
+
+def _paths(shapes: Iterable[tuple[str, str]]) -> str:
+    """A path for each class, of all its shapes."""
+    of_class: dict[str, list[str]] = {}
+    for css, shape in shapes:
+        of_class.setdefault(css, []).append(shape)
+    return "".join(f'<path class="{css}" data-bars="{len(them)}" d="{"".join(them)}"/>' for css, them in of_class.items())
 
 
 def below_chart(end_us: float) -> str:

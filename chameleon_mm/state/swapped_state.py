@@ -69,7 +69,8 @@ class SwappedState(dict[Any, Any]):
         on_host = self.away_bytes
         with self._home.entered() as compute:  # a copy out may still have to be handed over
             for key, hosted in self.away():
-                dict.__setitem__(self, key, tensor_over(hosted.host_bytes(compute).untyped_storage(), dict.get(self, key)))
+                memory, t = hosted.host_bytes(compute).untyped_storage(), dict.__getitem__(self, key)
+                dict.__setitem__(self, key, tensor_over(memory, t))
         self._hosted.clear()
         return on_host
 

@@ -95,6 +95,10 @@ class TensorCopy:
         self.stride = form.stride if is_like_it else torch.empty(form.shape, device="meta").stride()
         """Strides in the block: the tensor's own if it has no gaps."""
 
+    def is_like(self, t: object) -> TypeGuard[Tensor]:
+        """True if it may be written to `t`: a tensor of the same form and device."""
+        return is_copyable(t) and form_of(t) == self.form and t.device == self.device
+
     def host_tensor(self) -> Tensor:
         """Return the copy, which must be complete, as a tensor with its own storage over the block's memory. Release the block
         only after all readers are done: saving leaves reference cycles, so lifetimes do not show it."""

@@ -139,8 +139,7 @@ def restore_gradient(
 ) -> None:
     """Restore the gradient of `p`: by `write`, in place in `gradient`, if that is like it (a bucket may alias it), else as a
     new tensor. `copied`: its copy, or the result of `value_to_host` for another kind. Raises `torch.OutOfMemoryError`."""
-    like_it = isinstance(copied, TensorCopy) and gradient is not None and is_copyable(gradient)
-    if like_it and (form_of(gradient), gradient.device) == (copied.form, copied.device):
+    if isinstance(copied, TensorCopy) and copied.is_like(gradient):
         write(copied, gradient)
         p.grad = gradient
         return
@@ -197,7 +196,7 @@ class OptimizerCopy:
             return "got one whose optimizer has the parameters in another order"
         return None
 
-    def restore(self, copier: Copier, optimizer: torch.optim.Optimizer, leave: Callable[[list[Tensor]], None]) -> None:
+    def restore(self, copier: Copier, optimizer: torch.optim.Optimizer, leave: Callable[[list[Tensor]], object]) -> None:
         """Restore everything in place, remove newer state, and make tensors that are gone. Raises `torch.OutOfMemoryError` if
         those find no room."""
         numbers = _numbers(optimizer)
@@ -228,7 +227,7 @@ class OptimizerCopy:
             current = dict.get(state, name)
             if not isinstance(value, TensorCopy):
                 dict.__setitem__(state, name, value_from_host(value, current))
-            elif is_copyable(current) and form_of(current) == value.form and current.device == value.device:
+            elif value.is_like(current):
                 copier.put_back(value, current)
             else:
                 del current

@@ -1,6 +1,6 @@
 """Describes this machine: software, GPUs, link, memory limits; names what is missing and the command that mends it.
 
-    for finding in collect(): finding.section, finding.name, finding.text, finding.available
+    for section, name, check in CHECKS: available, text = find(check)
     run(json_path, console)     # the same as a table, and as JSON where a path is given
 
 A missing part is a row, never a crash.
@@ -12,7 +12,6 @@ import json
 import platform
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -138,35 +137,17 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
 # --- doctor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Row of the table: what was checked, and what was found or why nothing was."""
-
-    section: str
-    name: str
-    text: str
-    available: bool
-
-
-def collect(root: Path = Path("/")) -> list[Finding]:
-    """Run all checks. Never raises for a missing part. Starts CUDA if there is a GPU, and copies for less than a second.
-
-    `root` is the folder that holds `proc` and `sys`.
-    """
-    return [find(section, name, check, root) for section, name, check in CHECKS]
-
-
-def find(section: str, name: str, check: Check, root: Path = Path("/")) -> Finding:
-    """Run `check` and return its row. Any exception becomes "unavailable: reason"."""
+def find(check: Check, root: Path = Path("/")) -> tuple[bool, str]:
+    """Run `check`. Return whether it found something, and its text, or "unavailable: reason", whatever it raised."""
     try:
-        return Finding(section=section, name=name, text=check(root), available=True)
+        return True, check(root)
     except Exception as error:  # noqa: BLE001  # a machine may be broken in any way, and the other rows still matter
-        reason = str(error) or type(error).__name__
-        return Finding(section=section, name=name, text=f"unavailable: {reason}", available=False)
+        return False, f"unavailable: {str(error) or type(error).__name__}"
 
 
 def run(json_path: Path | None, console: Console) -> int:
-    """Collect, show on `console`, write JSON to `json_path` if given. Returns exit code 0, even if parts are missing.
+    """Run all checks, show what they found on `console`, write it as JSON to `json_path` if given. Returns exit code 0, even if
+    parts are missing. Starts CUDA if there is a GPU, and copies for less than a second.
 
     Raises `OSError` if the file cannot be written.
     """
@@ -175,11 +156,11 @@ def run(json_path: Path | None, console: Console) -> int:
     table.add_column("name", no_wrap=True)
     table.add_column("found", overflow="fold")
     sections: dict[str, dict[str, dict[str, object]]] = {}
-    for finding in collect():
-        heading = "" if finding.section in sections else finding.section
+    for section, name, check in CHECKS:
+        available, text = find(check)
         # Text, not str: drivers answer "[N/A]", which rich would take for markup.
-        table.add_row(heading, finding.name, Text(finding.text, style="" if finding.available else "yellow"))
-        sections.setdefault(finding.section, {})[finding.name] = {"available": finding.available, "text": finding.text}
+        table.add_row("" if section in sections else section, name, Text(text, style="" if available else "yellow"))
+        sections.setdefault(section, {})[name] = {"available": available, "text": text}
     console.print(table)
     if json_path is not None:
         record = {"schema": "chameleon_mm.tools.doctor/3", "findings": sections}

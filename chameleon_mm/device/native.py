@@ -77,19 +77,6 @@ def file_of(name: str) -> Path:
     return folder() / f"chameleon_mm_{name}-{digest}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
 
 
-def builds() -> list[Path]:
-    return sorted(path for name in HELPERS for path in folder().glob(f"chameleon_mm_{name}-*"))
-
-
-def remove() -> int:
-    """Remove every build, and what a build that was killed has left. Returns the number of builds. Raises as `folder` does, and
-    `OSError`."""
-    gone = builds()
-    for path in (*gone, *folder().glob(".*.tmp")):
-        path.unlink(missing_ok=True)
-    return len(gone)
-
-
 def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
     """Return the build of the helper `name`, compiled now by `compiler` if there is none, or `again`. Takes up to a minute.
 

@@ -18,4 +18,4 @@ THEMES: dict[str, str] = {
     "timeline": "one step by a plan on a simulated GPU: kernels, copies and memory over time, as a picture",
     "training": "step time and peak memory of one model: no swapping, checkpointing, torch's save_on_cpu, chameleon_mm",
 }
-"""Themes. The module of each has `add_arguments(parser)` and `run(args, console) -> int`: 0 done, 1 failed; `ValueError`: bad usage."""
+"""Themes. The module of each has `add_arguments(parser)` and `run(args, console) -> int`: 0 done, 1 failed."""

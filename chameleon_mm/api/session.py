@@ -171,7 +171,7 @@ class SwapSession:
     def __enter__(self) -> Self:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase}; make another SwapSession")
-        self._check_budget(self.hbm_budget_bytes)
+        self._model_swap.check_budget(self.device, self.hbm_budget_bytes, self._executor.checksums)
         self._ranks.enter(self.hbm_budget_bytes)
         self._history.open()
         with ExitStack() as stack:
@@ -326,7 +326,7 @@ class SwapSession:
         nbytes = parse_size(size, what="hbm_budget")
         self._expect_between_steps("hbm_budget")
         if self._phase is Phase.OPEN:
-            self._check_budget(nbytes)
+            self._model_swap.check_budget(self.device, nbytes, self._executor.checksums)
         with self._model_swap.changing_budget(nbytes) as beside_bytes:
             self._executor.change_budget(beside_bytes, must_fit=True)
         lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
@@ -409,6 +409,3 @@ class SwapSession:
             frozen=self._model is not None and not any(p.requires_grad for p in self._model.parameters()),
         )
         return found or limits_problem(self.hbm_budget_bytes, self.device.capacity, self.pool.limit_bytes, self._rule.min_bytes)
-
-    def _check_budget(self, hbm_budget_bytes: int) -> None:
-        self._model_swap.check_budget(self.device, hbm_budget_bytes, self._executor.checksums)

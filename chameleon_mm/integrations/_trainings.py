@@ -28,12 +28,10 @@ class Trainings:
     A training that raised may never call `end`. It is detached when the next one begins, or when this object is freed.
     """
 
-    _what = "SwapCallback"
-
     def __init__(self, *, optimizer_state: bool = False, **session_args: Any) -> None:
         super().__init__()
         check_type("optimizer_state", optimizer_state, bool, "True or False", "pass one of the two")
-        check_keywords(self._what, session_args, SwapSession, but=("model", "optimizer"))
+        check_keywords("SwapCallback", session_args, SwapSession, but=("model", "optimizer"))
         check_early(session_args)
         self._session_args = session_args
         self._optimizer_state = optimizer_state
@@ -47,7 +45,7 @@ class Trainings:
         """Attachment of the latest training. Raises `RuntimeError` before the first."""
         if self._attachment is None:
             raise RuntimeError(
-                f"{self._what}: expected a training that has begun, got none; ask once training runs, or after it"
+                "SwapCallback: expected a training that has begun, got none; ask once training runs, or after it"
             )
         return self._attachment
 
@@ -59,12 +57,12 @@ class Trainings:
         """Attach to `model` for the training that `key` stands for."""
         if self._key is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
             raise RuntimeError(
-                f"{self._what}: expected one training at a time, got a second one while one runs on {self._thread.name}; make "
+                f"SwapCallback: expected one training at a time, got a second one while one runs on {self._thread.name}; make "
                 f"a callback for each trainer"
             )
         if self._optimizer_state and len(optimizers) != 1:
             raise ValueError(
-                f"{self._what}: expected one optimizer with optimizer_state=True, got {len(optimizers)}; leave it out"
+                f"SwapCallback: expected one optimizer with optimizer_state=True, got {len(optimizers)}; leave it out"
             )
         self.detach()
         self._attachment = attach(model, optimizers[0] if self._optimizer_state else None, **self._session_args)
@@ -77,8 +75,8 @@ class Trainings:
         """Raise `RuntimeError` unless the training of `key` is attached."""
         if self._key is not key:
             raise RuntimeError(
-                f"{self._what}: expected to be one of the trainer's callbacks before training begins, and in one training at a "
-                f"time, got a step of a training that it is not attached to; pass a new one to each Trainer(callbacks=[...])"
+                "SwapCallback: expected to be one of the trainer's callbacks before training begins, and in one training at a "
+                "time, got a step of a training that it is not attached to; pass a new one to each Trainer(callbacks=[...])"
             )
 
     def end(self, key: object) -> None:

@@ -76,11 +76,6 @@ class Ledger:
         """Requested bytes of live blocks that are not pageable, by their serial numbers."""
         self._serial = 0
 
-    @property
-    def num_live(self) -> int:
-        """Number of live blocks, including those released since the last `drain`."""
-        return len(self.live) + len(self.pageable)
-
     def add_pageable(self, memory: Tensor) -> int:
         """Hold `memory` for a block. Return the block's serial number."""
         self.drop_ended()
@@ -149,7 +144,7 @@ class Ledger:
             peak_live_bytes=self._free_list.peak_live_bytes,
             peak_reserved_bytes=self.chunks.peak_reserved_bytes,
             largest_free_bytes=self._free_list.largest_free,
-            num_live=self.num_live,
+            num_live=len(self.live) + len(self.pageable),
             num_chunks=len(self.chunks),
             pageable_bytes=self.pageable_bytes,
             peak_pageable_bytes=self._peak_pageable_bytes,

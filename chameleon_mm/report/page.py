@@ -117,15 +117,6 @@ def below_chart(end_us: float) -> str:
     )
 
 
-def columns(bars: Sequence[Bar], *, kinds: bool = False) -> Mapping[str, list[float] | list[str] | list[int]]:
-    found: dict[str, list[float] | list[str] | list[int]] = {
-        "from": [round(bar.start_us, 3) for bar in bars],
-        "to": [round(bar.end_us, 3) for bar in bars],
-        "tensor": [bar.tensor for bar in bars],
-    }
-    return {**found, "kind": [bar.kind for bar in bars]} if kinds else {**found, "bytes": [bar.nbytes for bar in bars]}
-
-
 def _curve(memory: Memory, end_us: float, most_bytes: int) -> str:
     """Path of a step function: each value holds until the next."""
     at_us, nbytes = memory.at_us.tolist(), memory.nbytes.tolist()
@@ -218,7 +209,12 @@ def step_columns(picture: StepPicture) -> dict[str, Any]:
             "end_us": thin.end_us,
         }
     for name, bars in (("compute", picture.compute), ("out", picture.out), ("back", picture.back)):
-        found[name] = columns(bars, kinds=name == "compute")
+        found[name] = {
+            "from": [round(bar.start_us, 3) for bar in bars],
+            "to": [round(bar.end_us, 3) for bar in bars],
+            "tensor": [bar.tensor for bar in bars],
+            **({"kind": [bar.kind for bar in bars]} if name == "compute" else {"bytes": [bar.nbytes for bar in bars]}),
+        }
     return found
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from chameleon_mm.device import Device, Event
 from chameleon_mm.errors import check_type
@@ -213,8 +213,8 @@ class Snapshots:
         self._model, self._optimizer = model, optimizer
         self._copier = Copier(self._home, parameters, state)
         self._parameters = parameters
-        self._note_gradient = _do_nothing if parameters is None else parameters.note_gradient
-        self._leave = _do_nothing if state is None else state.leave
+        self._note_gradient = parameters.note_gradient if parameters is not None else lambda p: None
+        self._leave: Callable[[list[Tensor]], object] = state.leave if state is not None else lambda params: None
         self._turn = threading.Lock()
 
     def take(self) -> Snapshot:
@@ -286,10 +286,6 @@ class Snapshots:
             if difference is not None:
                 _refuse(difference)
         return snapshot
-
-
-def _do_nothing(sent_out: object) -> None:
-    pass
 
 
 def _refuse(difference: str) -> NoReturn:

@@ -186,13 +186,6 @@ def holders(t: Tensor) -> tuple[int, int]:
     return sys.getrefcount(t), torch._C._storage_Use_Count(storage._cdata)
 
 
-def least_holders() -> tuple[int, int]:
-    """`holders` of a tensor that only the caller holds, by one reference. Measured, because Python versions differ."""
-    with torch._C._DisableTorchDispatch():
-        alone = torch.empty(1)
-    return holders(alone)
-
-
 # --- Home of the swapped state of one session, and the minimum size of a tensor to leave
 
 
@@ -200,7 +193,10 @@ class StateHome(Home):
     def __init__(self, executor: Executor, *, min_bytes: int) -> None:
         super().__init__(executor)
         self.min_bytes = min_bytes
-        self.least_holders = least_holders()
+        with torch._C._DisableTorchDispatch():
+            alone = torch.empty(1)
+        self.least_holders = holders(alone)
+        """`holders` of a tensor that one reference holds. Measured, because Python versions differ."""
         self.states: weakref.WeakValueDictionary[int, SwappedState] = weakref.WeakValueDictionary()
         """All swapped states by id: the optimizer's, and those that a `state_dict` still holds."""
         self.left: weakref.WeakValueDictionary[int, HostedStorage] = weakref.WeakValueDictionary()

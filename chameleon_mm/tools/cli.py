@@ -228,7 +228,5 @@ def _run_native(args: argparse.Namespace, console: Console) -> int:
 
 def _run_doctor(args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm.tools import doctor
-    from chameleon_mm.tools.outputs import check_outputs
 
-    check_outputs({"--json": args.json})
     return doctor.run(args.json, console)

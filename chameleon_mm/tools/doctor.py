@@ -27,7 +27,7 @@ from chameleon_mm.device.cuda import expandable_segments, visible_gpus
 from chameleon_mm.files import write_file
 from chameleon_mm.pool.host_memory import auto_limit_bytes, available_host_bytes, of_machine
 from chameleon_mm.swap.calibration import calibrate, keep
-from chameleon_mm.tools.outputs import tell_written
+from chameleon_mm.tools.outputs import check_outputs, tell_written
 from chameleon_mm.units import format_size
 
 # --- The doctor's checks: versions, GPUs and their links, limits on pinned memory, and the link's rates
@@ -151,6 +151,7 @@ def run(json_path: Path | None, console: Console) -> int:
 
     Raises `OSError` if the file cannot be written.
     """
+    check_outputs({"--json": json_path})
     table = Table(title="What this machine offers", title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column("section", style="bold", no_wrap=True)
     table.add_column("name", no_wrap=True)

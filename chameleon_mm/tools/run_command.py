@@ -40,11 +40,9 @@ class LaunchedRank:
     count: int = 1
 
     @classmethod
-    def started_by_launcher(
-        cls,
-        environ: Mapping[str, str] = os.environ,  # noqa: TID251  # launchers pass ranks in environment variables only
-    ) -> LaunchedRank:
+    def started_by_launcher(cls) -> LaunchedRank:
         """Read torchrun's variables, which other launchers set, too. Without them this process is the only rank."""
+        environ = os.environ  # noqa: TID251  # launchers pass ranks in environment variables only
         try:
             return cls(rank=int(environ["RANK"]), count=int(environ["WORLD_SIZE"]))
         except (KeyError, ValueError):

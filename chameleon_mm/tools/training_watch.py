@@ -227,10 +227,7 @@ class TrainingWatch:
     def _hide_hook_until_return(self, module: nn.Module) -> None:
         if self._module_hook is not None and not isinstance(module, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
             self._module_hook.remove()
-            self._returning = module.register_forward_hook(self._returned, always_call=True)
-
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._module_returned()
+            self._returning = module.register_forward_hook(lambda *_: self._module_returned(), always_call=True)
 
     def _module_returned(self) -> None:
         """Restore the global hook if a module's call removed it."""

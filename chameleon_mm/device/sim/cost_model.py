@@ -54,11 +54,6 @@ class CostModel:
     """Host time per buffer that a kernel packs or unpacks, for its row in the table. Assumed: a CPU took 0.6 us with 64
     buffers, half of it for checks."""
 
-    def __post_init__(self) -> None:
-        for name in ("matmul_efficiency", "memory_efficiency"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name}: expected a share in (0, 1], got {getattr(self, name)}")
-
     def kernel_us(self, flops: int, nbytes: int, dtype: torch.dtype) -> float:
         """Device time of a kernel that does `flops` in `dtype` and touches `nbytes` of device memory."""
         tflops = self.spec.bf16_tflops if dtype in _HALF else self.spec.fp32_tflops

@@ -66,8 +66,6 @@ class Phase(enum.Enum):
         return self.value.replace("_", " ")
 
 
-# --- session
-
 _log = logging.getLogger(__name__)
 
 _R = TypeVar("_R")

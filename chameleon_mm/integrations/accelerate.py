@@ -31,7 +31,6 @@ def attach(
     `accelerator` is no `Accelerator`, `ValueError` if it has not prepared `model`, and what `chameleon_mm.api.attach` raises.
     """
     check_type("accelerator", accelerator, accelerate.Accelerator, "an accelerate.Accelerator", "pass the loop's own")
-    check_type("model", model, nn.Module, "a torch.nn.Module", "pass what accelerator.prepare returned")
     if not any(prepared is model for prepared in accelerator._models):
         raise ValueError(
             f"attach: expected a model that this accelerator has prepared, got a {type(model).__name__} that it has not; call "

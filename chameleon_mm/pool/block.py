@@ -102,8 +102,6 @@ def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     return kind
 
 
-# --- block
-
 _DLPACK_CPU = (1, 0)
 """kDLCPU, the only device of a block. Fewer consumers accept page-locked memory's own type, kDLCUDAHost. For host readers it is
 ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""

@@ -155,8 +155,6 @@ class PendingRanges:
         self._events.clear()
 
 
-# --- chunks
-
 _log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_BYTES = GIB

@@ -314,8 +314,6 @@ def tensor_columns(picture: StepPicture) -> dict[str, Any]:
     return {"columns": names, "rows": [[round(x, 2) if isinstance(x, float) else x for x in row] for row in rows]}
 
 
-# --- page
-
 _PART = re.compile(r"<!--(\w+)-->")
 
 

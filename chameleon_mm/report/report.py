@@ -114,8 +114,6 @@ def _sizes(*given: Any) -> list[str]:
     return [next(texts) if isinstance(nbytes, int) else "not given" for nbytes in given]
 
 
-# --- report
-
 _TIMED = ("prefetches_timed", "prefetches_late", "late_us", "stall_us", "copy_us", "recompute_us")
 """Figures that are None unless a step was timed."""
 

@@ -157,8 +157,6 @@ def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
     return [*parts, ("warm-up", "dim")] if figures.warm_up else parts
 
 
-# --- step history
-
 ALWAYS_TIMED_STEPS = 3
 TIMED_EVERY = 16
 """The first `ALWAYS_TIMED_STEPS` steps are timed in full, then one in `TIMED_EVERY`: on a GPU, timing a copy or a wait costs

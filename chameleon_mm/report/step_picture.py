@@ -62,8 +62,6 @@ def memory_rows(trace: Trace) -> list[tuple[str, str]]:
     return [*rows, *((LARGEST, large) for large in largest_of(trace, peaks[1][1]))]
 
 
-# --- step picture
-
 KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD = "kept", "swapped", "in part", "recomputed", "held"
 WHAT_PLANS_DO = (KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD)
 """Actions of a plan on a storage. "in part": its last bytes are swapped, its first bytes stay."""

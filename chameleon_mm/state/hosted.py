@@ -113,11 +113,6 @@ class HostedStorage:
         """Bytes that the allocator counts for it."""
         return allocated_size(self.nbytes)
 
-    @property
-    def is_resizable(self) -> bool:
-        """True if its memory may be freed while tensors hold its storage."""
-        return self._storage_on_device().resizable()
-
     def is_of(self, t: object) -> bool:
         """True if `t` is the tensor whose version counter it uses, still over this storage."""
         return isinstance(t, Tensor) and self._tensor() is t and self.ref() is t.untyped_storage()

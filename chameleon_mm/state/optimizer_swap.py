@@ -105,8 +105,6 @@ def alone(optimizer: torch.optim.Optimizer, bucket: dict[str, Any]) -> Iterator[
         optimizer.param_groups = groups
 
 
-# --- optimizer swap
-
 _log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 * MIB
@@ -219,9 +217,13 @@ class OptimizerSwap:
             with torch.enable_grad():
                 loss = closure()
         buckets = buckets_of(self._optimizer, self._state_bytes, self.bucket_bytes)
-        left_bytes = 0
+        left_bytes, budget = 0, self.home.budget
         for i, bucket in enumerate(buckets):
-            self._reclaim_but(left_bytes)
+            # The copies out of the last bucket's state may take until the next is stepped. Memory is read again: no autograd
+            # hook has done so since the backward.
+            with self.home.entered():
+                budget.reclaim.reclaim_until(lambda: budget.reclaim.pending_bytes <= left_bytes)  # noqa: B023 - called here
+                budget.allocated_bytes()
             self._arrive(bucket["params"])
             if i + 1 < len(buckets):
                 self._prefetch(buckets[i + 1]["params"])
@@ -229,14 +231,6 @@ class OptimizerSwap:
                 raw(self._optimizer)
             left_bytes = self.leave(bucket["params"])
         return loss
-
-    def _reclaim_but(self, nbytes: int) -> None:
-        """Reclaim memory of copies out, except the `nbytes` of the last bucket: their copies may take until the next one is
-        stepped. Read memory again: no autograd hook has done so since the backward."""
-        with self.home.entered():
-            budget = self.home.budget
-            budget.reclaim.reclaim_until(lambda: budget.reclaim.pending_bytes <= nbytes)
-            budget.allocated_bytes()
 
     def _state_bytes(self, p: Tensor) -> int:
         state = self._optimizer.state.get(p)

@@ -66,8 +66,6 @@ def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0
     return window
 
 
-# --- parameter swap
-
 _log = logging.getLogger(__name__)
 
 

@@ -190,8 +190,6 @@ def _mark(parameter: nn.Parameter) -> tuple[int, int]:
         return version, parameter.untyped_storage()._cdata if plain else 0
 
 
-# --- step retry
-
 _log = logging.getLogger(__name__)
 
 MAX_RETRIES = 3

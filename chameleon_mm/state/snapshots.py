@@ -191,9 +191,6 @@ class Snapshot:
             self._free()  # no write is running: a write holds it
 
 
-# --- snapshots
-
-
 class Snapshots:
     """Snapshots of one session's model and optimizer. Not thread-safe; use it between steps."""
 

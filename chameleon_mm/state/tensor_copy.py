@@ -66,9 +66,6 @@ def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
     return True
 
 
-# --- tensor copy
-
-
 class Form(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]

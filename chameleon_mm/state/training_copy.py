@@ -155,9 +155,6 @@ def _text(form: Form | None, device: torch.device) -> str:
     return f"no plain tensor on {device}" if form is None else f"{form} on {device}"
 
 
-# --- optimizer copy
-
-
 class OptimizerCopy:
     def __init__(self, copies: list[TensorCopy], optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """`copies`: gets every copy that it makes."""

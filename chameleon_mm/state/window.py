@@ -92,8 +92,6 @@ class UseSequence:
         self._places = dict(places)
 
 
-# --- window
-
 _log = logging.getLogger(__name__)
 
 NEXT_USES = 4
@@ -257,9 +255,9 @@ class Window:
         """Free the device memory of `entry`, after a copy out if one is needed. A storage that cannot be resized stays."""
         compute = self._home.context.streams.current()
         entry.arrive(compute)
-        if entry.ref() is None:  # it died when its arrival dropped the last reference
+        if (storage := entry.ref()) is None:  # it died when its arrival dropped the last reference
             return
-        if not entry.is_resizable:  # other code uses its memory, for example a NumPy array
+        if not storage.resizable():  # other code uses its memory, for example a NumPy array
             entry.swap_in(compute)
             entry.is_refused = True
             return

@@ -134,9 +134,6 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
 )
 
 
-# --- doctor
-
-
 def find(check: Check, root: Path = Path("/")) -> tuple[bool, str]:
     """Run `check`. Return whether it found something, and its text, or "unavailable: reason", whatever it raised."""
     try:

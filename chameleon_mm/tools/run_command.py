@@ -146,8 +146,6 @@ class End:
             print_line(self._console, f"chameleon-mm run: {' '.join(text.split())}")
 
 
-# --- run command
-
 _COMPILED_UNDER_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 """Torch's warning at each call of a compiled module while the watch's hook is on. That hook only looks: see Note [Watch]."""
 

@@ -213,8 +213,6 @@ class CudaAllocatorHook:
             self._hook.set_limits(*self._set, history)
 
 
-# --- cuda device
-
 _MAX_KNOWN_STREAMS = 64  # torch has 32 per priority; other libraries may add some
 
 

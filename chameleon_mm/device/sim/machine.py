@@ -419,9 +419,6 @@ class SimStream:
             machine.observer.stream_waits(self, event.mark)
 
 
-# --- machine
-
-
 HOST_LEAD = 1000
 """Kernels that the host may be ahead of a stream: about what the queue of a GPU's channel takes, 1,024 entries."""
 

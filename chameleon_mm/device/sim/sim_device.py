@@ -116,9 +116,6 @@ class SimCompute(TorchDispatchMode):
             machine.host_waits_for(stream)
 
 
-# --- sim device
-
-
 class SimDevice:
     """A simulated GPU: virtual clocks, two copy engines and a capacity.
 

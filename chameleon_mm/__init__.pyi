@@ -4,7 +4,6 @@ from .api.save_on_cpu import install, save_on_cpu, uninstall
 from .api.session import SwapSession
 from .device import CudaDevice, SimDevice, resolve_device
 from .errors import (
-    BlockCorruptedError,
     BlockInUseError,
     BlockReleasedError,
     ChameleonError,
@@ -26,7 +25,7 @@ from .state.snapshots import Snapshot, SnapshotWrite
 __version__: str
 
 __all__ = [
-    "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
+    "Attachment", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
     "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
     "PoolStateError", "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot",
     "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations",

@@ -35,10 +35,6 @@ class BlockInUseError(ChameleonError, BufferError):
     """A pinned block cannot be released while a tensor, an array or a memoryview of it is alive."""
 
 
-class BlockCorruptedError(ChameleonError, RuntimeError):
-    """A checking allocator found a write outside a block's bounds."""
-
-
 class PoolStateError(ChameleonError, RuntimeError):
     """A pinned pool was closed while blocks of it were live, or used after it was closed."""
 

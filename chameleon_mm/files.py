@@ -85,8 +85,6 @@ def make_private(folder: Path) -> None:
     """Make `folder` for this user alone, or check that no other user can change it. Raises `OSError`."""
     for each in (*reversed([parent for parent in folder.parents if not parent.exists()]), folder):
         each.mkdir(mode=0o700, exist_ok=True)
-    if (found := folder.stat()).st_uid == os.geteuid() and found.st_mode & 0o022:
-        folder.chmod(0o700)  # of an earlier version
     _check_private(folder, folder.stat())
 
 

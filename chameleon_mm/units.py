@@ -110,8 +110,10 @@ def format_size_up(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def format_us(us: float) -> str:
-    """Text of a duration for people: "3.20 s", "12.4 ms", "8.0 us"."""
+def format_us(us: float | None) -> str:
+    """Text of a duration for people: "3.20 s", "12.4 ms", "8.0 us"; "not measured" for None."""
+    if us is None:
+        return "not measured"
     if us >= 1e6:
         return f"{us / 1e6:.2f} s"
     if us >= 1e3:

@@ -105,7 +105,7 @@ class Swapped(Plain):
                 **self._given,
             )
             if (state := self.session._model_swap._state) is not None:
-                state._home.min_bytes = parameter_swap.MIN_BYTES
+                state.home.min_bytes = parameter_swap.MIN_BYTES
             self._stack.enter_context(self.session.pool)
             self._stack.enter_context(self.session)
         return self.session

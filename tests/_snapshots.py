@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.state.hosted import HostedTensor, Where
+from chameleon_mm.state.hosted import Where
+from chameleon_mm.state.swapped_state import SwappedState
 from chameleon_mm.units import KIB
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -111,8 +112,8 @@ def away(session: cm.SwapSession, training: Training) -> tuple[int, int]:
     """How many parameters and gradients are on the host alone, and how many tensors of state."""
     swap = session._model_swap._parameters
     entries = [] if swap is None else swap.window.entries
-    values = [value for state in training.optimizer.state.values() for value in dict.values(state)]
-    hosted = [value for value in values if isinstance(value, HostedTensor)]
+    states = (state for state in training.optimizer.state.values() if isinstance(state, SwappedState))
+    hosted = [hosted for state in states for _, hosted in state.away()]
     return sum(it.where is Where.ON_HOST for it in entries), sum(it.where is Where.ON_HOST for it in hosted)
 
 

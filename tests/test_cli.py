@@ -39,8 +39,8 @@ def theme(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
         module = types.ModuleType("fake_theme")
         module.add_arguments = add_arguments  # type: ignore[attr-defined]  # a module made here
         module.run = run  # type: ignore[attr-defined]  # a module made here
-        monkeypatch.setitem(sys.modules, "fake_theme", module)
-        monkeypatch.setitem(THEMES, "fake", "fake_theme")
+        monkeypatch.setitem(sys.modules, "chameleon_mm.bench.fake", module)
+        monkeypatch.setitem(THEMES, "fake", "a theme of a test")
 
     return install
 

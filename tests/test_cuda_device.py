@@ -216,8 +216,8 @@ def test_it_says_what_it_is(cuda: CudaDevice) -> None:
     with cuda.compute(), cuda.compute():
         assert torch.ones(2, device=cuda.torch_device).sum().item() == 2
     gpus = visible_gpus()
-    assert [gpu.index for gpu in gpus] == list(range(torch.cuda.device_count()))
-    assert gpus[cuda.index].name == cuda.name
+    assert len(gpus) == torch.cuda.device_count()
+    assert gpus[cuda.index].startswith(f"{cuda.index}: {cuda.name}, ")
     assert re.fullmatch(r"CUDA driver \d+\.\d, runtime .+", cuda.driver)
     before = cuda.host_us
     assert cuda.host_us >= before

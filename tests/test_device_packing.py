@@ -74,9 +74,9 @@ def pack_and_unpack(packer: Packer, first: int = 0) -> bool:
 @pytest.mark.parametrize("first", [0, 128, 4096])
 def test_what_is_packed_is_what_comes_back(first: int) -> None:
     kernels = PlayedKernels()
-    assert pack_and_unpack(Packer(num_programs=5, load=kernels.load), first)
-    # Once on a single buffer, to know that they work; then with the programs that were asked for.
-    assert kernels.launched == [("pack", 1, 1), ("unpack", 1, 1), ("pack", 4, 5), ("unpack", 4, 5)]
+    assert pack_and_unpack(Packer(kernels.load), first)
+    # Once on a single buffer, to know that they work; then with as many programs as a copy leaves room for.
+    assert kernels.launched == [("pack", 1, 1), ("unpack", 1, 1), ("pack", 4, PACK_PROGRAMS), ("unpack", 4, PACK_PROGRAMS)]
 
 
 def test_what_kernels_have_nothing_to_do_with_launches_none() -> None:
@@ -111,13 +111,6 @@ def test_an_error_of_a_kernel_that_works_is_raised_and_no_memory_for_a_table_is_
     kernels.fails = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory access"):
         packer.pack(aligned(512), buffers_of([16]), [0])
-
-
-def test_by_default_few_sms_are_taken_and_a_grid_of_nothing_is_refused() -> None:
-    assert Packer().num_programs == PACK_PROGRAMS == 16
-    for programs in (0, -1):
-        with pytest.raises(ValueError, match="pack_programs: expected 1 or more"):
-            Packer(programs)
 
 
 def test_a_packer_keeps_no_buffer(no_gc: None) -> None:

@@ -110,7 +110,7 @@ def test_what_a_training_that_raised_left_goes(way: str, tmp_path: Path) -> None
     trainer = hf.trainer(model, tmp_path, [swap, Fails()])
     with pytest.raises(ArithmeticError):
         trainer.train()
-    pool = swap._trainings.attachment.session.pool
+    pool = swap.attachment.session.pool
     if way == "detach":
         swap.detach()
     elif way == "next training":
@@ -135,7 +135,7 @@ def test_lightning_tells_of_a_training_that_raised(tmp_path: Path) -> None:
         fit(lightning.trainer(tmp_path, [swap]), module)
     check_nothing_left(module)
     assert swap.report().steps == 1
-    swap._trainings.begin(None, module, [])
+    swap.begin(None, module, [])
     swap.detach()  # of one that no callback ended
     check_nothing_left(module)
     swap.detach()

@@ -160,22 +160,28 @@ def test_without_proc_psutil_is_asked_and_without_an_answer_it_is_zero(tmp_path:
 
 
 @pytest.mark.parametrize("said", ["", "0", "-1", "two", "1.5", " 4", "4 ", "+4", "٤", "1" * 5000])
-def test_a_number_of_ranks_that_is_none_is_named(said: str) -> None:
+def test_a_number_of_ranks_that_is_none_is_named(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
     with pytest.raises(ValueError, match=r"^LOCAL_WORLD_SIZE: expected .*, 1 or more, got ") as caught:
-        auto_limit_bytes({"LOCAL_WORLD_SIZE": said}, available_bytes=GIB)
+        auto_limit_bytes(available_bytes=GIB)
     assert f"got {said!r}: correct the environment variable" in str(caught.value)
 
 
 @pytest.mark.parametrize(("environ", "ranks"), [({}, 1), *(({"LOCAL_WORLD_SIZE": str(ranks)}, ranks) for ranks in (1, 2, 8))])
-def test_auto_is_half_of_what_is_left_for_each_rank_and_grows_with_the_machine(environ: dict[str, str], ranks: int) -> None:
-    part = auto_limit_bytes(environ, available_bytes=128 * GIB)
+def test_auto_is_half_of_what_is_left_for_each_rank_and_grows_with_the_machine(
+    environ: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    part = auto_limit_bytes(available_bytes=128 * GIB)
     assert part == 64 * GIB // ranks
     for mine, theirs in itertools.product((0, part // 3, part), repeat=2):
         left = 128 * GIB - mine - (ranks - 1) * theirs
-        again = auto_limit_bytes(environ, available_bytes=left, held_bytes=mine)
+        again = auto_limit_bytes(available_bytes=left, held_bytes=mine)
         assert (again == part) if theirs == 0 or ranks == 1 else (again < part)
-        assert auto_limit_bytes(environ, available_bytes=left + 128 * GIB, held_bytes=mine) > part
-    assert auto_limit_bytes(environ, available_bytes=0) == 0  # nothing says what is left
+        assert auto_limit_bytes(available_bytes=left + 128 * GIB, held_bytes=mine) > part
+    assert auto_limit_bytes(available_bytes=0) == 0  # nothing says what is left
 
 
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.state.hosted import HostedTensor, Where
+from chameleon_mm.state.hosted import HostedStorage, Where
 from chameleon_mm.state.swapped_state import SwappedState
 from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.units import KIB, MIB
@@ -96,7 +96,7 @@ def session_of(training: Training, device: Device, *, budget: int | str = "1GiB"
     )
     swap = session._model_swap._state
     assert swap is not None
-    swap.bucket_bytes, swap._home.min_bytes = BUCKET_BYTES, 4 * KIB
+    swap.bucket_bytes, swap.home.min_bytes = BUCKET_BYTES, 4 * KIB
     return session
 
 
@@ -107,8 +107,9 @@ def plainly(make: Make, at: torch.device, steps: int) -> list[Tensor]:
     return training.outcome()
 
 
-def hosted(optimizer: torch.optim.Optimizer) -> list[HostedTensor]:
-    return [value for state in optimizer.state.values() for value in dict.values(state) if isinstance(value, HostedTensor)]
+def hosted(optimizer: torch.optim.Optimizer) -> list[HostedStorage]:
+    states = (state for state in optimizer.state.values() if isinstance(state, SwappedState))
+    return [hosted for state in states for _, hosted in state.away()]
 
 
 RUNS = [("AdamW", False, 200), *((name, False, 8) for name in OPTIMIZERS if name != "AdamW"), ("AdamW, fused", True, 8)]
@@ -383,15 +384,15 @@ def test_state_that_does_not_fit_any_more_is_host_memory(caplog: pytest.LogCaptu
 
 def test_state_that_does_not_fit_is_read_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading it hands the rest of its copy out to the device, from the queue that other threads' hooks use."""
-    device, host_bytes, locked = cm.SimDevice("h200", 3 * MIB), HostedTensor.host_bytes, list[bool]()
+    device, host_bytes, locked = cm.SimDevice("h200", 3 * MIB), HostedStorage.host_bytes, list[bool]()
     with device.compute():
         training, session = trained(device)
 
-        def checked(hosted: HostedTensor) -> Tensor:
+        def checked(hosted: HostedStorage, compute: Any) -> Tensor:
             locked.append(session._executor.hook_lock.lock.locked())
-            return host_bytes(hosted)
+            return host_bytes(hosted, compute)
 
-        monkeypatch.setattr(HostedTensor, "host_bytes", checked)
+        monkeypatch.setattr(HostedStorage, "host_bytes", checked)
         with session.pool, session:
             with session.step():
                 training.step(0)
@@ -406,18 +407,18 @@ def test_a_missing_wait_for_a_copy_back_is_seen(monkeypatch: pytest.MonkeyPatch)
     from tests._ordering import SLOW_LINK
 
     device = cm.SimDevice(SLOW_LINK)
-    arrive = HostedTensor.arrive
+    arrive = HostedStorage.arrive
 
-    def without_wait(self: HostedTensor, compute: Any) -> None:
+    def without_wait(self: HostedStorage, compute: Any) -> None:
         self._context.metrics.timed = False
         monkeypatch.setattr(type(compute), "wait", lambda stream, event: None)
         try:
             arrive(self, compute)
         finally:
             monkeypatch.undo()
-            monkeypatch.setattr(HostedTensor, "arrive", without_wait)
+            monkeypatch.setattr(HostedStorage, "arrive", without_wait)
 
-    monkeypatch.setattr(HostedTensor, "arrive", without_wait)
+    monkeypatch.setattr(HostedStorage, "arrive", without_wait)
     with pytest.raises(SimRaceError), device.compute():
         training, session = trained(device)
         with session:
@@ -429,12 +430,12 @@ def test_a_missing_wait_for_a_copy_out_is_seen(monkeypatch: pytest.MonkeyPatch) 
     """Memory must not go before the copy that reads it: Note [Reclaim]."""
     from tests._ordering import SLOW_LINK
 
-    def without_wait(self: HostedTensor) -> bool:
+    def without_wait(self: HostedStorage) -> bool:
         assert self._out is not None
         self._context.transfer.issue_out(self._out)
         return True
 
-    monkeypatch.setattr(HostedTensor, "_ordered_after_copy", without_wait)
+    monkeypatch.setattr(HostedStorage, "_ordered_after_copy", without_wait)
     device = cm.SimDevice(SLOW_LINK)
     with pytest.raises(SimRaceError), device.compute():
         training, session = trained(device)

@@ -19,7 +19,7 @@ SEQUENCES = st.lists(st.integers(0, 5), min_size=1, max_size=12).map(
 
 
 def learned(keys: list[int]) -> UseSequence:
-    sequence = UseSequence([])
+    sequence = UseSequence()
     sequence.begin_step()
     for key in keys:
         sequence.note(key)

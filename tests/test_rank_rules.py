@@ -25,7 +25,7 @@ from chameleon_mm import replayable
 from chameleon_mm.device.operators import OpCall, OpFacts
 from chameleon_mm.record.retry import OomRetry
 from chameleon_mm.replayable import base_name
-from chameleon_mm.report.report import Rank, Ranks
+from chameleon_mm.report.report import Ranks
 from chameleon_mm.swap.classify import unwrapped
 from chameleon_mm.units import GIB, MIB
 from tests._mixes import Mix, Proofs, mixed, totals_of
@@ -230,7 +230,8 @@ class Elsewhere:
         self._patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
 
     def enter(self, number: int, hbm_budget_bytes: int, host_budget_bytes: int | None = None) -> tuple[str, ...]:
-        self._patch.setattr(Rank, "here", classmethod(lambda cls: cls(number, 2)))
+        self._patch.setattr(Ranks, "number", number)
+        self._patch.setattr(Ranks, "of", 2)
         ranks = Ranks(host_budget_bytes=host_budget_bytes)
         ranks.enter(hbm_budget_bytes)
         return ranks.problems
@@ -296,7 +297,8 @@ def test_a_machine_too_small_for_all_of_its_ranks_is_told(monkeypatch: pytest.Mo
 def test_a_session_has_it_in_its_report_before_the_first_step(monkeypatch: pytest.MonkeyPatch, sim: cm.SimDevice) -> None:
     ranks = Elsewhere(monkeypatch, HashStore())
     ranks.enter(0, 32 * MIB)
-    monkeypatch.setattr(Rank, "here", classmethod(lambda cls: cls(1, 2)))
+    monkeypatch.setattr(Ranks, "number", 1)
+    monkeypatch.setattr(Ranks, "of", 2)
     with cm.SwapSession("16MiB", "8MiB", sim) as session:
         report = session.report()
     assert (report.rank, report.world_size, report.steps) == (1, 2, 0)
@@ -307,7 +309,8 @@ def test_a_session_has_it_in_its_report_before_the_first_step(monkeypatch: pytes
 
 
 def trained(rank: int, count: int, monkeypatch: pytest.MonkeyPatch, *, budget: int = 9 * MIB, layers: int = 8) -> cm.SwapReport:
-    monkeypatch.setattr(Rank, "here", classmethod(lambda cls: cls(rank, count)))
+    monkeypatch.setattr(Ranks, "number", rank)
+    monkeypatch.setattr(Ranks, "of", count)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
     device = cm.SimDevice()
     session = cm.SwapSession(device.allocated_bytes() + budget, "64MiB", device)

@@ -139,9 +139,9 @@ def test_opening_it_meets_no_error_and_no_network(page: Any, path: Path) -> None
 
 
 def test_curves_and_budget_are_the_plans(page: Any, picture: StepPicture) -> None:
-    end_us = max(picture.step_us, picture.unswapped_us)
+    end_us = max(picture.timeline.step_us, picture.unswapped.end_us)
     budget_y = float(page.execute_script("return document.querySelector('#step line.budget').getAttribute('y1')"))
-    scale = picture.hbm_budget_bytes / (100 - budget_y)  # bytes by height, as the budget line has it
+    scale = picture.source.plan.hbm_budget_bytes / (100 - budget_y)  # bytes by height, as the budget line has it
     for name, memory in (("planned", picture.planned), ("unswapped", picture.unswapped)):
         numbers = shape(page, f"#step path.line.{name}")
         xs, ys = np.array(numbers[:-1:2]), np.array(numbers[1::2])
@@ -156,7 +156,7 @@ def test_curves_and_budget_are_the_plans(page: Any, picture: StepPicture) -> Non
 @pytest.mark.parametrize("row", ["compute", "out", "back"])
 def test_bars_are_as_long_as_what_they_stand_for(page: Any, picture: StepPicture, row: str) -> None:
     bars = {"compute": picture.compute, "out": picture.out, "back": picture.back}[row]
-    end_us = max(picture.step_us, picture.unswapped_us)
+    end_us = max(picture.timeline.step_us, picture.unswapped.end_us)
     for kind in {bar.kind for bar in bars}:
         of_kind = [bar for bar in bars if bar.kind == kind]
         css = "part" if kind == "in part" else kind
@@ -176,17 +176,6 @@ def test_each_step_is_a_bar_as_high_as_its_peak(page: Any, report: cm.SwapReport
         "return [...document.querySelectorAll('#steps [data-row=peak] [data-bars]')].map(p => +p.dataset.bars)"
     )
     assert sum(counts) == len(report.step_figures) == report.steps
-
-
-def test_the_tiles_tell_the_reports_figures(page: Any, report: cm.SwapReport) -> None:
-    tiles = page.execute_script(
-        "return Object.fromEntries([...document.querySelectorAll('[data-figure]')]"
-        ".map(tile => [tile.dataset.figure, tile.querySelector('b').textContent]))"
-    )
-    steady = report.steady
-    assert tiles["peak"] == format_size(report.peak_hbm_bytes) and tiles["budget"] == format_size(report.hbm_budget_bytes)
-    assert tiles["stall"] == format_us(steady["stall_us"]) and tiles["hidden"] == f"{100 * steady['hidden_fraction']:.1f} %"
-    assert tiles["steps"] == str(report.steps)
 
 
 # --- the table
@@ -248,7 +237,7 @@ def test_a_row_that_is_picked_shows_its_copies(page: Any, picture: StepPicture) 
     moved = next(row for row in picture.tensors if row.does == "swapped")
     page.execute_script("document.querySelector(arguments[0]).focus()", f'#tensors [data-tensor="{moved.tensor}"]')
     page.switch_to.active_element.send_keys("\n")
-    end_us = max(picture.step_us, picture.unswapped_us)
+    end_us = max(picture.timeline.step_us, picture.unswapped.end_us)
     for row, bars in (("out", picture.out), ("back", picture.back)):
         numbers = shape(page, f'#step [data-row="{row}"] .pick')
         own = [bar for bar in bars if bar.tensor == moved.tensor]
@@ -278,7 +267,7 @@ def test_the_pointer_reads_the_numbers_below_it(page: Any, picture: StepPicture)
     at = int(picture.unswapped.nbytes.argmax())
     ends = [*picture.unswapped.at_us.tolist(), picture.unswapped.end_us]
     at_us = (ends[at] + ends[at + 1]) / 2
-    end_us = max(picture.step_us, picture.unswapped_us)
+    end_us = max(picture.timeline.step_us, picture.unswapped.end_us)
     text = page.execute_script(
         "const svg = document.querySelector('#step svg'), box = svg.getBoundingClientRect();"
         "svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + box.width * arguments[0], bubbles: true}));"
@@ -318,7 +307,7 @@ def test_nothing_is_wider_than_the_screen(driver: Any, path: Path, width: int, d
     widths = driver.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert widths[0] <= widths[1] <= width
     out = driver.execute_script(
-        "return [...document.querySelectorAll('button, input, h1, h2, .tile, svg, .readout, .count')]"
+        "return [...document.querySelectorAll('button, input, h1, h2, svg, .readout, .count')]"
         ".filter(e => e.offsetParent !== null || e.tagName === 'svg').map(e => e.getBoundingClientRect())"
         ".filter(b => b.right > innerWidth + 1 || b.left < -1).length"
     )

@@ -111,7 +111,7 @@ def test_compute_is_the_operators_the_waits_and_what_runs_again(report: cm.SwapR
     assert took_us["recompute"] == pytest.approx(plan.recompute_us) and plan.recompute_us > 0
     assert took_us["forward"] + took_us["backward"] + took_us["optimizer"] == pytest.approx(report.planned.trace.duration_us)
     assert all(before.end_us <= after.start_us + 1e-6 for before, after in pairwise(picture.compute))
-    assert picture.compute[-1].end_us <= picture.step_us + 1e-6
+    assert picture.compute[-1].end_us <= picture.timeline.step_us + 1e-6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -151,7 +151,7 @@ def test_tensors_add_up_to_what_the_report_says(report: cm.SwapReport, picture: 
         if leaves:
             assert row.away_us is not None and row.back_us is not None
             assert row.saved_us <= row.away_us < row.back_us
-    assert sum(row.stall_us for row in rows) == pytest.approx(picture.stall_us)
+    assert sum(row.stall_us for row in rows) == pytest.approx(picture.timeline.stall_us)
 
 
 def test_tensors_are_named_by_the_module_that_saved_them(picture: StepPicture) -> None:

@@ -257,11 +257,13 @@ def test_ranks_that_torchrun_starts_are_each_swapped_and_the_first_tells(tmp_pat
     assert re.findall(r"written: (\S+)", swapped.err) == ["report.rank0.json"]
 
 
-def test_ranks_are_what_torchruns_variables_say() -> None:
+def test_ranks_are_what_torchruns_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"RANK": "5", "WORLD_SIZE": "8"}
-    ranks = LaunchedRank.started_by_launcher(environ)
+    monkeypatch.setattr("os.environ", environ)
+    ranks = LaunchedRank.started_by_launcher()
     assert (ranks.rank, ranks.count) == (5, 8)
     assert ranks.own(Path("a/report.json")) == Path("a/report.rank5.json")
     for odd in ({}, {"RANK": "1"}, {**environ, "RANK": "first"}):
-        assert LaunchedRank.started_by_launcher(odd) == LaunchedRank()
+        monkeypatch.setattr("os.environ", odd)
+        assert LaunchedRank.started_by_launcher() == LaunchedRank()
     assert LaunchedRank().own(Path("report.json")) == Path("report.json")

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.state.hosted import Hosted, Where
+from chameleon_mm.state.hosted import Where
 from chameleon_mm.state.optimizer_swap import OptimizerSwap
 from chameleon_mm.state.rerun import MAX_RETRIES
+from chameleon_mm.state.swapped_state import SwappedState
 from chameleon_mm.state.tensor_copy import Copier, TensorCopy
 from tests._fakes import Faults, refusing
 from tests._mix_models import bits
@@ -358,7 +359,7 @@ def _failing_once() -> Callable[..., None]:
 def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "AdamW, foreach"
     expected = plainly(name, device.torch_device, range(3))
-    leave, faults = OptimizerSwap._leave, Faults(torch.OutOfMemoryError)
+    leave, faults = OptimizerSwap.leave, Faults(torch.OutOfMemoryError)
 
     def fails(swap: OptimizerSwap, params: list[Any]) -> Any:
         faults.hit(SHORT)
@@ -368,7 +369,7 @@ def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monke
         training = Training(name, device.torch_device)
         session = session_of(training, device, "parameters")
         with session.pool, session:
-            monkeypatch.setattr(OptimizerSwap, "_leave", fails)
+            monkeypatch.setattr(OptimizerSwap, "leave", fails)
             for number in range(3):
                 faults.begin(3)
                 session.run_step(partial(training.step, number), snapshot=True)
@@ -534,10 +535,8 @@ def put(session: cm.SwapSession, training: Training, where: Where) -> None:
     """Have a parameter and the state of one be there, as far as that is up to anybody: by what a step would do."""
     swap = session._model_swap._parameters
     assert swap is not None
-    entry = next(entry for entry in swap.window.entries if not entry.is_gradient)
-    state = next(
-        value for held in training.optimizer.state.values() for value in dict.values(held) if isinstance(value, Hosted)
-    )
+    entry = next(entry for entry in swap.window.entries if entry.kind == "parameter")
+    (_, state), *_ = next(held for held in training.optimizer.state.values() if isinstance(held, SwappedState)).away()
     with torch._C.DisableTorchFunction(), swap._home.entered() as compute:
         for hosted in (entry, state):
             if hosted.where is Where.LEAVING:

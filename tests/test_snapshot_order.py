@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import chameleon_mm as cm
-from chameleon_mm.state.hosted import Home, Hosted
+from chameleon_mm.state.hosted import Home, HostedStorage
 from chameleon_mm.state.tensor_copy import Copier
 from tests._ordering import SLOW_LINK
 from tests._programs import same
@@ -86,14 +86,14 @@ def test_copies_beside_compute_race(beside: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("method", ["copy_to", "copy_from"])
 def test_a_host_that_does_not_wait_for_copies_races(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host copy of what is away is whole once its copy out is done, and free to be written once its copy back is, too."""
-    original = getattr(Hosted, method)
+    original = getattr(HostedStorage, method)
 
-    def hurried(hosted: Hosted, *arguments: Any) -> None:
+    def hurried(hosted: HostedStorage, *arguments: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr("chameleon_mm.device.sim.machine.SimEvent.synchronize", lambda event: None)
             original(hosted, *arguments)
 
-    monkeypatch.setattr(Hosted, method, hurried)
+    monkeypatch.setattr(HostedStorage, method, hurried)
     with pytest.raises(SimRaceError):
         train("optimizer", None, monkeypatch)
 
@@ -104,7 +104,7 @@ def test_memory_that_is_released_early_is_written_by_its_next_owner(sim: cm.SimD
         model = torch.nn.Linear(256, 256)
         with cm.SwapSession("1GiB", "1MiB", sim, model=model) as session:
             snapshot = session.snapshot()
-            blocks = [copy.block.buffer.data_ptr() for copy in snapshot.model.copies]
+            blocks = [copy.block.buffer.data_ptr() for copy in snapshot._copies]
             snapshot.release()
             again = session.pool.allocate(256 * 256 * 4)
             assert again.buffer.data_ptr() in blocks

@@ -329,7 +329,6 @@ def test_memory_that_is_written_goes_back_when_the_write_ends(
             with pytest.raises(TimeoutError, match=r"expected it to end within 0\.01 s, it is still going on; wait longer"):
                 write.wait(0.01)
             assert not write.done
-            assert "going on" in repr(write)
             steps(session, training, range(2))
             other = session.snapshot()  # it gets other memory
             second = other.write(tmp_path / "run")  # the same name: one write after the other
@@ -363,7 +362,6 @@ def test_a_write_that_fails_raises_at_its_wait_and_leaves_the_checkpoint_before(
                     write.wait()
             assert failure.value.errno == errno.ENOSPC
             assert "\n" not in str(failure.value)
-            assert "failed" in repr(write)
             assert f"a snapshot was not written to {path}: [Errno 28]" in caplog.text
             assert contents(path) == before
             assert names(tmp_path) == ["run"]

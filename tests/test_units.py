@@ -265,10 +265,10 @@ def _callables(
         (cm.attach, {"model": ()}),
         (partial(cm.save_on_cpu, device=device), SHARES),
         (_installed, {**SHARES, "pin_memory": ()}),
-        (lambda **given: Trainings("SwapCallback", given, optimizer_state=False), {
+        (Trainings, {
             **SHARES, "hbm_budget": SIZES, "host_budget": SIZES, "verify": SWITCH, "plans": SWITCH, "model": (), "budget": (),
+            "optimizer_state": SWITCH,
         }),
-        (partial(Trainings, "SwapCallback", {}), {"optimizer_state": SWITCH}),
         (partial(cm.PinnedPool, device=device), {"max_bytes": SIZES, "chunk_bytes": SIZES, "device": NOTHING}),
         (pool.allocate, {"nbytes": SIZES[1:]}), (partial(pool.allocate, 1), {"stream": NOTHING}),
         (pool.allocate_pageable, {"nbytes": SIZES[1:]}), (partial(pool.empty, 2), {"dtype": ()}),

@@ -150,7 +150,7 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner  # an engine's wrapper around it
     check_placement(tensors_of(model))
-    session_args.setdefault("device", _device_of(model))
+    session_args.setdefault("device", next(filter(None, map(gpu_name, model.parameters())), None))
     attachment = Attachment(SwapSession(model=model, optimizer=optimizer, **session_args), model)
     attachment._enter()
     return attachment
@@ -164,11 +164,6 @@ def _called_parts(model: nn.Module) -> Iterator[nn.Module]:
             yield from _called_parts(child)
         elif not isinstance(child, torch.jit.ScriptModule):  # takes no hooks
             yield child
-
-
-def _device_of(model: nn.Module) -> str | None:
-    """Name of the GPU that the model is on; None if it is on none."""
-    return next((name for name in map(gpu_name, model.parameters()) if name is not None), None)
 
 
 # --- Finds where optimizer steps begin and end in a training loop that does not use sessions:

@@ -18,17 +18,20 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from chameleon_mm.device import Device, check_placement
+from chameleon_mm.state.hosted import Home
 from chameleon_mm.state.optimizer_swap import BUCKET_BYTES, OptimizerSwap, check_optimizer
 from chameleon_mm.state.parameter_swap import ParameterSwap, check_parameters
 from chameleon_mm.state.rerun import Repair
 from chameleon_mm.state.snapshots import Snapshots
+from chameleon_mm.state.tensor_copy import Copier
 from chameleon_mm.state.window import DeviceBesideWindow
 from chameleon_mm.swap.budget import check_budget
 from chameleon_mm.swap.checksums import Checksums
 from chameleon_mm.swap.executor import Executor
 
 BUCKET_SHARE = 1 / 16
-"""Share of the budget for a bucket's state: three are on the device at once, with parameters and gradients of that size."""
+"""Share of the budget for a bucket's state: three are on the device at once, with parameters and gradients of that size, so
+they take three eighths of it. Measured as `WINDOW_SHARE`: half of it makes a step 1.7 % longer, twice of it 1.1 % shorter."""
 
 
 def tensors_of(model: nn.Module | None) -> list[Tensor]:
@@ -102,7 +105,7 @@ class ModelSwap:
         """True if the memory of `storage` is not part of an executor's plans."""
         if self._parameters is not None and self._parameters.window.find(storage) is not None:
             return True
-        return self._state is not None and self._state.is_state(storage)
+        return self._state is not None and self._state.home.find(storage) is not None
 
     @property
     def movable_bytes(self) -> int:
@@ -125,7 +128,7 @@ class ModelSwap:
 
     def attach(self, stack: ExitStack) -> None:
         """Swap until `stack` is left; then everything is back on the device."""
-        stack.callback(self._drop_snapshots)
+        stack.callback(setattr, self, "_snapshots", None)  # snapshots held by other code live on
         if self._parameters is not None:
             self._parameters.attach(stack)
         if self._state is not None:
@@ -137,12 +140,13 @@ class ModelSwap:
         if self._given_model is None:
             raise ValueError(f"session.{what}(): expected a session that knows its model; make it SwapSession(model=model)")
         if self._snapshots is None:
-            leave = None if self._state is None else self._state.leave
-            self._snapshots = Snapshots(executor, self._given_model, self._optimizer, parameters=self._parameters, leave=leave)
+            hosts = (self._parameters, self._state)
+            self._snapshots = Snapshots(executor, self._given_model, self._optimizer, *hosts)
         return self._snapshots
 
-    def _drop_snapshots(self) -> None:
-        self._snapshots = None  # snapshots held by other code live on
+    def copier(self, executor: Executor) -> Copier:
+        """Copier of the session's tensors, wherever they are."""
+        return Copier(Home(executor), self._parameters, self._state)
 
     def repair(self, executor: Executor) -> Repair:
         """Take a snapshot for the step that begins, and return the way to restore it. Raises the errors of `snapshots` and

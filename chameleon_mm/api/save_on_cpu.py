@@ -55,12 +55,6 @@ def check_early(given: Mapping[str, Any]) -> None:
             resolve_device(value)
 
 
-class _Entered(threading.local):
-    """Number of contexts that the calling thread is inside of: hooks are per thread."""
-
-    times = 0
-
-
 class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a class used as a function
     """Within this context, tensors saved for backward are swapped to pinned host memory and back, bit for bit.
 
@@ -115,14 +109,15 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             thresholds=thresholds,
         )
         self._hooks = torch.autograd.graph.saved_tensors_hooks(*autograd_hooks(self._executor))
-        self._entered = _Entered()
+        self._entered = threading.local()
+        """`times`: number of contexts that the thread is inside of: hooks are per thread."""
 
     def __enter__(self) -> None:
         self._hooks.__enter__()
-        self._entered.times += 1
+        self._entered.times = getattr(self._entered, "times", 0) + 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self._entered.times:
+        if not getattr(self._entered, "times", 0):
             raise RuntimeError(
                 f"save_on_cpu: expected to be left on a thread that is inside, got {threading.current_thread().name}, which is "
                 f"not: hooks are each thread's own; leave it where it was entered"

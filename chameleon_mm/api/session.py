@@ -66,8 +66,6 @@ class Phase(enum.Enum):
         return self.value.replace("_", " ")
 
 
-# --- session
-
 _log = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
@@ -171,7 +169,7 @@ class SwapSession:
     def __enter__(self) -> Self:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase}; make another SwapSession")
-        self._check_budget(self.hbm_budget_bytes)
+        self._model_swap.check_budget(self.device, self.hbm_budget_bytes, self._executor.checksums)
         self._ranks.enter(self.hbm_budget_bytes)
         self._history.open()
         with ExitStack() as stack:
@@ -256,7 +254,8 @@ class SwapSession:
         check_type("snapshot", snapshot, bool, "True or False", "pass one of the two")
         self._expect_open("run_step")
         if self._runner is None:
-            self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
+            copier = self._model_swap.copier(self._executor)
+            self._runner = StepRunner(self._executor, copier, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
         return self._runner.run(self.step, fn, self._model_swap.repair(self._executor) if snapshot else None)
 
     def snapshot(self) -> Snapshot:
@@ -294,17 +293,12 @@ class SwapSession:
             self._history.note_peak()
         problems = (self._problem(), self._watch.problem())
         return SwapReport.of(
-            self._executor.metrics,
-            self.pool.stats(),
-            self.device,
-            steps=self._history.completed,
+            self._history,
             hbm_budget_bytes=self.hbm_budget_bytes,
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
-            peak=self._history.peak(),
             problems=(*self._ranks.problems, *(problem for problem in problems if problem is not None)),
             adaptation=self._adaptation,
-            step_figures=self._history.figures(),
-            rank=self._ranks.rank,
+            ranks=self._ranks,
         )
 
     # --- state that it keeps in order
@@ -330,7 +324,7 @@ class SwapSession:
         nbytes = parse_size(size, what="hbm_budget")
         self._expect_between_steps("hbm_budget")
         if self._phase is Phase.OPEN:
-            self._check_budget(nbytes)
+            self._model_swap.check_budget(self.device, nbytes, self._executor.checksums)
         with self._model_swap.changing_budget(nbytes) as beside_bytes:
             self._executor.change_budget(beside_bytes, must_fit=True)
         lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
@@ -380,7 +374,8 @@ class SwapSession:
             )
 
     def _begin_step(self) -> None:
-        timed = self._history.begin(self._budget_now())
+        lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
+        timed = self._history.begin(self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes)
         self._model_swap.begin_step()
         self._executor.begin_step(timed=timed, pack_hook=self._save)
 
@@ -395,10 +390,6 @@ class SwapSession:
                 self._history.end(kind)
                 if self._history.completed == STEPS_UNTIL_SAID:
                     self.say_problem()
-
-    def _budget_now(self) -> int:
-        lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
-        return self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes
 
     def say_problem(self) -> None:
         """Log once why nothing moves, or how the session is misused, if so."""
@@ -416,6 +407,3 @@ class SwapSession:
             frozen=self._model is not None and not any(p.requires_grad for p in self._model.parameters()),
         )
         return found or limits_problem(self.hbm_budget_bytes, self.device.capacity, self.pool.limit_bytes, self._rule.min_bytes)
-
-    def _check_budget(self, hbm_budget_bytes: int) -> None:
-        self._model_swap.check_budget(self.device, hbm_budget_bytes, self._executor.checksums)

@@ -22,7 +22,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
@@ -76,19 +75,6 @@ def file_of(name: str) -> Path:
     headers = sorted(source.parent.glob("*.h"))
     digest = hashlib.sha256(b"".join((key.encode(), *(path.read_bytes() for path in (source, *headers))))).hexdigest()[:16]
     return folder() / f"chameleon_mm_{name}-{digest}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
-
-
-def builds() -> list[Path]:
-    return sorted(path for name in HELPERS for path in folder().glob(f"chameleon_mm_{name}-*"))
-
-
-def remove() -> int:
-    """Remove every build, and what a build that was killed has left. Returns the number of builds. Raises as `folder` does, and
-    `OSError`."""
-    gone = builds()
-    for path in (*gone, *folder().glob(".*.tmp")):
-        path.unlink(missing_ok=True)
-    return len(gone)
 
 
 def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
@@ -165,11 +151,6 @@ def _compile(command: list[str], name: str, target: Path) -> None:
 # --- Loads a C++ helper that was built before. Compiles nothing and never fails: a helper that does not load is absent
 
 
-class Status(NamedTuple):
-    active: bool
-    words: str
-
-
 _log = logging.getLogger(__name__)
 
 _loaded: dict[Path, ModuleType] = {}
@@ -183,10 +164,10 @@ def load(name: str) -> ModuleType | None:
     return found if isinstance(found, ModuleType) else None
 
 
-def status(name: str) -> Status:
-    """Return whether sessions that are made now use the helper `name`. Raises `ValueError` for another name."""
+def status(name: str) -> str:
+    """Return "active" if new sessions use the helper `name`, else why not. Raises `ValueError` for another name."""
     found = _find(name)
-    return Status(active=False, words=found) if isinstance(found, str) else Status(active=True, words="active")
+    return found if isinstance(found, str) else "active"
 
 
 def _find(name: str) -> ModuleType | str:

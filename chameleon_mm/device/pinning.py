@@ -81,8 +81,6 @@ def kernel_text(path: Path) -> str:
         return ""
 
 
-# --- pinning
-
 _PAGE_BYTES = 4096
 
 

@@ -32,7 +32,3 @@ def load_framework(name: str) -> Any:
         raise ImportError(
             f"{__name__}.{name}: expected {name} to be installed, found none; pip install 'chameleon-mm[{name}]'", name=name
         ) from error
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})

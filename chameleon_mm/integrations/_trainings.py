@@ -1,9 +1,9 @@
 """Trainings that one callback attaches to, one after the other.
 
-trainings = Trainings("SwapCallback", session_args)
-trainings.begin(key, model, optimizer)     # attaches; `key` is an object that only this training has
-trainings.expect(key)                      # at each step: RuntimeError unless this training is attached
-trainings.end(key)                         # detaches
+class SwapCallback(Trainings, Callback):       # the framework's
+    self.begin(key, model, optimizers)         # attaches; `key` is an object that only this training has
+    self.expect(key)                           # at each step: RuntimeError unless this training is attached
+    self.end(key)                              # detaches
 """
 
 from __future__ import annotations
@@ -19,15 +19,7 @@ from chameleon_mm.api.attach import Attachment, attach
 from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.errors import check_keywords, check_type
-
-
-def refuse_cpu_checkpointing(what: str, deepspeed_config: Any) -> None:
-    """Raise `ValueError` for a DeepSpeed configuration (None: there is none) by which its checkpoints go to the host."""
-    if isinstance(deepspeed_config, dict) and (deepspeed_config.get("activation_checkpointing") or {}).get("cpu_checkpointing"):
-        raise ValueError(
-            f"{what}: expected cpu_checkpointing=False in DeepSpeed's activation_checkpointing, got True, which moves the same "
-            f"tensors; leave it out"
-        )
+from chameleon_mm.report.report import SwapReport
 
 
 class Trainings:
@@ -36,13 +28,11 @@ class Trainings:
     A training that raised may never call `end`. It is detached when the next one begins, or when this object is freed.
     """
 
-    def __init__(self, what: str, session_args: dict[str, Any], *, optimizer_state: bool) -> None:
-        """`what`: the name of the callback, for errors. Raises `TypeError` and `ValueError` for arguments that `SwapSession`
-        rejects."""
+    def __init__(self, *, optimizer_state: bool = False, **session_args: Any) -> None:
+        super().__init__()
         check_type("optimizer_state", optimizer_state, bool, "True or False", "pass one of the two")
-        check_keywords(what, session_args, SwapSession, but=("model", "optimizer"))
+        check_keywords("SwapCallback", session_args, SwapSession, but=("model", "optimizer"))
         check_early(session_args)
-        self._what = what
         self._session_args = session_args
         self._optimizer_state = optimizer_state
         self._attachment: Attachment | None = None
@@ -55,20 +45,24 @@ class Trainings:
         """Attachment of the latest training. Raises `RuntimeError` before the first."""
         if self._attachment is None:
             raise RuntimeError(
-                f"{self._what}: expected a training that has begun, got none; ask once training runs, or after it"
+                "SwapCallback: expected a training that has begun, got none; ask once training runs, or after it"
             )
         return self._attachment
+
+    def report(self) -> SwapReport:
+        """Report of the latest training; see `SwapSession.report`. Raises `RuntimeError` before the first."""
+        return self.attachment.report()
 
     def begin(self, key: object, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Attach to `model` for the training that `key` stands for."""
         if self._key is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
             raise RuntimeError(
-                f"{self._what}: expected one training at a time, got a second one while one runs on {self._thread.name}; make "
+                f"SwapCallback: expected one training at a time, got a second one while one runs on {self._thread.name}; make "
                 f"a callback for each trainer"
             )
         if self._optimizer_state and len(optimizers) != 1:
             raise ValueError(
-                f"{self._what}: expected one optimizer with optimizer_state=True, got {len(optimizers)}; leave it out"
+                f"SwapCallback: expected one optimizer with optimizer_state=True, got {len(optimizers)}; leave it out"
             )
         self.detach()
         self._attachment = attach(model, optimizers[0] if self._optimizer_state else None, **self._session_args)
@@ -81,8 +75,8 @@ class Trainings:
         """Raise `RuntimeError` unless the training of `key` is attached."""
         if self._key is not key:
             raise RuntimeError(
-                f"{self._what}: expected to be one of the trainer's callbacks before training begins, and in one training at a "
-                f"time, got a step of a training that it is not attached to; pass a new one to each Trainer(callbacks=[...])"
+                "SwapCallback: expected to be one of the trainer's callbacks before training begins, and in one training at a "
+                "time, got a step of a training that it is not attached to; pass a new one to each Trainer(callbacks=[...])"
             )
 
     def end(self, key: object) -> None:
@@ -91,7 +85,8 @@ class Trainings:
             self.detach()
 
     def detach(self) -> None:
-        """Detach the attached training, if any. Call it on the thread that trained."""
+        """End swapping, if a training raised past the framework's callbacks. Call it on the thread that trained. Without a
+        training, do nothing."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._key = None

@@ -13,18 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 from chameleon_mm.integrations import load_framework
-from chameleon_mm.integrations._trainings import Trainings, refuse_cpu_checkpointing
-from chameleon_mm.report.report import SwapReport
+from chameleon_mm.integrations._trainings import Trainings
+
+load_framework("lightning")
+from lightning.pytorch.callbacks import Callback  # noqa: E402  # only once it is known to be installed
 
 
-def _callback_class() -> Any:
-    load_framework("lightning")
-    from lightning.pytorch.callbacks import Callback
-
-    return Callback
-
-
-class SwapCallback(_callback_class()):  # type: ignore[misc]  # mypy does not follow lightning
+class SwapCallback(Trainings, Callback):  # type: ignore[misc]  # mypy does not follow lightning
     """Swaps the tensors that a `LightningModule` saves for backward, while `Trainer.fit` runs.
 
     `session_args` are those of `SwapSession`. With `optimizer_state`, the state of the module's one optimizer is in host memory
@@ -34,39 +29,28 @@ class SwapCallback(_callback_class()):  # type: ignore[misc]  # mypy does not fo
     first step if the budget is below the memory already allocated on the device.
     """
 
-    def __init__(self, *, optimizer_state: bool = False, **session_args: Any) -> None:
-        self._trainings = Trainings("SwapCallback", session_args, optimizer_state=optimizer_state)
-        self._steps_before = 0
-        """Number of optimizer steps before the running batch."""
-
-    def report(self) -> SwapReport:
-        """Report of the latest training; see `SwapSession.report`. Raises `RuntimeError` before the first."""
-        return self._trainings.attachment.report()
-
-    def detach(self) -> None:
-        """End swapping, if a training raised past `on_exception`. Call it on the thread that trained."""
-        self._trainings.detach()
+    _steps_before = 0
+    """Number of optimizer steps before the running batch."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the module, which is on its device by now."""
-        refuse_cpu_checkpointing("SwapCallback", getattr(trainer.strategy, "config", None))
-        self._trainings.begin(trainer, pl_module, trainer.optimizers)
+        self.begin(trainer, pl_module, trainer.optimizers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin a step, unless the batches of one are still being accumulated."""
-        self._trainings.expect(trainer)
+        self.expect(trainer)
         self._steps_before = trainer.global_step
-        self._trainings.attachment.begin_step()
+        self.attachment.begin_step()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End the step if this batch was its last."""
         if trainer.global_step != self._steps_before:
-            self._trainings.attachment.end_step()
+            self.attachment.end_step()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach if this training is attached."""
-        self._trainings.end(trainer)
+        self.end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Detach after a training that raised, or was interrupted."""
-        self._trainings.end(trainer)
+        self.end(trainer)

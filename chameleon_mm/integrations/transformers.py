@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from chameleon_mm.integrations import load_framework
-from chameleon_mm.integrations._trainings import Trainings, refuse_cpu_checkpointing
-from chameleon_mm.report.report import SwapReport
+from chameleon_mm.integrations._trainings import Trainings
 
 
-class SwapCallback(load_framework("transformers").TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
+class SwapCallback(Trainings, load_framework("transformers").TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
     """Swaps the tensors that the model of a `Trainer` saves for backward, while `train` runs.
 
     `session_args` are those of `SwapSession`. With `optimizer_state`, the state of the trainer's optimizer is in host memory
@@ -26,31 +25,19 @@ class SwapCallback(load_framework("transformers").TrainerCallback):  # type: ign
     `InfeasibleBudget` before its first step if the budget is below the memory already allocated on the device.
     """
 
-    def __init__(self, *, optimizer_state: bool = False, **session_args: Any) -> None:
-        self._trainings = Trainings("SwapCallback", session_args, optimizer_state=optimizer_state)
-
-    def report(self) -> SwapReport:
-        """Report of the latest training; see `SwapSession.report`. Raises `RuntimeError` before the first."""
-        return self._trainings.attachment.report()
-
-    def detach(self) -> None:
-        """End swapping after a training that raised. Call it on the thread that trained. Without a training, do nothing."""
-        self._trainings.detach()
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to the model, which is on its device by now, as is a checkpoint that training resumes from."""
         if getattr(args, "activation_offloading", False):
             raise ValueError(
                 "SwapCallback: expected activation_offloading=False, got True, which moves the same tensors; leave it out"
             )
-        refuse_cpu_checkpointing("SwapCallback", getattr(getattr(args, "hf_deepspeed_config", None), "config", None))
         optimizer = kwargs["optimizer"]
-        self._trainings.begin(state, kwargs["model"], [] if optimizer is None else [optimizer])
+        self.begin(state, kwargs["model"], [] if optimizer is None else [optimizer])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that this training is attached."""
-        self._trainings.expect(state)
+        self.expect(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach if this training is attached."""
-        self._trainings.end(state)
+        self.end(state)

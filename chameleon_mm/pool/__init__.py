@@ -8,7 +8,7 @@
 | for | take |
 |---|---|
 | the pool, its blocks and statistics | `PinnedPool`, `PinnedBlock`, `PageableBlock`, `PoolStats` |
-| bugs: writes outside a block, second releases, blocks never released | `CheckingAllocator` |
+| bugs: blocks that are never released | `CheckingAllocator` |
 | CuPy | `pool.as_cupy_allocator()` |
 | available memory | `available_host_bytes`, `auto_limit_bytes` |
 

@@ -18,8 +18,6 @@ from chameleon_mm.pool.chunks import LateEvent
 class Arena:
     """A block and the number of its parts."""
 
-    __slots__ = ("_latest", "_parts", "block")
-
     def __init__(self, block: PinnedBlock, latest: Callable[[], tuple[Event, ...]]) -> None:
         self.block, self._latest, self._parts = block, latest, 0
 

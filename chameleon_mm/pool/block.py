@@ -102,8 +102,6 @@ def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     return kind
 
 
-# --- block
-
 _DLPACK_CPU = (1, 0)
 """kDLCPU, the only device of a block. Fewer consumers accept page-locked memory's own type, kDLCUDAHost. For host readers it is
 ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""
@@ -277,10 +275,6 @@ class PinnedBlock:
                 # Any stream's last use of the block -> the next owner's first. Note [Dropped]
                 self._return(ticket, (*self.pending_events, *self._met, LateEvent(self._owner.device.record_all)))
 
-    def __repr__(self) -> str:
-        state = "released" if self.released else f"{len(self.pending_events)} pending events"
-        return f"<{type(self).__name__} {self.nbytes} bytes, {state}>"
-
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         self.pending_events = self._met = ()
         self._owner.note_released(ticket, events)
@@ -335,43 +329,3 @@ class PageableBlock(PinnedBlock):
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         super()._return(ticket, events)
         self._memory = _NOTHING  # now only the ledger holds it: references to a released block must not keep the memory
-
-
-class PageableLedger:
-    """The pageable memory of one pool. Not thread-safe: the pool's lock guards it."""
-
-    def __init__(self) -> None:
-        self.live: dict[int, Tensor] = {}
-        """Memory of live blocks, by their serial numbers."""
-        self.ending: list[tuple[Tensor, tuple[Event, ...]]] = []
-        """Memory of released blocks, each with the events until which it is held."""
-        self.nbytes = 0
-        """Bytes held now: live blocks, and released ones whose last event was incomplete at the last check."""
-        self.peak_bytes = 0
-
-    def add(self, serial: int, memory: Tensor) -> None:
-        """Hold `memory` for the block of that serial number."""
-        self.drop_complete()
-        self.live[serial] = memory
-        self.nbytes += memory.numel()
-        self.peak_bytes = max(self.peak_bytes, self.nbytes)
-
-    def note_released(self, serial: int, events: tuple[Event, ...]) -> None:
-        """Record that the block was released: its memory stays until `events` are complete."""
-        memory = self.live.pop(serial)
-        if events:
-            self.ending.append((memory, events))
-        else:
-            self.nbytes -= memory.numel()
-
-    def drop_complete(self) -> None:
-        """Free the memory of released blocks that the device is done with. The host does not wait."""
-        kept = [(memory, events) for memory, events in self.ending if not all(event.query() for event in events)]
-        self.nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self.ending)
-        self.ending = kept
-
-    def free_all(self) -> None:
-        """Free everything. All device work on it must be complete."""
-        self.live.clear()
-        self.ending.clear()
-        self.nbytes = 0

@@ -85,8 +85,6 @@ class PendingRanges:
     `starts` is sorted, and callers must not change it. It is empty if nothing is pending, so a hot path needs no call.
     """
 
-    __slots__ = ("_ends", "_events", "_sweep_at", "starts")
-
     def __init__(self) -> None:
         # Three parallel lists, by address: most ranges are cut at one end, which is then one assignment.
         self.starts: list[int] = []
@@ -119,31 +117,21 @@ class PendingRanges:
         if first == last:
             return ()
         held = self._events
-        if last - first == 1:
-            found = held[first]
-            stop = ends[first]
-            if starts[first] < start:
-                ends[first] = start
-                if stop > end:
-                    starts.insert(last, end)
-                    ends.insert(last, stop)
-                    held.insert(last, found)
-            elif stop > end:
-                starts[first] = end
-            else:
-                del starts[first], ends[first], held[first]
-            if len(found) == 1:
-                return found
-            taken = [found]
-        else:
-            taken = held[first:last]
-            if starts[first] < start:
-                ends[first] = start
-                first += 1
-            if ends[last - 1] > end:
-                last -= 1
-                starts[last] = end
+        taken = held[first:last]
+        if starts[first] < start:
+            if last - first == 1 and ends[first] > end:  # its rest above becomes a range of its own
+                starts.insert(last, end)
+                ends.insert(last, ends[first])
+                held.insert(last, held[first])
+            ends[first] = start
+            first += 1
+        if first < last and ends[last - 1] > end:
+            last -= 1
+            starts[last] = end
+        if first < last:
             del starts[first:last], ends[first:last], held[first:last]
+        if len(taken) == len(taken[0]) == 1:
+            return taken[0]
         by_id: dict[int, Event] = {}  # an event need not be hashable
         for events in taken:
             for event in events:
@@ -166,8 +154,6 @@ class PendingRanges:
         self._ends.clear()
         self._events.clear()
 
-
-# --- chunks
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from chameleon_mm.device.pinning import kernel_text
@@ -60,12 +60,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     return max(0, min(limits, default=0))
 
 
-def auto_limit_bytes(
-    environ: Mapping[str, str] = os.environ,  # noqa: TID251  # the one variable that launchers say the number of ranks in
-    *,
-    available_bytes: int | None = None,
-    held_bytes: int = 0,
-) -> int:
+def auto_limit_bytes(*, available_bytes: int | None = None, held_bytes: int = 0) -> int:
     """Limit that "auto" stands for: half of this process's share of the host memory that may be pinned, in bytes; 0 if unknown.
 
     The other half is for page cache, data loading and the model's own host side. `available_bytes` is the memory left for all
@@ -77,15 +72,13 @@ def auto_limit_bytes(
     Raises `ValueError` if LOCAL_WORLD_SIZE is no number of processes.
     """
     left = available_host_bytes() if available_bytes is None else available_bytes
-    return (held_bytes + left) // local_ranks(environ) // 2
+    return (held_bytes + left) // local_ranks() // 2
 
 
-def local_ranks(
-    environ: Mapping[str, str] = os.environ,  # noqa: TID251  # as above
-) -> int:
+def local_ranks() -> int:
     """Number of processes that torchrun and similar launchers started on this machine: LOCAL_WORLD_SIZE, 1 if it is not set.
     Raises `ValueError` if that is no number of processes."""
-    text = environ.get(_RANKS, "1")
+    text = os.environ.get(_RANKS, "1")  # noqa: TID251  # the one variable that launchers say the number of ranks in
     ranks = int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_RANKS_DIGITS else 0
     if ranks < 1:
         raise ValueError(

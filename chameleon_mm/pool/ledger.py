@@ -10,15 +10,17 @@ pool.note_released -> ledger.returned.append(...)       # a release: no lock, be
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.errors import PoolStateError
-from chameleon_mm.pool.block import Owner, PageableLedger, PinnedBlock, Ticket
+from chameleon_mm.pool.block import Owner, PinnedBlock, Ticket
 from chameleon_mm.pool.chunks import Chunks
 
 
@@ -59,28 +61,35 @@ class Ledger:
     def __init__(self, chunks: Chunks) -> None:
         self.lock = threading.Lock()
         self.chunks = chunks
-        self.pageable = PageableLedger()
+        self.pageable: dict[int, Tensor] = {}
+        """Memory of live pageable blocks, by their serial numbers."""
+        self.ending: list[tuple[Tensor, tuple[Event, ...]]] = []
+        """Memory of released pageable blocks, each with the events until which it is held."""
+        self.pageable_bytes = self._peak_pageable_bytes = 0
+        """Bytes of both, as of the last `drop_ended`."""
         self.returned: deque[tuple[Ticket, tuple[Event, ...]]] = deque()
         self.closed = False
         self.shrinking = False
         """True if more may be reserved than a lowered limit. Then no block is allocated."""
         self._free_list = chunks.free_list
-        self._live: dict[int, int] = {}  # serial -> requested bytes; pageable blocks are in their own ledger
+        self.live: dict[int, int] = {}
+        """Requested bytes of live blocks that are not pageable, by their serial numbers."""
         self._serial = 0
 
-    @property
-    def num_live(self) -> int:
-        """Number of live blocks, including those released since the last `drain`."""
-        return len(self._live) + len(self.pageable.live)
+    def add_pageable(self, memory: Tensor) -> int:
+        """Hold `memory` for a block. Return the block's serial number."""
+        self.drop_ended()
+        self._serial = serial = self._serial + 1
+        self.pageable[serial] = memory
+        self.pageable_bytes += memory.numel()
+        self._peak_pageable_bytes = max(self._peak_pageable_bytes, self.pageable_bytes)
+        return serial
 
-    def live_sizes(self) -> list[int]:
-        """Requested bytes of each live block."""
-        return [*self._live.values(), *(memory.numel() for memory in self.pageable.live.values())]
-
-    def next_serial(self) -> int:
-        """Return a number that no block of the pool has had."""
-        self._serial += 1
-        return self._serial
+    def drop_ended(self) -> None:
+        """Free the memory of released pageable blocks that the device is done with. The host does not wait."""
+        kept = [(memory, events) for memory, events in self.ending if not all(event.query() for event in events)]
+        self.pageable_bytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self.ending)
+        self.ending = kept
 
     def check_open(self, what: str) -> None:
         if self.closed:
@@ -92,12 +101,12 @@ class Ledger:
         while returned:
             (serial, offset), events = returned.popleft()
             if offset is None:
-                if serial in self.pageable.live:
-                    self.pageable.note_released(serial, events)
+                if (memory := self.pageable.pop(serial, None)) is not None:
+                    self.ending.append((memory, events))
                 else:
-                    del self._live[serial]
+                    del self.live[serial]
                 continue
-            del self._live[serial]
+            del self.live[serial]
             size = self._free_list.free(offset)
             if events:
                 self.chunks.of(offset).pending.add(offset, offset + size, events)
@@ -121,30 +130,32 @@ class Ledger:
         else:
             offset, start, memory, events = None, 0, torch.empty(0, dtype=torch.uint8), ()
         self._serial = serial = self._serial + 1
-        self._live[serial] = nbytes
+        self.live[serial] = nbytes
         return PinnedBlock(owner, (serial, offset), memory, start, nbytes, events)
 
     def stats(self, limit_bytes: int) -> PoolStats:
         self.drain()
-        self.pageable.drop_complete()
+        self.drop_ended()
         return PoolStats(
             limit_bytes=limit_bytes,
             reserved_bytes=self.chunks.reserved_bytes,
             live_bytes=self._free_list.live_bytes,
-            requested_bytes=sum(self._live.values()),
+            requested_bytes=sum(self.live.values()),
             peak_live_bytes=self._free_list.peak_live_bytes,
             peak_reserved_bytes=self.chunks.peak_reserved_bytes,
             largest_free_bytes=self._free_list.largest_free,
-            num_live=self.num_live,
+            num_live=len(self.live) + len(self.pageable),
             num_chunks=len(self.chunks),
-            pageable_bytes=self.pageable.nbytes,
-            peak_pageable_bytes=self.pageable.peak_bytes,
+            pageable_bytes=self.pageable_bytes,
+            peak_pageable_bytes=self._peak_pageable_bytes,
         )
 
-    def free_all(self, device: Device) -> None:
-        """Give everything back, even live blocks: for a pool that nothing refers to any more. The host waits for the device."""
-        if self.chunks.hold_memory or self.pageable.live or self.pageable.ending:
+    def free_all(self, device: Device, pid: int) -> None:
+        """Give everything back, even live blocks: for a pool that nothing refers to any more. The host waits for the device. In
+        a forked child, which is not process `pid`, it does nothing: the memory is the parent's."""
+        if os.getpid() == pid and (self.chunks.hold_memory or self.pageable or self.ending):
             # Not only the events: a pool is abandoned after an error, and a block may have been dropped without an event.
             device.synchronize()
-            self.pageable.free_all()
+            self.pageable.clear()
+            self.ending.clear()
             self.chunks.free_all()

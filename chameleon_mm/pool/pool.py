@@ -41,6 +41,8 @@ from chameleon_mm.units import format_size, parse_size
 
 _log = logging.getLogger(__name__)
 
+_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+
 
 def close_at_exit(close: Callable[[], None], error: BaseException | None, what: str) -> None:
     """Call `close` at the end of a `with` block. After an `error` live blocks only cause a warning that begins with `what`: the
@@ -91,7 +93,7 @@ class PinnedPool:
         self._available = AvailableMemory()
         self._pid = os.getpid()
         # The finalizer must not hold the pool, only the parts that it needs. Never at exit: the driver may be gone by then.
-        weakref.finalize(self, _free_all, self.device, self._ledger, self._pid).atexit = False
+        weakref.finalize(self, self._ledger.free_all, self.device, self._pid).atexit = False
 
     @property
     def limit_bytes(self) -> int:
@@ -161,9 +163,7 @@ class PinnedPool:
         with ledger.lock:
             ledger.check_open("allocate_pageable")
             ledger.drain()
-            serial = ledger.next_serial()
-            ledger.pageable.add(serial, memory)
-            return PageableBlock(self, (serial, None), memory, 0, nbytes, ())
+            return PageableBlock(self, (ledger.add_pageable(memory), None), memory, 0, nbytes, ())
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor in a block of its own, which returns when the tensor and its views are gone.
@@ -176,9 +176,27 @@ class PinnedPool:
         check_dtype("empty", dtype)
         return self.allocate(prod(sizes) * dtype.itemsize).tensor(sizes, dtype)
 
-    def as_cupy_allocator(self) -> CupyAllocator:
-        """Return this pool as an allocator for `cupy.cuda.set_pinned_memory_allocator`."""
-        return CupyAllocator(self)
+    def as_cupy_allocator(self) -> Callable[[int], Any]:
+        """Return this pool as an allocator for `cupy.cuda.set_pinned_memory_allocator`: bytes -> `PinnedMemoryPointer`. The
+        host may write there at once. If memory is exhausted, it raises the error after which CuPy copies without pinning.
+        Thread-safe; every pointer holds its block, and so the pool. Raises `DeviceUnavailable` if CuPy is not installed.
+
+        CuPy names no event when it drops memory. So the next owner of the bytes waits for all work of the device: Note
+        [Dropped] in `block`. `array.set(pinned)` and `array.get(out=pinned, blocking=False)` hold nothing while the copy runs.
+        With CuPy's own pool, memory dropped right after them is given out again at once; here its next owner waits.
+        """
+        cupy = cupy_cuda()
+
+        def allocate(nbytes: int) -> Any:
+            try:
+                block = self.allocate(nbytes)
+            except HostMemoryExhausted as exhausted:
+                raise cupy.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION) from exhausted
+            block.synchronize()
+            memory = SimpleNamespace(block=block, size=block.nbytes, ptr=block.buffer.data_ptr() if block.nbytes else 0)
+            return cupy.PinnedMemoryPointer(memory, 0)  # which keeps the object, and so the block
+
+        return allocate
 
     def take_back(self) -> None:
         """Return released blocks to the free list, and free chunks beyond a lowered limit: work of the next allocation, done
@@ -200,7 +218,7 @@ class PinnedPool:
         """Free the chunks that hold no block and that the device is done with; return their bytes."""
         with self._ledger.lock:
             self._ledger.drain()
-            self._ledger.pageable.drop_complete()
+            self._ledger.drop_ended()
         return self._growth.free_unused(wait=False)
 
     def units_reader(self) -> Callable[[], Units]:
@@ -229,7 +247,7 @@ class PinnedPool:
         ledger = self._ledger
         with ledger.lock:
             ledger.drain()
-            live = ledger.live_sizes()
+            live = [*ledger.live.values(), *(memory.numel() for memory in ledger.pageable.values())]
             if live:
                 some = ", ".join(format_size(nbytes) for nbytes in nlargest(3, live))
                 raise PoolStateError(
@@ -237,31 +255,18 @@ class PinnedPool:
                     f"(the largest: {some}); release them, or drop what holds them, and close again"
                 )
             ledger.closed = True
-            ending = [event for _, events in ledger.pageable.ending for event in events]
+            ending = [event for _, events in ledger.ending for event in events]
         self._growth.free_unused(wait=True)
         for event in ending:
             event.synchronize()  # the last device access to pageable memory -> it is dropped
         with ledger.lock:
-            ledger.pageable.drop_complete()
+            ledger.drop_ended()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         close_at_exit(self.close, error, "pinned pool left open")
-
-    def __repr__(self) -> str:
-        live = self._ledger.num_live - len(self._ledger.returned)
-        return (
-            f"<PinnedPool on {self.device.name}: {live} live blocks, "
-            f"{format_size(self._chunks.reserved_bytes)} of {format_size(self._limit.nbytes)} reserved>"
-        )
-
-
-def _free_all(device: Device, ledger: Ledger, pid: int) -> None:
-    """Free the memory of a pool after the last reference to it, and to its blocks, is gone."""
-    if os.getpid() == pid:  # in a forked child the memory is the parent's, and its device must not be called
-        ledger.free_all(device)
 
 
 def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes: int | None = None) -> PinnedPool:
@@ -276,36 +281,3 @@ def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes:
     if wanted is not pool.device:
         raise ValueError(f"pool: expected one of {wanted.name}, got one of {pool.device.name}; pass device=pool.device")
     return pool
-
-
-# --- The pool as CuPy's allocator of pinned memory
-#
-# CuPy names no event when it drops memory. So the next owner of the bytes waits for all work of the device: Note [Dropped] in
-# `block`. `array.set(pinned)` and `array.get(out=pinned, blocking=False)` hold nothing while the copy runs. With CuPy's own
-# pool, memory dropped right after them is given out again at once; here its next owner waits for the copy, on any stream.
-
-
-_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
-
-
-class CupyAllocator:
-    """Allocator for `cupy.cuda.set_pinned_memory_allocator`: bytes -> `cupy.cuda.PinnedMemoryPointer`. Thread-safe; imports
-    CuPy.
-
-    Every pointer holds its block, and so the pool. Raises `DeviceUnavailable` if CuPy is not installed.
-    """
-
-    def __init__(self, pool: PinnedPool) -> None:
-        self._pool = pool
-        self._cupy = cupy_cuda()
-
-    def __call__(self, nbytes: int) -> Any:
-        """Return a `PinnedMemoryPointer` to `nbytes`, which the host may write at once. If memory is exhausted, raises the
-        error after which CuPy copies without pinning."""
-        try:
-            block = self._pool.allocate(nbytes)
-        except HostMemoryExhausted as exhausted:
-            raise self._cupy.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION) from exhausted
-        block.synchronize()
-        memory = SimpleNamespace(block=block, size=block.nbytes, ptr=block.buffer.data_ptr() if block.nbytes else 0)
-        return self._cupy.PinnedMemoryPointer(memory, 0)  # which keeps the object, and so the block

@@ -1,6 +1,6 @@
 """Memory of a recorded step, nothing swapped, as a snapshot in torch's format, for https://pytorch.org/memory_viz.
 
-    write_snapshot(path, trace)            # a file for that page, and for the functions of `torch.cuda._memory_viz`
+    pickle.dumps(snapshot_of(trace))       # a file for that page, and for the functions of `torch.cuda._memory_viz`
 
 Each storage of the trace is an allocation with two frames: its operator and module, and the program's line. So is the memory
 inside an operator, and what was there before the step and is not used in it. Addresses are made up, as a trace has none.
@@ -8,8 +8,6 @@ inside an operator, and what was there before the step and is not used in it. Ad
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +20,6 @@ from chameleon_mm.units import ALLOCATION_UNIT_BYTES, allocated_size
 
 MOST_ALLOCATIONS = 20_000
 """Maximum number of allocations in a file, the largest ones: the page draws as many in seconds."""
-
-
-def write_snapshot(path: str | Path, trace: Trace) -> None:
-    """Write the file, by pickle."""
-    Path(path).write_bytes(pickle.dumps(snapshot_of(trace)))
 
 
 def snapshot_of(trace: Trace) -> dict[str, Any]:
@@ -68,9 +61,8 @@ def snapshot_of(trace: Trace) -> dict[str, Any]:
             events += [{**event, "action": action} for action in (("free_requested", "free_completed") if dead else ("alloc",))]
     blocks, end = [], 0
     for one in sorted(live.values(), key=lambda one: one["addr"]):
-        gap = {"address": end, "size": one["addr"] - end, "requested_size": 0, "state": "inactive", "frames": []}
         block = {"address": one["addr"], "size": one["size"], "requested_size": one["size"], "state": "active_allocated"}
-        blocks += [*([gap] if gap["size"] else []), {**block, "frames": one["frames"]}]
+        blocks.append({**block, "frames": one["frames"]})
         end = one["addr"] + one["size"]
     held = sum(one["size"] for one in live.values())
     segment = {"device": 0, "address": 0, "total_size": end, "allocated_size": held, "active_size": held, "stream": 0}

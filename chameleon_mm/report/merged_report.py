@@ -76,7 +76,7 @@ class MergedReport:
             *(("DIFFERENCE", sentence) for sentence in self.differences),
             ("highest peak of device memory", str(_peak(totals))),
             ("swapped out / in, all ranks", _two_sizes(totals)),
-            (f"longest stall{simulated}", _us(totals["stall_us"])),
+            (f"longest stall{simulated}", format_us(totals["stall_us"])),
             ("pinned host memory, all ranks", f"{format_size(totals['peak_host_bytes'])} live at most"),
         ]
         rows = [(f"rank {rank['rank']}", _row(rank, simulated)) for rank in self.ranks]
@@ -172,7 +172,7 @@ def _groups(ranks: list[dict[str, Any]], key: Any) -> list[tuple[Any, list[int]]
 
 def _row(rank: dict[str, Any], simulated: str) -> str:
     peak = f"peak {_peak(rank)} of {format_size(rank['hbm_budget_bytes'])}"
-    return f"{rank['steps']} steps, {peak}, {_two_sizes(rank)} out / in, stall{simulated} {_us(rank.get('stall_us'))}"
+    return f"{rank['steps']} steps, {peak}, {_two_sizes(rank)} out / in, stall{simulated} {format_us(rank.get('stall_us'))}"
 
 
 def _peak(figures: Mapping[str, Any]) -> Peak:
@@ -181,10 +181,6 @@ def _peak(figures: Mapping[str, Any]) -> Peak:
 
 def _two_sizes(figures: Mapping[str, Any]) -> str:
     return f"{format_size(figures['bytes_swapped_out'])} / {format_size(figures['bytes_swapped_in'])}"
-
-
-def _us(value: float | None) -> str:
-    return "not measured" if value is None else format_us(value)
 
 
 def _of_ranks(numbers: list[int]) -> str:

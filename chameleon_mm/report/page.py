@@ -13,11 +13,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.report.step_history import StepFigures
 from chameleon_mm.report.step_picture import (
     HELD,
@@ -65,51 +65,45 @@ def thinned_memory(memory: Memory) -> Memory:
 
 def lane(name: str, bars: Iterable[Bar], end_us: float, label: str) -> str:
     """SVG of one engine: a path for each kind of bar, and an empty path for the bars of the picked tensor."""
-    by_kind: dict[str, list[str]] = {}
-    for bar in bars:
-        start, end = _x(bar.start_us, end_us), _x(bar.end_us, end_us)
-        by_kind.setdefault(bar.kind, []).append(f"M{start} 0H{end}V{HEIGHT}H{start}Z")
-    paths = "".join(
-        f'<path class="bar {CSS.get(kind, kind)}" data-bars="{len(shapes)}" d="{"".join(shapes)}"/>'
-        for kind, shapes in by_kind.items()
-    )
-    return (
-        f'<svg data-row="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{label}">'
-        f'{paths}<path class="pick" d=""/></svg>'
-    )
+    at = ((bar.kind, _x(bar.start_us, end_us), _x(bar.end_us, end_us)) for bar in bars)
+    shapes = ((f"bar {CSS.get(kind, kind)}", f"M{start} 0H{end}V{HEIGHT}H{start}Z") for kind, start, end in at)
+    return _svg(name, label, f'{_paths(shapes)}<path class="pick" d=""/>')
 
 
 def memory_shapes(planned: Memory, unswapped: Memory, budget_bytes: int, end_us: float, most_bytes: int) -> str:
     curve = _curve(planned, end_us, most_bytes)
     closed = f"{curve}V{HEIGHT}H0Z" if curve else ""
     y = _y(budget_bytes, most_bytes)
-    return (
-        f'<svg data-row="memory" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="device memory over the step">'
+    shapes = (
         f'<path class="area" d="{closed}"/>'
         f'<path class="line unswapped" d="{_curve(unswapped, end_us, most_bytes)}"/>'
         f'<path class="line planned" d="{curve}"/>'
-        f'<line class="budget" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/></svg>'
+        f'<line class="budget" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/>'
     )
+    return _svg("memory", "device memory over the step", shapes)
 
 
 def strip(name: str, steps: Sequence[tuple[str, float | None]], most: float, label: str, *, line: Sequence[float] = ()) -> str:
     """SVG with a bar for each step, given as (class, value); None: no value. `line`: a level for each step."""
     width = WIDTH / max(len(steps), 1)
-    by_class: dict[str, list[str]] = {}
-    for i, (css, value) in enumerate(steps):
-        if value is not None:
-            start, end = number(i * width), number((i + 0.9) * width)
-            by_class.setdefault(css, []).append(f"M{start} {HEIGHT}V{_y(value, most)}H{end}V{HEIGHT}Z")
-    paths = "".join(
-        f'<path class="{css}" data-bars="{len(shapes)}" d="{"".join(shapes)}"/>' for css, shapes in by_class.items()
-    )
+    at = ((css, number(i * width), number((i + 0.9) * width), value) for i, (css, value) in enumerate(steps))
+    bars = ((css, f"M{start} {HEIGHT}V{_y(v, most)}H{end}V{HEIGHT}Z") for css, start, end, v in at if v is not None)
     level = "".join(f"{'M0 ' if not i else 'V'}{_y(at, most)}H{number((i + 1) * width)}" for i, at in enumerate(line))
     over = f'<path class="budget" fill="none" d="{level}"/>' if level else ""
-    return (
-        f'<svg data-row="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{label}">'
-        f"{paths}{over}</svg>"
-    )
+    return _svg(name, label, _paths(bars) + over)
+
+
+def _svg(row: str, label: str, shapes: str) -> str:
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none"'
+    return f'<svg data-row="{row}" {box} role="img" aria-label="{label}">{shapes}</svg>'
+
+
+def _paths(shapes: Iterable[tuple[str, str]]) -> str:
+    """A path for each class, of all its shapes."""
+    of_class: dict[str, list[str]] = {}
+    for css, shape in shapes:
+        of_class.setdefault(css, []).append(shape)
+    return "".join(f'<path class="{css}" data-bars="{len(them)}" d="{"".join(them)}"/>' for css, them in of_class.items())
 
 
 def below_chart(end_us: float) -> str:
@@ -121,15 +115,6 @@ def below_chart(end_us: float) -> str:
         f'<div class="axis">{ticks}</div><p class="readout needs-script" aria-live="polite">Point at the chart, or tap it, to '
         f'read it.</p><div class="controls needs-script">{buttons}</div>'
     )
-
-
-def columns(bars: Sequence[Bar], *, kinds: bool = False) -> Mapping[str, list[float] | list[str] | list[int]]:
-    found: dict[str, list[float] | list[str] | list[int]] = {
-        "from": [round(bar.start_us, 3) for bar in bars],
-        "to": [round(bar.end_us, 3) for bar in bars],
-        "tensor": [bar.tensor for bar in bars],
-    }
-    return {**found, "kind": [bar.kind for bar in bars]} if kinds else {**found, "bytes": [bar.nbytes for bar in bars]}
 
 
 def _curve(memory: Memory, end_us: float, most_bytes: int) -> str:
@@ -162,12 +147,11 @@ def step_section(picture: StepPicture | None) -> str:
             "budget.</p></section>"
         )
     end_us, most = _frame(picture)
-    measured = "" if picture.measured_step_us is None else f", {format_us(picture.measured_step_us)} measured"
+    source, timeline, budget_bytes = picture.source, picture.timeline, picture.source.plan.hbm_budget_bytes
+    measured = f", {format_us(median(source.times_us))} measured" if source.times_us else ""
     thin = max(len(picture.planned.at_us), len(picture.unswapped.at_us)) > MOST_POINTS
     thinned = f" Each point of a curve is the most within a {MOST_POINTS}th of the step." if thin else ""
-    unlike = (
-        " Nobody recorded a step of these sizes: its trace follows from those of others." if picture.sizes_predicted else ""
-    )
+    unlike = " Nobody recorded a step of these sizes: its trace follows from those of others." if source.predicted else ""
     rows = (("compute", "compute", picture.compute), ("out", "to the host", picture.out), ("back", "back", picture.back))
     lanes = "".join(
         f'<div class="lane"><span>{label}</span>{lane(name, bars, end_us, label)}</div>' for name, label, bars in rows
@@ -175,17 +159,17 @@ def step_section(picture: StepPicture | None) -> str:
     memory = memory_shapes(
         thinned_memory(picture.planned),
         thinned_memory(picture.unswapped),
-        picture.hbm_budget_bytes,
+        budget_bytes,
         end_us,
         most,
     )
     return (
         f'<section id="step"><h2>The step, by its plan <span class="badge">predicted</span></h2>'
-        f'<p class="note">{format_us(picture.step_us)} predicted{measured}, of which compute waits '
-        f"{format_us(picture.stall_us)} and runs operators again for {format_us(picture.recompute_us)}; without swapping "
-        f"{format_us(picture.unswapped_us)}. "
+        f'<p class="note">{format_us(timeline.step_us)} predicted{measured}, of which compute waits '
+        f"{format_us(timeline.stall_us)} and runs operators again for {format_us(timeline.recompute_us)}; without swapping "
+        f"{format_us(picture.unswapped.end_us)}. "
         f"Memory: {format_size(picture.planned.peak_bytes)} at most by the plan, {format_size(picture.unswapped.peak_bytes)} "
-        f"without swapping, within the {format_size(picture.hbm_budget_bytes)} that it was made for.{unlike}{thinned}</p>"
+        f"without swapping, within the {format_size(budget_bytes)} that it was made for.{unlike}{thinned}</p>"
         f"{_legend(picture)}"
         f'<div class="chart" tabindex="0" aria-label="The step over time; arrow keys move, + and - zoom">'
         f'<div class="lane memory"><span><b>{format_size(most)}</b><b>device memory</b><b>0</b></span>{memory}</div>'
@@ -194,7 +178,7 @@ def step_section(picture: StepPicture | None) -> str:
 
 
 def _frame(picture: StepPicture) -> tuple[float, int]:
-    most = max(picture.hbm_budget_bytes, picture.planned.peak_bytes, picture.unswapped.peak_bytes)
+    most = max(picture.source.plan.hbm_budget_bytes, picture.planned.peak_bytes, picture.unswapped.peak_bytes)
     return max(picture.planned.end_us, picture.unswapped.end_us), int(most * 1.05)
 
 
@@ -216,17 +200,22 @@ def _legend(picture: StepPicture) -> str:
 
 def step_columns(picture: StepPicture) -> dict[str, Any]:
     end_us, _ = _frame(picture)
-    found: dict[str, Any] = {"end_us": end_us, "budget_bytes": picture.hbm_budget_bytes}
+    found: dict[str, Any] = {"end_us": end_us, "budget_bytes": picture.source.plan.hbm_budget_bytes}
     for name, memory in (("planned", picture.planned), ("unswapped", picture.unswapped)):
         thin = thinned_memory(memory)
-        found[name] = {"at_us": _rounded(thin.at_us.tolist()), "bytes": thin.nbytes.tolist(), "end_us": thin.end_us}
+        found[name] = {
+            "at_us": [round(us, 3) for us in thin.at_us.tolist()],
+            "bytes": thin.nbytes.tolist(),
+            "end_us": thin.end_us,
+        }
     for name, bars in (("compute", picture.compute), ("out", picture.out), ("back", picture.back)):
-        found[name] = columns(bars, kinds=name == "compute")
+        found[name] = {
+            "from": [round(bar.start_us, 3) for bar in bars],
+            "to": [round(bar.end_us, 3) for bar in bars],
+            "tensor": [bar.tensor for bar in bars],
+            **({"kind": [bar.kind for bar in bars]} if name == "compute" else {"bytes": [bar.nbytes for bar in bars]}),
+        }
     return found
-
-
-def _rounded(values: Iterable[float]) -> list[float]:
-    return [round(value, 3) for value in values]
 
 
 # --- Section of the page about all steps: each one's kind, peak against budget, time and stall
@@ -325,8 +314,6 @@ def tensor_columns(picture: StepPicture) -> dict[str, Any]:
     return {"columns": names, "rows": [[round(x, 2) if isinstance(x, float) else x for x in row] for row in rows]}
 
 
-# --- page
-
 _PART = re.compile(r"<!--(\w+)-->")
 
 
@@ -350,7 +337,6 @@ def page_html(
         "clock": clock,
         "answer": html.escape(dict(rows).get("in short", "")),
         "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in rows if label == "PROBLEM"),
-        "tiles": _tiles(figures),
         "step": step_section(picture),
         "tensors": tensor_section(picture),
         "steps": steps_section(steps),
@@ -370,26 +356,6 @@ def _json(data: Mapping[str, Any]) -> str:
     """JSON that cannot end the page's script element, even if a name contains markup."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _tiles(figures: Mapping[str, Any]) -> str:
-    steady = figures["steady"] if figures["steady"].get("steps") else figures
-    after = ", after the warm-up" if steady is not figures and figures["warm_up"]["steps"] else ""
-    hidden, stall = steady["hidden_fraction"], steady["stall_us"]
-    peak = Peak(figures["peak_hbm_bytes"], figures["peak_hbm_at_most_bytes"])
-    tiles = [
-        ("budget", format_size(figures["hbm_budget_bytes"]), "device memory"),
-        ("peak", str(peak) if peak.at_most_bytes != 0 else "not measured", "device memory"),
-        ("host", format_size(figures["peak_host_bytes"]), "pinned memory at most"),
-        ("moved", format_size(figures["bytes_swapped_out"]), "swapped out"),
-        ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", f"of copy time hidden{after}"),
-        ("stall", "not measured" if stall is None else format_us(stall), f"in timed steps{after}"),
-        ("steps", str(figures["steps"]), "completed"),
-    ]
-    return "".join(
-        f'<div class="tile" data-figure="{name}"><span>{name}</span><b>{html.escape(text)}</b><span>{what}</span></div>'
-        for name, text, what in tiles
-    )
 
 
 def _data(figures: Mapping[str, Any], picture: StepPicture | None, steps: Sequence[StepFigures]) -> dict[str, Any]:

@@ -11,28 +11,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
-from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.files import write_file
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
-from chameleon_mm.pool.ledger import PoolStats
 from chameleon_mm.report.chrome_trace import write_trace
-from chameleon_mm.report.memory_snapshot import write_snapshot
+from chameleon_mm.report.memory_snapshot import snapshot_of
 from chameleon_mm.report.page import page_html
-from chameleon_mm.report.step_history import StepFigures, sums_of
+from chameleon_mm.report.step_history import StepFigures, StepHistory, sums_of
 from chameleon_mm.report.step_picture import PlannedStepData, memory_rows, picture_of
-from chameleon_mm.swap.metrics import CopySpan, Counters, Metrics, StepKind, TimedSpans
+from chameleon_mm.swap.metrics import CopySpan, Counters, StepKind, TimedSpans
 from chameleon_mm.units import format_apart, format_size, format_us, printable
 
 # --- Rank of this process in its job, and comparison of its budgets with those of the other ranks: no rank waits
@@ -45,33 +44,22 @@ _log = logging.getLogger(__name__)
 _KEY = "chameleon_mm/sessions"
 
 
-class Rank(NamedTuple):
-    """Rank of a process, and number of processes that train together."""
-
-    number: int = 0
-    of: int = 1
-
-    @classmethod
-    def here(cls) -> Rank:
-        """Rank of this process in the default process group; the only rank if there is no group."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return cls()
-        return cls(dist.get_rank(), dist.get_world_size())
-
-
 class Ranks:
     """Ranks of a job, as one session of this process knows them. Raises nothing: training does not depend on it."""
 
+    number, of = 0, 1
+    """Rank of this process in the default process group, and number of processes that train together; 0 of 1 without one."""
+
     def __init__(self, *, host_budget_bytes: int | None) -> None:
         """`host_budget_bytes`: as the caller gave it; None: each rank's share of available memory, which differs."""
-        self.rank = Rank()
         self.problems: tuple[str, ...] = ()
         """Sentences about budgets that differ among ranks, or exceed this machine's memory together."""
         self._host_budget_bytes = host_budget_bytes
 
     def enter(self, hbm_budget_bytes: int) -> None:
         """Compare the budgets with those of the other ranks and of the machine. Logs a warning for each problem."""
-        self.rank = Rank.here()
+        if dist.is_available() and dist.is_initialized():
+            self.number, self.of = dist.get_rank(), dist.get_world_size()
         found = (self._beyond_the_machine(), self._unlike_the_first(hbm_budget_bytes))
         self.problems = tuple(problem for problem in found if problem is not None)
         for problem in self.problems:
@@ -94,9 +82,9 @@ class Ranks:
 
     def _unlike_the_first(self, hbm_budget_bytes: int) -> str | None:
         """Sentence about budgets that differ from the first rank's in the store; None: none do, or there is no store."""
-        if self.rank.of == 1:
+        if self.of == 1:
             return None
-        mine = {"rank": self.rank.number, "hbm_budget": hbm_budget_bytes, "host_budget": self._host_budget_bytes}
+        mine = {"rank": self.number, "hbm_budget": hbm_budget_bytes, "host_budget": self._host_budget_bytes}
         try:
             first = _first(mine)
         except Exception as error:  # noqa: BLE001 - a store that is gone, or of another kind, is no reason not to train
@@ -107,7 +95,7 @@ class Ranks:
             return None
         said = "; ".join("{} is {} here and {} there".format(name, *_sizes(mine[name], first.get(name))) for name in differing)
         return (
-            f"rank {self.rank.number} was given other budgets than rank {first.get('rank')}: {said}; their plans differ, and "
+            f"rank {self.number} was given other budgets than rank {first.get('rank')}: {said}; their plans differ, and "
             f"the slowest decides for all: give each the same, unless their parts of the model differ"
         )
 
@@ -125,8 +113,6 @@ def _sizes(*given: Any) -> list[str]:
     texts = iter(format_apart([nbytes for nbytes in given if isinstance(nbytes, int)]))
     return [next(texts) if isinstance(nbytes, int) else "not given" for nbytes in given]
 
-
-# --- report
 
 _TIMED = ("prefetches_timed", "prefetches_late", "late_us", "stall_us", "copy_us", "recompute_us")
 """Figures that are None unless a step was timed."""
@@ -230,28 +216,23 @@ class SwapReport(Counters):
     @classmethod
     def of(
         cls,
-        metrics: Metrics,
-        pool: PoolStats,
-        device: Device,
+        history: StepHistory,
         *,
-        steps: int,
         hbm_budget_bytes: int,
-        peak: Peak,
-        problems: tuple[str, ...] = (),
-        lowered_budget_bytes: int | None = None,
-        adaptation: Adaptation | None = None,
-        step_figures: tuple[StepFigures, ...] = (),
-        rank: Rank = Rank(),  # noqa: B008 - it never changes
+        lowered_budget_bytes: int | None,
+        problems: tuple[str, ...],
+        adaptation: Adaptation | None,
+        ranks: Ranks,
     ) -> SwapReport:
-        """Report of the present figures in `metrics` and `pool`."""
-        spans = metrics.resolve()
-        totals = metrics.totals
+        """Report of the present figures of a session."""
+        metrics, pool, device, peak = history.metrics, history.pool.stats(), history.device, history.peak()
+        spans, totals, step_figures = metrics.resolve(), metrics.totals, history.figures()
         timed: dict[str, Any] = {name: getattr(totals, name) if totals.timed_steps else None for name in _TIMED}
         planned = None if adaptation is None else adaptation.latest
         return cls(
             device=device.name,
             simulated=device.simulated,
-            steps=steps,
+            steps=history.completed,
             steps_by_phase={kind.value: totals.steps_by_kind[kind] for kind in StepKind if totals.steps_by_kind[kind]},
             hidden_fraction=totals.hidden_fraction,
             peak_hbm_bytes=peak.at_least_bytes,
@@ -265,8 +246,8 @@ class SwapReport(Counters):
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
             warnings=dict(totals.warnings.values()),
-            rank=rank.number,
-            world_size=rank.of,
+            rank=ranks.number,
+            world_size=ranks.of,
             plan_digests=plan_digests(planned),
             spans=spans,
             timed=metrics.timed_spans(),
@@ -280,9 +261,8 @@ class SwapReport(Counters):
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of every figure, ready for JSON, without the fields for the page and the trace."""
         figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_FIGURES}
-        copies = {name: dict(value) for name, value in figures.items() if isinstance(value, dict)}
-        texts = {name: list(value) for name, value in figures.items() if isinstance(value, tuple)}
-        return {**figures, **copies, **texts}
+        plain: dict[type, Callable[[Any], Any]] = {dict: dict, tuple: list}
+        return {name: plain.get(type(value), lambda same: same)(value) for name, value in figures.items()}
 
     @property
     def peak(self) -> Peak:
@@ -321,6 +301,10 @@ class SwapReport(Counters):
         host = f"{format_size(self.peak_host_bytes)} live at most, {format_size(self.host_reserved_bytes)} reserved"
         if self.host_bytes_wanted is not None:
             host += f", {format_size(self.host_bytes_wanted)} wanted by plans"
+        by_allocator, lowered = self.bytes_reclaimed_by_allocator, self.lowered_budget_bytes
+        inside = f", {format_size(by_allocator)} of it inside of an allocation" if by_allocator else ""
+        since = "" if lowered is None else f", within {format_size(lowered)} since"
+        late = f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
         also = ", others too" * (self.timed_steps > self.steps)
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         phases = ", ".join(f"{count} {StepKind(kind)}" for kind, count in self.steps_by_phase.items()) or "none ended"
@@ -340,25 +324,24 @@ class SwapReport(Counters):
             *self._recomputed_rows(clock),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             *self._state_rows(),
-            ("reclaimed", self._reclaimed()),
+            ("reclaimed", format_size(self.bytes_reclaimed) + inside),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
-            (f"late prefetches{clock}", self._lateness()),
+            (f"late prefetches{clock}", late if self.prefetches_timed and self.late_us is not None else "not measured"),
             ("uses found on the device", str(self.uses_on_device)),
-            (f"hidden share of copy time{clock}", self._apart("hidden_fraction", lambda x: f"{100 * x:.1f} %")),
+            (f"hidden share of copy time{clock}", self._apart("hidden_fraction", _percent)),
             (f"stall{clock}", self._apart("stall_us", format_us)),
             ("pinned host memory", host),
             ("kept on the device", kept),
             ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
-            ("steps run again", self._retried()),
+            ("steps run again", f"{self.steps_run_again}{since}"),
             *([("snapshots", f"{self.snapshots}, {format_size(self.snapshot_bytes)}")] if self.snapshots else []),
         ]  # fmt: skip
 
-    def _apart(self, name: str, show: Callable[[float], str]) -> str:
+    def _apart(self, name: str, show: Callable[[float | None], str]) -> str:
         """Text of a figure of all timed steps, and of those after the warm-up, if there was one."""
-        if not self.warm_up.get("steps"):
-            return _measured(getattr(self, name), show)
-        return f"{_measured(getattr(self, name), show)}, after the warm-up {_measured(self.steady.get(name), show)}"
+        after = f", after the warm-up {show(self.steady.get(name))}" if self.warm_up.get("steps") else ""
+        return show(getattr(self, name)) + after
 
     def _state_rows(self) -> list[tuple[str, str]]:
         moved = (
@@ -367,11 +350,6 @@ class SwapReport(Counters):
             ("parameters", self.parameter_bytes_swapped_out, self.parameter_bytes_swapped_in),
         )
         return [(f"{what} out / in", f"{format_size(out)} / {format_size(back)}") for what, out, back in moved if out or back]
-
-    def _reclaimed(self) -> str:
-        by_allocator = self.bytes_reclaimed_by_allocator
-        inside = f", {format_size(by_allocator)} of it inside of an allocation" if by_allocator else ""
-        return format_size(self.bytes_reclaimed) + inside
 
     def _peak(self) -> str:
         """Text of the peak as far as it is known, of the budget, and whether the budget was held."""
@@ -391,15 +369,6 @@ class SwapReport(Counters):
             )
         return f"{peak} ({budget}, not known whether held: {why})"
 
-    def _retried(self) -> str:
-        since = "" if self.lowered_budget_bytes is None else f", within {format_size(self.lowered_budget_bytes)} since"
-        return f"{self.steps_run_again}{since}"
-
-    def _lateness(self) -> str:
-        if not self.prefetches_timed or self.late_us is None:
-            return "not measured"
-        return f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
-
     def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
         """Rows of the latest plan's predictions, and of the measured time."""
         if self.planned_step_us is None or self.planned_peak_bytes is None:
@@ -410,7 +379,7 @@ class SwapReport(Counters):
             took = f"; steps by the default rule took up to {format_size(rule)}" if rule else ""
             return [("latest plan", f"none: one needs {format_size(least)} or more{took}")]
         recompute_us = self.planned_recompute_us
-        measured = _measured(self.measured_step_us, lambda us: f"{format_us(us)} measured")
+        measured = f"{format_us(self.measured_step_us)} measured" if self.measured_step_us is not None else "not measured"
         return [
             (f"latest plan's step{clock}", f"{format_us(self.planned_step_us)} predicted, {measured}"),
             ("latest plan's peak", f"{format_size(self.planned_peak_bytes)} predicted"),
@@ -469,7 +438,7 @@ class SwapReport(Counters):
         Raises `ValueError` if no step was planned."""
         if self.planned is None:
             raise ValueError("save_memory_viz: expected a session with a plan, got none; run a step in it to its end first")
-        write_snapshot(path, self.planned.trace)
+        write_file(path, pickle.dumps(snapshot_of(self.planned.trace)))
 
 
 def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
@@ -496,5 +465,5 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
     }
 
 
-def _measured(value: float | None, show: Callable[[float], str]) -> str:
-    return "not measured" if value is None else show(value)
+def _percent(share: float | None) -> str:
+    return "not measured" if share is None else f"{100 * share:.1f} %"

@@ -157,8 +157,6 @@ def parts_of(figures: StepFigures) -> list[tuple[str, str]]:
     return [*parts, ("warm-up", "dim")] if figures.warm_up else parts
 
 
-# --- step history
-
 ALWAYS_TIMED_STEPS = 3
 TIMED_EVERY = 16
 """The first `ALWAYS_TIMED_STEPS` steps are timed in full, then one in `TIMED_EVERY`: on a GPU, timing a copy or a wait costs
@@ -179,10 +177,10 @@ class StepHistory:
     ) -> None:
         """`tell`: called with the figures of each step. An error in it is logged and ends the calls, but not the training."""
         self.completed = self.begun = 0
-        self._device = device
+        self.device = device
         self._executor = executor
-        self._metrics = executor.metrics
-        self._pool = pool
+        self.metrics = executor.metrics
+        self.pool = pool
         self._tell = tell
         self._watch: PeakWatch | None = None
         self._peak_is_over = False
@@ -198,14 +196,14 @@ class StepHistory:
 
     def open(self) -> None:
         """Start to watch the device's peak, or start anew."""
-        peak_bytes = self._device.peak_allocated_bytes()
+        peak_bytes = self.device.peak_allocated_bytes()
         self._watch, self._executor.budget.peak_watch = PeakWatch(peak_bytes), PeakWatch(peak_bytes)
-        self._watch.note(peak_bytes, self._device.allocated_bytes())
+        self._watch.note(peak_bytes, self.device.allocated_bytes())
 
     def note_peak(self) -> None:
         """Read the device's peak."""
         if self._watch is not None and not self._peak_is_over and not sys.is_finalizing():
-            peak_bytes, of_step = self._device.peak_allocated_bytes(), self._executor.budget.peak_watch
+            peak_bytes, of_step = self.device.peak_allocated_bytes(), self._executor.budget.peak_watch
             of_step.note(peak_bytes)
             self._watch.include(of_step)
             self._watch.note(peak_bytes)
@@ -224,16 +222,16 @@ class StepHistory:
     def begin(self, hbm_budget_bytes: int) -> bool:
         """Begin a step, before the executor does. Returns True if the step is to be timed."""
         index, self.begun = self.begun, self.begun + 1
-        totals, budget = self._metrics.totals, self._executor.budget
+        totals, budget = self.metrics.totals, self._executor.budget
         self._running = None
         if self._executor.hook_lock.may_ask_device():
             self._settle()
             self.note_peak()  # a loop that resets the peak at its top has the same one at the end of each step
-            self._pool.recent_peak_bytes()
+            self.pool.recent_peak_bytes()
             budget.peak_watch = PeakWatch(budget.peak_watch.last_bytes)
-            began_us = self._device.host_us
+            began_us = self.device.host_us
             self._running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in
-        return self._device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
+        return self.device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
 
     def end(self, kind: StepKind | None) -> None:
         """End the step, after all other parts have. `kind`: as the executor returns it. Reports steps that are complete."""
@@ -242,16 +240,16 @@ class StepHistory:
         if step is None or kind is None:
             return
         index, hbm_budget_bytes, began_us, bytes_out, bytes_in = step
-        totals, sums, peak = self._metrics.totals, self._metrics.step, self._executor.budget.peak_watch.peak()
+        totals, sums, peak = self.metrics.totals, self.metrics.step, self._executor.budget.peak_watch.peak()
         figures = StepFigures(
             index=index,
             kind=kind,
-            simulated=self._device.simulated,
-            host_us=self._device.host_us - began_us,
+            simulated=self.device.simulated,
+            host_us=self.device.host_us - began_us,
             peak_hbm_bytes=peak.at_least_bytes,
             peak_hbm_at_most_bytes=peak.at_most_bytes,
             hbm_budget_bytes=hbm_budget_bytes,
-            host_bytes=self._pool.recent_peak_bytes(),
+            host_bytes=self.pool.recent_peak_bytes(),
             bytes_out=totals.bytes_swapped_out - bytes_out,
             bytes_in=totals.bytes_swapped_in - bytes_in,
             warm_up=self._executor.director.plans and not totals.steps_by_kind[StepKind.PLANNED],
@@ -265,8 +263,8 @@ class StepHistory:
             return
         if self._tell is not None:
             if wait:
-                self._device.synchronize()
-            self._metrics.resolve()
+                self.device.synchronize()
+            self.metrics.resolve()
             self._settle(all_of_them=True)
 
     def figures(self) -> tuple[StepFigures, ...]:
@@ -277,7 +275,7 @@ class StepHistory:
         """Report the figures of the oldest steps, as far as they are complete."""
         pending = self._pending
         while pending and (
-            all_of_them or len(pending) > MAX_PENDING or (sums := pending[0][1]) is None or self._metrics.is_complete(sums)
+            all_of_them or len(pending) > MAX_PENDING or (sums := pending[0][1]) is None or self.metrics.is_complete(sums)
         ):
             figures = self._with_times(*pending.popleft())
             self._figures.append(figures)
@@ -292,7 +290,7 @@ class StepHistory:
 
     def _with_times(self, figures: StepFigures, sums: StepSums | None) -> StepFigures:
         """Add the step's times to the figures, if they are complete."""
-        if sums is None or not self._metrics.is_complete(sums):
+        if sums is None or not self.metrics.is_complete(sums):
             return figures
         return replace(
             figures, step_us=sums.step_us, stall_us=sums.stall_us, copy_us=sums.copy_us, recompute_us=sums.recompute_us

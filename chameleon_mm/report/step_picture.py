@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
@@ -62,8 +61,6 @@ def memory_rows(trace: Trace) -> list[tuple[str, str]]:
     rows = [(label, str(peak)) for label, peak in peaks]
     return [*rows, *((LARGEST, large) for large in largest_of(trace, peaks[1][1]))]
 
-
-# --- step picture
 
 KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD = "kept", "swapped", "in part", "recomputed", "held"
 WHAT_PLANS_DO = (KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD)
@@ -160,11 +157,8 @@ class Memory:
 class StepPicture:
     """Prediction of one step under its plan."""
 
-    step_us: float
-    stall_us: float
-    recompute_us: float
-    unswapped_us: float
-    hbm_budget_bytes: int
+    source: PlannedStepData
+    timeline: Timeline
     planned: Memory
     unswapped: Memory
     compute: tuple[Bar, ...]
@@ -174,9 +168,6 @@ class StepPicture:
     back: tuple[Bar, ...]
     tensors: tuple[TensorRow, ...]
     """Storages that may move or are held, most bytes first."""
-    sizes_predicted: bool
-    measured_step_us: float | None
-    """Median of the steps that were timed in full; None: none was."""
 
 
 def picture_of(source: PlannedStepData) -> StepPicture:
@@ -185,19 +176,14 @@ def picture_of(source: PlannedStepData) -> StepPicture:
     timeline = simulate(trace, plan, source.link)
     does = _what_is_done(plan)
     return StepPicture(
-        step_us=timeline.step_us,
-        stall_us=timeline.stall_us,
-        recompute_us=timeline.recompute_us,
-        unswapped_us=trace.duration_us,
-        hbm_budget_bytes=plan.hbm_budget_bytes,
+        source=source,
+        timeline=timeline,
         planned=_memory(timeline.tick_us, timeline.allocated_bytes, timeline.step_us, trace.start_bytes),
         unswapped=_memory(trace.clock_us()[:-1], memory_curve(trace), trace.duration_us, trace.start_bytes),
         compute=tuple(_compute(trace, plan, timeline)),
         out=_copies(trace, timeline.out_spans, does),
         back=_copies(trace, timeline.in_spans, does),
         tensors=_tensors(source, timeline, does),
-        sizes_predicted=source.predicted,
-        measured_step_us=median(source.times_us) if source.times_us else None,
     )
 
 

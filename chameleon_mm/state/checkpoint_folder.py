@@ -37,7 +37,8 @@ def check_target(target: Path, what: str) -> None:
     """Raise `ValueError` unless the path is a checkpoint's or free, and `OSError` if nothing can be written there."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"{what}: expected the folder of a checkpoint, or a free name, got {target}, a file; choose another")
-    if target.is_dir() and (others := _other_files(target)):
+    names = sorted(file.name for file in target.iterdir()) if target.is_dir() else []
+    if others := names if _METADATA not in names else [n for n in names if n != _METADATA and not n.endswith(_DATA)]:
         raise ValueError(
             f"{what}: expected the folder of a checkpoint, which is replaced, or a free name, got {target} with {others[0]} in "
             f"it; choose another"
@@ -53,12 +54,6 @@ def check_target(target: Path, what: str) -> None:
             f"{what}: expected a folder that may be written, got {target.parent} ({error.strerror}); choose another, or change "
             f"its rights",
         ) from error
-
-
-def _other_files(folder: Path) -> list[str]:
-    names = sorted(file.name for file in folder.iterdir())
-    others = [name for name in names if name != _METADATA and not name.endswith(_DATA)]
-    return others if _METADATA in names else names
 
 
 @contextmanager

@@ -1,7 +1,9 @@
-"""Device memory that may be in pinned host memory instead.
+"""Storages of parameters, gradients and optimizer state, whose memory may be in pinned host memory instead.
 
 ON_DEVICE --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> COMING --arrive--> ON_DEVICE
     \\_________ swap_out, where the host has its bytes already _________^
+
+Only the memory goes: the storage stays, and with it every tensor over it. While it is away it has 0 bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import enum
 import logging
 import sys
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -26,9 +27,13 @@ from chameleon_mm.swap.copy_queue import Move
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import flat_bytes
 from chameleon_mm.swap.host_copy import SwapContext
-from chameleon_mm.units import allocated_size
+from chameleon_mm.units import KIB, allocated_size
 
 _log = logging.getLogger(__name__)
+
+
+MIN_BYTES = 64 * KIB
+"""Minimum size of a storage to leave. Derived: at 55 GB/s its copy takes 1.2 us, and the fixed cost of a copy is 3 us."""
 
 
 class Where(enum.Enum):
@@ -44,21 +49,58 @@ class Where(enum.Enum):
     """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
 
 
-class Hosted(ABC):
-    """Device memory with its own block of host memory. Not thread-safe: the executor's lock is held."""
+_WHAT = {"parameter": "parameters", "gradient": "a gradient", "state": "optimizer state"}
+"""Names of its contents in messages, by their kind."""
 
-    what = "memory"
-    """Name of its contents, for messages."""
-    kind: str
-    """Name of its contents, for totals: "parameter", "gradient" or "state"."""
 
-    def __init__(self, nbytes: int, alloc_stream: Stream, context: SwapContext) -> None:
-        self.nbytes = nbytes
+def is_alone(t: Tensor) -> bool:
+    """True if no other tensor lies in the storage of `t`, whose Python object is the second user."""
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) <= 2
+
+
+def tensor_over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """Return a tensor over `storage` with the form of `like`, which may be away."""
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
+    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+class HostedStorage:
+    """A resizable storage with its own block of host memory. It is held weakly except while a copy is queued. Not thread-safe:
+    the executor's lock is held."""
+
+    def __init__(
+        self,
+        t: Tensor,
+        kind: str,
+        alloc_stream: Stream,
+        context: SwapContext,
+        budget: Budget,
+        *,
+        note_resident: Callable[[int], None],
+        key: int = -1,
+        on_death: Callable[[weakref.ref[torch.UntypedStorage]], None] | None = None,
+    ) -> None:
+        """`t`: a tensor over it, whose version counter shows writes. `kind`: "parameter", "gradient" or "state".
+        `note_resident(nbytes)` is called with the bytes that it allocates (positive) and frees (negative)."""
+        storage = t.untyped_storage()
+        self.kind, self.what = kind, _WHAT[kind]
+        self.nbytes = storage.nbytes()
+        self.key = key
+        """Number of the parameter or gradient that it holds, in the order of uses; -1: state."""
         self.where = Where.ON_DEVICE
         self.host_is_current = False
         """True if the host has the device's bytes, or will have them once a queued copy is done."""
+        self.is_refused = False
+        """True if it stays on the device: the host took no copy of it, or other code uses its memory."""
+        self.has_hidden_writers = False
+        """True if other code may write it without moving its version counter."""
+        self.ref = weakref.ref(storage, on_death)
+        self._held: torch.UntypedStorage | None = None
+        self._tensor, self._version = weakref.ref(t), t._version
         self._alloc_stream = alloc_stream
         self._context = context
+        self._budget = budget
+        self._note_resident = note_resident
         self._block: PinnedBlock | None = None
         """The host copy, kept until this object dies: the next copy out has the same size."""
         self._out: Move | None = None
@@ -66,19 +108,56 @@ class Hosted(ABC):
         self._last: Move | None = None
         """The last queued copy, in either direction."""
 
-    # --- device memory, as subclasses hold it
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes that the allocator counts for it."""
+        return allocated_size(self.nbytes)
 
-    @abstractmethod
+    def is_of(self, t: object) -> bool:
+        """True if `t` is the tensor whose version counter it uses, still over this storage."""
+        return isinstance(t, Tensor) and self._tensor() is t and self.ref() is t.untyped_storage()
+
+    def note_writes(self) -> None:
+        """Record whether it was written since the host got its bytes. Call it before the storage leaves."""
+        t = self._tensor()
+        if t is None or t.untyped_storage() is not self._storage_on_device():
+            self.host_is_current = False  # no tensor is known whose counter shows writes
+            return
+        if t._version != self._version or self.has_hidden_writers:
+            self.host_is_current = False
+        self._version = t._version
+        self.has_hidden_writers = self.has_hidden_writers and not is_alone(t)
+
+    def follow(self, t: Tensor) -> None:
+        """Use the version counter of `t`, which lies in it, to detect writes from now on; assume an earlier write."""
+        if self._tensor() is not t:
+            self.host_is_current = False
+            self._tensor, self._version = weakref.ref(t), t._version
+
+    # --- device memory
+
     def _storage_on_device(self) -> torch.UntypedStorage:
-        """Return the storage, whose memory is allocated."""
+        storage = self.ref() if self._held is None else self._held
+        assert storage is not None
+        return storage
 
-    @abstractmethod
     def _free(self) -> None:
         """Free the device memory, after all work queued on the stream that allocated it."""
+        self._alloc_stream.resize(self._storage_on_device(), 0)
+        self._note_resident(-self.charged_bytes)
+        self._held = None
 
-    @abstractmethod
     def _allocate(self, compute: Stream) -> torch.UntypedStorage:
         """Allocate device memory on `compute`. Returns the storage. Raises `torch.OutOfMemoryError`."""
+        storage = self._storage_on_device()
+
+        def resized() -> torch.UntypedStorage:
+            compute.resize(storage, self.nbytes)
+            return storage
+
+        self._held = self._budget.retry(resized)
+        self._note_resident(self.charged_bytes)
+        return storage
 
     def _count(self, *, out: int = 0, back: int = 0) -> None:
         """Count bytes queued to be copied out and back."""
@@ -106,7 +185,7 @@ class Hosted(ABC):
             out = self._context.transfer.swap_out(self._block.buffer, flat_bytes(storage), after)
         if out.failed:
             raise TransferFailed(f"{self.what} of {self.nbytes} bytes could not be swapped out; it stays on the device")
-        self._out = self._last = out
+        self._out, self._last, self._held = out, out, storage
         self._count(out=self.nbytes)
         self.host_is_current = True
         self.where = Where.LEAVING
@@ -160,7 +239,10 @@ class Hosted(ABC):
     def _undo_swap_out(self) -> None:
         self._count(out=-self.nbytes)
         self.host_is_current = False
-        self.where = Where.ON_DEVICE
+        self._end_copy()
+
+    def _end_copy(self) -> None:
+        self.where, self._held = Where.ON_DEVICE, None
 
     def _drop(self) -> None:
         self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: its next owner is on the stream that allocated it
@@ -172,7 +254,7 @@ class Hosted(ABC):
     def swap_in(self, compute: Stream) -> None:
         """Queue the copy back, unless it is there or on its way. Raises `torch.OutOfMemoryError` or `TransferFailed`."""
         if self.where is Where.LEAVING and self._ordered_after_copy():
-            self.where = Where.ON_DEVICE  # it is needed again
+            self._end_copy()  # it is needed again
         if self.where is Where.COMING and self._in is not None and self._in.failed:
             self._drop()  # refused after it was queued
         if self.where is not Where.ON_HOST:
@@ -200,39 +282,32 @@ class Hosted(ABC):
             assert self._in is not None
             with annotation("chameleon::wait"):  # Note [Swap-in]: use only after the copy
                 self._context.metrics.wait(compute, self._context.transfer.issue_in(self._in), "in")
-            self.where = Where.ON_DEVICE
+            self._end_copy()
 
-    def copy_for_host(self, compute: Stream) -> torch.Tensor:
-        """Return a copy in pageable host memory, a flat uint8 tensor. The host waits for `compute`, or for a copy out."""
-        if self.where is Where.ON_HOST:
-            return self.host_bytes()
-        self.swap_in(compute)
-        self.arrive(compute)
+    def host_bytes(self, compute: Stream) -> Tensor:
+        """Return a copy in pageable memory, a flat uint8 tensor. The host waits for `compute`, and for a copy out."""
         memory = self._context.pool.device.alloc_pageable(self.nbytes)
-        compute.copy(memory, flat_bytes(self._storage_on_device()))
+        self._read(memory, 0, compute)
         compute.record().synchronize()  # orders the host's reads after the copy
         return memory
 
-    def host_bytes(self) -> torch.Tensor:
-        """Return a copy of the host block in pageable memory, a flat uint8 tensor. The host waits for its copy out."""
+    def _read(self, into: Tensor, start: int, compute: Stream) -> None:
+        if self.where in (Where.ON_DEVICE, Where.LEAVING):
+            compute.copy(into, flat_bytes(self._storage_on_device())[start : start + into.numel()])
+            return
         assert self._block is not None
         if self._out is not None:
-            self._context.transfer.issue_out(self._out).synchronize()
-        return self._context.pool.device.alloc_pageable(self.nbytes).copy_(self._block.buffer)
+            self._context.transfer.issue_out(self._out).synchronize()  # the copy that fills the block -> the host reads it
+        into.copy_(self._block.buffer[start : start + into.numel()])
 
     # --- snapshots
 
     def copy_to(self, block: PinnedBlock, start: int, compute: Stream) -> None:
         """Copy `block.nbytes` bytes from byte `start` to `block`: on `compute` if they are on the device; else by the host,
         once the copy out is done."""
-        if self.where in (Where.ON_DEVICE, Where.LEAVING):
-            compute.copy(block.buffer, flat_bytes(self._storage_on_device())[start : start + block.nbytes])
-            return
-        assert self._block is not None
-        if self._out is not None:
-            self._context.transfer.issue_out(self._out).synchronize()  # the copy that fills the block -> the host reads it
-        block.synchronize()  # Note [Host block]: its earlier owner is done -> the host writes it
-        block.buffer.copy_(self._block.buffer[start : start + block.nbytes])
+        if self.where in (Where.ON_HOST, Where.COMING):
+            block.synchronize()  # Note [Host block]: its earlier owner is done -> the host writes it
+        self._read(block.buffer, start, compute)
 
     def copy_from(self, block: PinnedBlock, start: int, compute: Stream) -> None:
         """Write the bytes of `block`, which the host may read, from byte `start` on; they stay on the device or host."""
@@ -257,181 +332,6 @@ class Hosted(ABC):
         if self._block is None or sys.is_finalizing():
             return
         self._block.release(after=None if self._last is None else self._last.done)  # Note [Host block]
-
-
-# --- Storage of parameters or of a gradient, on the device or in pinned host memory: only its memory is freed
-#
-# The storage stays, and with it every tensor over it: parameters, views, tensors that autograd saved. While it is away it has 0
-# bytes.
-
-
-def is_alone(t: Tensor) -> bool:
-    """True if no other tensor lies in the storage of `t`, whose Python object is the second user."""
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) <= 2
-
-
-class HostedStorage(Hosted):
-    """A resizable storage, held weakly except while a copy is queued. Not thread-safe: the executor's lock is held."""
-
-    def __init__(
-        self,
-        t: Tensor,
-        key: int,
-        alloc_stream: Stream,
-        context: SwapContext,
-        budget: Budget,
-        *,
-        is_gradient: bool,
-        note_resident: Callable[[int], None],
-        on_death: Callable[[weakref.ref[torch.UntypedStorage]], None],
-    ) -> None:
-        """`t`: a tensor over it, whose version counter shows writes. `note_resident(nbytes)` is called with the bytes that it
-        allocates (positive) and frees (negative)."""
-        storage = t.untyped_storage()
-        super().__init__(storage.nbytes(), alloc_stream, context)
-        self.what, self.kind = ("a gradient", "gradient") if is_gradient else ("parameters", "parameter")
-        self.key = key
-        """Number of the parameter or gradient that it holds, in the order of uses."""
-        self.is_refused = False
-        """True if it stays on the device: the host took no copy of it, or other code uses its memory."""
-        self.has_hidden_writers = False
-        """True if other code may write it without moving its version counter."""
-        self.ref = weakref.ref(storage, on_death)
-        self._held: torch.UntypedStorage | None = None
-        self._tensor, self._version = weakref.ref(t), t._version
-        self.is_gradient = is_gradient
-        self._budget = budget
-        self._note_resident = note_resident
-
-    @property
-    def charged_bytes(self) -> int:
-        """Bytes that the allocator counts for it."""
-        return allocated_size(self.nbytes)
-
-    @property
-    def is_resizable(self) -> bool:
-        """True if its memory may be freed while tensors hold its storage."""
-        return self._storage_on_device().resizable()
-
-    def note_writes(self) -> None:
-        """Record whether it was written since the host got its bytes. Call it before the storage leaves."""
-        t = self._tensor()
-        if t is None or t.untyped_storage() is not self._storage_on_device():
-            self.host_is_current = False  # no tensor is known whose counter shows writes
-            return
-        if t._version != self._version or self.has_hidden_writers:
-            self.host_is_current = False
-        self._version = t._version
-        self.has_hidden_writers = self.has_hidden_writers and not is_alone(t)
-
-    def follow(self, t: Tensor) -> None:
-        """Use the version counter of `t`, which lies in it, to detect writes from now on; assume an earlier write."""
-        if self._tensor() is not t:
-            self.host_is_current = False
-            self._tensor, self._version = weakref.ref(t), t._version
-
-    # --- calls of swapping
-
-    def swap_out(self) -> None:
-        self._held = self.ref()
-        try:
-            super().swap_out()
-        finally:
-            if self.where is not Where.LEAVING:
-                self._held = None
-
-    def arrive(self, compute: Stream) -> None:
-        super().arrive(compute)
-        if self.where is Where.ON_DEVICE:
-            self._held = None
-
-    def _undo_swap_out(self) -> None:
-        super()._undo_swap_out()
-        self._held = None
-
-    def _storage_on_device(self) -> torch.UntypedStorage:
-        storage = self.ref() if self._held is None else self._held
-        assert storage is not None
-        return storage
-
-    def _free(self) -> None:
-        self._alloc_stream.resize(self._storage_on_device(), 0)
-        self._note_resident(-self.charged_bytes)
-        self._held = None
-
-    def _allocate(self, compute: Stream) -> torch.UntypedStorage:
-        storage = self._storage_on_device()
-
-        def resized() -> torch.UntypedStorage:
-            compute.resize(storage, self.nbytes)
-            return storage
-
-        self._held = self._budget.retry(resized)
-        self._note_resident(self.charged_bytes)
-        return storage
-
-
-# --- Tensor of optimizer state, on the device or in pinned host memory: its storage is freed, and a new one made to come back
-
-
-class HostedTensor(Hosted):
-    """A dense tensor that covers its storage and that nothing else holds. Not thread-safe: the executor's lock is held."""
-
-    what, kind = "optimizer state", "state"
-
-    def __init__(self, t: Tensor, alloc_stream: Stream, context: SwapContext, budget: Budget) -> None:
-        self.storage: torch.UntypedStorage | None = t.untyped_storage()
-        """Its storage; None: it is on the host."""
-        super().__init__(self.storage.nbytes(), alloc_stream, context)
-        self.dtype, self.shape, self.device = t.dtype, t.shape, t.device
-        self._stride, self._offset = t.stride(), int(t.storage_offset())
-        self._budget = budget
-
-    def stride(self) -> tuple[int, ...]:
-        return self._stride
-
-    def storage_offset(self) -> int:
-        return self._offset
-
-    def tensor(self, compute: Stream) -> Tensor:
-        """Return the tensor, ready for `compute`; if it was away, its copy back must be queued. Raises `TransferFailed`."""
-        self.arrive(compute)
-        assert self.where is Where.ON_DEVICE
-        self.host_is_current = False  # the caller may write it
-        return self._over(self._storage_on_device())
-
-    def has(self, t: Tensor) -> bool:
-        """True if `t` is this tensor, on the device, with the same storage and form."""
-        if self.where is not Where.ON_DEVICE or self.storage is None:
-            return False
-        same = self.storage._cdata == t.untyped_storage()._cdata and self.storage.nbytes() == self.nbytes
-        shape = self.dtype, self.shape, self._stride, self._offset
-        return same and shape == (t.dtype, t.shape, t.stride(), t.storage_offset())
-
-    def on_host(self) -> Tensor:
-        """Return a copy in pageable host memory of a tensor that is on the host. The host waits for its copy out."""
-        return self._over(self.host_bytes().untyped_storage())
-
-    def _over(self, storage: torch.UntypedStorage) -> Tensor:
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self._offset, self.shape, self._stride)
-
-    # --- calls of swapping
-
-    def _storage_on_device(self) -> torch.UntypedStorage:
-        assert self.storage is not None
-        return self.storage
-
-    def _free(self) -> None:
-        assert self.storage is not None
-        self._alloc_stream.free(flat_bytes(self.storage))
-        self.storage = None
-
-    def _allocate(self, compute: Stream) -> torch.UntypedStorage:
-        self._budget.room_was_made(self.nbytes, exclude=())
-        whole = self._budget.allocate(self.nbytes, lambda: compute.alloc(self.nbytes))
-        self.storage = whole.untyped_storage()
-        return self.storage
 
 
 # --- Home of the hosted memory of one session, activations excluded: the executor that it shares

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.errors import TransferFailed, check_type
+from chameleon_mm.state.hosted import MIN_BYTES
 from chameleon_mm.state.swapped_state import StateHome, SwappedState, movable_bytes
 from chameleon_mm.swap.executor import Executor
-from chameleon_mm.units import KIB, MIB, format_size
+from chameleon_mm.units import MIB, format_size
 
 if TYPE_CHECKING:
     from chameleon_mm.state.parameter_swap import ParameterSwap
@@ -51,11 +52,6 @@ SPLITTABLE = (
 )
 
 
-class Bucket(NamedTuple):
-    group: dict[str, Any]
-    params: list[Tensor]
-
-
 def is_splittable(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(optimizer, kind) and type(optimizer).step is kind.step for kind in SPLITTABLE)
 
@@ -67,8 +63,8 @@ def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return raw
 
 
-def buckets_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], int], bucket_bytes: int) -> list[Bucket]:
-    """Group parameters with a gradient, in order, into buckets of up to `bucket_bytes` of state, `bytes_of(p)` each."""
+def buckets_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], int], bucket_bytes: int) -> list[dict[str, Any]]:
+    """Group parameters with a gradient, in order, into groups of up to `bucket_bytes` of state, `bytes_of(p)` each."""
     buckets = []
     for group in optimizer.param_groups:
         with_grad = [p for p in group["params"] if p.grad is not None]
@@ -79,11 +75,11 @@ def buckets_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], in
         nbytes = 0
         for p in with_grad:
             if params and nbytes + bytes_of(p) > bucket_bytes:
-                buckets.append(Bucket(settled, params))
+                buckets.append({**settled, "params": params})
                 params, nbytes = [], 0
             params.append(p)
             nbytes += bytes_of(p)
-        buckets.append(Bucket(settled, params))
+        buckets.append({**settled, "params": params})
     return buckets
 
 
@@ -99,25 +95,20 @@ def _settled(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
 
 
 @contextmanager
-def alone(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
-    """Context in which `optimizer` has only the parameters of `bucket`."""
+def alone(optimizer: torch.optim.Optimizer, bucket: dict[str, Any]) -> Iterator[None]:
+    """Context in which `optimizer` has only the group `bucket`."""
     groups = optimizer.param_groups
-    optimizer.param_groups = [{**bucket.group, "params": bucket.params}]
+    optimizer.param_groups = [bucket]
     try:
         yield
     finally:
         optimizer.param_groups = groups
 
 
-# --- optimizer swap
-
 _log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 * MIB
 """Bytes of state that are stepped together: copies of that size reach the link's rate, and three are a small part of a GPU."""
-
-MIN_BYTES = 64 * KIB
-"""Minimum size of a state tensor to leave: smaller ones are a small part of all bytes, and cost a copy each."""
 
 _STATE_PER_PARAMETER = 2
 """Assumed number of state tensors of a parameter's size, before the optimizer has made them."""
@@ -146,7 +137,7 @@ class OptimizerSwap:
         self.parameters: ParameterSwap | None = None
         """Swapper of the parameters; None: they stay."""
         self._optimizer = optimizer
-        self._home = StateHome(executor, min_bytes=MIN_BYTES)
+        self.home = StateHome(executor, min_bytes=MIN_BYTES)
         self.bucket_bytes = bucket_bytes
         self._splits = is_splittable(optimizer)
         self._active = False
@@ -174,7 +165,7 @@ class OptimizerSwap:
         self._optimizer.__dict__["step"] = self._ours
         self._plain = self._optimizer.register_state_dict_post_hook(_as_plain)
         self._active = True
-        self._leave(list(self._optimizer.state))
+        self.leave(list(self._optimizer.state))
 
     def detach(self) -> None:
         """Bring all state back, in plain dicts, and restore the original step. State that no longer fits moves to pageable host
@@ -190,7 +181,7 @@ class OptimizerSwap:
             else:
                 self._optimizer.__dict__["step"] = self._before
         self._ours = self._before = None
-        on_host = sum(state.end() for state in list(self._home.states.values()))
+        on_host = sum(state.end() for state in list(self.home.states.values()))
         for p, state in list(self._optimizer.state.items()):
             if isinstance(state, SwappedState):
                 self._optimizer.state[p] = state.copy()
@@ -201,57 +192,45 @@ class OptimizerSwap:
                 format_size(on_host),
             )
 
-    def is_state(self, storage: torch.UntypedStorage) -> bool:
-        return self._home.is_state(storage)
-
     @property
     def resident_bytes(self) -> int:
         """Bytes of state that is on the device now and may leave."""
         states = (state for state in self._optimizer.state.values() if isinstance(state, dict))
-        return sum(movable_bytes(value, self._home) for state in states for value in dict.values(state))
-
-    def leave(self, params: list[Any]) -> None:
-        """Send out `params` and their state, which other code has made."""
-        if self._active:
-            self._leave(params)
+        return sum(movable_bytes(value, self.home) for state in states for value in dict.values(state))
 
     # --- a step
 
     def _step(self, optimizer: torch.optim.Optimizer, *given: Callable[[], Any]) -> Any:
         """Step as `optimizer.step` does, with the closure, if one was given."""
         raw = raw_step(optimizer)
-        if not self._active or self._home.device.capturing():
+        if not self._active or self.home.device.capturing():
             return raw(optimizer, *given)
         if not self._splits:
             self._arrive(list(optimizer.state))
             try:
                 return raw(optimizer, *given)
             finally:
-                self._leave(list(optimizer.state))
+                self.leave(list(optimizer.state))
         (closure,) = given or (None,)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         buckets = buckets_of(self._optimizer, self._state_bytes, self.bucket_bytes)
-        left_bytes = 0
+        left_bytes, budget = 0, self.home.budget
         for i, bucket in enumerate(buckets):
-            self._reclaim_but(left_bytes)
-            self._arrive(bucket.params)
+            # The copies out of the last bucket's state may take until the next is stepped. Memory is read again: no autograd
+            # hook has done so since the backward.
+            with self.home.entered():
+                budget.reclaim.reclaim_until(lambda: budget.reclaim.pending_bytes <= left_bytes)  # noqa: B023 - called here
+                budget.allocated_bytes()
+            self._arrive(bucket["params"])
             if i + 1 < len(buckets):
-                self._prefetch(buckets[i + 1].params)
+                self._prefetch(buckets[i + 1]["params"])
             with alone(self._optimizer, bucket):
                 raw(self._optimizer)
-            left_bytes = self._leave(bucket.params)
+            left_bytes = self.leave(bucket["params"])
         return loss
-
-    def _reclaim_but(self, nbytes: int) -> None:
-        """Reclaim memory of copies out, except the `nbytes` of the last bucket: their copies may take until the next one is
-        stepped. Read memory again: no autograd hook has done so since the backward."""
-        with self._home.entered():
-            budget = self._home.budget
-            budget.reclaim.reclaim_until(lambda: budget.reclaim.pending_bytes <= nbytes)
-            budget.allocated_bytes()
 
     def _state_bytes(self, p: Tensor) -> int:
         state = self._optimizer.state.get(p)
@@ -261,12 +240,12 @@ class OptimizerSwap:
 
     def _away(self, params: list[Any]) -> list[SwappedState]:
         states = (self._optimizer.state.get(p) for p in params)
-        return [state for state in states if isinstance(state, SwappedState) and state.away_bytes]
+        return [state for state in states if isinstance(state, SwappedState) and state.away()]
 
     def _prefetch(self, params: list[Any]) -> None:
         """Queue the copies back of the state of `params`, as far as memory allows."""
         if states := self._away(params):
-            with self._home.entered() as compute, suppress(torch.OutOfMemoryError, TransferFailed):  # not needed yet
+            with self.home.entered() as compute, suppress(torch.OutOfMemoryError, TransferFailed):  # not needed yet
                 for state in states:
                     state.swap_in(compute)
 
@@ -275,25 +254,27 @@ class OptimizerSwap:
         if self.parameters is not None:
             self.parameters.bring(params)
         if states := self._away(params):
-            with self._home.entered() as compute:
+            with self.home.entered() as compute:
                 for state in states:
                     state.arrive(compute)
 
-    def _leave(self, params: list[Any]) -> int:
+    def leave(self, params: list[Any]) -> int:
         """Send out `params` and their state, which may be new. Return the bytes of state that began to leave."""
+        if not self._active:
+            return 0
         if self.parameters is not None:
             self.parameters.send_out(params)
-        all_state, reclaim = self._optimizer.state, self._home.budget.reclaim
-        with self._home.entered():
+        all_state, reclaim = self._optimizer.state, self.home.budget.reclaim
+        with self.home.entered():
             before = reclaim.pending_bytes
             for p in params:
                 state = all_state.get(p)
                 if type(state) is dict and state:
-                    state = all_state[p] = SwappedState(state, self._home)
+                    state = all_state[p] = SwappedState(state, self.home)
                 if isinstance(state, SwappedState):
                     state.leave()
             leaving_bytes = reclaim.pending_bytes - before
-            self._home.context.transfer.hand_over()
+            self.home.context.transfer.hand_over()
             reclaim.reclaim_complete()
         return leaving_bytes
 

@@ -27,10 +27,9 @@ from torch.utils.weak import TensorWeakRef
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import RecomputeMismatch
-from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.retry import RandomState, is_alone, tried_bytes
-from chameleon_mm.state.hosted import Home
-from chameleon_mm.state.tensor_copy import Copier, TensorCopy, dense_bytes, form_of
+from chameleon_mm.state.tensor_copy import Copier, TensorCopy, dense_bytes, is_copyable, value_to_host
+from chameleon_mm.state.training_copy import restore_gradient
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import format_size
 
@@ -38,25 +37,6 @@ from chameleon_mm.units import format_size
 #
 # Gradients are copied to the host, because device memory is short. Setting a gradient aside and adding it later would give
 # another sum: (g + a) + b is not g + (a + b). And a step that clips or zeroes `.grad` must find the original value.
-
-
-class GradientOnHost(NamedTuple):
-    """Copy of a gradient on the host. It does not hold the gradient: if a step drops that, its memory is free."""
-
-    copy: TensorCopy
-    of: TensorWeakRef
-
-    def restore(self, parameter: nn.Parameter, copier: Copier) -> None:
-        """Restore the gradient in place (a DDP bucket may alias it); allocate a new tensor if it was freed."""
-        grad, copy = self.of(), self.copy
-        if grad is not None and (form_of(grad), grad.device) == (copy.form, copy.device):
-            dense_bytes(grad)  # here, and not in the executor's lock, it is brought back if it is away
-            with torch._C.DisableTorchFunction():
-                copier.fill(copy, grad)
-        else:
-            grad = parameter.grad = None  # frees the step's gradient
-            grad = copier.made_from(copy)
-        parameter.grad = grad
 
 
 class BufferCopies:
@@ -133,22 +113,18 @@ class StepStart:
         self._model = model
         self._parameters = [(parameter, _mark(parameter)) for parameter in model.parameters()]
         buffers.take()
-        self._gradients: list[tuple[nn.Parameter, GradientOnHost | Tensor | None]] = []
-        """Parameters, each with the copy of its gradient: on the device if that is more than contiguous bytes of the device."""
+        self._gradients: list[tuple[nn.Parameter, Any, TensorWeakRef | None]] = []
+        """Parameters, each with a copy of its gradient, as `restore_gradient` takes it, and the gradient. It is held weakly: if
+        a step drops it, its memory is free. None: there is no gradient."""
         try:
-            for parameter, _ in self._parameters:
-                self._gradients.append((parameter, self._copy_of(parameter.grad)))
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                for parameter, _ in self._parameters:
+                    g = parameter.grad
+                    copied = None if g is None else copier.copy(g) if is_copyable(g) else value_to_host(g)
+                    self._gradients.append((parameter, copied, None if g is None else TensorWeakRef(g)))
         except BaseException:
             self.release()
             raise
-
-    def _copy_of(self, grad: Tensor | None) -> GradientOnHost | Tensor | None:
-        if grad is None:
-            return None
-        if dense_bytes(grad) is None or not grad.numel() or not self._device.owns(grad):
-            return grad.detach().clone()
-        with torch._C.DisableTorchFunction():
-            return GradientOnHost(self._copier.copy(grad), TensorWeakRef(grad))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -185,20 +161,19 @@ class StepStart:
 
     def restore(self) -> None:
         """Restore random states, buffers and gradients. Raises `torch.OutOfMemoryError` if a gradient finds no room."""
-        for parameter, copy in self._gradients:
-            if copy is None:  # first: freeing the step's gradients makes room for the others
-                parameter.grad = None
-        for parameter, copy in self._gradients:
-            if isinstance(copy, Tensor):
-                parameter.grad = copy.clone()  # the step may write to it, and fail again
-            elif copy is not None:
-                copy.restore(parameter, self._copier)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for parameter, _, of in self._gradients:
+                if of is None:  # first: freeing the step's gradients makes room for the others
+                    parameter.grad = None
+            for parameter, copied, of in self._gradients:
+                if of is not None:
+                    restore_gradient(self._copier, parameter, copied, of(), self._copier.fill)
         self._buffers.restore()
         self._random.restore()
 
     def release(self) -> None:
         """Release the copies of gradients: the step will not run again."""
-        on_host = [copied.copy for _, copied in self._gradients if isinstance(copied, GradientOnHost)]
+        on_host = [copied for _, copied, _ in self._gradients if isinstance(copied, TensorCopy)]
         self._gradients = []
         if on_host:
             last = self._device.current_stream().record()
@@ -214,8 +189,6 @@ def _mark(parameter: nn.Parameter) -> tuple[int, int]:
         version = -1 if parameter.is_inference() else parameter._version
         return version, parameter.untyped_storage()._cdata if plain else 0
 
-
-# --- step retry
 
 _log = logging.getLogger(__name__)
 
@@ -254,12 +227,12 @@ class Repair(NamedTuple):
 class StepRunner:
     """Runs the steps of one session over `model`, and repeats those that run out of memory. Not thread-safe."""
 
-    def __init__(self, executor: Executor, pool: PinnedPool, model: nn.Module, *, hbm_budget_bytes: int) -> None:
+    def __init__(self, executor: Executor, copier: Copier, model: nn.Module, *, hbm_budget_bytes: int) -> None:
         self.hbm_budget_bytes = self._given_bytes = hbm_budget_bytes
         """The budget now: lowered by each step that had to run again."""
         self._executor = executor
         self._device = executor.device
-        self._copier = Copier(Home(executor), pool, None)
+        self._copier = copier
         self._model = model
         self._buffers = BufferCopies(model)
 
@@ -271,7 +244,9 @@ class StepRunner:
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R], repair: Repair | None = None) -> _R:
         """Run `fn()` inside `step()`. Raises the errors of `fn`; `torch.OutOfMemoryError` or `RecomputeMismatch` after
         `MAX_RETRIES` more runs."""
-        obstacle = self._obstacle()
+        obstacle = "a graph was captured" if self._device.capturing() else None
+        if obstacle is None and not is_alone():
+            obstacle = "the other ranks would not, and its collectives would wait for them"
         if obstacle is not None:
             try:
                 with step():
@@ -332,12 +307,6 @@ class StepRunner:
             is_mismatch = isinstance(error, RecomputeMismatch)
             asked_bytes = 0 if isinstance(error, RecomputeMismatch) else tried_bytes(error)
             return _Failure(str(error), is_mismatch, asked_bytes, allocated_bytes, traceback.format_exc())
-
-    def _obstacle(self) -> str | None:
-        """Return the reason why no step may run again here, or None."""
-        if self._device.capturing():
-            return "a graph was captured"
-        return None if is_alone() else "the other ranks would not, and its collectives would wait for them"
 
     def _tighten(self, failure: _Failure) -> None:
         before = self.hbm_budget_bytes

@@ -29,9 +29,9 @@ from chameleon_mm.state.hosted import Home
 from chameleon_mm.state.tensor_copy import Copier, TensorCopy
 from chameleon_mm.state.training_copy import ModelCopy, OptimizerCopy, check_model
 from chameleon_mm.swap.executor import Executor
-from chameleon_mm.units import format_size
 
 if TYPE_CHECKING:
+    from chameleon_mm.state.optimizer_swap import OptimizerSwap
     from chameleon_mm.state.parameter_swap import ParameterSwap
 
 # --- Write of a snapshot on a separate thread
@@ -97,10 +97,6 @@ class SnapshotWrite:
             finally:
                 self._ended.set()
 
-    def __repr__(self) -> str:
-        state = "going on" if not self.done else "done" if self._error is None else f"failed: {self._error}"
-        return f"<SnapshotWrite to {self.path}, {state}>"
-
 
 # --- Snapshot of the state at the start of a step, and the lifetime of its host memory
 
@@ -117,12 +113,13 @@ class Snapshot:
         device: Device,
         model: ModelCopy,
         optimizer: OptimizerCopy | None,
+        copies: Sequence[TensorCopy],
         random: RandomState,
         last: Event,
         turn: threading.Lock,
     ) -> None:
         self.model, self.optimizer, self.random, self.device = model, optimizer, random, device
-        self._copies: Sequence[TensorCopy] = [*model.copies, *(() if optimizer is None else optimizer.copies)]
+        self._copies = copies
         self.last = last
         """Event after all device work on its memory."""
         self._turn = turn
@@ -193,12 +190,6 @@ class Snapshot:
         if not sys.is_finalizing():
             self._free()  # no write is running: a write holds it
 
-    def __repr__(self) -> str:
-        return f"<Snapshot of {format_size(self.nbytes)}{', released' if self.released else ''}>"
-
-
-# --- snapshots
-
 
 class Snapshots:
     """Snapshots of one session's model and optimizer. Not thread-safe; use it between steps."""
@@ -208,21 +199,19 @@ class Snapshots:
         executor: Executor,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        *,
-        parameters: ParameterSwap | None = None,
-        leave: Callable[[list[Tensor]], None] | None = None,
+        parameters: ParameterSwap | None,
+        state: OptimizerSwap | None,
     ) -> None:
-        """`leave(params)`: sends out the state of `params`, which is new."""
+        """`parameters`, `state`: what swaps those of the model and the optimizer; None: they stay."""
         self.latest: Snapshot | None = None
         self._home = Home(executor)
-        pool = self._home.context.pool
-        self._device = pool.device
+        self._device = self._home.context.pool.device
         self._counters = executor.metrics.totals
         self._model, self._optimizer = model, optimizer
-        self._copier = Copier(self._home, pool, parameters)
+        self._copier = Copier(self._home, parameters, state)
         self._parameters = parameters
-        self._note_gradient = _do_nothing if parameters is None else parameters.note_gradient
-        self._leave = leave or _do_nothing
+        self._note_gradient = parameters.note_gradient if parameters is not None else lambda p: None
+        self._leave: Callable[[list[Tensor]], object] = state.leave if state is not None else lambda params: None
         self._turn = threading.Lock()
 
     def take(self) -> Snapshot:
@@ -231,7 +220,9 @@ class Snapshots:
         with torch._C.DisableTorchFunction():
             check_model(self._model, self._parameters)
         self._home.check_readable("the model for a snapshot", 0)
-        model, optimizer = ModelCopy(), None if self._optimizer is None else OptimizerCopy(self._optimizer, self._model)
+        copies: list[TensorCopy] = []
+        model = ModelCopy(copies)
+        optimizer = None if self._optimizer is None else OptimizerCopy(copies, self._optimizer, self._model)
         self._join_streams()
         random = RandomState(self._device)
         try:
@@ -239,10 +230,12 @@ class Snapshots:
             if optimizer is not None and self._optimizer is not None:
                 optimizer.take(self._copier, self._optimizer)
         except BaseException:
-            self._release([*model.copies, *(() if optimizer is None else optimizer.copies)])
+            last = self._join_streams()
+            for copy in copies:
+                copy.block.release(after=last)
             raise
         last = self._join_streams()
-        snapshot = self.latest = Snapshot(self._device, model, optimizer, random, last, self._turn)
+        snapshot = self.latest = Snapshot(self._device, model, optimizer, copies, random, last, self._turn)
         self._counters.snapshots += 1
         self._counters.snapshot_bytes += snapshot.nbytes
         return snapshot
@@ -253,11 +246,6 @@ class Snapshots:
         with self._home.entered() as compute:
             self._home.context.streams.join_all(compute)
             return compute.record()
-
-    def _release(self, copies: list[TensorCopy]) -> None:
-        last = self._join_streams()
-        for copy in copies:
-            copy.block.release(after=last)
 
     def restore(self, snapshot: Snapshot | None) -> None:
         """Restore `snapshot`, or the latest. Raises `TypeError` and `ValueError` before any change, and
@@ -295,10 +283,6 @@ class Snapshots:
             if difference is not None:
                 _refuse(difference)
         return snapshot
-
-
-def _do_nothing(sent_out: object) -> None:
-    pass
 
 
 def _refuse(difference: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """Optimizer state of one parameter, partly in host memory: a dict that brings back the tensors that are read.
 
 state = SwappedState(plain, home)
-state.leave()                          # tensors that may leave do: in the dict each is a `HostedTensor` from then on
+state.leave()                          # tensors that may leave do: the dict keeps them, without memory
 state["exp_avg"]                       # on the device, at the latest now; so do get, values, items, copy, pickle
 state.swap_in(compute); state.arrive(compute)
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.state.hosted import Home, HostedTensor, Where
+from chameleon_mm.state.hosted import Home, HostedStorage, Where, tensor_over
 from chameleon_mm.swap.executor import Executor
 
 if TYPE_CHECKING:
@@ -37,20 +37,29 @@ class SwappedState(dict[Any, Any]):
     def __init__(self, plain: dict[Any, Any], home: StateHome) -> None:
         super().__init__(plain)
         self._home = home
-        self._hosted: dict[Any, HostedTensor] = {}
+        self._hosted: dict[Any, HostedStorage] = {}
         """Tensors that left at least once, by key: each has a block on the host."""
         home.states[id(self)] = self
 
     # --- calls of swapping
 
+    def away(self) -> list[tuple[Any, HostedStorage]]:
+        """Keys of the tensors that left and did not come back, and their places."""
+        return [(key, hosted) for key, t in dict.items(self) if (hosted := self._where_away(key, t)) is not None]
+
+    def _where_away(self, key: Any, t: object) -> HostedStorage | None:
+        hosted = self._hosted.get(key)
+        return None if hosted is None or hosted.where is Where.ON_DEVICE or not hosted.is_of(t) else hosted
+
     @property
     def away_bytes(self) -> int:
-        return sum(value.nbytes for value in dict.values(self) if isinstance(value, HostedTensor))
+        return sum(hosted.nbytes for _, hosted in self.away())
 
     @property
     def moved_bytes(self) -> int:
         """Bytes of all tensors that may leave, on the device or host."""
-        return self.away_bytes + sum(movable_bytes(value, self._home) for value in dict.values(self))
+        here = (t for key, t in dict.items(self) if self._where_away(key, t) is None)
+        return self.away_bytes + sum(movable_bytes(t, self._home) for t in here)
 
     def end(self) -> int:
         """Bring all of it back for good, and free its host memory. Return the bytes for which the device has no memory: they
@@ -58,10 +67,10 @@ class SwappedState(dict[Any, Any]):
         with suppress(torch.OutOfMemoryError):
             self._back()
         on_host = self.away_bytes
-        with self._home.entered():  # a copy out may still have to be handed over
-            for key, value in list(dict.items(self)):
-                if isinstance(value, HostedTensor):
-                    dict.__setitem__(self, key, value.on_host())
+        with self._home.entered() as compute:  # a copy out may still have to be handed over
+            for key, hosted in self.away():
+                memory, t = hosted.host_bytes(compute).untyped_storage(), dict.__getitem__(self, key)
+                dict.__setitem__(self, key, tensor_over(memory, t))
         self._hosted.clear()
         return on_host
 
@@ -69,18 +78,20 @@ class SwappedState(dict[Any, Any]):
         """Queue the copies out of all tensors that may leave, under the executor's lock. If the host is full they stay."""
         for key in list(dict.keys(self)):
             t = dict.pop(self, key)
-            # Others may hold it: their tensor would no longer be the state, and freeing it would free no memory.
+            # Others may hold it: they would read memory that is gone.
             alone = isinstance(t, Tensor) and movable_bytes(t, self._home) and holders(t) <= self._home.least_holders
-            dict.__setitem__(self, key, self._out(key, t) if alone else t)
+            dict.__setitem__(self, key, t)
+            if alone and self._where_away(key, t) is None:
+                self._out(key, t)
             del t
 
     def swap_in(self, compute: Stream) -> None:
         """Queue the copies back of all tensors that are away, under the executor's lock. Raises `torch.OutOfMemoryError` and
         `TransferFailed`."""
-        for value in dict.values(self):
-            if isinstance(value, HostedTensor):
-                value.swap_in(compute)
-                self._home.note_on_device(value)
+        for _, hosted in self.away():
+            if hosted.where is Where.ON_HOST:
+                self._home.budget.room_was_made(hosted.nbytes, exclude=())
+            hosted.swap_in(compute)
 
     def arrive(self, compute: Stream) -> None:
         """Bring all of it to the device, ready for `compute`, under the executor's lock. Raises as `swap_in` does; tensors that
@@ -88,37 +99,41 @@ class SwappedState(dict[Any, Any]):
         try:
             self.swap_in(compute)
         finally:
-            for key, value in list(dict.items(self)):
-                if isinstance(value, HostedTensor) and value.where is not Where.ON_HOST:
-                    dict.__setitem__(self, key, value.tensor(compute))
+            for _, hosted in self.away():
+                if hosted.where is not Where.ON_HOST:
+                    hosted.arrive(compute)
+                    hosted.host_is_current = False  # a reader may write it
 
-    def _out(self, key: Any, t: Tensor) -> HostedTensor | Tensor:
-        """Queue the copy out of `t`. Return the new value for the dict: `t` if the host does not take it."""
+    def _out(self, key: Any, t: Tensor) -> None:
+        """Queue the copy out of `t`, if the host takes it."""
         hosted, home = self._hosted.get(key), self._home
-        if hosted is None or not hosted.has(t):
-            hosted = HostedTensor(t, home.context.streams.current(), home.context, home.budget)
+        if hosted is None or not hosted.is_of(t) or hosted.nbytes != t.untyped_storage().nbytes():
+            hosted = HostedStorage(
+                t, "state", home.context.streams.current(), home.context, home.budget, note_resident=home.note_resident
+            )
         try:
             hosted.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             _log.info("chameleon_mm: optimizer state stays on the device: %s", str(refusal))
             home.context.metrics.totals.fallbacks += 1
-            return t
-        self._hosted[key] = hosted
-        home.note_leaving(hosted)
+            return
+        self._hosted[key] = home.left[id(t.untyped_storage())] = hosted
+        home.recording.hide(t.untyped_storage())  # in a recorded step it is there until now, as in later steps
         home.budget.reclaim.add(hosted)
-        return hosted
 
     # --- calls of all other code
 
     def _back(self) -> None:
-        if any(isinstance(value, HostedTensor) for value in dict.values(self)):
-            self._home.bring_back(self)
+        """Bring it to the device for a read. Raises `torch.OutOfMemoryError` and the errors of `check_readable`."""
+        if away_bytes := self.away_bytes:
+            self._home.check_readable("optimizer state", away_bytes)
+            with self._home.entered() as compute:
+                self.arrive(compute)
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)
-        if isinstance(value, HostedTensor):
-            self._home.bring_back(self)
-            value = super().__getitem__(key)
+        if self._where_away(key, value) is not None:
+            self._back()
         return value
 
     get, items, values, pop, setdefault, __eq__ = (
@@ -159,8 +174,9 @@ def movable_bytes(value: object, home: StateHome) -> int:
     """Bytes of a tensor on the device that may leave; 0 for any other value, a small tensor or a view."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
         return 0
-    nbytes = value.untyped_storage().nbytes()
-    covers = nbytes == value.numel() * value.element_size()
+    storage = value.untyped_storage()
+    nbytes = storage.nbytes()
+    covers = nbytes == value.numel() * value.element_size() and storage.resizable()
     return nbytes if covers and nbytes >= home.min_bytes and home.device.owns(value) else 0
 
 
@@ -170,13 +186,6 @@ def holders(t: Tensor) -> tuple[int, int]:
     return sys.getrefcount(t), torch._C._storage_Use_Count(storage._cdata)
 
 
-def least_holders() -> tuple[int, int]:
-    """`holders` of a tensor that only the caller holds, by one reference. Measured, because Python versions differ."""
-    with torch._C._DisableTorchDispatch():
-        alone = torch.empty(1)
-    return holders(alone)
-
-
 # --- Home of the swapped state of one session, and the minimum size of a tensor to leave
 
 
@@ -184,28 +193,17 @@ class StateHome(Home):
     def __init__(self, executor: Executor, *, min_bytes: int) -> None:
         super().__init__(executor)
         self.min_bytes = min_bytes
-        self.least_holders = least_holders()
+        with torch._C._DisableTorchDispatch():
+            alone = torch.empty(1)
+        self.least_holders = holders(alone)
+        """`holders` of a tensor that one reference holds. Measured, because Python versions differ."""
         self.states: weakref.WeakValueDictionary[int, SwappedState] = weakref.WeakValueDictionary()
         """All swapped states by id: the optimizer's, and those that a `state_dict` still holds."""
-        self._came_back: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
-        """Storages that state came back into, by id."""
+        self.left: weakref.WeakValueDictionary[int, HostedStorage] = weakref.WeakValueDictionary()
+        """State that left at least once, by the id of its storage."""
+        self.note_resident: Callable[[int], None] = lambda nbytes: self.budget.note_allocated(max(0, nbytes))
 
-    def is_state(self, storage: torch.UntypedStorage) -> bool:
-        """True if state came back into `storage`, to leave again: it is in no plan."""
-        return self._came_back.get(id(storage)) is storage
-
-    def note_on_device(self, hosted: HostedTensor) -> None:
-        """Record the memory into which `hosted` comes back, if it does."""
-        if (storage := hosted.storage) is not None:
-            self._came_back[id(storage)] = storage
-
-    def note_leaving(self, hosted: HostedTensor) -> None:
-        """Record that `hosted` leaves: in a recorded step it is there until now, as in later steps."""
-        if (storage := hosted.storage) is not None:
-            self.recording.hide(storage)
-
-    def bring_back(self, state: SwappedState) -> None:
-        """Bring `state` to the device for a read. Raises `torch.OutOfMemoryError` and the errors of `check_readable`."""
-        self.check_readable("optimizer state", state.away_bytes)
-        with self.entered() as compute:
-            state.arrive(compute)
+    def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
+        """Find the state that left from `storage` at least once, to leave again: it is in no plan."""
+        hosted = self.left.get(id(storage))
+        return hosted if hosted is not None and hosted.ref() is storage else None

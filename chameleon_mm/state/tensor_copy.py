@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_map
 
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pool.block import BlockView, PinnedBlock, as_tensor
-from chameleon_mm.pool.pool import PinnedPool
-from chameleon_mm.state.hosted import Home, Hosted, HostedStorage, HostedTensor
+from chameleon_mm.state.hosted import Home, HostedStorage
 
 if TYPE_CHECKING:
+    from chameleon_mm.state.optimizer_swap import OptimizerSwap
     from chameleon_mm.state.parameter_swap import ParameterSwap
 
 # --- Contiguous bytes of a tensor, for copies and comparisons
@@ -66,9 +66,6 @@ def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
     return True
 
 
-# --- tensor copy
-
-
 class Form(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -78,26 +75,26 @@ class Form(NamedTuple):
         return f"{self.shape} of {str(self.dtype).removeprefix('torch.')} with strides {self.stride}"
 
 
-def form_of(t: Tensor | HostedTensor) -> Form:
+def form_of(t: Tensor) -> Form:
     return Form(tuple(t.shape), tuple(t.stride()), t.dtype)
 
 
-def is_copyable(t: object) -> TypeGuard[Tensor | HostedTensor]:
+def is_copyable(t: object) -> TypeGuard[Tensor]:
     """True if a tensor is only elements in memory, so that a `TensorCopy` can represent it."""
-    if isinstance(t, HostedTensor):
-        return True
     return isinstance(t, Tensor) and type(t) in (Tensor, nn.Parameter) and not t.is_meta and is_plain(t)
 
 
 class TensorCopy:
-    __slots__ = ("block", "device", "form", "nbytes", "stride")
-
     def __init__(self, form: Form, device: torch.device, block: PinnedBlock) -> None:
         self.form, self.device, self.block = form, device, block
         self.nbytes = block.nbytes
         is_like_it = is_dense(form.shape, form.stride)
         self.stride = form.stride if is_like_it else torch.empty(form.shape, device="meta").stride()
         """Strides in the block: the tensor's own if it has no gaps."""
+
+    def is_like(self, t: object) -> TypeGuard[Tensor]:
+        """True if it may be written to `t`: a tensor of the same form and device."""
+        return is_copyable(t) and form_of(t) == self.form and t.device == self.device
 
     def host_tensor(self) -> Tensor:
         """Return the copy, which must be complete, as a tensor with its own storage over the block's memory. Release the block
@@ -135,15 +132,12 @@ def value_for_checkpoint(value: Any) -> Any:
 
 def value_from_host(value: Any, current: Any = None) -> Any:
     """Return the value given to `value_to_host`, as a new value; written to `current` if that is a tensor like it."""
-    if isinstance(value, _OddTensor) and isinstance(current, Tensor) and _alike(value, current):
-        current.copy_(value.copy)
-        return current
+    if isinstance(value, _OddTensor):
+        odd, t = value.copy, current
+        alike = isinstance(t, Tensor) and t.device == value.device and t.layout is odd.layout is torch.strided
+        if alike and form_of(t) == form_of(odd):
+            return t.copy_(odd)
     return _map_odd(lambda odd: odd.copy.to(odd.device, copy=True), value)
-
-
-def _alike(odd: _OddTensor, t: Tensor) -> bool:
-    kinds = t.device == odd.device and t.layout is odd.copy.layout is torch.strided
-    return kinds and form_of(t) == form_of(odd.copy)
 
 
 def _map_odd(change: Any, value: Any) -> Any:
@@ -161,10 +155,11 @@ class Copier:
     and inside `torch.no_grad()`.
     """
 
-    def __init__(self, home: Home, pool: PinnedPool, hosts: ParameterSwap | None) -> None:
-        self._home, self._pool, self._hosts = home, pool, hosts
+    def __init__(self, home: Home, parameters: ParameterSwap | None, state: OptimizerSwap | None) -> None:
+        """`parameters`, `state`: what swaps those of the model and the optimizer; None: they stay."""
+        self._home, self._pool, self._parameters, self._state = home, home.context.pool, parameters, state
 
-    def copy(self, t: Tensor | HostedTensor) -> TensorCopy:
+    def copy(self, t: Tensor) -> TensorCopy:
         """Copy `t`. Raises `HostMemoryExhausted` if there is neither pinned nor pageable host memory."""
         form = form_of(t)
         nbytes = form.dtype.itemsize * prod(form.shape)
@@ -180,7 +175,6 @@ class Copier:
             if hosted is not None:
                 hosted.copy_to(copy.block, start, compute)
                 return copy
-            assert isinstance(t, Tensor)
             source = dense_bytes(t.detach())
             if source is not None and self._home.device.owns(t):
                 compute.copy(copy.block.buffer, source)
@@ -189,13 +183,13 @@ class Copier:
                 _typed(copy).copy_(t.detach())
             return copy
 
-    def put_back(self, copy: TensorCopy, t: Tensor | HostedTensor) -> None:
+    def put_back(self, copy: TensorCopy, t: Tensor) -> None:
         """Write the contents of `copy` to `t`, which has its form. The host must have seen the copy complete."""
         self.fill(copy, t)
-        if isinstance(t, Tensor) and not t.is_inference():
+        if not t.is_inference():
             torch.autograd.graph.increment_version(t)  # as any write: a graph that saved it raises eager's error
 
-    def fill(self, copy: TensorCopy, t: Tensor | HostedTensor) -> None:
+    def fill(self, copy: TensorCopy, t: Tensor) -> None:
         """Write as `put_back` does, without moving the version counter of `t`."""
         hosted, start = self._place(t)
         with self._home.entered() as compute:
@@ -204,7 +198,6 @@ class Copier:
             if hosted is not None:
                 hosted.copy_from(copy.block, start, compute)
                 return
-            assert isinstance(t, Tensor)
             destination = dense_bytes(t.detach())
             if destination is not None and self._home.device.owns(t):
                 compute.copy(destination, copy.block.buffer)
@@ -218,12 +211,14 @@ class Copier:
         self.put_back(copy, t)
         return t
 
-    def _place(self, t: Tensor | HostedTensor) -> tuple[Hosted | None, int]:
+    def _place(self, t: Tensor) -> tuple[HostedStorage | None, int]:
         """Return the owner of `t`'s host copy and the byte in it at which `t` begins; None: `t` is in its own memory."""
-        hosted: Hosted | None = t if isinstance(t, HostedTensor) else None if self._hosts is None else self._hosts.find(t)
-        if self._hosts is not None and isinstance(hosted, HostedStorage) and not is_dense(t.shape, t.stride()):
-            self._hosts.use([hosted], "a snapshot")
+        hosted = None if self._parameters is None else self._parameters.find(t)
+        if hosted is not None and self._parameters is not None and not is_dense(t.shape, t.stride()):
+            self._parameters.use([hosted], "a snapshot")
             hosted = None
+        elif hosted is None and self._state is not None and is_plain(t):
+            hosted = self._state.home.find(t.untyped_storage())
         return hosted, int(t.storage_offset()) * t.dtype.itemsize
 
 

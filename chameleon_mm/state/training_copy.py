@@ -1,6 +1,6 @@
 """Copies of a model and of an optimizer on the host.
 
-copied = OptimizerCopy(optimizer, model)
+copied = OptimizerCopy(copies, optimizer, model)
 copied.take(copier, optimizer)
 copied.difference(optimizer, model) -> text or None
 copied.restore(copier, optimizer, leave)        # `leave(params)`: their state is new, and may leave the device
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from chameleon_mm.state.hosted import HostedTensor
 from chameleon_mm.state.tensor_copy import (
     Copier,
     Form,
@@ -61,8 +60,9 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class ModelCopy:
-    def __init__(self) -> None:
-        self.copies: list[TensorCopy] = []
+    def __init__(self, copies: list[TensorCopy]) -> None:
+        """`copies`: gets every copy that it makes."""
+        self._copies = copies
         self._tensors: dict[str, TensorCopy] = {}
         """Parameters and buffers, by each of their names."""
         self._gradients: dict[str, Any] = {}
@@ -88,9 +88,9 @@ class ModelCopy:
             for name, value in layout.items():
                 self._layout[name] = seen[id(value)] if id(value) in seen else value_to_host(value)
 
-    def _copy(self, copier: Copier, t: Tensor | HostedTensor) -> TensorCopy:
+    def _copy(self, copier: Copier, t: Tensor) -> TensorCopy:
         copy = copier.copy(t)
-        self.copies.append(copy)
+        self._copies.append(copy)
         return copy
 
     def difference(self, model: nn.Module) -> str | None:
@@ -121,29 +121,30 @@ class ModelCopy:
                     copier.put_back(self._tensors[name], t)
             for name, p in model.named_parameters():
                 if name in self._gradients:
-                    self._restore_gradient(copier, p, self._gradients[name])
+                    restore_gradient(copier, p, self._gradients[name], p.grad, copier.put_back)
                     note_gradient(p)
-
-    @staticmethod
-    def _restore_gradient(copier: Copier, p: nn.Parameter, copied: Any) -> None:
-        gradient = p.grad
-        if not isinstance(copied, TensorCopy):
-            p.grad = None
-            p.grad = value_from_host(copied)
-        elif gradient is not None and is_copyable(gradient) and form_of(gradient) == copied.form:
-            copier.put_back(copied, gradient)
-        else:
-            del gradient
-            p.grad = None  # freeing the current gradient makes room
-            p.grad = copier.made_from(copied)
 
     def for_checkpoint(self) -> dict[str, Any]:
         """Entries of a checkpoint: plain tensors that hold the blocks."""
-        tensors = {id(copy): copy.host_tensor() for copy in self.copies}
+        of_model = (*self._tensors.values(), *self._gradients.values())
+        tensors = {id(copy): copy.host_tensor() for copy in of_model if isinstance(copy, TensorCopy)}
         model = {name: _for_checkpoint(value, tensors) for name, value in self._layout.items()}
         rest = {name: tensors[id(copy)] for name, copy in self._tensors.items() if name not in model}
         gradients = {name: _for_checkpoint(value, tensors) for name, value in self._gradients.items()}
         return {"model": model, "not_in_state_dict": rest, "gradients": gradients}
+
+
+def restore_gradient(
+    copier: Copier, p: nn.Parameter, copied: Any, gradient: Tensor | None, write: Callable[[TensorCopy, Tensor], None]
+) -> None:
+    """Restore the gradient of `p`: by `write`, in place in `gradient`, if that is like it (a bucket may alias it), else as a
+    new tensor. `copied`: its copy, or the result of `value_to_host` for another kind. Raises `torch.OutOfMemoryError`."""
+    if isinstance(copied, TensorCopy) and copied.is_like(gradient):
+        write(copied, gradient)
+        p.grad = gradient
+        return
+    gradient = p.grad = None  # freeing the current gradient makes room
+    p.grad = copier.made_from(copied) if isinstance(copied, TensorCopy) else value_from_host(copied)
 
 
 def _for_checkpoint(value: Any, tensors: dict[int, Tensor]) -> Any:
@@ -154,12 +155,10 @@ def _text(form: Form | None, device: torch.device) -> str:
     return f"no plain tensor on {device}" if form is None else f"{form} on {device}"
 
 
-# --- optimizer copy
-
-
 class OptimizerCopy:
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        self.copies: list[TensorCopy] = []
+    def __init__(self, copies: list[TensorCopy], optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """`copies`: gets every copy that it makes."""
+        self._copies = copies
         self._kind = type(optimizer).__name__
         self._params = _params_by_name(optimizer, model)
         self._groups = [
@@ -175,9 +174,9 @@ class OptimizerCopy:
             for key, state in list(optimizer.state.items()):
                 copied = self._state[_key(key, numbers)] = {}
                 for name, value in list(dict.items(state)):
-                    if isinstance(value, (Tensor, HostedTensor)) and is_copyable(value):
+                    if is_copyable(value):
                         copied[name] = copier.copy(value)
-                        self.copies.append(copied[name])
+                        self._copies.append(copied[name])
                     else:
                         copied[name] = value_to_host(value)
 
@@ -194,7 +193,7 @@ class OptimizerCopy:
             return "got one whose optimizer has the parameters in another order"
         return None
 
-    def restore(self, copier: Copier, optimizer: torch.optim.Optimizer, leave: Callable[[list[Tensor]], None]) -> None:
+    def restore(self, copier: Copier, optimizer: torch.optim.Optimizer, leave: Callable[[list[Tensor]], object]) -> None:
         """Restore everything in place, remove newer state, and make tensors that are gone. Raises `torch.OutOfMemoryError` if
         those find no room."""
         numbers = _numbers(optimizer)
@@ -225,7 +224,7 @@ class OptimizerCopy:
             current = dict.get(state, name)
             if not isinstance(value, TensorCopy):
                 dict.__setitem__(state, name, value_from_host(value, current))
-            elif is_copyable(current) and form_of(current) == value.form and current.device == value.device:
+            elif value.is_like(current):
                 copier.put_back(value, current)
             else:
                 del current

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -163,24 +164,29 @@ def replayable_on(device: Device) -> frozenset[str]:
 
 def exact_products(device: Device) -> frozenset[str]:
     """Base names of the products that gave the same bits each time."""
-    exact = set[str]()
+    differing, tried = set[str](), set[str]()
     try:
-        for names, run in _products(device.torch_device):
-            if all(_is_exact(run, dtype) for dtype in (torch.float32, torch.bfloat16)):
-                exact.update(f"aten::{name}" for name in names)
+        for dtype in (torch.float32, torch.bfloat16):
+            for names, calls in _calls(device.torch_device, dtype):
+                (tried if _is_exact(calls, dtype) else differing).update(f"aten::{name}" for name in names)
     except torch.OutOfMemoryError:
         _log.info("chameleon_mm: products are not recomputed: there is no memory to try them")
         return frozenset()
-    return frozenset(exact) & PRODUCTS
+    return frozenset(tried - differing) & PRODUCTS
 
 
-Run = Callable[[torch.dtype], Iterable[Callable[[], Tensor]]]
-"""Function that returns calls of one product in a dtype, each on inputs of its own."""
+_PRODUCTS: tuple[tuple[tuple[str, ...], tuple[int, ...], Callable[[Tensor, Tensor, Tensor], Tensor]], ...] = (
+    (("mm",), (), lambda a, b, c: a @ b),
+    (("addmm", "addmm_"), (), lambda a, b, c: torch.addmm(c, a, b)),
+    (("bmm",), (3,), lambda a, b, c: torch.bmm(a, b)),
+    (("baddbmm",), (3,), lambda a, b, c: torch.baddbmm(c, a, b)),
+)
+"""Base names of products, the batch of their matrices, and a call: (rows, length), (length, columns), (columns) -> product."""
 
 
-def _is_exact(run: Run, dtype: torch.dtype) -> bool:
+def _is_exact(calls: Iterable[Callable[[], Tensor]], dtype: torch.dtype) -> bool:
     try:
-        return all(_gives_the_same(call) for call in run(dtype))
+        return all(_gives_the_same(call) for call in calls)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # no kernel for that dtype
@@ -194,39 +200,16 @@ def _gives_the_same(call: Callable[[], Tensor]) -> bool:
     return all(torch.equal(first.view(torch.uint8), other.view(torch.uint8)) for other in others)
 
 
-def _products(device: torch.device) -> Iterator[tuple[tuple[str, ...], Run]]:
+def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[tuple[str, ...], Iterator[Callable[[], Tensor]]]]:
+    """Yield base names of products, and calls of them in `dtype`, each on inputs of its own."""
     generator = torch.Generator().manual_seed(0)
 
-    def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+    def numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
+        return [torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for shape in shapes]
 
-    def matrices(dtype: torch.dtype, batch: tuple[int, ...] = ()) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for rows, length, columns in _SIZES:
-            yield (
-                numbers(*batch, rows, length, dtype=dtype),
-                numbers(*batch, length, columns, dtype=dtype),
-                numbers(columns, dtype=dtype),
-            )
-
-    def convolutions(dtype: torch.dtype) -> Iterable[Callable[[], Tensor]]:
-        for channels, side in ((3, 33), (32, 16)):
-            x, w = numbers(2, channels, side, side, dtype=dtype), numbers(16, channels, 3, 3, dtype=dtype)
-            yield lambda x=x, w=w: torch.conv2d(x, w, padding=1)  # type: ignore[misc]  # the defaults bind the loop's values
-
-    yield ("mm",), lambda dtype: [lambda a=a, b=b: a @ b for a, b, _ in matrices(dtype)]  # type: ignore[misc]  # as above
-    yield (
-        ("addmm", "addmm_"),
-        lambda dtype: [
-            lambda a=a, b=b, c=c: torch.addmm(c, a, b)  # type: ignore[misc]  # as above
-            for a, b, c in matrices(dtype)
-        ],
-    )
-    yield ("bmm",), lambda dtype: [lambda a=a, b=b: torch.bmm(a, b) for a, b, _ in matrices(dtype, (3,))]  # type: ignore[misc]  # as above
-    yield (
-        ("baddbmm",),
-        lambda dtype: [
-            lambda a=a, b=b, c=c: torch.baddbmm(c, a, b)  # type: ignore[misc]  # as above
-            for a, b, c in matrices(dtype, (3,))
-        ],
-    )
-    yield ("convolution", "cudnn_convolution", "mkldnn_convolution"), convolutions
+    for names, batch, product in _PRODUCTS:
+        inputs = (numbers((*batch, rows, length), (*batch, length, columns), (columns,)) for rows, length, columns in _SIZES)
+        yield names, (partial(product, *given) for given in inputs)
+    images = (numbers((2, channels, side, side), (16, channels, 3, 3)) for channels, side in ((3, 33), (32, 16)))
+    convolutions = ("convolution", "cudnn_convolution", "mkldnn_convolution")
+    yield convolutions, (partial(torch.conv2d, *given, padding=1) for given in images)

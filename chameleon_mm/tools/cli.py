@@ -102,19 +102,6 @@ A model's own torch.autocast("cuda") counts as it would on a GPU. The built-in G
 the fused GELU, and their loss in the dtype of the logits. What is printed as a smallest budget may be given as --hbm-budget.
 Exits with 1 if no plan keeps within the budgets.
 """
-_BENCH = {
-    "copy": "H2D and D2H rates by size, pinned against pageable, and both ways at once",
-    "hooks": "what a saved tensor costs the host, save and use, over hooks that do nothing: where it stays, where it moves",
-    "lengths": "training whose batch length changes with every step, simulated: recorded, followed, over the budget; --svg",
-    "memory": "a step's peak on the simulator and by torch's caching allocator, side by side, and what is reserved",
-    "overlap": "compute beside copies and packing: what it loses, what is hidden, how long an urgent copy waits",
-    "pack": "many tensors to pinned memory by every way there is, and what packing costs the host",
-    "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps; beside torch's pinned cache",
-    "profiler": "what watching a step costs the host, by every way there is, from hooks that do nothing to torch.profiler",
-    "reclaim": "device memory of a step by each way of giving it back: record_stream, at hooks, in the allocator; --svg",
-    "timeline": "one step by a plan on a simulated GPU: kernels, copies and memory over time, as a picture",
-    "training": "step time and peak memory of one model: no swapping, checkpointing, torch's save_on_cpu, chameleon_mm",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,7 +162,6 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     doctor.set_defaults(handler=_run_doctor)
     native = _add(commands, "native", "build the optional C++ helpers for the torch that is installed", _NATIVE)
     native.add_argument("--compiler", default="g++", metavar="PROGRAM", help="C++ compiler that knows C++20 (default: g++)")
-    native.add_argument("--remove", action="store_true", help="remove every build instead; sessions use Python alone then")
     native.set_defaults(handler=_run_native)
     plan = _add(commands, "plan", "what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG)
     for name, parser_of_command, path in (
@@ -193,11 +179,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         commands, "bench", "measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."
     )
     themes = bench.add_subparsers(title="themes", metavar="THEME", required=True)
-    for name, path in THEMES.items():
-        about = _BENCH.get(name, "")
+    for name, about in THEMES.items():
         parser_of_theme = _add(themes, name, about, about)
         if (command, theme) == ("bench", name):
-            module = importlib.import_module(path)
+            module = importlib.import_module(f"chameleon_mm.bench.{name}")
             module.add_arguments(parser_of_theme)
             parser_of_theme.set_defaults(handler=partial(_run_theme, module.run))
     return parser
@@ -233,20 +218,15 @@ def _environment(theme: str, device: Device) -> Mapping[str, Any]:
 def _run_native(args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm.device import native
 
-    if args.remove:
-        console.print(f"removed {native.remove()} builds from {native.folder()}")
-        return 0
     if not native.useful():
         console.print("nothing to build: the helpers are for torch's CUDA build, and this torch is none")
     for name in native.useful():
-        path = native.build(name, compiler=args.compiler, again=not native.status(name).active)
-        console.print(f"{name}: {native.status(name).words}, {path}", soft_wrap=True)
+        path = native.build(name, compiler=args.compiler, again=native.status(name) != "active")
+        console.print(f"{name}: {native.status(name)}, {path}", soft_wrap=True)
     return 0
 
 
 def _run_doctor(args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm.tools import doctor
-    from chameleon_mm.tools.outputs import check_outputs
 
-    check_outputs({"--json": args.json})
     return doctor.run(args.json, console)

@@ -121,8 +121,6 @@ class GPT(nn.Module):
         return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
 
 
-# --- demo training
-
 Rows = Sequence[tuple[Tensor, Tensor]]
 
 

@@ -1,6 +1,6 @@
 """Describes this machine: software, GPUs, link, memory limits; names what is missing and the command that mends it.
 
-    for finding in collect(): finding.section, finding.name, finding.text, finding.available
+    for section, name, check in CHECKS: available, text = find(check)
     run(json_path, console)     # the same as a table, and as JSON where a path is given
 
 A missing part is a row, never a crash.
@@ -12,7 +12,6 @@ import json
 import platform
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +27,7 @@ from chameleon_mm.device.cuda import expandable_segments, visible_gpus
 from chameleon_mm.files import write_file
 from chameleon_mm.pool.host_memory import auto_limit_bytes, available_host_bytes, of_machine
 from chameleon_mm.swap.calibration import calibrate, keep
-from chameleon_mm.tools.outputs import tell_written
+from chameleon_mm.tools.outputs import check_outputs, tell_written
 from chameleon_mm.units import format_size
 
 # --- The doctor's checks: versions, GPUs and their links, limits on pinned memory, and the link's rates
@@ -61,38 +60,25 @@ def installed(root: Path, *, distributions: tuple[str, ...]) -> str:
 
 
 def helpers(root: Path) -> str:
-    return "\n".join(f"{name}: {native.status(name).words}" for name in native.useful())
+    return "\n".join(f"{name}: {native.status(name)}" for name in native.useful())
 
 
 def driver(root: Path) -> str:
     # "NVRM version: NVIDIA UNIX ... Kernel Module  580.159.03  Release Build ..."
-    words = _read(root, "proc/driver/nvidia/version").splitlines()[0].split()
+    try:
+        words = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace").splitlines()[0].split()
+    except OSError as error:
+        raise Unavailable(f"/proc/driver/nvidia/version: {error.strerror}") from error
     return next(word for word in words if word[:1].isdigit() and "." in word)
 
 
 def gpus(root: Path) -> str:
-    """A line for each GPU: name, memory, capability, and its PCIe link as the kernel reports it."""
     found = visible_gpus()
     if not found and torch.version.cuda is None:
         raise Unavailable("torch is built without CUDA; pip install a build with CUDA, see pytorch.org/get-started")
     if not found:
         raise Unavailable("torch finds no GPU; nvidia-smi says whether the driver does")
-    return "\n".join(
-        f"{gpu.index}: {gpu.name}, {format_size(gpu.total_bytes)}, capability {gpu.capability}, {_link(root, gpu.pci_id)}"
-        for gpu in found
-    )
-
-
-def _link(root: Path, pci_id: str | None) -> str:
-    folder = f"sys/bus/pci/devices/{pci_id}"
-    try:
-        now, most = (
-            f"{_read(root, f'{folder}/{of}_link_speed')} x{_read(root, f'{folder}/{of}_link_width')}"
-            for of in ("current", "max")
-        )
-    except Unavailable as unknown:
-        return f"link unknown ({unknown})"
-    return f"link {now}" if now == most else f"link {now} now, at most {most} (an idle GPU lowers its link)"
+    return "\n".join(found)
 
 
 def segments(root: Path) -> str:
@@ -131,14 +117,6 @@ def link_rates(root: Path) -> str:
     return f"{device.name}: " + ", ".join(f"{rates[name]:.1f} GB/s {way}" for name, way in told) + kept
 
 
-def _read(root: Path, path: str) -> str:
-    """Stripped text of a file in `proc` or `sys`. Raises `Unavailable` if it cannot be read."""
-    try:
-        return (root / path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError as error:
-        raise Unavailable(f"/{path}: {error.strerror}") from error
-
-
 CHECKS: tuple[tuple[str, str, Check], ...] = (
     ("software", "python", lambda root: platform.python_version()),
     ("software", "system", lambda root: platform.platform()),
@@ -156,51 +134,31 @@ CHECKS: tuple[tuple[str, str, Check], ...] = (
 )
 
 
-# --- doctor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Row of the table: what was checked, and what was found or why nothing was."""
-
-    section: str
-    name: str
-    text: str
-    available: bool
-
-
-def collect(root: Path = Path("/")) -> list[Finding]:
-    """Run all checks. Never raises for a missing part. Starts CUDA if there is a GPU, and copies for less than a second.
-
-    `root` is the folder that holds `proc` and `sys`.
-    """
-    return [find(section, name, check, root) for section, name, check in CHECKS]
-
-
-def find(section: str, name: str, check: Check, root: Path = Path("/")) -> Finding:
-    """Run `check` and return its row. Any exception becomes "unavailable: reason"."""
+def find(check: Check, root: Path = Path("/")) -> tuple[bool, str]:
+    """Run `check`. Return whether it found something, and its text, or "unavailable: reason", whatever it raised."""
     try:
-        return Finding(section=section, name=name, text=check(root), available=True)
+        return True, check(root)
     except Exception as error:  # noqa: BLE001  # a machine may be broken in any way, and the other rows still matter
-        reason = str(error) or type(error).__name__
-        return Finding(section=section, name=name, text=f"unavailable: {reason}", available=False)
+        return False, f"unavailable: {str(error) or type(error).__name__}"
 
 
 def run(json_path: Path | None, console: Console) -> int:
-    """Collect, show on `console`, write JSON to `json_path` if given. Returns exit code 0, even if parts are missing.
+    """Run all checks, show what they found on `console`, write it as JSON to `json_path` if given. Returns exit code 0, even if
+    parts are missing. Starts CUDA if there is a GPU, and copies for less than a second.
 
     Raises `OSError` if the file cannot be written.
     """
+    check_outputs({"--json": json_path})
     table = Table(title="What this machine offers", title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column("section", style="bold", no_wrap=True)
     table.add_column("name", no_wrap=True)
     table.add_column("found", overflow="fold")
     sections: dict[str, dict[str, dict[str, object]]] = {}
-    for finding in collect():
-        heading = "" if finding.section in sections else finding.section
+    for section, name, check in CHECKS:
+        available, text = find(check)
         # Text, not str: drivers answer "[N/A]", which rich would take for markup.
-        table.add_row(heading, finding.name, Text(finding.text, style="" if finding.available else "yellow"))
-        sections.setdefault(finding.section, {})[finding.name] = {"available": finding.available, "text": finding.text}
+        table.add_row("" if section in sections else section, name, Text(text, style="" if available else "yellow"))
+        sections.setdefault(section, {})[name] = {"available": available, "text": text}
     console.print(table)
     if json_path is not None:
         record = {"schema": "chameleon_mm.tools.doctor/3", "findings": sections}

@@ -60,7 +60,10 @@ class Program:
         """Run the program to its end. `sys.modules["__main__"]`, `sys.argv` and `sys.path[0]` stay the program's afterwards."""
         try:
             if self.is_module:
-                self._run_module()
+                sys.argv = ["-m", *self.arguments]
+                _first_in_path(str(Path.cwd()))
+                _main()
+                runpy._run_module_as_main(self.name)  # type: ignore[attr-defined]  # the function that `python -m` calls
             else:
                 self._run_script()
         except SystemExit as done:
@@ -69,12 +72,6 @@ class Program:
             _tell(error)
             return Ending(exit_code=130 if isinstance(error, KeyboardInterrupt) else 1, error=error)
         return Ending(exit_code=0, error=None)
-
-    def _run_module(self) -> None:
-        sys.argv = ["-m", *self.arguments]
-        _first_in_path(str(Path.cwd()))
-        _main()
-        runpy._run_module_as_main(self.name)  # type: ignore[attr-defined]  # the function that `python -m` calls
 
     def _run_script(self) -> None:
         path = os.path.join(os.getcwd(), self.name)  # noqa: PTH109, PTH118  # os.path: "./" and links stay in `__file__`, as Python has them

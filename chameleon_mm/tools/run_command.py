@@ -40,11 +40,9 @@ class LaunchedRank:
     count: int = 1
 
     @classmethod
-    def started_by_launcher(
-        cls,
-        environ: Mapping[str, str] = os.environ,  # noqa: TID251  # launchers pass ranks in environment variables only
-    ) -> LaunchedRank:
+    def started_by_launcher(cls) -> LaunchedRank:
         """Read torchrun's variables, which other launchers set, too. Without them this process is the only rank."""
+        environ = os.environ  # noqa: TID251  # launchers pass ranks in environment variables only
         try:
             return cls(rank=int(environ["RANK"]), count=int(environ["WORLD_SIZE"]))
         except (KeyError, ValueError):
@@ -147,8 +145,6 @@ class End:
         with contextlib.suppress(OSError):
             print_line(self._console, f"chameleon-mm run: {' '.join(text.split())}")
 
-
-# --- run command
 
 _COMPILED_UNDER_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 """Torch's warning at each call of a compiled module while the watch's hook is on. That hook only looks: see Note [Watch]."""

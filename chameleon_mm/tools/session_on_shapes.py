@@ -30,7 +30,7 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
-from chameleon_mm.state.parameter_swap import MIN_BYTES
+from chameleon_mm.state.hosted import MIN_BYTES
 from chameleon_mm.tools.outputs import print_table
 from chameleon_mm.tools.prediction import StepNeeds, conclude, rooflines
 from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic, gpu_autocast

@@ -217,7 +217,7 @@ class TrainingStep:
         for bucket in buckets_of(optimizer, partial(_state_bytes, optimizer), bucket_bytes):
             with alone(optimizer, bucket):
                 raw(optimizer)
-            stepped = sum(_state_bytes(optimizer, p) for p in bucket.params)
+            stepped = sum(_state_bytes(optimizer, p) for p in bucket["params"])
             self.largest_bucket_bytes = max(self.largest_bucket_bytes, stepped)
 
 

@@ -37,10 +37,6 @@ from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.record.dispatch_state import in_backward, saved_tensor_hooks_on_top
 from chameleon_mm.report.report import SwapReport
 
-MakeSession = Callable[[nn.Module | None, "str | None"], SwapSession]
-"""Makes the session from the module that is called first and the name of its parameters' GPU; either may be None."""
-
-
 UNSEEN_STEPS = 2
 """Number of optimizer steps without a preceding module call after which each step begins where the last one ends. The first of
 them may only make the optimizer's state."""
@@ -53,7 +49,9 @@ class Stopped(SystemExit):
 class TrainingWatch:
     """Watch over one program's training. `finish` ends it."""
 
-    def __init__(self, make_session: MakeSession) -> None:
+    def __init__(self, make_session: Callable[[nn.Module | None, str | None], SwapSession]) -> None:
+        """`make_session(module, gpu)`: makes the session for the module that is called first, whose parameters are on that GPU;
+        either may be None."""
         self._make_session = make_session
         self._session: SwapSession | None = None
         self._bounds: StepBounds | None = None
@@ -227,10 +225,7 @@ class TrainingWatch:
     def _hide_hook_until_return(self, module: nn.Module) -> None:
         if self._module_hook is not None and not isinstance(module, torch.jit.ScriptModule):  # a ScriptModule takes no hooks
             self._module_hook.remove()
-            self._returning = module.register_forward_hook(self._returned, always_call=True)
-
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._module_returned()
+            self._returning = module.register_forward_hook(lambda *_: self._module_returned(), always_call=True)
 
     def _module_returned(self) -> None:
         """Restore the global hook if a module's call removed it."""

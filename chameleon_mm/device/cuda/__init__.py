@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from chameleon_mm.device.cuda.cuda_device import (
     CudaDevice,
-    VisibleGpu,
     cuda_is_available,
     cupy_cuda,
     expandable_segments,
@@ -18,6 +17,6 @@ from chameleon_mm.device.cuda.cuda_device import (
 from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream
 
 __all__ = [
-    "CudaDevice", "CudaEvent", "CudaStream", "VisibleGpu", "cuda_is_available", "cupy_cuda", "expandable_segments",
+    "CudaDevice", "CudaEvent", "CudaStream", "cuda_is_available", "cupy_cuda", "expandable_segments",
     "visible_gpus",
 ]  # fmt: skip

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
@@ -24,28 +23,16 @@ from torch import Tensor
 from chameleon_mm.device import native
 from chameleon_mm.device.cuda.cuda_stream import CudaEvent, CudaStream, events_after_all_work
 from chameleon_mm.device.holders import REFERENCES_AT_REST
-from chameleon_mm.device.packing import PACK_PROGRAMS, Checksummer, Packer
+from chameleon_mm.device.packing import Checksummer, Packer
 from chameleon_mm.device.pinning import PageLocker, PinningCalls, near_cpus, pageable_memory
 from chameleon_mm.device.protocols import Event, MemoryReading, Stream
 from chameleon_mm.errors import DeviceUnavailable, check_type
-from chameleon_mm.units import MIB
+from chameleon_mm.units import MIB, format_size
 
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import HeldStorage
 
 # --- The GPUs that torch sees, found without a context on any of them where possible
-#
-# for gpu in visible_gpus(): gpu.name, gpu.total_bytes, gpu.pci_id
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisibleGpu:
-    index: int
-    name: str
-    total_bytes: int
-    capability: str
-    pci_id: str | None
-    """PCI address in the form of sysfs, "0000:06:00.0"; None if torch does not report it."""
 
 
 def cuda_is_available() -> bool:
@@ -53,19 +40,12 @@ def cuda_is_available() -> bool:
     return torch.cuda.is_available()
 
 
-def visible_gpus() -> list[VisibleGpu]:
-    """Return the GPUs that torch sees, in its order; empty without CUDA. Initialises CUDA if available."""
+def visible_gpus() -> list[str]:
+    """Return a line for each GPU that torch sees: index, name, memory, capability. Empty without CUDA. Initialises CUDA if
+    available."""
     found = range(torch.cuda.device_count() if cuda_is_available() else 0)
-    return [
-        VisibleGpu(
-            index=index,
-            name=about.name,
-            total_bytes=about.total_memory,
-            capability=f"{about.major}.{about.minor}",
-            pci_id=pci_id(about),
-        )
-        for index, about in ((index, torch.cuda.get_device_properties(index)) for index in found)
-    ]
+    gpus = [(index, torch.cuda.get_device_properties(index)) for index in found]
+    return [f"{i}: {gpu.name}, {format_size(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}" for i, gpu in gpus]
 
 
 def expandable_segments() -> bool:
@@ -183,8 +163,6 @@ SEGMENT_BYTES = 20 * MIB
 class CudaAllocatorHook:
     """Hook in the caching allocator of one GPU, for one session."""
 
-    __slots__ = ("_asked", "_history", "_hook", "_index", "_set", "_total_bytes")
-
     def __init__(self, module: ModuleType, index: int) -> None:
         self._hook: Any = module.Hook(index)
         self._index = index
@@ -235,18 +213,14 @@ class CudaAllocatorHook:
             self._hook.set_limits(*self._set, history)
 
 
-# --- cuda device
-
 _MAX_KNOWN_STREAMS = 64  # torch has 32 per priority; other libraries may add some
 
 
 class CudaDevice:
     """A CUDA GPU, by its index (None: torch's current one). Thread-safe: backward runs on a thread of autograd.
 
-    `pack_programs` is the maximum number of programs of a pack kernel, so the maximum number of SMs that it takes from compute.
-
     Raises `DeviceUnavailable` (a `RuntimeError`) if torch sees no GPU or does not use its native allocator.
-    Raises `ValueError` for an invalid index, and for `pack_programs` below 1.
+    Raises `ValueError` for an invalid index.
     """
 
     simulated = False
@@ -254,8 +228,8 @@ class CudaDevice:
     """Maximum slack of a block. torch's allocator does not split a cached block if the rest is at most this. It counts the
     whole block as allocated. See `should_split` in c10/cuda/CUDACachingAllocator.cpp."""
 
-    def __init__(self, index: int | None = None, *, pack_programs: int = PACK_PROGRAMS) -> None:
-        self.packer = Packer(pack_programs)
+    def __init__(self, index: int | None = None) -> None:
+        self.packer = Packer()
         self.checksummer = Checksummer()
         if not cuda_is_available():
             build = "is built without CUDA" if torch.version.cuda is None else "finds no driver or no visible GPU"
@@ -311,9 +285,6 @@ class CudaDevice:
         held = self._reserved("current")
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.index) * total)
         return min(allowed, held + free)
-
-    def __repr__(self) -> str:
-        return f"<CudaDevice {self.index}, {self.name}>"
 
     def current_stream(self) -> CudaStream:
         """Return the stream as `Device.current_stream` does. Cheap enough for a hook: a `torch.cuda.Stream` is built only for a

@@ -54,16 +54,11 @@ class CudaEvent:
 class CudaStream:
     """A `torch.cuda.Stream` of one device. It is made current only for one allocation, copy or kernel at a time."""
 
-    __slots__ = ("_device", "handle", "name", "raw")
-
     def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
         self._device = device
         self.name = name
         self.handle = int(raw.cuda_stream)
         self.raw = raw
-
-    def __repr__(self) -> str:
-        return f"<CudaStream {self.name} of {self._device.torch_device}, {self.handle:#x}>"
 
     def alloc(self, nbytes: int) -> Tensor:
         """Allocate as `Stream.alloc` does. If this is the current stream, the usual case, no stream switch is needed."""

@@ -285,8 +285,6 @@ class SimEvent:
 class SimStream:
     """A queue of simulated work. `for_copies`: True if no operators run on it."""
 
-    __slots__ = ("_machine", "for_copies", "kernel_ends", "name", "ready_us")
-
     def __init__(self, machine: Machine, name: str, *, for_copies: bool) -> None:
         self._machine = machine
         self.name = name
@@ -294,9 +292,6 @@ class SimStream:
         self.ready_us = 0.0
         self.kernel_ends = deque[float](maxlen=machine.host_lead)
         """Ends of its latest kernels, in virtual microseconds."""
-
-    def __repr__(self) -> str:
-        return f"<SimStream {self.name} at {self.ready_us:.1f} us>"
 
     @contextmanager
     def _launching(self, host_us: float) -> Iterator[Machine]:
@@ -422,9 +417,6 @@ class SimStream:
         with self._launching(self._machine.cost.event_us) as machine:
             self.ready_us = max(self.ready_us, event.time_us)
             machine.observer.stream_waits(self, event.mark)
-
-
-# --- machine
 
 
 HOST_LEAD = 1000

@@ -117,9 +117,6 @@ class SimCompute(TorchDispatchMode):
             machine.host_waits_for(stream)
 
 
-# --- sim device
-
-
 class SimDevice:
     """A simulated GPU: virtual clocks, two copy engines and a capacity.
 
@@ -170,9 +167,6 @@ class SimDevice:
     def attach_observer(self, observer: SimObserver) -> None:
         """Make `observer` the only observer of all work from now on. Call it before the device's first work."""
         self._machine.observe(observer)
-
-    def __repr__(self) -> str:
-        return f"<SimDevice {self.spec.name}, {self.capacity} bytes>"
 
     # --- memory
 

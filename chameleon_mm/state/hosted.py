@@ -103,7 +103,7 @@ class Hosted(ABC):
         self._context.streams.join_all(self._alloc_stream)
         after = [self._alloc_stream.record(), *self._block.pending_events]
         with annotation("chameleon::swap_out_state"):
-            out = self._context.transfer.swap_out(self._block.buffer, flat_bytes(storage), after)
+            out = self._context.out_queue.submit(Move(storage, self._block.buffer, after))
         if out.failed:
             raise TransferFailed(f"{self.what} of {self.nbytes} bytes could not be swapped out; it stays on the device")
         self._out = self._last = out
@@ -142,7 +142,7 @@ class Hosted(ABC):
         """Order compute after the copy out. Return False if that was refused: the memory is on the device, as before."""
         assert self._out is not None
         try:
-            done = self._context.transfer.issue_out(self._out)
+            done = self._context.out_queue.issue(self._out)
         except RuntimeError as error:
             self._context.metrics.warn(
                 _log,
@@ -184,7 +184,7 @@ class Hosted(ABC):
         if self._out is not None and self._out.done is not None:
             after.append(self._out.done)
         with annotation("chameleon::swap_in_state"):
-            back = self._context.transfer.swap_in(flat_bytes(storage), self._block.buffer, after)
+            back = self._context.back_queue.submit(Move(storage, self._block.buffer, after))
         self._alloc_stream = compute
         if back.failed:
             self._free()
@@ -199,7 +199,7 @@ class Hosted(ABC):
         if self.where is Where.COMING:
             assert self._in is not None
             with annotation("chameleon::wait"):  # Note [Swap-in]: use only after the copy
-                self._context.metrics.wait(compute, self._context.transfer.issue_in(self._in), "in")
+                self._context.metrics.wait(compute, self._context.back_queue.issue(self._in), "in")
             self.where = Where.ON_DEVICE
 
     def copy_for_host(self, compute: Stream) -> torch.Tensor:
@@ -217,7 +217,7 @@ class Hosted(ABC):
         """Return a copy of the host block in pageable memory, a flat uint8 tensor. The host waits for its copy out."""
         assert self._block is not None
         if self._out is not None:
-            self._context.transfer.issue_out(self._out).synchronize()
+            self._context.out_queue.issue(self._out).synchronize()
         return self._context.pool.device.alloc_pageable(self.nbytes).copy_(self._block.buffer)
 
     # --- snapshots
@@ -230,7 +230,7 @@ class Hosted(ABC):
             return
         assert self._block is not None
         if self._out is not None:
-            self._context.transfer.issue_out(self._out).synchronize()  # the copy that fills the block -> the host reads it
+            self._context.out_queue.issue(self._out).synchronize()  # the copy that fills the block -> the host reads it
         block.synchronize()  # Note [Host block]: its earlier owner is done -> the host writes it
         block.buffer.copy_(self._block.buffer[start : start + block.nbytes])
 

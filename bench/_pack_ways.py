@@ -23,7 +23,7 @@ from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Waived
 from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
-from chameleon_mm.swap.copy_queue import Move, Thresholds, Transfer
+from chameleon_mm.swap.copy_queue import CopyQueue, Move, Thresholds
 from chameleon_mm.swap.swap_outs import GROUP_BYTES
 
 
@@ -92,7 +92,7 @@ def is_exact(device: Device, work: Work, way: Way, expected: Tensor) -> bool:
 NAMES: Mapping[str, tuple[str, str]] = {
     "ours": (
         "ours",
-        "as the executor: what Thresholds() says for the size, through Transfer's queue",
+        "as the executor: what Thresholds() says for the size, through a `CopyQueue`",
     ),
     "pack": ("pack", f"one pack kernel of {PACK_PROGRAMS} programs into device memory, one copy"),
     "loop": ("loop", "a copy of its own for each tensor, asynchronous: copy_, and on the simulator Stream.copy"),
@@ -106,7 +106,7 @@ class Ways:
     def __init__(self, device: Device, work: Work) -> None:
         self._device, self._work = device, work
         self._compute, self._d2h = device.current_stream(), device.new_stream("d2h")
-        self._transfer = Transfer(device)
+        self._queue = CopyQueue(device, "d2h", out=True)
         self._offsets = packed_offsets([work.nbytes] * len(work.tensors)).offsets
 
     def by_name(self) -> dict[str, Way | Waived]:
@@ -125,7 +125,7 @@ class Ways:
         begun = 0
         while begun < len(moves):
             began_us, before = self._device.host_us, (begun, moves[begun].next_byte)
-            self._transfer.hand_over()
+            self._queue.hand_over()
             while begun < len(moves) and moves[begun].done is not None:
                 begun += 1
             if begun == len(moves) or (begun, moves[begun].next_byte) != before:
@@ -143,12 +143,15 @@ class Ways:
             packed = work.staging[first * work.nbytes :][:total]
             self._compute.pack(packed, group, offsets)
             ready = self._compute.record()  # orders the copy after the kernel
-            moves.append(self._transfer.swap_out(work.host[first * work.nbytes :][:total], packed, [ready]))
+            moves.append(self._submit(work.host[first * work.nbytes :][:total], packed, ready))
         return moves
 
     def _alone(self, sources: Sequence[Tensor]) -> list[Move]:
         ready = self._compute.record()  # orders the copies after the operators that wrote their sources
-        return [self._transfer.swap_out(place, t, [ready]) for place, t in zip(self._work.places, sources, strict=True)]
+        return [self._submit(place, t, ready) for place, t in zip(self._work.places, sources, strict=True)]
+
+    def _submit(self, host: Tensor, t: Tensor, ready: Event) -> Move:
+        return self._queue.submit(Move(t.untyped_storage(), host, [ready], start=int(t.storage_offset())))
 
     def _pack(self, start: Event) -> float:
         work, began_us = self._work, self._device.host_us

@@ -183,7 +183,7 @@ def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def reclaim(self: SavedStorage) -> None:
         assert self.copy is not None
-        self._context.transfer.issue_out(self.copy.out)
+        self._context.out_queue.issue(self.copy.out)
         self._reclaim()
 
     monkeypatch.setattr(SavedStorage, "reclaim", reclaim)

@@ -17,7 +17,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimEvent, SimStream
 from chameleon_mm.swap import swap_outs
-from chameleon_mm.swap.copy_queue import Transfer
+from chameleon_mm.swap.copy_queue import CopyQueue, Move
 from chameleon_mm.swap.metrics import Metrics
 from chameleon_mm.units import KIB
 from tests._fakes import Faults
@@ -161,19 +161,19 @@ def test_faults_at_every_site(
 def test_a_refused_move_is_not_waited_for_by_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no end event: taken for one still under way, it would be looked at again for the rest of the session."""
     device = cm.SimDevice()
-    transfer, metrics = Transfer(device, outstanding=1), Metrics()
+    queue, metrics = CopyQueue(device, "d2h", out=True, outstanding=1), Metrics()
     metrics.begin_step(device.current_stream(), timed=True)
     host = device.alloc_pinned(2 * 4096)
     buffers = [device.current_stream().alloc(4096) for _ in range(2)]
     for n, buffer in enumerate(buffers):
         ready = device.current_stream().record()
-        move = transfer.swap_out(host[n * 4096 : (n + 1) * 4096], buffer, [ready], timed=True)
+        move = queue.submit(Move(buffer.untyped_storage(), host[n * 4096 : (n + 1) * 4096], [ready], timed=True))
         metrics.moved(move, "out", 4096)
     assert not move.begun, "the first copy was complete already: nothing was left to refuse"
     device.synchronize()
     with faults_at("copy", monkeypatch) as faults:
         faults.fail_at = 1
-        transfer.hand_over()
+        queue.hand_over()
     assert move.failed
     device.synchronize()
     assert len(metrics.resolve()) == 1

@@ -68,7 +68,7 @@ class Step:
         self.stream = torch.cuda.Stream()
         self.graph: Tensor | None = None
         self.during: Callable[[int], None] = lambda operator: None
-        self.hand_over: Callable[[], object] = lambda: None
+        self.give_back: Callable[[], object] = lambda: None
         """Has all that the helper has handed over to Python, in the session."""
 
     def grad(self, y: Tensor, **how: bool) -> Tensor:
@@ -227,7 +227,7 @@ def goes_on_on_another_stream(s: Step) -> Found:
     before = torch.cuda.current_stream()
     if s.number == LAST:
         s.stream.wait_stream(before)
-        s.hand_over()
+        s.give_back()
     with torch.cuda.stream(s.stream if s.number == LAST else before):
         y = sines(s.leaf, 15)
     if s.number == LAST:
@@ -242,7 +242,7 @@ def collected_as_it_is_handed_over(s: Step) -> Found:
     ring: list[object] = [sines(y, 6)]
     ring.append(ring)
     del ring
-    s.hand_over()
+    s.give_back()
     found = s.grad(sines(y, 8))
     gc.collect()
     return [found]
@@ -337,7 +337,7 @@ class Session:
         budget = self.before + self.room * NBYTES
         with cm.SwapSession(budget, self.host, self.device, min_bytes=256, recompute=False) as session:
             native = session._executor.loop.native
-            step.hand_over = session.report  # which counts all, wherever it is
+            step.give_back = session.report  # which counts all, wherever it is
             for step.number in range(STEPS):
                 if during is not None:
                     step.during = partial(during, session, step)
@@ -381,7 +381,7 @@ def test_a_capture_on_the_steps_stream_is_eagers(room: int) -> None:
 @pytest.mark.usefixtures("native_loop")
 @pytest.mark.parametrize("allocations", range(0, 60, 12))
 def test_a_collection_while_all_is_handed_over_is_harmless(allocations: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    hand_over, thresholds = NativeLoop.hand_over, gc.get_threshold()
+    give_back, thresholds = NativeLoop.give_back, gc.get_threshold()
 
     class Collecting:
         """The helper, with a collection after so many allocations of its."""
@@ -391,11 +391,11 @@ def test_a_collection_while_all_is_handed_over_is_harmless(allocations: int, mon
         def __init__(self, loop: Any) -> None:
             self._loop = loop
 
-        def hand_over(self) -> Any:
+        def give_back(self) -> Any:
             gc.set_threshold(gc.get_count()[0] + allocations, 1 << 20, 1 << 20)
             gc.enable()
             try:
-                return self._loop.hand_over()
+                return self._loop.give_back()
             finally:
                 gc.disable()
                 gc.set_threshold(*thresholds)
@@ -404,10 +404,10 @@ def test_a_collection_while_all_is_handed_over_is_harmless(allocations: int, mon
         loop = native.loop
         if loop.follows:
             native.loop = Collecting(loop)
-            hand_over(native)
+            give_back(native)
             native.loop = loop
 
-    monkeypatch.setattr(NativeLoop, "hand_over", collected)
+    monkeypatch.setattr(NativeLoop, "give_back", collected)
     expected, session = plainly(collected_as_it_is_handed_over), Session(collected_as_it_is_handed_over, 16)
     assert session.run() == expected
     assert session.entered and session.live == 0
@@ -416,14 +416,14 @@ def test_a_collection_while_all_is_handed_over_is_harmless(allocations: int, mon
 @pytest.mark.usefixtures("native_loop")
 def test_it_does_a_planned_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    hand_over = NativeLoop.hand_over
+    give_back = NativeLoop.give_back
 
     def noted(native: NativeLoop) -> None:
         if native.loop.follows:
-            calls.append("hand_over")
-        hand_over(native)
+            calls.append("give_back")
+        give_back(native)
 
-    monkeypatch.setattr(NativeLoop, "hand_over", noted)
+    monkeypatch.setattr(NativeLoop, "give_back", noted)
     expected, session = plainly(plain), Session(plain, 12)
 
     def during(_: cm.SwapSession, step: Step, operator: int) -> None:
@@ -434,7 +434,7 @@ def test_it_does_a_planned_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LAST in session.entered and session.hooks[LAST] == 39
     assert session.report.bytes_swapped_out > 0 and session.report.prefetches > 0
     assert session.device.peak_allocated_bytes() <= session.before + 12 * NBYTES
-    assert calls == ["hand_over"]  # as the step ends
+    assert calls == ["give_back"]  # as the step ends
 
 
 @pytest.mark.usefixtures("native_loop")

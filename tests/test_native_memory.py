@@ -79,7 +79,7 @@ def test_what_is_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="device"):
         module.read(99)
     for index in (-1, 128, 256, 1 << 40, 1 << 70):  # torch's own index of a device has 8 bits
-        with pytest.raises((ValueError, OverflowError), match=r"index|int"):
+        with pytest.raises((ValueError, TypeError), match=r"index|arguments"):
             module.read(index)
     with pytest.raises(TypeError):
         module.read("0")

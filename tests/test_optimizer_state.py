@@ -432,7 +432,7 @@ def test_a_missing_wait_for_a_copy_out_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
     def without_wait(self: HostedStorage) -> bool:
         assert self._out is not None
-        self._context.transfer.issue_out(self._out)
+        self._context.out_queue.issue(self._out)
         return True
 
     monkeypatch.setattr(HostedStorage, "_ordered_after_copy", without_wait)

@@ -247,13 +247,13 @@ def test_an_error_in_a_step_leaves_all_as_in_plain_pytorch(device: Device) -> No
 def without_wait(self: HostedStorage, compute: Any) -> None:
     if self.where is Where.COMING:
         assert self._in is not None
-        self._context.transfer.issue_in(self._in)
+        self._context.back_queue.issue(self._in)
         self.where, self._held = Where.ON_DEVICE, None
 
 
 def without_order(self: HostedStorage) -> bool:
     assert self._out is not None
-    self._context.transfer.issue_out(self._out)
+    self._context.out_queue.issue(self._out)
     return True
 
 

@@ -17,7 +17,7 @@ from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.swap.calling_thread import ComputeStreams
 from chameleon_mm.swap.checksums import Checksums
-from chameleon_mm.swap.copy_queue import Transfer
+from chameleon_mm.swap.copy_queue import CopyQueue, Move
 from chameleon_mm.swap.forms import PartialForm
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.host_copy import State, SwapContext
@@ -49,7 +49,8 @@ class Life:
         if checksums is not None:
             checksums.prepare()
         self.bytes_before = self.device.allocated_bytes()
-        context = SwapContext(self.pool, Transfer(self.device), Metrics(), self.streams, checksums)
+        out, back = CopyQueue(self.device, "d2h", out=True), CopyQueue(self.device, "h2d", out=False)
+        context = SwapContext(self.pool, out, back, Metrics(), self.streams, checksums)
         with self.device.compute():
             t = torch.randn(NBYTES // 4)
         self.expected = t.clone()
@@ -223,7 +224,7 @@ def one_way_there_and_back() -> None:
 
 
 def forgets_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PartialForm, "put_back", lambda self, whole, compute: self.drop())
+    monkeypatch.setattr(PartialForm, "put_back", lambda self, storage, compute: self.drop())
 
 
 def keeps_it_after_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,22 +240,22 @@ def keeps_it_after_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sends_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    swap_out = Transfer.swap_out
+    submit = CopyQueue.submit
 
-    def first_bytes(self: Transfer, host: Tensor, source: Tensor, after: Any, **how: Any) -> Any:
-        whole = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())
-        return swap_out(self, host, whole[: source.numel()], after, **how)
+    def first_bytes(self: CopyQueue, move: Move, **how: Any) -> Move:
+        move.start = 0 if self.stream.name == "d2h" else move.start
+        return submit(self, move, **how)
 
-    monkeypatch.setattr(Transfer, "swap_out", first_bytes)
+    monkeypatch.setattr(CopyQueue, "submit", first_bytes)
 
 
 def leaks_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[object] = []
     put_back = PartialForm.put_back
 
-    def leaking(self: PartialForm, whole: Tensor, compute: Any) -> None:
+    def leaking(self: PartialForm, storage: torch.UntypedStorage, compute: Any) -> None:
         held.append(self._buffer)
-        put_back(self, whole, compute)
+        put_back(self, storage, compute)
 
     monkeypatch.setattr(PartialForm, "put_back", leaking)
 

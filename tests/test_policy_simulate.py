@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from chameleon_mm.device.sim.cost_model import COPY_LATENCY_US
 from chameleon_mm.device.sim.cost_model import CopyEngine as SimulatedEngine
 from chameleon_mm.plan.simulate import Simulator, simulate
-from chameleon_mm.plan.swap_plan import Action, ActionColumns, PlannedMemory
+from chameleon_mm.plan.swap_plan import Action, ActionColumns, PlannedMemory, SwapPlan
 from chameleon_mm.plan.timing import CopyEngine, EngineSpan, LinkCost
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, peak_memory, smallest_budget
@@ -146,6 +146,29 @@ def test_two_that_go_in_part_at_one_hook_go_in_the_plans_order() -> None:
         timeline = simulate(trace, plan_of(trace, order), LINK)
         assert timeline.allocated_bytes[tick] == most
         assert timeline.allocated_bytes[tick + 1] == sum(heads)
+
+
+def use_and_other_copy_back(heads: tuple[int, int]) -> tuple[Trace, SwapPlan]:
+    """At hook 3 storage 1 comes back for its use there, and storage 0, which the plan has first, for a later one."""
+    trace = several(SIZE, 3 * SIZE)
+    later = act(1, 2, 3, tensor=0, nbytes=SIZE - heads[0], use_at=4)
+    used = act(2, 2, 3, tensor=1, nbytes=3 * SIZE - heads[1], use_at=3)
+    return trace, plan_of(trace, [later, used])
+
+
+def test_a_uses_own_copy_back_is_queued_before_the_others_of_its_hook() -> None:
+    timeline = simulate(*use_and_other_copy_back((0, 0)), LINK)
+    assert [span.tensor for span in timeline.in_spans] == [1, 0]
+    assert timeline.in_stalls_us[1] == 10.0 + 3 * SIZE / 2048  # its own copy, and nothing ahead of it
+
+
+def test_a_uses_own_memory_is_taken_before_that_of_the_others_of_its_hook() -> None:
+    heads = SIZE // 4, SIZE
+    trace, plan = use_and_other_copy_back(heads)
+    both = 4 * SIZE
+    # The used one's head beside all but what the other lacks; then the other's head beside both.
+    most = max(both - (SIZE - heads[0]) + heads[1], both + heads[0])
+    assert simulate(trace, plan, LINK).allocated_bytes[int(trace.hook_tick[3])] == most < both + heads[1]
 
 
 # --- the engines

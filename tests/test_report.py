@@ -12,7 +12,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
-from chameleon_mm.swap.copy_queue import Transfer
+from chameleon_mm.swap.copy_queue import CopyQueue, Move
 from chameleon_mm.swap.metrics import MAX_SPANS, CopySpan, Metrics
 from chameleon_mm.units import MIB
 from tests._programs import deep
@@ -296,23 +296,23 @@ def test_memory_is_read_in_timed_steps_on_the_hosts_clock(swapped: cm.SwapReport
 
 
 class Lane:
-    """Two buffers and a transfer of pieces of 1 MiB over a simulated GPU, metered."""
+    """Two buffers and a queue of pieces of 1 MiB over a simulated GPU, metered."""
 
     def __init__(self, sim: cm.SimDevice, nbytes: int) -> None:
         self.sim = sim
         self.nbytes = nbytes
-        self.transfer = Transfer(sim, piece_bytes=MIB)
+        self.queue = CopyQueue(sim, "d2h", out=True, piece_bytes=MIB)
         self.metrics = Metrics()
         self.hbm, self.host = sim.current_stream().alloc(nbytes), sim.alloc_pinned(nbytes)
         self.metrics.begin_step(sim.current_stream(), timed=True)
-        self.move = self.transfer.swap_out(self.host, self.hbm, [sim.current_stream().record()], timed=True)
+        self.move = self.queue.submit(Move(self.hbm.untyped_storage(), self.host, [sim.current_stream().record()], timed=True))
         self.metrics.moved(self.move, "out", nbytes)
 
 
 def test_the_meter_never_waits_and_counts_each_piece_once(sim: cm.SimDevice) -> None:
     lane = Lane(sim, 3 * MIB + 500)
     assert len(lane.metrics.resolve()) <= 2  # as many as are handed over
-    lane.transfer.issue_out(lane.move)
+    lane.queue.issue(lane.move)
     sim.synchronize()
     spans = lane.metrics.resolve()
     assert [span.nbytes for span in spans] == [MIB, MIB, MIB, 500]
@@ -324,7 +324,7 @@ def test_the_meter_never_waits_and_counts_each_piece_once(sim: cm.SimDevice) -> 
 
 def test_a_curtailed_move_counts_with_what_was_moved(sim: cm.SimDevice) -> None:
     lane = Lane(sim, 3 * MIB + 500)
-    unsent = lane.transfer.truncate_out(lane.move)
+    unsent = lane.queue.truncate(lane.move)
     sim.synchronize()
     assert sum(span.nbytes for span in lane.metrics.resolve()) == 3 * MIB + 500 - unsent
     assert unsent > 0
@@ -334,10 +334,10 @@ def test_an_overtaken_move_is_not_charged_for_what_overtook_it(sim: cm.SimDevice
     """Copy time is time on the link: the pieces of a move, not what lies between them."""
     lane = Lane(sim, 3 * MIB + 500)
     host, hbm = sim.alloc_pinned(64 * MIB), sim.current_stream().alloc(64 * MIB)
-    urgent = lane.transfer.swap_out(host, hbm, [sim.current_stream().record()])
-    lane.transfer.issue_out(urgent)  # 1.2 ms, untimed, between the second and the third piece
+    urgent = lane.queue.submit(Move(hbm.untyped_storage(), host, [sim.current_stream().record()]))
+    lane.queue.issue(urgent)  # 1.2 ms, untimed, between the second and the third piece
     sim.synchronize()
-    lane.transfer.issue_out(lane.move)
+    lane.queue.issue(lane.move)
     sim.synchronize()
     lane.metrics.resolve()
     assert lane.move.next_byte == 3 * MIB + 500
@@ -347,7 +347,7 @@ def test_an_overtaken_move_is_not_charged_for_what_overtook_it(sim: cm.SimDevice
 def test_waits_are_the_stall(sim: cm.SimDevice) -> None:
     lane = Lane(sim, 3 * MIB + 500)
     compute = sim.current_stream()
-    done = lane.transfer.issue_out(lane.move)
+    done = lane.queue.issue(lane.move)
     lane.metrics.wait(compute, done, "in")
     sim.synchronize()
     lane.metrics.resolve()
@@ -376,10 +376,10 @@ def test_spans_of_all_steps_are_on_one_clock(sim: cm.SimDevice) -> None:
     for _ in range(4):
         sim.synchronize()
         lane.metrics.begin_step(compute, timed=True)
-        move = lane.transfer.swap_out(lane.host, lane.hbm, [compute.record()], timed=True)
+        move = lane.queue.submit(Move(lane.hbm.untyped_storage(), lane.host, [compute.record()], timed=True))
         lane.metrics.moved(move, "out", MIB)
         piece = move.pieces[0]
-        lane.transfer.issue_out(move)
+        lane.queue.issue(move)
         sim.synchronize()
         told.append(lane.metrics.resolve()[-1].start_us)
         measured.append(piece.start.elapsed_us(begin))

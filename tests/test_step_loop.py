@@ -20,6 +20,7 @@ from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.slot import Slot
 from chameleon_mm.swap.step_loop import StepLoop
+from chameleon_mm.swap.swap_ins import SwapIns
 from chameleon_mm.swap.swap_outs import SwapOuts
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
@@ -190,7 +191,9 @@ def test_the_loop_brings_nothing_back_at_a_hook_on_another_stream(monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(type(loop._compute), "is_current", lambda stream: False)
             patch.setattr(
-                StepLoop, "prefetch", lambda *_: pytest.fail("the loop began a copy back on a stream that is not current")
+                SwapIns,
+                "prefetch_planned",
+                lambda *_: pytest.fail("the loop began a copy back on a stream that is not current"),
             )
             t = in_loop(loop, handle)
         assert t is None

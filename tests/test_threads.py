@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.plan.rule import Limits
-from chameleon_mm.swap.copy_queue import Transfer
+from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.saved_storage import SavedStorage
@@ -153,7 +153,7 @@ def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDev
     swapper = executor(sim, pool)
     t = torch.randn(64)
     again: list[SwappedView] = []
-    ended, turns = swapper.on_claim_end, iter([True])
+    ended, turns = swapper.has_ended, iter([True])
 
     def ending(saved: SavedStorage) -> None:
         """Another thread gets its turn in the middle of the end."""
@@ -161,7 +161,7 @@ def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDev
             on_a_thread(lambda: again.append(saved_by(swapper, t)))
         ended(saved)
 
-    monkeypatch.setattr(swapper, "on_claim_end", ending)
+    monkeypatch.setattr(swapper, "has_ended", ending)
     first = saved_by(swapper, t)
     del first
     assert torch.equal(swapper.use(again[0]), t)
@@ -207,7 +207,7 @@ def test_a_dropped_block_is_safe_from_the_stream_that_owns_it(saved_on: str) -> 
 
 def test_a_block_read_twice_is_handed_on_after_the_later_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Swapped in, dropped under pressure, its second copy back still queued when the handle dies: the first may be running."""
-    monkeypatch.setattr("chameleon_mm.swap.executor.Transfer", lambda device, **how: Transfer(device, outstanding=1, **how))
+    monkeypatch.setattr("chameleon_mm.swap.executor.CopyQueue", partial(CopyQueue, outstanding=1))
     device = cm.SimDevice(SLOW_LINK)
     pool = cm.PinnedPool(BYTES, device=device)  # one block: the next owner gets the same bytes
     swapper = executor(device, pool)

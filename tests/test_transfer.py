@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -18,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device, Event, Stream
-from chameleon_mm.swap.copy_queue import Move, Thresholds, Transfer
+from chameleon_mm.swap.copy_queue import CopyQueue, Move, Thresholds
 from chameleon_mm.units import KIB, MIB
 
 PIECE = 1000
@@ -60,11 +55,11 @@ class HeldStream:
     def log_of(self, what: str) -> list[object]:
         return [about for kind, about in self.log if kind == what]
 
-    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
-        assert dst.numel() == src.numel()
-        self.log.append(("copy", src.numel()))
-        self.speculative.add(speculative)
-        dst.copy_(src)
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
+        self.log.append(("copy", host.numel()))
+        self.speculative.add(out)
+        part = torch.empty(0, dtype=torch.uint8).set_(storage)[start : start + host.numel()]
+        (host if out else part).copy_(part if out else host)
 
     def record(self, *, timed: bool = False) -> HeldEvent:
         return HeldEvent(self, timed=timed)
@@ -74,7 +69,7 @@ class HeldStream:
 
 
 class Lanes:
-    """As much of a device as a transfer needs: something that makes streams."""
+    """As much of a device as a queue needs: something that makes streams."""
 
     def __init__(self, make: Callable[[str], Any]) -> None:
         self.new_stream = make
@@ -82,26 +77,42 @@ class Lanes:
     def synchronize(self) -> None:
         raise AssertionError("a transfer waits for the device only after a copy was refused")
 
-    def transfer(self, *, outstanding: int = 2) -> Transfer:
-        return Transfer(cast(Device, self), piece_bytes=PIECE, outstanding=outstanding)
+    def queues(self, *, outstanding: int = 2) -> Queues:
+        return queues_of(cast(Device, self), outstanding=outstanding)
+
+
+class Queues(NamedTuple):
+    """A queue of each direction."""
+
+    out: CopyQueue
+    back: CopyQueue
+
+    def hand_over(self) -> None:
+        self.out.hand_over()
+        self.back.hand_over()
+
+
+def queues_of(device: Device, *, outstanding: int = 2) -> Queues:
+    out = CopyQueue(device, "d2h", out=True, piece_bytes=PIECE, outstanding=outstanding)
+    return Queues(out, CopyQueue(device, "h2d", out=False, piece_bytes=PIECE, outstanding=outstanding))
 
 
 @dataclass
 class Held:
-    """A transfer over held streams, and its swap-out lane's stream."""
+    """Queues over held streams, and those streams."""
 
-    transfer: Transfer
+    queues: Queues
     out: HeldStream
     back: HeldStream
 
     def submit(self, nbytes: int, *after: Event, timed: bool = False) -> tuple[Move, Tensor, Tensor]:
         src, dst = random_bytes(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
-        return self.transfer.swap_out(dst, src, after, timed=timed), dst, src
+        return self.queues.out.submit(Move(src.untyped_storage(), dst, after, timed=timed)), dst, src
 
 
 def held(*, outstanding: int = 2) -> Held:
     streams = {name: HeldStream(name) for name in ("d2h", "h2d")}
-    return Held(Lanes(streams.__getitem__).transfer(outstanding=outstanding), streams["d2h"], streams["h2d"])
+    return Held(Lanes(streams.__getitem__).queues(outstanding=outstanding), streams["d2h"], streams["h2d"])
 
 
 def is_done(move: Move) -> bool:
@@ -124,14 +135,14 @@ def test_at_most_two_pieces_are_handed_over_until_one_ends() -> None:
     move, dst, src = lane.submit(3 * PIECE + 1)
     assert lane.out.log_of("copy") == [PIECE, PIECE]
     assert not is_done(move)
-    lane.transfer.hand_over()
+    lane.queues.hand_over()
     assert lane.out.log_of("copy") == [PIECE, PIECE]  # none has ended
     lane.out.ended = 1
-    lane.transfer.hand_over()
+    lane.queues.hand_over()
     assert lane.out.log_of("copy") == [PIECE] * 3
     assert not is_done(move)
     lane.out.ended = 2
-    lane.transfer.hand_over()
+    lane.queues.hand_over()
     assert lane.out.log_of("copy") == [PIECE, PIECE, PIECE, 1]
     assert is_done(move) and not is_complete(move)
     lane.out.ended = 4
@@ -143,7 +154,7 @@ def test_one_pump_fills_every_place_that_became_free() -> None:
     lane = held()
     lane.submit(6 * PIECE)
     lane.out.ended = 2
-    lane.transfer.hand_over()
+    lane.queues.hand_over()
     assert len(lane.out.log_of("copy")) == 4
 
 
@@ -152,16 +163,16 @@ def test_issue_hands_over_one_whole_move_ahead_of_others_and_no_other() -> None:
     first, _, _ = lane.submit(3 * PIECE)
     second, _, _ = lane.submit(7)
     urgent, dst, src = lane.submit(2 * PIECE + 5)
-    done = lane.transfer.issue_out(urgent)
+    done = lane.queues.out.issue(urgent)
     assert lane.out.log_of("copy") == [PIECE, PIECE, PIECE, PIECE, 5]
     assert done is urgent.done
     assert torch.equal(dst, src)
     assert first.next_byte == 2 * PIECE and not is_done(first)
     assert not second.begun
-    lane.transfer.hand_over()
+    lane.queues.hand_over()
     assert len(lane.out.log_of("copy")) == 5  # the bound counts the urgent pieces too
     lane.out.ended = 5
-    lane.transfer.hand_over()
+    lane.queues.hand_over()
     assert lane.out.log_of("copy")[5:] == [PIECE, 7]  # the others go on where they were
     assert is_done(first) and is_done(second)
 
@@ -179,7 +190,7 @@ def test_nothing_is_waited_for_while_a_move_is_queued() -> None:
     later = lane.back.record()
     move, _, _ = lane.submit(10, later)
     assert lane.out.log_of("wait") == []
-    lane.transfer.issue_out(move)
+    lane.queues.out.issue(move)
     assert lane.out.log[-2:] == [("wait", later), ("copy", 10)]
 
 
@@ -205,7 +216,7 @@ def test_the_lane_lets_go_of_both_ends_and_of_the_events(end: str) -> None:
     both, before = [weakref.ref(t.untyped_storage()) for t in (dst, src)], weakref.ref(event)
     del dst, src, event
     assert all(ref() is not None for ref in both)
-    {"issue": lane.transfer.issue_out, "cancel": lane.transfer.cancel_out, "curtail": lane.transfer.truncate_out}[end](move)
+    {"issue": lane.queues.out.issue, "cancel": lane.queues.out.cancel, "curtail": lane.queues.out.truncate}[end](move)
     lane.out.log.clear()  # the test's own references
     assert [ref() for ref in both] == [None, None]
     assert before() is None
@@ -215,33 +226,42 @@ def test_lanes_do_not_count_each_others_pieces() -> None:
     lane = held()
     lane.submit(4 * PIECE)
     src, dst = random_bytes(4 * PIECE), torch.zeros(4 * PIECE, dtype=torch.uint8)
-    back = lane.transfer.swap_in(dst, src, [])
+    back = lane.queues.back.submit(Move(dst.untyped_storage(), src, []))
     assert len(lane.out.log_of("copy")) == len(lane.back.log_of("copy")) == 2
-    lane.transfer.issue_in(back)
+    lane.queues.back.issue(back)
     assert (len(lane.out.log_of("copy")), len(lane.back.log_of("copy"))) == (2, 4)
 
 
 def test_only_what_leaves_may_be_written_meanwhile() -> None:
     lane = held()
     lane.submit(3 * PIECE)
-    lane.transfer.issue_in(lane.transfer.swap_in(torch.zeros(2 * PIECE, dtype=torch.uint8), random_bytes(2 * PIECE), []))
+    back = Move(torch.zeros(2 * PIECE, dtype=torch.uint8).untyped_storage(), random_bytes(2 * PIECE), [])
+    lane.queues.back.issue(lane.queues.back.submit(back))
     assert (lane.out.speculative, lane.back.speculative) == ({True}, {False})
 
 
-def test_unequal_sizes_are_refused_before_anything_is_queued() -> None:
+def test_a_storage_of_fewer_bytes_is_refused_before_anything_is_queued() -> None:
     lane = held()
-    for sizes in ((PIECE, 2 * PIECE), (2 * PIECE, PIECE)):
-        dst, src = (torch.zeros(n, dtype=torch.uint8) for n in sizes)
-        with pytest.raises(ValueError, match=f"expected a destination of the source's {sizes[1]} bytes, got {sizes[0]}"):
-            lane.transfer.swap_out(dst, src, [])
-    lane.transfer.hand_over()
+    host, storage = torch.zeros(2 * PIECE, dtype=torch.uint8), random_bytes(2 * PIECE - 1).untyped_storage()
+    with pytest.raises(ValueError, match=f"expected a storage of {2 * PIECE} bytes or more, .* got {2 * PIECE - 1}"):
+        lane.queues.out.submit(Move(storage, host, []))
+    with pytest.raises(ValueError, match=f"{PIECE} from byte {PIECE} on, got {2 * PIECE - 1}"):
+        lane.queues.out.submit(Move(storage, host[PIECE:], [], start=PIECE))
+    lane.queues.hand_over()
     assert lane.out.log == []
 
 
+def test_bytes_from_another_one_on() -> None:
+    lane = held()
+    src, dst = random_bytes(3 * PIECE), torch.zeros(2 * PIECE + 7, dtype=torch.uint8)
+    lane.queues.out.issue(lane.queues.out.submit(Move(src.untyped_storage(), dst, [], start=PIECE - 7)))
+    assert torch.equal(dst, src[PIECE - 7 :])
+
+
 @pytest.mark.parametrize("wrong", [{"piece_bytes": 0}, {"outstanding": 0}, {"piece_bytes": -1}])
-def test_a_transfer_of_nothing_at_a_time_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_queue_of_nothing_at_a_time_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="of 1 or more"):
-        Transfer(cm.SimDevice(), **wrong)
+        CopyQueue(cm.SimDevice(), "d2h", out=True, **wrong)
 
 
 # --- real bytes over a device
@@ -287,39 +307,39 @@ SIZES = [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 5 * PIECE + 17]
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("urgent", [True, False])
 def test_exact_bytes_out_and_back(nbytes: int, urgent: bool, ends: Ends) -> None:
-    transfer = Transfer(ends.device, piece_bytes=PIECE)
+    queues = queues_of(ends.device)
     content = random_bytes(nbytes)
     src, host = ends.on_device(content), ends.on_host(torch.zeros(nbytes, dtype=torch.uint8))
-    out = transfer.swap_out(host, src, [ends.compute.record()])
-    left = finish(transfer.issue_out if urgent else None, transfer, out, ends.device)
+    out = queues.out.submit(Move(src.untyped_storage(), host, [ends.compute.record()]))
+    left = finish(queues.out, out, ends.device, urgent=urgent)
     dst = ends.compute.alloc(nbytes)
-    back = transfer.swap_in(dst, host, [ends.compute.record(), left])
-    finish(transfer.issue_in if urgent else None, transfer, back, ends.device)
+    back = queues.back.submit(Move(dst.untyped_storage(), host, [ends.compute.record(), left]))
+    finish(queues.back, back, ends.device, urgent=urgent)
     ends.device.synchronize()
     assert torch.equal(host, content)
     assert torch.equal(dst.cpu(), content)
 
 
-def finish(issue: Callable[[Move], Event] | None, transfer: Transfer, move: Move, device: Device) -> Event:
+def finish(queue: CopyQueue, move: Move, device: Device, *, urgent: bool) -> Event:
     """The event after `move`: at once, or as the outstanding limit lets it go."""
-    if issue is not None:
-        return issue(move)
+    if urgent:
+        return queue.issue(move)
     while not is_done(move):
         device.synchronize()
-        transfer.hand_over()
+        queue.hand_over()
     assert move.done is not None
     return move.done
 
 
 def test_the_lanes_overlap_in_simulated_time(sim: cm.SimDevice) -> None:
     ends = Ends(sim)
-    transfer = Transfer(sim)
+    queues = Queues(CopyQueue(sim, "d2h", out=True), CopyQueue(sim, "h2d", out=False))
     content = random_bytes(4 * MIB)
     host, src = ends.on_host(content), ends.on_device(content)
     dst, other = ends.compute.alloc(4 * MIB), ends.on_host(content)
     sim.synchronize()
-    out = transfer.swap_out(host, src, [], timed=True)
-    back = transfer.swap_in(dst, other, [], timed=True)
+    out = queues.out.submit(Move(src.untyped_storage(), host, [], timed=True))
+    back = queues.back.submit(Move(dst.untyped_storage(), other, [], timed=True))
     sim.synchronize()
     (left,), (came,) = out.pieces, back.pieces
     alone_us = left.end.elapsed_us(left.start)
@@ -329,12 +349,12 @@ def test_the_lanes_overlap_in_simulated_time(sim: cm.SimDevice) -> None:
 
 def test_a_curtailed_moves_event_orders_the_reuse_of_both_ends(ends: Ends) -> None:
     """On the simulator an early reuse is a race error, on a GPU wrong bytes."""
-    transfer = Transfer(ends.device, piece_bytes=PIECE)
+    queues = queues_of(ends.device)
     nbytes = 5 * PIECE
     content = random_bytes(nbytes)
     src, host = ends.on_device(content), ends.on_host(torch.zeros(nbytes, dtype=torch.uint8))
-    move = transfer.swap_out(host, src, [ends.compute.record()])
-    unsent = transfer.truncate_out(move)
+    move = queues.out.submit(Move(src.untyped_storage(), host, [ends.compute.record()]))
+    unsent = queues.out.truncate(move)
     moved = nbytes - unsent
     assert moved in (2 * PIECE, 3 * PIECE, 4 * PIECE, nbytes)  # two at once, more where a piece ended in between
     assert move.done is not None
@@ -378,10 +398,10 @@ class CountingStream:
         self._after_copy: list[SeenEvent] = []
         self._copied = False
 
-    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
         outstanding = sum(not event.seen for event in self._after_copy)
         assert self.urgent or outstanding < self._limit, f"{outstanding} copies outstanding, and one more"
-        self.inner.copy(dst, src, speculative=speculative)
+        self.inner.copy_storage(storage, host, start=start, out=out)
         self._copied = True
 
     def record(self, *, timed: bool = False) -> SeenEvent:
@@ -427,139 +447,59 @@ def test_any_sequence_ends_every_move_with_the_right_bytes(calls: list[tuple[str
     device = cm.SimDevice()
     ends = Ends(device)
     streams = {name: CountingStream(device.new_stream(name), limit) for name in ("d2h", "h2d")}
-    transfer = Lanes(streams.__getitem__).transfer(outstanding=limit)
+    queues = Lanes(streams.__getitem__).queues(outstanding=limit)
     everything: list[Tracked] = []
     for what, number, outward in calls:
         if what == "submit":
-            everything.append(submit(ends, transfer, max(1, number), outward))
+            everything.append(submit(ends, queues, max(1, number), outward))
         elif what == "pump":
-            transfer.hand_over()
+            queues.hand_over()
         elif what == "wait":
             device.synchronize()
         elif everything:
             tracked = everything[number % len(everything)]
-            act(what, tracked, transfer, streams["d2h" if tracked.outward else "h2d"])
+            act(what, tracked, queues[not tracked.outward], streams["d2h" if tracked.outward else "h2d"])
     in_plan_order = {lane: [t for t in everything if t.outward is lane and not t.ended] for lane in (True, False)}
     for lane in in_plan_order.values():  # nobody starves: the oldest of each lane ends first
         while waiting := [t for t in lane if not t.ended]:
             assert lane[-len(waiting) :] == waiting
             sent = waiting[0].move.next_byte
             device.synchronize()
-            transfer.hand_over()
+            queues.hand_over()
             assert waiting[0].ended or waiting[0].move.next_byte > sent
     device.synchronize()
     for tracked in everything:
         whole = 0 if tracked.move.cancelled else tracked.content.numel() - tracked.unsent
         assert torch.equal(tracked.dst[:whole], tracked.content[:whole])
         assert not tracked.dst[whole:].any()
-        assert tracked.move.dst is None and tracked.move.src is None
+        assert tracked.move.storage is None and tracked.move.host is None
     ends.close()
 
 
-def submit(ends: Ends, transfer: Transfer, nbytes: int, outward: bool) -> Tracked:
+def submit(ends: Ends, queues: Queues, nbytes: int, outward: bool) -> Tracked:
     content, blank = random_bytes(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
     if outward:
         dst, src = ends.on_host(blank), ends.on_device(content)
-        move = transfer.swap_out(dst, src, [ends.compute.record()])
+        move = queues.out.submit(Move(src.untyped_storage(), dst, [ends.compute.record()]))
     else:
         dst, src = ends.on_device(blank), ends.on_host(content)
-        move = transfer.swap_in(dst, src, [ends.compute.record()])
+        move = queues.back.submit(Move(dst.untyped_storage(), src, [ends.compute.record()]))
     return Tracked(move, outward, dst, content, src)
 
 
-def act(what: str, tracked: Tracked, transfer: Transfer, stream: CountingStream) -> None:
+def act(what: str, tracked: Tracked, queue: CopyQueue, stream: CountingStream) -> None:
     move = tracked.move
     if what == "cancel":
         was_ended, was_begun = tracked.ended, move.begun
-        taken_back = transfer.cancel_out(move) if tracked.outward else transfer.cancel_in(move)
+        taken_back = queue.cancel(move)
         assert taken_back is not (was_ended or was_begun)
     elif what == "issue" and not move.cancelled:
         stream.urgent = True
-        done = transfer.issue_out(move) if tracked.outward else transfer.issue_in(move)
+        done = queue.issue(move)
         stream.urgent = False
         assert done is move.done
     elif what == "curtail" and tracked.outward and not move.cancelled:
-        tracked.unsent += transfer.truncate_out(move)
-
-
-# --- two threads
-
-SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.05, d2h_gbps=0.05, duplex_gbps=0.08)
-"""So slow that the lanes are always full: a piece takes as long as many calls."""
-
-THREADS, MOVES_EACH = 2, 40
-
-
-class PausingStream:
-    """Lets other threads run right after each copy, while the lane has yet to note it."""
-
-    def __init__(self, inner: Stream) -> None:
-        self.name = inner.name
-        self.alloc, self.free, self.resize = inner.alloc, inner.free, inner.resize
-        self.record, self.wait = inner.record, inner.wait
-        self.pack, self.unpack = inner.pack, inner.unpack
-        self.add_checksum = inner.add_checksum
-        self._inner = inner
-
-    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
-        self._inner.copy(dst, src, speculative=speculative)
-        time.sleep(1e-5)
-
-
-def test_two_threads_may_use_one_transfer() -> None:
-    """Forward and backward run on different threads: both see whole moves, every byte arrives."""
-    device = cm.SimDevice(SLOW_LINK)
-    ends = Ends(device)
-    transfer = Lanes(lambda name: PausingStream(device.new_stream(name))).transfer()
-    prepared = [[prepare(ends, number) for number in range(MOVES_EACH)] for _ in range(THREADS)]
-    ready = [ends.compute.record()]
-    device.synchronize()  # or no copy could end before the threads do
-    ended: list[Tracked] = []
-    failures: list[BaseException] = []
-    start = threading.Barrier(THREADS)
-
-    def run(buffers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-        try:
-            start.wait()
-            for number, (dst, src, content) in enumerate(buffers):
-                tracked = Tracked(transfer.swap_out(dst, src, ready), True, dst, content, src)
-                for _ in range(60):
-                    transfer.hand_over()
-                if number % 4 == 0:
-                    transfer.issue_out(tracked.move)
-                elif number % 4 == 1 and not transfer.cancel_out(tracked.move):
-                    tracked.unsent = transfer.truncate_out(tracked.move)
-                ended.append(tracked)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the test's own thread must report it
-            failures.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=run, args=(buffers,)) for buffers in prepared]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert failures == []
-    for _ in range(THREADS * MOVES_EACH * 8):  # no move has more pieces than eight
-        device.synchronize()
-        transfer.hand_over()
-    assert len(ended) == THREADS * MOVES_EACH
-    device.synchronize()
-    for tracked in ended:
-        assert tracked.ended
-        whole = 0 if tracked.move.cancelled else tracked.content.numel() - tracked.unsent
-        assert torch.equal(tracked.dst[:whole], tracked.content[:whole])
-        assert not tracked.dst[whole:].any()
-    ends.close()
-
-
-def prepare(ends: Ends, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    content = random_bytes(PIECE // 2 + 150 * number)
-    return ends.on_host(torch.zeros_like(content)), ends.on_device(content), content
+        tracked.unsent += queue.truncate(move)
 
 
 # --- which way a buffer goes, by its size alone

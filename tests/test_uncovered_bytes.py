@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 
 ROWS, WIDTH, LAYERS = 576, 256, 6
 
-RATES_GBPS = (1.0, 10.0)
+RATES_GBPS = (1.0, 13.0)
 """Rates of a link at which copies wait in their queue until the end, or a few operators long."""
 
 Layer = Callable[[Tensor, Tensor], Tensor]

@@ -1,20 +1,20 @@
 // The loop of swap/step_loop.py in C++: runs a compiled plan's rows, and calls no Python in a hook that is its row's.
 //
 //   loop = Loop(index, out_stream, back_stream, min_bytes, dicts, calls)
-//   save, use = loop.hooks(python_save, python_use, hand_over)         // what autograd calls
+//   save, use = loop.hooks(python_save, python_use, give_back)         // what autograd calls
 //   loop.enter(Program(rows, ...), compute_stream, at)                 // it takes the hooks behind the latest
-//   state = loop.hand_over()                                           // ... until here: all it has, for swap/native_loop.py
+//   state = loop.give_back()                                           // ... until here: all it has, for swap/native_loop.py
 //
 // A hook is done here whole, or by Python: whatever the loop does not know, Python's hook does. That one enters the executor's lock,
-// which first hands all over (`HookLock.run`). So a step's state is here or there, never in both; Python's loop is the
+// which first has all given back (`HookLock.run`). So a step's state is here or there, never in both; Python's loop is the
 // reference, and goes on at that very hook. A row that was begun here begins there again: each op first asks for the state of its
 // storage.
 //
-// A saved storage is a Slot here and a `SavedStorage`, a record, there. Handing over makes records of slots. Nothing goes the other
+// A saved storage is a Slot here and a `SavedStorage`, a record, there. Giving back makes records of slots. Nothing goes the other
 // way: a record stays one. The loop calls Python for what its rows do with records (`op`, `fetch`, `save_record`, `use_record`); so
 // it does for a storage that leaves in part. Handles that autograd holds stay, and lead to Python's from then on.
 //
-// The GIL is held throughout. Where Python is called, the mutex is not: another thread may have all handed over meanwhile, and the
+// The GIL is held throughout. Where Python is called, the mutex is not: another thread may have all given back meanwhile, and the
 // hook is then Python's (`Left`).
 
 #include <torch/csrc/python_headers.h>
@@ -42,6 +42,7 @@
 #include <stdexcept>
 #include <string>
 #include <typeindex>
+#include <unordered_set>
 #include <unordered_map>
 #include <vector>
 
@@ -87,44 +88,37 @@ void wait_for_all() { cudaDeviceSynchronize(), cudaGetLastError(); }
 
 using Op = std::tuple<int, int, int64_t>;  // code, storage, last bytes of it that move
 struct Row {
-  int kind = END, number = -1;
-  bool is_checked = false, is_known = false;
-  int64_t growth = 0;
+  int kind, number;
+  bool is_checked;
+  int64_t growth;
   std::vector<Op> ops;
   std::vector<int> ins;
-  PyTypeObject* type = nullptr;  // of a save: class, sizes, dtype, operators since the last save
+  bool is_known;
+  PyTypeObject* type;  // of a save: class, sizes, dtype, operators since the last save
   std::vector<int64_t> sizes;
-  at::ScalarType dtype = at::kByte;
-  int64_t since = -1;  // ... of a use: the hook of its save
+  at::ScalarType dtype;
+  int64_t since;  // ... of a use: the hook of its save
 };
 
-using RowOfPython = std::tuple<py::object, int, int, std::vector<Op>, int64_t, bool, std::vector<int>>;
+// Kind, storage, whether memory is checked, growth, ops, ins; whether the key is known, and the key: a save's class and dtype, or None.
+using RowOfPython = std::tuple<int, int, bool, int64_t, std::vector<Op>, std::vector<int>, bool, py::object, std::vector<int64_t>, py::object, int64_t>;
 using Numbers = std::vector<int64_t>;
 
 struct Program {
   std::vector<Row> rows;
-  Numbers nbytes, group, offset, group_bytes, until;
-  std::vector<int> members;      // of each group of places on the host
-  std::vector<char> is_python;  // by storage: whether only a part of it leaves
+  Numbers nbytes;
+  std::vector<bool> is_python;  // by storage: whether only a part of it leaves
+  Numbers group, offset;        // places on the host, by storage
+  Numbers group_bytes, members;
+  Numbers until;
 
-  Program(const std::vector<RowOfPython>& of_rows, Numbers sizes, Numbers groups, Numbers offsets, Numbers sizes_of_groups, Numbers allocated)
-      : nbytes(std::move(sizes)), group(std::move(groups)), offset(std::move(offsets)), group_bytes(std::move(sizes_of_groups)),
-        until(std::move(allocated)), members(group_bytes.size()), is_python(nbytes.size()) {
-    for (int64_t g : group) {
-      if (g >= 0) members[g]++;
-    }
-    for (const auto& [key, kind, number, ops, growth, is_checked, ins] : of_rows) {
-      Row row{.kind = kind, .number = number, .is_checked = is_checked, .is_known = !key.is_none(), .growth = growth, .ops = ops, .ins = ins};
-      for (const auto& [code, n, part] : ops) is_python[n] |= part < nbytes[n];
-      if (row.is_known && kind == USE) row.since = key.cast<int64_t>();
-      if (row.is_known && kind < USE) {
-        const auto of = py::cast<py::tuple>(key);
-        row.type = reinterpret_cast<PyTypeObject*>(of[0].ptr());  // Tensor or Parameter
-        row.sizes = of[1].cast<Numbers>();
-        row.dtype = reinterpret_cast<THPDtype*>(of[2].ptr())->scalar_type;
-        row.since = of[3].cast<int64_t>();
-      }
-      rows.push_back(std::move(row));
+  Program(const std::vector<RowOfPython>& of_rows, Numbers sizes, std::vector<bool> in_part, std::array<Numbers, 4> places, Numbers allocated)
+      : nbytes(std::move(sizes)), is_python(std::move(in_part)), group(places[0]), offset(places[1]), group_bytes(places[2]), members(places[3]),
+        until(std::move(allocated)) {
+    for (const auto& [kind, number, is_checked, growth, ops, ins, is_known, type, shape, dtype, since] : of_rows) {
+      const auto scalar_type = dtype.is_none() ? at::kByte : reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+      const auto of_type = reinterpret_cast<PyTypeObject*>(type.ptr());  // Tensor or Parameter
+      rows.push_back({kind, number, is_checked, growth, ops, ins, is_known, of_type, shape, scalar_type, since});
     }
   }
 };
@@ -173,22 +167,11 @@ bool is_held_by(const c10::Storage& storage, size_t ours) {
 
 struct Slot {
   c10::Storage storage;
-  int number, first_hook, last_hook = 0, state = ON_DEVICE, handles = 0, left = 0, swap_in_number = 0, arena = -1;
-  int64_t nbytes, index, operators = 0;
-  bool is_over = false, came_back = false, emptied = false, is_handed_over = false;
+  int number, state = ON_DEVICE, handles = 0, left = 0, swap_in_number = 0, arena = -1;
+  int64_t first_hook, nbytes, index, last_hook = 0, operators = 0;
+  bool is_over = false, came_back = false, emptied = false, is_given_back = false;
   std::vector<std::unique_ptr<Save>> saves;
   bool is_alone() const { return is_held_by(storage, saves.size() + 1) && storage.unsafeGetStorageImpl()->resizable(); }
-  // Whether its copy, whenever it began, has the bytes of `t`; as `SavedBytes.copy_includes`.
-  bool copy_includes(const at::Tensor& t, const at::Tensor& base) const {
-    const auto counter = weakly(base.defined() ? base : t);
-    return std::any_of(saves.begin(), saves.end(), [&](const auto& save) {
-      const at::Tensor& a = save->alias;
-      const bool is_whole = a.is_contiguous() && (int64_t)(a.numel() * a.element_size()) == nbytes;
-      const bool covers = is_whole || (a.dtype() == t.dtype() && a.sizes().equals(t.sizes()) && a.strides().equals(t.strides()) &&
-                                       a.storage_offset() == t.storage_offset());
-      return covers && save->is_as_saved() && save->version == (int64_t)t._version() && save->counter == counter;
-    });
-  }
   bool has_unwritten() const {
     return std::any_of(saves.begin(), saves.end(), [](const auto& save) { return save->is_as_saved(); });
   }
@@ -210,16 +193,14 @@ struct Handle {  // what autograd holds: with the others of its slot, the slot's
   PyObject* python;
   int64_t epoch;
   int hook, swap_in_number;
-  Handle *before, *behind;
 };
 PyTypeObject* handle_type = nullptr;
 
 struct Step {
-  int hook = -1, last_used = -1, since = -1;
-  int64_t epoch = -1, number = 0, latest = -1, next_index = 0, budget = 0, margin = 0, now = 0, peak = 0, seen = 0, cumulative = 0, taken = 0, growth = 0;
+  int64_t hook = -1, last_used = -1, since = -1, epoch = -1, number = 0, latest_operator = -1, next_index = 0, budget = 0, margin = 0, now = 0,
+          cumulative = 0, taken = 0, growth = 0, has_room = true, peak = 0, seen = 0;
   int64_t saves = 0, uses = 0, ended = 0, bytes_out = 0, bytes_in = 0, bytes_reclaimed = 0, prefetches = 0, uses_on_device = 0, on_demand = 0,
           refused = 0;
-  bool has_room = true;
   std::array<int64_t, NUM_REASONS> kept{};
   Numbers growths, used;
   std::vector<std::pair<int64_t, int64_t>> peaks;  // readings of the device's peak before each reset, with the most bytes seen
@@ -232,6 +213,15 @@ struct Step {
   std::vector<Arena> arenas;
   Numbers arena_of;  // by group
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> outlived;
+  // What Python gives as the loop takes the hooks, and what it is told of them afterwards.
+  std::vector<std::pair<const char*, int64_t*>> numbers() {
+    return {{"hook", &hook}, {"last_used", &last_used}, {"since", &since}, {"epoch", &epoch}, {"number", &number},
+            {"latest_operator", &latest_operator}, {"next_index", &next_index}, {"budget", &budget}, {"margin", &margin}, {"now", &now},
+            {"cumulative", &cumulative}, {"taken", &taken}, {"growth", &growth}, {"has_room", &has_room},
+            {"saves", &saves}, {"uses", &uses}, {"ended", &ended}, {"bytes_swapped_out", &bytes_out}, {"bytes_swapped_in", &bytes_in},
+            {"bytes_reclaimed", &bytes_reclaimed}, {"prefetches", &prefetches}, {"uses_on_device", &uses_on_device},
+            {"swap_ins_on_demand", &on_demand}, {"fallbacks", &refused}};
+  }
 };
 
 struct Loop : std::enable_shared_from_this<Loop>, Step {
@@ -245,7 +235,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
              &let_go_of_records = calls[6];
   std::vector<void*> events;  // by storage: after its latest copy
   std::mutex mutex;
-  Handle* handles = nullptr;
+  std::unordered_set<Handle*> handles;
   bool follows = false;
   std::shared_ptr<Program> program;
   c10::Stream stream{c10::Stream::DEFAULT, c10::Device(c10::DeviceType::CUDA, 0)};
@@ -266,7 +256,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     const py::gil_scoped_release no_gil;
     mutex.lock();
   }
-  // Call Python, which may enter the executor's lock: who is in there may be waiting to have all handed over.
+  // Call Python, which may enter the executor's lock: who is in there may be waiting to have all given back.
   template <typename... Arguments>
   py::object call(const py::object& function, Arguments... arguments) {
     const auto before = std::pair(generation, hook);
@@ -292,7 +282,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     return device.index() == index && guard.getStream(device) == stream && cudaStreamIsCapturing(compute, &capturing) == 0 && !capturing;
   }
   bool is_over(Slot& slot) const {  // Note [Swap-out]; as `SwapOuts.is_over`
-    if (!slot.is_over) slot.is_over = slot.operators < (PyThread_get_thread_ident() == home ? (int64_t)at::sequence_number::peek() : latest);
+    if (!slot.is_over) slot.is_over = slot.operators < (PyThread_get_thread_ident() == home ? (int64_t)at::sequence_number::peek() : latest_operator);
     return slot.is_over;
   }
   void empty(Slot& slot) {
@@ -384,7 +374,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   }
   void note_taken(int64_t nbytes) { taken += nbytes, now += nbytes; }
   // Do what is due before the hook's own storage is used. False: Python has to do this hook.
-  bool run(const Row& row, int at, bool moves) {
+  bool run(const Row& row, int64_t at, bool moves) {
     const bool any_held = !held.empty() || PyDict_GET_SIZE(records_held.ptr());
     if (!moves && row.ops.empty() && row.ins.empty() && !row.is_checked && late.empty() && !any_held && abandoned.empty()) return true;
     if (!is_current()) return false;
@@ -398,7 +388,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
         Slot* slot = slots[n];
         if (code == DROP) return false;
         if (is_record[n]) {
-          const auto took = call(do_op, code, n, nbytes, at, latest).template cast<int64_t>();
+          const auto took = call(do_op, code, n, nbytes, at, latest_operator).template cast<int64_t>();
           if (took < 0) still_late.emplace_back(OUT, n, nbytes);
           else note_taken(took);
         } else if (slot != nullptr && slot->state == ON_DEVICE && !is_over(*slot)) {
@@ -411,7 +401,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     late = std::move(still_late);
     return !row.is_checked || check(row, at);
   }
-  bool check(const Row& row, int at) {
+  bool check(const Row& row, int64_t at) {
     const auto bytes = allocated_bytes((c10::DeviceIndex)index);
     if (bytes.current + row.growth + margin > budget || bytes.allocated < cumulative) return false;  // room has to be made
     const int64_t grew = std::max<int64_t>(0, bytes.allocated - cumulative - taken);
@@ -419,7 +409,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     if (bytes.peak < peak) end_peak();
     cumulative = bytes.allocated, taken = 0, now = bytes.current, peak = bytes.peak, seen = std::max(seen, now), has_room = true, growth += grew;
     if (row.number < 0) return true;
-    const int from = std::exchange(since, std::max(since, at));
+    const int64_t from = std::exchange(since, std::max(since, at));
     const int64_t all = std::exchange(growth, 0);
     if (at <= from || all == program->until[at] - (from < 0 ? 0 : program->until[from])) return true;
     return call(grown, from, all, at).cast<bool>();
@@ -500,7 +490,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     if (is_record[n] || program->is_python[n]) {
       py::object handle = call(save_record, t, hook + 1, next_index);
       if (handle.is_none()) return {};
-      latest = operators, next_index += row.kind == FIRST, is_record[n] = 1;
+      latest_operator = operators, next_index += row.kind == FIRST, is_record[n] = 1;
       return handle;
     }
     if (row.kind == FIRST) {
@@ -509,10 +499,9 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
       by_storage[storage.unsafeGetStorageImpl()] = slots[n];
     }
     Slot* slot = slots[n];
-    if (slot == nullptr || !slot->storage.is_alias_of(storage)) return {};
-    if (slot->state != ON_DEVICE && !slot->copy_includes(t, base)) return {};  // its copy may lack these bytes
+    if (slot == nullptr || !slot->storage.is_alias_of(storage) || slot->state != ON_DEVICE) return {};  // a copy may lack these bytes
     slot->saves.push_back(std::make_unique<Save>(t, base, false));
-    slot->last_hook = hook + 1, slot->operators = latest = operators, slot->is_over = false, slot->left++;
+    slot->last_hook = hook + 1, slot->operators = latest_operator = operators, slot->is_over = false, slot->left++;
     return make_handle(slot, slot->saves.back().get());
   }
   PyObject* use(Handle* handle) {
@@ -537,7 +526,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     }
     // Of what moves a new reference for each user: the storage's use count then shows every holder.
     const at::Tensor t = slot == nullptr ? handle->save->alias : handle->save->alias.detach();
-    note_use(row);  // it may call Python, and all be handed over meanwhile
+    note_use(row);  // it may call Python, and all be given back meanwhile
     return THPVariable_Wrap(t);
   }
   PyObject* use_of_python(PyObject* handle) {
@@ -549,7 +538,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     return t.release().ptr();
   }
   void note_use(const Row& row) {
-    hook++, last_used = (int)row.since, uses++;
+    hook++, last_used = row.since, uses++;
     prefetch(row);
   }
   py::object make_handle(Slot* slot, Save* save) {
@@ -557,9 +546,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     if (h == nullptr) throw py::error_already_set();
     new (&h->loop) std::shared_ptr<Loop>(shared_from_this());
     h->slot = slot, h->save = save, h->python = nullptr, h->epoch = epoch, h->hook = hook + 1, h->swap_in_number = -1;
-    h->before = nullptr, h->behind = handles;
-    if (handles) handles->before = h;
-    handles = h;
+    handles.insert(h);
     if (slot) slot->handles++;
     return py::reinterpret_steal<py::object>((PyObject*)h);
   }
@@ -567,7 +554,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   void drop(Slot* slot) {
     if (--slot->handles) return;
     const std::unique_ptr<Slot> ended(slot);
-    if (slot->is_handed_over) return;
+    if (slot->is_given_back) return;
     slots[slot->number] = nullptr, Step::ended++;
     by_storage.erase(slot->storage.unsafeGetStorageImpl());
     if (slot->arena >= 0) arenas[slot->arena].live--;
@@ -585,11 +572,9 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     settle_abandoned();
     static_cast<Step&>(*this) = Step{};
     program = std::move(of), compute = (void*)compute_stream, stream = current.getStream(current.getDevice());
-    home = PyThread_get_thread_ident(), has_room = at["has_room"].cast<bool>();
-    for (auto [name, field] : {std::pair("hook", &hook), {"last_used", &last_used}, {"since", &since}}) *field = at[name].cast<int>();
-    for (auto [name, field] : {std::pair("epoch", &epoch), {"number", &number}, {"latest", &latest}, {"next_index", &next_index}, {"growth", &growth},
-                               {"budget", &budget}, {"margin", &margin}, {"now", &now}, {"cumulative", &cumulative}, {"taken", &taken}}) {
-      *field = at[name].cast<int64_t>();
+    home = PyThread_get_thread_ident();
+    for (auto [name, field] : numbers()) {
+      if (at.contains(name)) *field = at[name].cast<int64_t>();
     }
     slots.resize(program->nbytes.size()), is_record.resize(program->nbytes.size()), arena_of.assign(program->group_bytes.size(), -1);
     for (int n : at["records"].cast<std::vector<int>>()) is_record[n] = 1;
@@ -599,7 +584,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     }
     follows = true, generation++;
   }
-  py::object hand_over() {
+  py::object give_back() {
     lock();
     const std::lock_guard<std::mutex> guard(mutex, std::adopt_lock);
     if (!follows) return py::none();
@@ -611,19 +596,19 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     if (capturing) later = std::exchange(abandoned, {});
     settle_abandoned();
     std::vector<py::object> held_handles;  // nothing dies where a collection runs in the middle of this: each slot has one
-    for (Handle* h = handles; h; h = h->behind) held_handles.push_back(py::reinterpret_borrow<py::object>((PyObject*)h));
+    for (Handle* h : handles) held_handles.push_back(py::reinterpret_borrow<py::object>((PyObject*)h));
     py::list of_slots, of_handles, of_arenas, of_outlived;
     std::unordered_map<const void*, size_t> position;  // of slots, and of saves in theirs
     for (Slot* slot : slots) {
       if (slot == nullptr) continue;
       py::list told;
       for (const auto& save : slot->saves) position[save.get()] = told.size(), told.append(save->told());
-      position[slot] = of_slots.size(), slot->is_handed_over = true;
+      position[slot] = of_slots.size(), slot->is_given_back = true;
       of_slots.append(py::make_tuple(slot->number, slot->nbytes, slot->state, slot->index, slot->first_hook, slot->last_hook, slot->operators,
                                      is_over(*slot), slot->came_back, slot->emptied, std::count(held.begin(), held.end(), slot->number) > 0,
                                      slot->arena, program->offset[slot->number], slot->handles, slot->left, slot->swap_in_number, told));
     }
-    for (Handle* h = handles; h; h = h->behind) {
+    for (Handle* h : handles) {
       const auto object = py::reinterpret_borrow<py::object>((PyObject*)h);
       if (h->slot && !position.count(h->slot)) continue;  // it was told before, to who did not come to its end
       if (h->slot) of_handles.append(py::make_tuple(object, h->epoch, h->hook, h->swap_in_number, position.at(h->slot), position.at(h->save)));
@@ -634,26 +619,19 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
       if (auto impl = weak.lock()) of_outlived.append(py::reinterpret_steal<py::object>(THPStorage_Wrap(c10::Storage(std::move(impl)))));
     }
     py::dict all;
-    for (auto [name, value] : {std::pair("hook", (int64_t)hook), {"last_used", last_used}, {"since", since}, {"number", number}, {"latest", latest},
-                               {"next_index", next_index}, {"growth", growth}, {"now", now}, {"cumulative", cumulative},
-                               {"taken", taken}, {"saves", saves}, {"uses", uses}, {"ended", Step::ended}, {"bytes_swapped_out", bytes_out},
-                               {"bytes_swapped_in", bytes_in}, {"bytes_reclaimed", bytes_reclaimed}, {"prefetches", prefetches},
-                               {"uses_on_device", uses_on_device}, {"swap_ins_on_demand", on_demand}, {"fallbacks", refused}}) {
-      all[name] = value;
-    }
+    for (auto [name, field] : numbers()) all[name] = *field;
     all["slots"] = of_slots, all["handles"] = of_handles, all["arenas"] = of_arenas, all["outlived"] = of_outlived, all["late"] = late;
     end_peak();
-    all["kept"] = kept, all["growths"] = growths, all["peaks"] = peaks, all["used"] = used, all["has_room"] = has_room;
+    all["kept"] = kept, all["growths"] = growths, all["peaks"] = peaks, all["used"] = used;
     static_cast<Step&>(*this) = Step{};
     abandoned = std::move(later);
     return all;
   }
 };
 
-void forget(Handle* h) {  // take it out of its loop's list, and let go of what it saved
+void forget(Handle* h) {  // take it out of its loop's handles, and let go of what it saved
   if (h->save == nullptr) return;
-  (h->before ? h->before->behind : h->loop->handles) = h->behind;
-  if (h->behind) h->behind->before = h->before;
+  h->loop->handles.erase(h);
   if (h->slot) h->loop->drop(h->slot);
   else delete h->save;
   h->slot = nullptr, h->save = nullptr;
@@ -677,7 +655,7 @@ void delegate(const py::object& handle, py::object python) {
 
 struct Hooks {
   std::shared_ptr<Loop> loop;
-  py::object save, use, hand_over;
+  py::object save, use, give_back;
 };
 
 // Do a hook here, else by `python(argument)`.
@@ -711,9 +689,9 @@ PyObject* on_use(PyObject* self, PyObject* argument) {
       PyObject* t = either(*hooks.loop, [&] { return h->save ? hooks.loop->use(h) : nullptr; }, {}, nullptr);
       if (t != Py_None) return t;
       Py_DECREF(t);
-      const auto done = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(hooks.hand_over.ptr()));
+      const auto done = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(hooks.give_back.ptr()));
       if (!done) return nullptr;
-      if (!h->python) return PyErr_Format(PyExc_RuntimeError, "a saved tensor: expected its handle to be handed over, and it was not");
+      if (!h->python) return PyErr_Format(PyExc_RuntimeError, "a saved tensor: expected its handle to be given back, and it was not");
     }
     argument = h->python;
   }
@@ -722,8 +700,8 @@ PyObject* on_use(PyObject* self, PyObject* argument) {
 PyMethodDef save_method = {"save", on_save, METH_O, "What autograd calls to save a tensor."};
 PyMethodDef use_method = {"use", on_use, METH_O, "What autograd calls to use a saved tensor."};
 
-py::tuple hooks_of(std::shared_ptr<Loop> loop, py::object save, py::object use, py::object hand_over) {
-  const py::capsule self(new Hooks{std::move(loop), std::move(save), std::move(use), std::move(hand_over)}, [](void* of) { delete static_cast<Hooks*>(of); });
+py::tuple hooks_of(std::shared_ptr<Loop> loop, py::object save, py::object use, py::object give_back) {
+  const py::capsule self(new Hooks{std::move(loop), std::move(save), std::move(use), std::move(give_back)}, [](void* of) { delete static_cast<Hooks*>(of); });
   return py::make_tuple(py::reinterpret_steal<py::object>(PyCFunction_New(&save_method, self.ptr())),
                         py::reinterpret_steal<py::object>(PyCFunction_New(&use_method, self.ptr())));
 }
@@ -736,9 +714,9 @@ PyType_Spec handle_spec = {"chameleon_mm_loop.Handle", sizeof(Handle), 0, Py_TPF
 PYBIND11_MODULE(chameleon_mm_loop, m) {
   handle_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&handle_spec));
   if (handle_type == nullptr) throw py::error_already_set();
-  py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<const std::vector<RowOfPython>&, Numbers, Numbers, Numbers, Numbers, Numbers>());
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<const std::vector<RowOfPython>&, Numbers, std::vector<bool>, std::array<Numbers, 4>, Numbers>());
   py::class_<Loop, std::shared_ptr<Loop>>(m, "Loop")
       .def(py::init<int, uintptr_t, uintptr_t, int64_t, std::array<py::dict, 3>, std::array<py::object, 7>>())
-      .def("hooks", hooks_of).def("enter", &Loop::enter).def("hand_over", &Loop::hand_over).def_readwrite("follows", &Loop::follows);
+      .def("hooks", hooks_of).def("enter", &Loop::enter).def("give_back", &Loop::give_back).def_readwrite("follows", &Loop::follows);
   m.def("delegate", delegate, "Have a handle that autograd holds lead to one of Python's.");
 }

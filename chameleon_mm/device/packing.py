@@ -43,6 +43,14 @@ def check_ends(what: str, dst: Tensor, src: Tensor, on: torch.device | None = No
         raise ValueError(f"{what}: expected equal sizes, got {src.numel()} bytes into {dst.numel()}: slice one")
 
 
+def check_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Raise `ValueError` unless `storage` has so many bytes."""
+    if storage.nbytes() < nbytes:
+        raise ValueError(
+            f"copy_storage: expected a storage of {nbytes} bytes or more, got {storage.nbytes()}: slice the host's"
+        )
+
+
 def check_packed(what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int], on: torch.device) -> None:
     """Raise `ValueError` unless all are flat buffers on the device `on`, and each fits in `staging` at its offset. The message
     names the buffer by its index."""

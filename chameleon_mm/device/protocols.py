@@ -69,9 +69,10 @@ class Stream(Protocol):
         write `src` meanwhile; then the copied bytes are undefined and the caller must not use them. Raises `ValueError` for
         unequal sizes, other dtypes or other layouts."""
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
-        """Enqueue a copy of all of `storage`, in device memory, to the pinned flat uint8 tensor `host` (`out`), or back. Like
-        `copy`, but without a tensor over the storage. A copy out is speculative."""
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
+        """Enqueue a copy of the bytes of `storage`, in device memory, from byte `start` on to the flat uint8 tensor `host`
+        (`out`), or back. Like `copy`, but without a tensor over the storage. A copy out is speculative. Raises `ValueError` if
+        the storage has fewer bytes than that."""
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies each of `sources` into `dst` at its offset. The other bytes of `dst` do not change.
@@ -97,10 +98,6 @@ class Stream(Protocol):
 
     def record(self, *, timed: bool = False) -> Event:
         """Record an event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""
-
-    def record_again(self, event: Event) -> None:
-        """Record an untimed event of this kind of stream again: it moves to this later point. No wait for its old point may be
-        still to come."""
 
     def wait(self, event: Event) -> None:
         """Order this stream's later work after `event` on the device. The host does not wait."""

@@ -269,6 +269,15 @@ class PinnedPool:
         close_at_exit(self.close, error, "pinned pool left open")
 
 
+def host_block(pool: PinnedPool, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+    """Return a block as `pool.allocate` does, or a pageable one if no more can be pinned. Raises `HostMemoryExhausted` if the
+    host has neither."""
+    try:
+        return pool.allocate(nbytes, stream)
+    except HostMemoryExhausted:
+        return pool.allocate_pageable(nbytes)
+
+
 def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes: int | None = None) -> PinnedPool:
     """Return `pool`, or a new one of `max_bytes` on `device`, as in `PinnedPool`. With a pool, device None means the pool's.
 

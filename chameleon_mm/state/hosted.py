@@ -182,7 +182,7 @@ class HostedStorage:
         self._context.streams.join_all(self._alloc_stream)
         after = [self._alloc_stream.record(), *self._block.pending_events]
         with annotation("chameleon::swap_out_state"):
-            out = self._context.transfer.swap_out(self._block.buffer, flat_bytes(storage), after)
+            out = self._context.out_queue.submit(Move(storage, self._block.buffer, after))
         if out.failed:
             raise TransferFailed(f"{self.what} of {self.nbytes} bytes could not be swapped out; it stays on the device")
         self._out, self._last, self._held = out, out, storage
@@ -221,7 +221,7 @@ class HostedStorage:
         """Order compute after the copy out. Return False if that was refused: the memory is on the device, as before."""
         assert self._out is not None
         try:
-            done = self._context.transfer.issue_out(self._out)
+            done = self._context.out_queue.issue(self._out)
         except RuntimeError as error:
             self._context.metrics.warn(
                 _log,
@@ -266,7 +266,7 @@ class HostedStorage:
         if self._out is not None and self._out.done is not None:
             after.append(self._out.done)
         with annotation("chameleon::swap_in_state"):
-            back = self._context.transfer.swap_in(flat_bytes(storage), self._block.buffer, after)
+            back = self._context.back_queue.submit(Move(storage, self._block.buffer, after))
         self._alloc_stream = compute
         if back.failed:
             self._free()
@@ -281,7 +281,7 @@ class HostedStorage:
         if self.where is Where.COMING:
             assert self._in is not None
             with annotation("chameleon::wait"):  # Note [Swap-in]: use only after the copy
-                self._context.metrics.wait(compute, self._context.transfer.issue_in(self._in), "in")
+                self._context.metrics.wait(compute, self._context.back_queue.issue(self._in), "in")
             self._end_copy()
 
     def host_bytes(self, compute: Stream) -> Tensor:
@@ -297,7 +297,7 @@ class HostedStorage:
             return
         assert self._block is not None
         if self._out is not None:
-            self._context.transfer.issue_out(self._out).synchronize()  # the copy that fills the block -> the host reads it
+            self._context.out_queue.issue(self._out).synchronize()  # the copy that fills the block -> the host reads it
         into.copy_(self._block.buffer[start : start + into.numel()])
 
     # --- snapshots

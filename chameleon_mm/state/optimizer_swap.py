@@ -274,7 +274,8 @@ class OptimizerSwap:
                 if isinstance(state, SwappedState):
                     state.leave()
             leaving_bytes = reclaim.pending_bytes - before
-            self.home.context.transfer.hand_over()
+            self.home.context.out_queue.hand_over()
+            self.home.context.back_queue.hand_over()
             reclaim.reclaim_complete()
         return leaving_bytes
 

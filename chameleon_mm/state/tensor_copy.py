@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pool.block import BlockView, PinnedBlock, as_tensor
+from chameleon_mm.pool.pool import host_block
 from chameleon_mm.state.hosted import Home, HostedStorage
 
 if TYPE_CHECKING:
@@ -165,11 +165,7 @@ class Copier:
         nbytes = form.dtype.itemsize * prod(form.shape)
         hosted, start = self._place(t)
         with self._home.entered() as compute:
-            try:
-                block = self._pool.allocate(nbytes, compute)
-            except HostMemoryExhausted:
-                block = self._pool.allocate_pageable(nbytes)
-            copy = TensorCopy(form, t.device, block)
+            copy = TensorCopy(form, t.device, host_block(self._pool, nbytes, compute))
             if not nbytes:
                 return copy
             if hosted is not None:

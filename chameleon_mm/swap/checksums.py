@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Event, Stream
-from chameleon_mm.errors import HostMemoryExhausted, SwapMismatch
+from chameleon_mm.errors import SwapMismatch
 from chameleon_mm.plan.rewrite import CHECKSUMS_IN_PAGE
-from chameleon_mm.pool.pool import PinnedPool
+from chameleon_mm.pool.pool import PinnedPool, host_block
 from chameleon_mm.units import CHECKSUM_BYTES
 
 PAGE_SLOTS = CHECKSUMS_IN_PAGE
@@ -107,10 +107,7 @@ class Checksums:
         if not pages:
             return []
         assert self._order is not None
-        try:
-            block = self._pool.allocate(PAGE_BYTES * len(pages))
-        except HostMemoryExhausted:
-            block = self._pool.allocate_pageable(PAGE_BYTES * len(pages))
+        block = host_block(self._pool, PAGE_BYTES * len(pages))
         done: Event | None = None
         try:
             block.wait_on(self._order)  # Note [Host block]: the block's last copy may still be running

@@ -199,13 +199,7 @@ class StorageRegistry:
         return len(self._storages)
 
     def add(self, saved: SavedStorage) -> None:
-        """Add `saved`, which was made with this step's next index."""
-        self._storages[saved.epoch, saved.index] = saved
-        self.next_index += 1
-        self.of_epoch += 1
-
-    def adopt(self, saved: SavedStorage) -> None:
-        """Add `saved`, whose index in this step was counted by somebody else."""
+        """Add `saved`, which has an index of this step of its own."""
         self._storages[saved.epoch, saved.index] = saved
         self.of_epoch += 1
 

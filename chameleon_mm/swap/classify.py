@@ -79,39 +79,45 @@ def reason_to_stay(t: Tensor, protected: ProtectedStorages, min_bytes: int) -> s
 
 def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
     """Facts about `t` for the default rule. A tensor that cannot be rebuilt exactly gets a kind that the rule never moves."""
+    if reason := reason_not_to_move(t, device, protected):
+        return SaveFacts(nbytes=0, kind=reason)
+    nbytes = t.untyped_storage().nbytes()
+    covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
+    return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
+
+
+def reason_not_to_move(t: Tensor, device: Device, protected: ProtectedStorages) -> str:
+    """Return why `t` must not move, whatever its size; "" for a plain activation."""
     kind, base = type(t), t._base
     # The class is tested first: `isinstance(t, Parameter)` runs a check that is written in Python.
     if (kind is not Tensor and isinstance(t, Parameter)) or (
         base is not None and type(base) is not Tensor and isinstance(base, Parameter)
     ):
-        return SaveFacts(nbytes=0, kind="parameter")
+        return "parameter"
     if kind is not Tensor:
-        return SaveFacts(nbytes=0, kind="leaf" if t.is_leaf and t.requires_grad else "subclass")
+        return "leaf" if t.is_leaf and t.requires_grad else "subclass"
     if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
-        return SaveFacts(nbytes=0, kind="layout")
+        return "layout"
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
-        return SaveFacts(nbytes=0, kind="functorch")
+        return "functorch"
     # Tensors without memory: those that legacy vmap batches (torch.autograd.functional with vectorize=True), and zero tensors
     # that are never written. A dual tensor without a tangent has such zeros in forward-mode differentiation.
     if not torch._C._has_storage(t) or t._is_zerotensor():
-        return SaveFacts(nbytes=0, kind="no_storage")
+        return "no_storage"
     if not device.owns(t):
-        return SaveFacts(nbytes=0, kind="other_device")
+        return "other_device"
     # A view is classified by its base. A view of a leaf frees nothing, and FSDP2 may free it: a parameter's local part. A view
     # of an activation may itself be a leaf if a custom function's forward made it: the local part of a `DTensor`.
     holder = t if base is None else base
     if holder.requires_grad and holder.is_leaf:
-        return SaveFacts(nbytes=0, kind="leaf")
+        return "leaf"
     if t.requires_grad and not holder.requires_grad and is_part_of_parameter(t):
-        return SaveFacts(nbytes=0, kind="parameter")
+        return "parameter"
     storage = t.untyped_storage()
     if id(storage) in protected.refs and storage in protected:
-        return SaveFacts(nbytes=storage.nbytes(), kind="persistent")
-    nbytes = storage.nbytes()
-    if nbytes and not storage.resizable():
-        return SaveFacts(nbytes=nbytes, kind="borrowed")  # torch did not allocate this memory for it: it cannot be freed alone
-    covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
-    return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
+        return "persistent"
+    # Memory that torch did not allocate for it cannot be freed alone.
+    return "borrowed" if not storage.resizable() and storage.nbytes() else ""
 
 
 def is_part_of_parameter(t: Tensor) -> bool:

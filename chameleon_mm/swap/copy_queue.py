@@ -1,30 +1,28 @@
 """Copy queues of a device's link, one per direction: moves wait here, and few copies are outstanding in the device's own queue.
 
-    move = Move(dst, src, [ready, *block.pending_events], timed=False)
-    queue.submit(move)                                                      # queued; at most two pieces are handed over
-    queue.hand_over()                                                       # at every hook: hand over more as they finish
-    done = queue.issue(move)                                                # needed now: all of it, ahead of queued moves
-    move = transfer.swap_out(host, hbm, after)                              # `Transfer`: both directions, for any thread
+    move = queue.submit(Move(storage, host, [ready, *block.pending_events]))    # queued; at most two pieces are handed over
+    queue.submit(move, at_once=True)                            # all of it, behind queued moves: a plan's copies
+    queue.hand_over()                                           # at every hook: hand over more as they finish
+    done = queue.issue(move)                                    # needed now: all of it, ahead of queued moves
 
 A copy engine is one FIFO per direction without priorities: a later copy cannot overtake one that was handed over. Published:
 51 KB waited 12 ms until 200 MB had crossed (docs/transfer.md). So moves are cut into pieces, and at most `outstanding` of them
 are in the engine's queue. More are handed over if compute or the host is about to wait for them: holding them back would
-prolong the wait.
+prolong the wait. A plan has the time of each of its copies, so that nothing has to overtake them: they are handed over at once.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from chameleon_mm.device import Device, Event, Stream
+from chameleon_mm.device import Device, Event
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.units import KIB, MIB
 
@@ -91,21 +89,34 @@ returns events after all writes so far, called if a counter has moved."""
 
 
 class Move:
-    """A copy of one buffer across the link. Raises `ValueError` for unequal sizes."""
+    """A copy across the link, between a storage in device memory, from byte `start` on, and the host buffer `host`, flat and
+    uint8. The queue has the direction. Raises `ValueError` if the storage has fewer bytes than that."""
 
     __slots__ = (
-        "after", "cancelled", "done", "dst", "failed", "nbytes", "next_byte", "pieces", "src", "timed", "written"
+        "after", "cancelled", "done", "failed", "host", "nbytes", "next_byte", "pieces", "start", "storage", "timed", "written"
     )  # fmt: skip
 
     def __init__(
-        self, dst: Tensor, src: Tensor, after: Sequence[Event], timed: bool, written: WrittenSince | None = None
+        self,
+        storage: torch.UntypedStorage,
+        host: Tensor,
+        after: Sequence[Event],
+        *,
+        start: int = 0,
+        timed: bool = False,
+        written: WrittenSince | None = None,
     ) -> None:
-        if dst.numel() != src.numel():  # slices of unequal buffers can be of equal size
-            raise ValueError(f"expected a destination of the source's {src.numel()} bytes, got {dst.numel()}; slice the larger")
-        self.dst: Tensor | None = dst
-        self.src: Tensor | None = src
-        self.nbytes = src.numel()
-        self.after = tuple(after)
+        """`written`: orders a piece after later writes to the source."""
+        self.nbytes = host.numel()
+        if storage.nbytes() < start + self.nbytes:
+            raise ValueError(
+                f"expected a storage of {start + self.nbytes} bytes or more, for a host buffer of {self.nbytes} from byte "
+                f"{start} on, got {storage.nbytes()}; slice the buffer"
+            )
+        self.storage: torch.UntypedStorage | None = storage
+        self.host: Tensor | None = host
+        self.start = start
+        self.after = after
         self.written = written
         self.next_byte = 0
         self.timed = timed
@@ -118,13 +129,11 @@ class Move:
         """True if the device refused it. Pieces handed over before are complete, and no more will come."""
 
     @classmethod
-    def issued(cls, nbytes: int, done: Event, start: Event | None) -> Move:
-        """Move that its caller has handed to the device as a whole. `start`: the event before it; None: not timed."""
-        move = cls.__new__(cls)
-        move.dst = move.src = move.written = None
-        move.nbytes = move.next_byte = nbytes
-        move.after, move.done, move.timed, move.cancelled, move.failed = (), done, start is not None, False, False
-        move.pieces = deque() if start is None else deque([Piece(start, done, nbytes)])
+    def known(cls, host: Tensor, done: Event) -> Move:
+        """Move to or from `host` that the C++ loop has handed to the device, and that ends at `done`."""
+        move = cls(host.untyped_storage(), host, ())
+        move.storage = move.host = None
+        move.next_byte, move.done = move.nbytes, done
         return move
 
     @property
@@ -144,35 +153,45 @@ LOG_EACH: Warn = logging.Logger.warning
 
 
 class CopyQueue:
-    """Moves of one direction, on a stream of its own. Not thread-safe: `Transfer` holds the lock."""
+    """Moves of one direction, on a stream of its own. Not thread-safe: the executor holds its lock."""
 
     def __init__(
         self,
-        stream: Stream,
-        piece_bytes: int,
-        outstanding: int,
+        device: Device,
+        name: str,
         *,
-        speculative: bool,
-        synchronize: Callable[[], None],
-        warn: Warn,
+        out: bool,
+        piece_bytes: int = PIECE_BYTES,
+        outstanding: int = OUTSTANDING,
+        warn: Warn = LOG_EACH,
     ) -> None:
-        self.stream, self._warn = stream, warn
-        self._synchronize = synchronize
-        self._speculative = speculative
+        """`name`: of its stream. `out`: to the host. Such a copy is speculative: the model may write to a saved tensor while it
+        runs. The tensor's version counter then shows the write, and a use raises eager's error instead of returning the
+        bytes."""
+        if piece_bytes < 1 or outstanding < 1:
+            raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
+        self.stream, self._warn = device.new_stream(name), warn
+        self._device_synchronize = device.synchronize
+        self._is_out = out
         self._piece_bytes = piece_bytes
         self._limit = outstanding
         self.queued: deque[Move] = deque()
         """Moves that wait to be handed over. Others only read it."""
         self._running: deque[Event] = deque()
 
-    def submit(self, move: Move, *, at_once: bool = False) -> None:
-        """Queue a move, and hand over pieces within the limit. `at_once`: hand over all of it and all moves before it."""
+    def submit(self, move: Move, *, at_once: bool = False) -> Move:
+        """Queue a move, and hand over pieces within the limit. `at_once`: hand over all of it and all moves before it. Returns
+        the move."""
         self.queued.append(move)
         try:
-            (self.hand_over_all if at_once else self.hand_over)()
+            if not at_once:
+                self.hand_over()
+            while at_once and self.queued:
+                self._hand_over_front()
         except BaseException:
             self._fail(move)  # the caller never gets the move, and reuses both buffers
             raise
+        return move
 
     def hand_over(self) -> None:
         """Hand over pieces until the limit of outstanding pieces is reached."""
@@ -193,12 +212,6 @@ class CopyQueue:
         """True if all submitted moves are complete."""
         self._forget_complete()
         return not self._running and not self.queued
-
-    def issue_in_order(self, move: Move) -> Event:
-        """Hand over all of a move, after all moves queued before it. Returns the event after it."""
-        while not move.ended and self.queued[0] is not move:
-            self._hand_over_front()
-        return self.issue(move)
 
     def issue(self, move: Move) -> Event:
         """Hand over all of a move, ahead of queued moves. Returns the event after it. Raises `TransferFailed`."""
@@ -245,7 +258,8 @@ class CopyQueue:
         """Enqueue the next piece. The move leaves the queue after its last piece, or if a piece is refused."""
         stream = self.stream
         try:
-            assert move.dst is not None and move.src is not None, "a finished move was handed over again"
+            storage, host = move.storage, move.host
+            assert storage is not None and host is not None, "a finished move was handed over again"
             if move.next_byte == 0:
                 for event in move.after:
                     stream.wait(event)  # orders the copy after its source was written and its destination's last use
@@ -260,7 +274,8 @@ class CopyQueue:
             # Pieces are timed, not the move: between two pieces the stream may idle, or carry another move that was needed
             # first.
             start = stream.record(timed=True) if move.timed else None
-            stream.copy(move.dst[begin:end], move.src[begin:end], speculative=self._speculative)
+            piece = host if end - begin == move.nbytes else host[begin:end]
+            stream.copy_storage(storage, piece, start=move.start + begin, out=self._is_out)
             move.next_byte = end
             done = stream.record(timed=move.timed)  # orders the reuse of both buffers after this piece
         except BaseException:
@@ -272,7 +287,7 @@ class CopyQueue:
         if end == move.nbytes:
             move.done = done
             if self.queued and self.queued[0] is move:  # the usual case; inlines `_dequeue`, which saves a call
-                move.dst = move.src = move.written = None
+                move.storage = move.host = move.written = None
                 self.queued.popleft()
             else:
                 self._dequeue(move)
@@ -284,107 +299,15 @@ class CopyQueue:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Make the host wait for the device."""
+        """Make the host wait for all of the device's work, if the device still answers. Buffers may then be reused without an
+        event."""
         try:
-            self._synchronize()
+            self._device_synchronize()
         except RuntimeError as error:  # a device that cannot be synchronised runs nothing any more
             self._warn(_log, "chameleon_mm: the device could not be synchronised after a failure: %s", str(error))
 
     def _dequeue(self, move: Move) -> None:
         """Take a move out of the queue and release its buffers here: the move's owner keeps them until `done`."""
-        move.dst, move.src, move.after, move.written = None, None, (), None
+        move.storage, move.host, move.after, move.written = None, None, (), None
         if move in self.queued:
             self.queued.remove(move)
-
-
-class Transfer:
-    """Both copy queues of one device. Thread-safe: forward and backward may run on different threads."""
-
-    def __init__(
-        self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING, warn: Warn = LOG_EACH
-    ) -> None:
-        if piece_bytes < 1 or outstanding < 1:
-            raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
-        self._lock = threading.Lock()  # not re-entrant: no finaliser takes it
-        queue = partial(CopyQueue, piece_bytes=piece_bytes, outstanding=outstanding, synchronize=device.synchronize, warn=warn)
-        self._out = queue(device.new_stream("d2h"), speculative=True)
-        self._in = queue(device.new_stream("h2d"), speculative=False)
-        self.streams = self._out.stream, self._in.stream
-        """Streams of copies out and back."""
-        self.queued = self._out.queued, self._in.queued
-        """Moves that wait to be handed over, out and in. Others only read it."""
-
-    # A copy out is speculative: the model may write to a saved tensor while it runs. The tensor's version counter then shows
-    # the write, and a use raises eager's error instead of returning the bytes.
-
-    def swap_out(
-        self, host: Tensor, hbm: Tensor, after: Sequence[Event], *, timed: bool = False,
-        written: WrittenSince | None = None, at_once: bool = False,
-    ) -> Move:  # fmt: skip
-        """Queue a copy from device to host. The caller keeps `hbm` until the move's `done` is waited on or complete.
-
-        `written`: orders a piece after later writes to the source. `at_once`: hand all of it over now, after the queued moves.
-        """
-        move = Move(host, hbm, after, timed, written)
-        with self._lock:
-            self._out.submit(move, at_once=at_once)
-        return move
-
-    def swap_in(self, hbm: Tensor, host: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
-        """Queue a copy from host to device, after earlier ones; `issue_in` brings it forward."""
-        move = Move(hbm, host, after, timed)
-        with self._lock:
-            self._in.submit(move)
-        return move
-
-    def issue_out(self, move: Move) -> Event:
-        """Hand all of a swap-out over now and return the event after it."""
-        with self._lock:
-            return self._out.issue(move)
-
-    def issue_out_in_order(self, move: Move) -> Event:
-        """Hand all of a swap-out over now, after all moves queued before it, and return the event after it."""
-        with self._lock:
-            return self._out.issue_in_order(move)
-
-    def issue_in(self, move: Move) -> Event:
-        """Hand all of a swap-in over now, ahead of queued moves, and return the event after it."""
-        with self._lock:
-            return self._in.issue(move)
-
-    def cancel_out(self, move: Move) -> bool:
-        """Cancel a swap-out if none of it was handed over. Returns True if it was cancelled."""
-        with self._lock:
-            return self._out.cancel(move)
-
-    def truncate_out(self, move: Move) -> int:
-        """End an unneeded swap-out after the pieces already handed over. Returns the bytes never sent."""
-        with self._lock:
-            return self._out.truncate(move)
-
-    def cancel_in(self, move: Move) -> bool:
-        """Cancel a swap-in if none of it was handed over. Returns True if it was cancelled."""
-        with self._lock:
-            return self._in.cancel(move)
-
-    def synchronize(self) -> None:
-        """Make the host wait for all of the device's work, if the device still answers. Buffers may then be reused without an
-        event."""
-        self._out.synchronize()
-
-    def out_is_idle(self) -> bool:
-        """True if all submitted swap-outs are complete: one more would start at once."""
-        with self._lock:
-            return self._out.is_idle()
-
-    def hand_over_all_out(self) -> None:
-        """Hand over all queued swap-outs, beyond the limit of outstanding pieces."""
-        if self._out.queued:
-            with self._lock:
-                self._out.hand_over_all()
-
-    def hand_over(self) -> None:
-        """Hand over pieces in both directions, up to the limit of outstanding pieces."""
-        with self._lock:
-            self._out.hand_over()
-            self._in.hand_over()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from chameleon_mm.swap.calling_thread import ComputeStreams, ThisProcess, let_go
 from chameleon_mm.swap.checksums import Checksums
 from chameleon_mm.swap.claims import Claim, Claims, Found, StorageRegistry
 from chameleon_mm.swap.classify import ProtectedStorages, facts_of, reason_to_stay, save_parts
-from chameleon_mm.swap.copy_queue import Thresholds, Transfer
+from chameleon_mm.swap.copy_queue import CopyQueue, Thresholds
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.gathered_part import Part
 from chameleon_mm.swap.handles import (
@@ -48,7 +48,7 @@ from chameleon_mm.swap.handles import (
     used_in_child,
 )
 from chameleon_mm.swap.hook_counts import HookCounts
-from chameleon_mm.swap.hook_lock import Ended, HookLock, weak_before_write, weak_reliance_ended, weak_settle
+from chameleon_mm.swap.hook_lock import Ended, HookLock, call_if_alive
 from chameleon_mm.swap.host_copy import State, SwapContext
 from chameleon_mm.swap.metrics import Metrics, StepKind
 from chameleon_mm.swap.packed_group import Staging
@@ -83,7 +83,7 @@ class Parts(NamedTuple):
 def assemble(
     device: Device,
     pool: PinnedPool,
-    executor: weakref.ref[Executor],
+    ended: weakref.WeakMethod[Any],
     recording: Recording,
     rule: DefaultRule,
     limits: Limits,
@@ -91,13 +91,13 @@ def assemble(
     *,
     verify: bool,
 ) -> Parts:
-    """Make the parts of `executor` for `device`. None of them keeps the executor alive."""
+    """Make the parts of an executor for `device`. `ended`: its `has_ended`. None of them keeps the executor alive."""
     streams = ComputeStreams(device)
     streams.current()
     metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
-    transfer, checksums = Transfer(device, warn=metrics.warn), Checksums(device, pool)
-    order, registry, claims = UseOrder(), StorageRegistry(), Claims()
-    context = SwapContext(pool, transfer, metrics, streams, checksums if verify else None)
+    out, back = (CopyQueue(device, name, out=name == "d2h", warn=metrics.warn) for name in ("d2h", "h2d"))
+    order, registry, claims, checksums = UseOrder(), StorageRegistry(), Claims(), Checksums(device, pool)
+    context = SwapContext(pool, out, back, metrics, streams, checksums if verify else None)
     # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
     weak_outs: weakref.ref[SwapOuts]
     budget = Budget(
@@ -116,49 +116,8 @@ def assemble(
     weak_outs = weakref.ref(outs)
     recipe_runner = RecipeRunner(device, context, claims, budget, Comparisons(checksums, metrics.totals))
     ins = SwapIns(context, registry, budget, staging, order, recipe_runner)
-    recomputing = Recomputing(device, streams, metrics, recipe_runner, partial(weak_reliance_ended, executor))
+    recomputing = Recomputing(device, streams, metrics, recipe_runner, partial(call_if_alive, ended))
     return Parts(context, order, registry, claims, budget, outs, ins, recipe_runner, recomputing, Rescue(ins, budget, streams))
-
-
-# --- Retires storages whose last handle is gone, and sources that autograd no longer relies on
-
-
-class Retiring:
-    """Retires ended storages and sources for one executor. Not thread-safe: the executor holds its lock."""
-
-    def __init__(self, parts: Parts, recording: Recording, protected: ProtectedStorages) -> None:
-        self._registry, self._claims, self._rescue = parts.registry, parts.claims, parts.rescue
-        self._recording = recording
-        self._protected = protected
-
-    def run(self, ended: deque[Ended]) -> list[BaseException]:
-        """Retire all of `ended`. Returns the errors that this raised."""
-        errors: list[BaseException] = []
-        while ended:
-            one = ended.popleft()
-            try:
-                if isinstance(one, Reliance):
-                    self._rescue.let_go(one)
-                else:
-                    self._retire(one)
-            except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
-                errors.append(error)
-        return errors
-
-    def _retire(self, saved: SavedStorage) -> None:
-        # If its bytes never left and it outlives its saves, it is a buffer or an input: moving it frees nothing.
-        storage = saved.slot.first if saved.part is None and not saved.slot.came_back else None
-        try:
-            self._registry.remove(saved)
-            self._claims.forget(saved)
-            group = saved.form.group
-            saved.retire()
-            self._recording.retired(saved.slot.traced)
-            self._registry.release_group(group)
-        finally:
-            still_held = None if storage is None or saved.state is not State.RETIRED else storage()
-            if still_held is not None:
-                self._protected.add(still_held)
 
 
 # --- executor
@@ -186,8 +145,8 @@ class Executor:
         self.protected = protected
         thresholds = thresholds or Thresholds()
         self.recording = recording = Recording()
-        self.parts = parts = assemble(device, pool, weakref.ref(self), recording, rule, limits, thresholds, verify=verify)
-        self._retiring = Retiring(parts, recording, protected)
+        ended = weakref.WeakMethod(self.has_ended)
+        self.parts = parts = assemble(device, pool, ended, recording, rule, limits, thresholds, verify=verify)
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
         self.checksums = parts.context.checksums
         self.recomputing = parts.recomputing
@@ -202,7 +161,7 @@ class Executor:
         self.hook_counts = HookCounts()
         self.loop = StepLoop(self)
         if (native := self.loop.native) is not None:
-            self.hook_lock.first = native.hand_over
+            self.hook_lock.first = native.give_back
         self._in_step = False
         self._saved_any = self._used_any = False
 
@@ -274,8 +233,9 @@ class Executor:
             return self._use_view(handle, is_hook=is_hook)
         if isinstance(handle, KeptTensor) and (on := handle.relied) and on.dependents and self.hook_lock.may_ask_device():
             self.hook_lock.run(self.parts.rescue.hand_out, on, handle, None)
-        if is_hook and not (isinstance(handle, WrapperHandle) and handle.claim is not None):
-            self._use_unmoved(handle)
+        moved = isinstance(handle, WrapperHandle) and handle.claim is not None
+        if is_hook and not moved and self.director.plans and self.hook_lock.may_ask_device() and not tracer_is_on():
+            self.hook_lock.run(self._use_unmoved, handle.saved_at)
         if isinstance(handle, KeptTensor):
             return handle.tensor
         return handle.rebuild(lambda part, at_hook: self._use(part, is_hook=is_hook and at_hook))
@@ -292,7 +252,7 @@ class Executor:
                 self.hook_lock.run(self.parts.rescue.hand_out, saved.relied, handle, saved)
             t = self.hook_lock.run(self._use_locked, handle, saved, is_hook)
             if self._comparisons.pending:
-                self._comparisons.at_the_end(partial(weak_settle, weakref.ref(self)))
+                self._comparisons.at_the_end(partial(call_if_alive, weakref.WeakMethod(self.settle)))
             return t
 
     def settle(self, task: int | None = None) -> None:
@@ -314,27 +274,33 @@ class Executor:
             prefetches = ()
         if saved.proof is not None:
             self.recomputing.prove(saved, self._ins.restore)
-        storage = self._ins.restore(saved, compute)
-        self.count_use(handle, saved)
+        t = self.restored(handle, compute)
         if is_hook:
-            director.note_restored(saved, storage)
+            director.note_restored(saved, t.untyped_storage())
         if prefetches:
             self._ins.prefetch_planned(prefetches, compute)
         if saved.number is None or not self.budget.forecast.follows_plan:
             self._ins.prefetch_after(saved, compute)
         if is_hook:
             self._enter_loop()
-        bytes_of = handle.saved
+        return t
+
+    def restored(self, handle: SwappedView, compute: Stream) -> Tensor:
+        """Bring the tensor of `handle` to the device, ready for `compute`, and count a use of it."""
+        saved = handle.claim.saved
+        storage = self._ins.restore(saved, compute)
+        if saved.epoch == self._registry.epoch:
+            self._used_any = True
+            self._order.used(saved.index)
+        handle.swap_in_number = saved.uses.count(handle.swap_in_number)
+        if saved.state is State.RESTORED and saved.uses.left <= 0 and not self.budget.forecast.follows_plan:
+            saved.drop_used()  # a moment before autograd would; a plan relies on autograd's moment, as in its trace
         if storage is saved.slot.storage and saved.gathered is None:
-            return bytes_of.alias.detach()  # in its own storage, whose use count shows who keeps it
-        return bytes_of.over(storage)
+            return handle.saved.alias.detach()  # a new reference for each user: the use count then shows every holder
+        return handle.saved.over(storage)
 
-    def _use_unmoved(self, handle: Handle) -> None:
+    def _use_unmoved(self, saved_at: tuple[int, int]) -> None:
         """Do the other work of a use hook whose tensor never moved."""
-        if self.director.plans and self.hook_lock.may_ask_device() and not tracer_is_on():
-            self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
-
-    def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:
         self.loop.leave()
         finished = self._outs.finished() if self._outs.fresh else ()
         self.director.on_use(saved_at, None, finished)
@@ -382,7 +348,7 @@ class Executor:
             self.director.replan()
         recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
         watches = recorder is None and self.director.may_recompute
-        before_write = partial(weak_before_write, weakref.ref(self)) if watches else None
+        before_write = partial(call_if_alive, weakref.WeakMethod(self.before_write)) if watches else None
         return recorder, self.recomputing.begin(self.director, before_write)
 
     @uncompiled
@@ -429,20 +395,44 @@ class Executor:
 
     # --- storages that autograd has released
 
-    def on_claim_end(self, saved: SavedStorage) -> None:
-        """Retire a storage whose last handle is gone, now or soon. By this method a claim keeps the executor alive."""
-        self.hook_lock.has_ended(saved)
+    def has_ended(self, ended: Ended) -> None:
+        """Retire a storage whose last handle is gone, or a source that autograd relies on no more, now or soon. By this method
+        a claim keeps the executor alive."""
+        self.hook_lock.has_ended(ended)
 
     def _retire(self, ended: deque[Ended]) -> list[BaseException]:
         """Retire all of `ended`. Returns the errors that this raised."""
-        any_ended = bool(ended)
+        any_ended, errors = bool(ended), list[BaseException]()
         with self.recording.paused():  # autograd also releases handles outside of hooks: after the operator that used them
-            errors = self._retiring.run(ended)
+            while ended:
+                one = ended.popleft()
+                try:
+                    if isinstance(one, Reliance):
+                        self.parts.rescue.let_go(one)
+                    else:
+                        self._retire_storage(one)
+                except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
+                    errors.append(error)
             if any_ended and not self._registry.of_epoch:
                 self.budget.reclaim_pending()
                 if not self._in_step and (self._saved_any or self._used_any):
                     self._end_unnamed_step()
         return errors
+
+    def _retire_storage(self, saved: SavedStorage) -> None:
+        # If its bytes never left and it outlives its saves, it is a buffer or an input: moving it frees nothing.
+        storage = saved.slot.first if saved.part is None and not saved.slot.came_back else None
+        try:
+            self._registry.remove(saved)
+            self._claims.forget(saved)
+            group = saved.form.group
+            saved.retire()
+            self.recording.retired(saved.slot.traced)
+            self._registry.release_group(group)
+        finally:
+            still_held = None if storage is None or saved.state is not State.RETIRED else storage()
+            if still_held is not None:
+                self.protected.add(still_held)
 
     def _end_unnamed_step(self) -> None:
         """End a step outside of `begin_step` and `end_step`. It is over when none of its storages is claimed any more."""
@@ -465,22 +455,12 @@ class Executor:
 
         `finished`: storages whose saving operators are over now. `at_hook`: True in a hook that autograd itself called.
         """
-        director, outs, lending = self.director, self._outs, self.budget.lending
+        director = self.director
         way, rows = director.way, director.due()
-        for saved in self.recomputing.drop_all(()) if self.recomputing.waiting else ():
-            outs.swap_out(saved, alone=True)  # the plan has no room for packing
-        if lending is not None:
-            lending.settle()
-        outs.let_go_of_held()
-        if way is not None and (rows or way.late):
-            self.loop.carry_out(way, [op for row in rows for op in row.ops])
-        for saved in finished:
-            if saved.number is None:
-                outs.swap_out(saved)
-        outs.hand_over(lending)
+        self.loop.advance(way, [op for row in rows for op in row.ops], finished)
         if check_memory or any(row.is_checked for row in rows):
             director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
-        return [way.storages[i] for row in rows for i in row.ins if i in way.storages] if way is not None else ()
+        return [saved for row in rows for saved in way.coming(row)] if way is not None else ()
 
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """Find or make the claim on the storage of `t`, or on the part of it that `t` covers. Note [Identity]."""
@@ -492,11 +472,11 @@ class Executor:
         claim = found.claim
         if claim is None:
             return self.new_claim(t, saved_bytes, compute, found.part)
-        self._include(found, saved_bytes, compute)
+        self.include(found, saved_bytes, compute)
         claim.saved.add_view(saved_bytes)
         return claim
 
-    def _include(self, found: Found, saved_bytes: SavedBytes, compute: Stream) -> None:
+    def include(self, found: Found, saved_bytes: SavedBytes, compute: Stream) -> None:
         """Include these bytes in the copy of the claim that was found."""
         assert found.claim is not None
         saved = found.claim.saved
@@ -514,7 +494,7 @@ class Executor:
             claim.saved.is_held_for_recipes = True
             claim.saved.uses.forget_handle()
             return claim, True
-        self._include(found, saved_bytes, compute)
+        self.include(found, saved_bytes, compute)
         found.claim.saved.add_alias(saved_bytes)
         return found.claim, False
 
@@ -523,13 +503,18 @@ class Executor:
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
         epoch, index = self._registry.epoch, self._registry.next_index
+        self._registry.next_index += 1
         saved = SavedStorage(t, saved_bytes, compute, self.parts.context, epoch=epoch, index=index)
         saved.part = part
-        self._registry.add(saved)
         self._saved_any = True
-        claim = Claim(saved, self.on_claim_end)
-        self._claims.add(claim)
         self._outs.add(saved)
+        return self.claim_on(saved)
+
+    def claim_on(self, saved: SavedStorage) -> Claim:
+        """Return a new claim on a storage that this step saves."""
+        claim = Claim(saved, self.has_ended)
+        self._registry.add(saved)
+        self._claims.add(claim)
         return claim
 
     def before_write(self, value: Value) -> None:
@@ -541,15 +526,6 @@ class Executor:
         """Note that something of this step was saved, or used, that may move."""
         self._saved_any |= saved
         self._used_any |= used
-
-    def count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
-        """Count a use of `handle`, of the storage `saved`."""
-        if saved.epoch == self._registry.epoch:
-            self._used_any = True
-            self._order.used(saved.index)
-        handle.swap_in_number = saved.uses.count(handle.swap_in_number)
-        if saved.state is State.RESTORED and saved.uses.left <= 0 and not self.budget.forecast.follows_plan:
-            saved.drop_used()  # a moment before autograd would; a plan relies on autograd's moment, as in its trace
 
 
 # --- Autograd's two hooks: the loop runs them, or a short path for tensors that stay, or else the executor
@@ -575,7 +551,7 @@ def _save_hook(executor: Executor) -> _Save:
     counts, recording, totals, executor_save = executor.hook_counts, executor.recording, executor.metrics.totals, executor.save
     pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.rule.min_bytes
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
-    held, (queued_out, queued_in) = parts.context.held, parts.context.transfer.queued
+    held, queued_out, queued_in = parts.context.held, parts.context.out_queue.queued, parts.context.back_queue.queued
     run, capturing = hook_lock.run, executor.device.capturing
 
     def save(t: Tensor) -> Handle:

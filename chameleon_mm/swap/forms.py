@@ -2,7 +2,7 @@
 
     form.device_bytes                       # number of first bytes that stay on the device; the others are copied
     form.keep(storage, alloc_stream)        # right before the storage is dropped: copy them to a buffer
-    form.put_back(whole, compute)           # the copy back is queued: copy them back
+    form.put_back(storage, compute)          # the copy back is queued: copy them back
     form.drop()                             # the bytes are not needed any more, or the storage stays
 
 A new form is a new subclass, such as `PartialForm` and `RecomputedForm` here, and `PackedForm` in `packed_group`. A form does
@@ -56,7 +56,7 @@ class Form:
             return False
         return True
 
-    def put_back(self, whole: Tensor, compute: Stream) -> None:
+    def put_back(self, storage: torch.UntypedStorage, compute: Stream) -> None:
         """Copy the bytes that stayed on the device back to their place, on `compute`."""
 
     def drop(self) -> None:
@@ -88,13 +88,13 @@ class PartialForm(Form):
             self._buffer, self._alloc_stream = alloc_stream.alloc(self.device_bytes), alloc_stream
             alloc_stream.copy(self._buffer, flat_bytes(storage)[: self.device_bytes])
 
-    def put_back(self, whole: Tensor, compute: Stream) -> None:
+    def put_back(self, storage: torch.UntypedStorage, compute: Stream) -> None:
         """Copy the first bytes back to their place, on `compute`, and free their buffer."""
         if self._buffer is None or self._alloc_stream is None:
             return
         if self._alloc_stream is not compute:
             self._streams.join_all(self._alloc_stream)  # orders `compute` after the copy that filled the buffer
-        compute.copy(whole[: self.device_bytes], self._buffer)
+        compute.copy(flat_bytes(storage)[: self.device_bytes], self._buffer)
         if self._alloc_stream is not compute:
             # Note [Reclaim]: the buffer's next owner on its own stream comes after that read
             self._streams.join_all(self._alloc_stream)

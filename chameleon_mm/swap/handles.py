@@ -310,6 +310,13 @@ class KeptTensor:
         if may_be_result:
             self.tensor, self._origin = t.detach(), Origin(t)
 
+    @classmethod
+    def known(cls, t: Tensor, expected: int, origin: Origin | None) -> KeptTensor:
+        """Of a tensor that was saved before. `origin`: as in `__init__`, None: it is held by reference."""
+        kept = cls(t, by_reference=True)
+        kept.expected, kept._origin = expected, origin
+        return kept
+
     @property
     def is_as_saved(self) -> bool:
         """True if it was not written to since it was saved."""

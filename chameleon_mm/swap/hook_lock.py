@@ -18,42 +18,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from chameleon_mm.device import Device
-from chameleon_mm.record.calls import Value
 from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.swap.recipe import Reliance
 from chameleon_mm.swap.saved_storage import SavedStorage
 
-if TYPE_CHECKING:
-    from chameleon_mm.swap.executor import Executor
 
-# --- Calls of an executor by objects that must not keep it alive: those that it holds, and the watch of a step
-#
-# ended, at_end = partial(weak_reliance_ended, weakref.ref(executor)), partial(weak_settle, weakref.ref(executor))
-# before_write = partial(weak_before_write, weakref.ref(executor))
-
-
-def weak_before_write(executor: weakref.ref[Executor], value: Value) -> None:
-    """Call `before_write` of an executor, if it is alive."""
-    it = executor()
-    if it is not None:
-        it.before_write(value)
-
-
-def weak_reliance_ended(executor: weakref.ref[Executor], reliance: Reliance) -> None:
-    """Queue an ended reliance at the lock of an executor, if it is alive."""
-    it = executor()
-    if it is not None:
-        it.hook_lock.has_ended(reliance)
-
-
-def weak_settle(executor: weakref.ref[Executor], task: int) -> None:
-    """Have an executor compare the results recomputed in the backward that ends. Raises `RecomputeMismatch`."""
-    it = executor()
-    if it is not None:
-        it.settle(task)
+def call_if_alive(method: weakref.WeakMethod[Any], *arguments: object) -> None:
+    """Call a method of an object that the caller must not keep alive; do nothing once that is gone. The executor holds those
+    that call it so, and the watch of a step."""
+    call = method()
+    if call is not None:
+        call(*arguments)
 
 
 # --- hook lock
@@ -91,18 +69,15 @@ class HookLock:
         afterwards, its error replaces the result or the error of `work`. Errors of finalisers are raised last of all.
         """
         with self.lock:  # the lock itself: no interrupt comes between taking it and the block that releases it
-            if self.first is not None:
-                self.first()
-            if self.ended:
-                self._retire_ended()
+            if self.ended or self.first is not None:
+                self._begin()
             try:
                 result = work(*arguments)
             finally:
                 if self.ended:
                     self._retire_ended()
         if self.ended or self.errors:
-            self.retire_if_idle()
-            self.raise_oldest()
+            self._settle()
         return result
 
     def may_ask_device(self) -> bool:
@@ -111,20 +86,29 @@ class HookLock:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context that runs a block as `run` calls a function."""
+        """Context that runs a block as `run` calls a function. As a generator it costs a hook ten times what `run` does."""
         with self.lock:
-            if self.first is not None:
-                self.first()
-            if self.ended:
-                self._retire_ended()
+            if self.ended or self.first is not None:
+                self._begin()
             try:
                 yield
             finally:
                 if self.ended:
                     self._retire_ended()
         if self.ended or self.errors:
-            self.retire_if_idle()
-            self.raise_oldest()
+            self._settle()
+
+    def _begin(self) -> None:
+        """Do what comes before a thread's work, in the lock."""
+        if self.first is not None:
+            self.first()
+        if self.ended:
+            self._retire_ended()
+
+    def _settle(self) -> None:
+        """Retire what ended as the thread left, and raise the oldest error."""
+        self.retire_if_idle()
+        self.raise_oldest()
 
     def has_ended(self, ended: Ended) -> None:
         """Queue `ended`, and retire it if no thread is in. Raises nothing."""

@@ -1,9 +1,9 @@
 """States of a saved storage, and its copy on the host from the moment its copy out is queued.
 
-copy = HostCopy.begin(block, source, saves, after, context, at_once=False)      # queues the copy out
-copy.hand_over(nbytes); copy.is_complete; copy.cancel_out(); copy.truncate_out()
-copy.begin_back(destination, compute); copy.arrive(compute, tensor, prefetched=True); copy.settle_back(stream, nbytes)
-copy.release()
+copy = HostCopy.begin(block, source, start, saves, after, context, at_once=False)   # queues the copy out
+copy.issue_out(nbytes); copy.is_complete; copy.cancel_out(); copy.truncate_out()
+copy.begin_back(destination, start, compute, at_once=False)                         # queues the copy back
+copy.arrive(compute, tensor, prefetched=True); copy.settle_back(stream, nbytes); copy.release()
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import TransferFailed
+from chameleon_mm.pool.arena import ArenaPart
 from chameleon_mm.pool.block import PinnedBlock
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.swap.calling_thread import ComputeStreams, annotation
 from chameleon_mm.swap.checksums import Checksums
-from chameleon_mm.swap.copy_queue import Move, Transfer
+from chameleon_mm.swap.copy_queue import CopyQueue, Move
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.metrics import Metrics
 
@@ -69,7 +71,8 @@ class SwapContext:
     """Objects that a storage needs to be swapped: one set per executor."""
 
     pool: PinnedPool
-    transfer: Transfer
+    out_queue: CopyQueue
+    back_queue: CopyQueue
     metrics: Metrics
     streams: ComputeStreams
     checksums: Checksums | None = None
@@ -87,7 +90,7 @@ class HostCopy:
     """Block of host memory with a saved storage's bytes, except those that stay on the device."""
 
     # No `__init__`: it would be one more call for every storage that moves.
-    block: PinnedBlock | None
+    block: PinnedBlock | ArenaPart | None
     """Host block; None once it is released, which may be before the copy out is over."""
     out: Move
     back: Move | None = None
@@ -102,31 +105,41 @@ class HostCopy:
     def begin(
         cls,
         block: PinnedBlock,
-        source: Tensor,
+        source: torch.UntypedStorage,
+        start: int,
         saves: Sequence[SavedBytes],
         after: list[Event],
         context: SwapContext,
         *,
         at_once: bool,
     ) -> HostCopy:
-        """Queue the copy of `source` to `block`, after the events `after`. Raises `TransferFailed`, with the block released."""
+        """Queue the copy of `source`, from byte `start` on, to `block`, after the events `after`. Raises `TransferFailed`, with
+        the block released."""
         versions: list[tuple[Tensor, int]] = []
         for saved in saves:
             versions.append((saved.alias, saved.expected))  # noqa: PERF401 - a comprehension is one more call
         with annotation("chameleon::swap_out"):
             written, timed = (versions, context.streams.record_each), context.metrics.timed
-            out = context.transfer.swap_out(block.buffer, source, after, timed=timed, written=written, at_once=at_once)
+            move = Move(source, block.buffer, after, start=start, timed=timed, written=written)
+            out = context.out_queue.submit(move, at_once=at_once)
         if out.failed:
             block.release()
-            raise TransferFailed(f"a saved tensor of {source.numel()} bytes could not be swapped out; it stays on the device")
-        return cls.issued(block, out, context)
-
-    @classmethod
-    def issued(cls, block: PinnedBlock, out: Move, context: SwapContext) -> HostCopy:
-        """Host copy whose move `out` the caller has handed to the device."""
+            raise TransferFailed(f"a saved tensor of {out.nbytes} bytes could not be swapped out; it stays on the device")
         copy = cls()
         copy.block, copy.out, copy.context = block, out, context
         context.metrics.moved(out, "out", out.nbytes)
+        return copy
+
+    @classmethod
+    def known(
+        cls, block: ArenaPart, out: Event, back: Event | None, arrived_on: Stream | None, context: SwapContext
+    ) -> HostCopy:
+        """Record of a copy out and a copy back that the C++ loop has handed to the device, with an event after each. None: no
+        copy back, or no stream waited for it. Their bytes are counted elsewhere."""
+        copy = cls()
+        copy.block, copy.context, copy.read, copy.arrived_on = block, context, back, arrived_on
+        copy.out = Move.known(block.buffer, out)
+        copy.back = None if back is None else Move.known(block.buffer, back)
         return copy
 
     # --- out
@@ -136,14 +149,10 @@ class HostCopy:
         """True if the host sees that the copy out is complete."""
         return self.out.done is not None and self.out.done.query()
 
-    def hand_over(self, nbytes: int, *, in_plan_order: bool = False) -> Event | None:
-        """Hand over the rest of the copy out of a storage of `nbytes`. Returns the event after it; None: it was refused.
-        `in_plan_order`: copies cross the link in the order of the plan."""
-        if self.out.done is not None and not self.out.failed:
-            return self.out.done
-        transfer = self.context.transfer
+    def issue_out(self, nbytes: int) -> Event | None:
+        """Hand over the rest of the copy out of a storage of `nbytes`. Returns the event after it; None: it was refused."""
         try:
-            return (transfer.issue_out_in_order if in_plan_order else transfer.issue_out)(self.out)
+            return self.context.out_queue.issue(self.out)
         except RuntimeError as error:  # the tensor stays: a use finds it on the device
             refused = "chameleon_mm: %d bytes stay on the device, their copy out was refused: %s"
             self.context.metrics.warn(_log, refused, nbytes, str(error))
@@ -151,16 +160,17 @@ class HostCopy:
 
     def cancel_out(self) -> bool:
         """Cancel the copy out, if nothing of it was handed over. Returns True if there is none now."""
-        return self.out.failed or self.context.transfer.cancel_out(self.out)
+        return self.out.failed or self.context.out_queue.cancel(self.out)
 
     def truncate_out(self) -> None:
         """Drop the pieces of the copy out that were not handed over: the bytes are not needed any more."""
-        self.context.metrics.totals.bytes_swapped_out -= self.context.transfer.truncate_out(self.out)
+        self.context.metrics.totals.bytes_swapped_out -= self.context.out_queue.truncate(self.out)
 
     # --- back
 
-    def begin_back(self, destination: Tensor, compute: Stream) -> Move | None:
-        """Queue the copy back to `destination`, memory just allocated on `compute`. Returns None if the device refuses."""
+    def begin_back(self, destination: torch.UntypedStorage, start: int, compute: Stream, *, at_once: bool) -> bool:
+        """Queue the copy back to `destination`, from byte `start` on, whose memory was just allocated on `compute`. Returns
+        False if the device refuses."""
         context = self.context
         assert self.block is not None
         assert self.out.done is not None, "device memory was reclaimed before its copy out was issued"
@@ -168,8 +178,13 @@ class HostCopy:
         # before the host copy is read.
         after = [compute.record(), self.out.done]
         with annotation("chameleon::swap_in"):
-            back = context.transfer.swap_in(destination, self.block.buffer, after, timed=context.metrics.timed)
-        return None if back.failed else back
+            move = Move(destination, self.block.buffer, after, start=start, timed=context.metrics.timed)
+            back = context.back_queue.submit(move, at_once=at_once)
+        if back.failed:
+            return False
+        self.back, self.arrived_on = back, None
+        context.metrics.moved(back, "in", back.nbytes)
+        return True
 
     @property
     def back_failed(self) -> bool:
@@ -180,7 +195,7 @@ class HostCopy:
         """Order `compute` after the copy back, for a use of a plan's tensor `tensor`. `prefetched`: begun before this use."""
         assert self.back is not None
         metrics = self.context.metrics
-        arrived = self.read = self.context.transfer.issue_in(self.back)
+        arrived = self.read = self.context.back_queue.issue(self.back)
         if self.arrived_on is compute:
             return
         if not arrived.query():
@@ -197,11 +212,11 @@ class HostCopy:
         if self.back.failed:
             self.back = None
             return
-        if context.transfer.cancel_in(self.back):
+        if context.back_queue.cancel(self.back):
             context.metrics.totals.bytes_swapped_in -= nbytes
             self.back = None
             return
-        arrived = self.read = context.transfer.issue_in(self.back)
+        arrived = self.read = context.back_queue.issue(self.back)
         if not arrived.query():
             context.metrics.wait(owner, arrived, "in")  # Note [Reclaim]: the copy must end before the memory is reused
 

@@ -1,13 +1,13 @@
-"""The C++ helper `loop` beside the Python loop: what it is given when it takes the hooks, and what it hands over.
+"""The C++ helper `loop` beside the Python loop: what it is given when it takes the hooks, and what it gives back.
 
 native = NativeLoop.of(executor)             # None: not built, or no device of its kind
 save, use = native.hooks(save, use)          # what autograd calls: Python's hooks wherever the helper does not follow
 native.enter(way, director, latest, compute) # the helper takes the hooks behind the latest, if it can
-native.hand_over()                           # first of all in `HookLock.run`: all is Python's again
+native.give_back()                           # first of all in `HookLock.run`: all is Python's again
 
-The helper does the common rows: it keeps tensors, copies whole storages out and back, and checks memory. It hands over for all
-else. The records that are made then have the storages, aliases and host memory that the helper had. Their copies end at events
-that are recorded now, which is later: whoever waits for one waits long enough.
+The helper does the common rows: it keeps tensors, copies whole storages out and back, and checks memory. It gives all back for
+all else. The records that are made then have the storages, aliases and host memory that the helper had. Their copies end at
+events that are recorded now, which is later: whoever waits for one waits long enough.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from chameleon_mm.record.dispatch_state import num_modes
 from chameleon_mm.record.light_profiler import LatestHook
 from chameleon_mm.swap.calling_thread import profiler_is_on, this_thread
 from chameleon_mm.swap.claims import Claim
-from chameleon_mm.swap.copy_queue import Move
+from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.handles import Handle, KeptTensor, Origin, SavedBytes, SwappedView
-from chameleon_mm.swap.host_copy import HostCopy, State
-from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.host_copy import HostCopy, State, SwapContext
+from chameleon_mm.swap.saved_storage import SavedStorage, Uses
 from chameleon_mm.swap.way import Way
 from chameleon_mm.units import MIB, allocated_size
 
@@ -46,7 +46,7 @@ ARENA_BYTES = 16 * MIB
 """Bytes of host memory that are taken at once, for storages that are copied out one after the other."""
 
 MOST_ENTRIES = 4
-"""Times that the helper takes the hooks of one step: entering and handing over cost as much as a dozen hooks."""
+"""Times that the helper takes the hooks of one step: entering and giving back cost as much as a dozen hooks."""
 
 _STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
 _REASONS = ("parameter", "leaf", "persistent", "small", "empty")
@@ -63,13 +63,13 @@ class NativeLoop:
         parts = executor.parts
         self._executor = weakref.ref(executor)
         self._helper, self._context, self._budget, self._outs = helper, parts.context, parts.budget, parts.outs
-        self._registry, self._claims, self._order = parts.registry, parts.claims, parts.order
+        self._ins, self._registry, self._order = parts.ins, parts.registry, parts.order
         self._protected = executor.protected
         self._device: Any = executor.device  # of the kind that has a helper
         self.loop = helper.Loop(
             index, *streams, executor.rule.min_bytes,
             [executor.protected.refs, parts.claims.by_storage, parts.context.held],
-            [_taking(parts.context.pool, *parts.context.transfer.streams), *map(_in_lock, (
+            [_taking(parts.context.pool, *_streams(parts.context)), *map(_in_lock, (
                 self.grown, self.do_op, self.fetch, self.save_record, self.use_record, self.let_go_of_held,
             ))],
         )  # fmt: skip
@@ -87,7 +87,7 @@ class NativeLoop:
     def of(cls, executor: Executor) -> NativeLoop | None:
         """The helper for `executor`; None where its device has none, or its readings are not the device's own."""
         device, context = executor.device, executor.parts.context
-        if device is not context.pool.device or (found := device.native_loop(context.transfer.streams)) is None:
+        if device is not context.pool.device or (found := device.native_loop(_streams(context))) is None:
             return None
         return cls(executor, *found)
 
@@ -106,7 +106,7 @@ class NativeLoop:
         epoch, entries = self._entries
         if context.metrics.timed or (epoch == way.epoch and entries >= MOST_ENTRIES):
             return False
-        if context.held or way.late or budget.reclaim.entries or any(context.transfer.queued):
+        if context.held or way.late or budget.reclaim.entries or context.out_queue.queued or context.back_queue.queued:
             return False
         return not (num_modes() or profiler_is_on() or (lending is not None and lending.has_any))
 
@@ -124,10 +124,10 @@ class NativeLoop:
         program = self._programs.get(way.program)
         if program is None:
             program = self._programs[way.program] = _compiled(self._helper, way.program, growth.until)
-        known = self._outs.latest
+        known = self._outs.latest_operator
         at = {
             "hook": executor.loop.hook, "last_used": latest.last_used, "epoch": way.epoch, "number": latest.numbers[thread],
-            "latest": known[1] if known[0] == this_thread.number else -1, "next_index": self._registry.next_index,
+            "latest_operator": known[1] if known[0] == this_thread.number else -1, "next_index": self._registry.next_index,
             "since": growth.checked_at, "growth": growth.nbytes, "budget": budget.hbm_budget_bytes, "margin": way.margin_bytes,
             "now": budget.last_allocated_bytes, "cumulative": cumulative - offset, "taken": budget.taken_bytes,
             "has_room": budget.has_room_ahead,
@@ -149,23 +149,24 @@ class NativeLoop:
     def do_op(self, loop: StepLoop, way: Way, code: int, number: int, nbytes: int, hook: int, latest: int) -> int:
         """Execute an op on a record. Returns the bytes of device memory that it took; -1: it is late."""
         if latest >= 0:
-            self._outs.latest = self._home, latest
+            self._outs.latest_operator = self._home, latest
         way.hook, before = hook, self._budget.taken_bytes
         loop.carry_out(way, ((code, number, nbytes),))
         late, way.late = way.late, []
-        self._context.transfer.hand_over_all_out()  # no hook of the helper's would
+        self._context.out_queue.hand_over_all()  # no hook of the helper's would
         return -1 if late else self._budget.taken_bytes - before
 
     def fetch(self, loop: StepLoop, way: Way, number: int, has_room: bool) -> int:
         """Start the copy back of a record. Returns the bytes of device memory that it took."""
         before, self._budget.has_room_ahead = self._budget.taken_bytes, has_room
-        loop.prefetch((number,))
+        saved = way.storages.get(number)
+        self._ins.prefetch_planned(() if saved is None else (saved,), self._compute)
         return self._budget.taken_bytes - before
 
     def save_record(self, loop: StepLoop, way: Way, t: Tensor, hook: int, next_index: int) -> Handle | None:
         """Save a tensor of a record, old or new."""
         self._registry.next_index = next_index
-        handle = loop.moving(t, t.untyped_storage(), way.program.rows[hook], hook)
+        handle = loop.moving(t, way.program.rows[hook], hook)
         if handle is not None:
             handle.saved_at = way.epoch, hook
         return handle
@@ -179,7 +180,10 @@ class NativeLoop:
         if type(handle) is not SwappedView or handle.saved.moved:
             return None
         saved = handle.claim.saved
-        return None if saved.state is State.ON_HOST or saved.swap_in_failed or saved.gathered else loop.restored(handle)
+        if saved.state is State.ON_HOST or saved.swap_in_failed or saved.gathered:
+            return None
+        executor = self._executor()
+        return None if executor is None else executor.restored(handle, self._compute)
 
     def let_go_of_held(self, loop: StepLoop, way: Way) -> None:
         """Let the memory of records go that others held."""
@@ -188,20 +192,20 @@ class NativeLoop:
     # --- back
 
     def come_back(self, *, wait: bool = True) -> None:
-        """Have all handed over, from outside of the executor's lock. `wait`: for that lock."""
+        """Have all given back, from outside of the executor's lock. `wait`: for that lock."""
         executor = self._executor()
         if executor is None or not self.loop.follows or not executor.hook_lock.lock.acquire(blocking=wait):
             return
         try:
-            self.hand_over()
+            self.give_back()
         finally:
             executor.hook_lock.lock.release()
 
-    def hand_over(self) -> None:
+    def give_back(self) -> None:
         """Make all that the helper has Python's, if it follows."""
         if not self.loop.follows:
             return
-        given = self.loop.hand_over()
+        given = self.loop.give_back()
         executor, entered = self._executor(), self._entered
         assert executor is not None and entered is not None
         way, director, latest = entered
@@ -214,7 +218,8 @@ class NativeLoop:
         budget = self._budget
         budget.note_checks(
             given["growths"], given["peaks"], allocated=given["now"],
-            cumulative=given["cumulative"] + self._device.cumulative_offset(), taken=given["taken"], has_room=given["has_room"],
+            cumulative=given["cumulative"] + self._device.cumulative_offset(), taken=given["taken"],
+            has_room=bool(given["has_room"]),
         )  # fmt: skip
         self._count(executor, given)
         saves = self._adopt(executor, way, given)
@@ -238,47 +243,37 @@ class NativeLoop:
         for index in given["used"]:
             self._order.used(index)
         registry.next_index = given["next_index"]
-        if given["latest"] >= 0:
-            self._outs.latest = self._home, given["latest"]
+        if given["latest_operator"] >= 0:
+            self._outs.latest_operator = self._home, given["latest_operator"]
 
     def _adopt(self, executor: Executor, way: Way, given: dict[str, Any]) -> list[tuple[Claim, list[SavedBytes]]]:
         """Make records of the slots. Returns their claims and saves."""
         made: list[tuple[Claim, list[SavedBytes]]] = []
         ends: dict[Stream, Event] = {}
-        out, back = self._context.transfer.streams
         compute, context = self._compute, self._context
 
-        def after(stream: Stream) -> Event:
-            if stream not in ends:
-                ends[stream] = stream.record()  # after all copies that the helper has handed to it
-            return ends[stream]
+        def after(queue: CopyQueue) -> Event:
+            if queue.stream not in ends:
+                ends[queue.stream] = queue.stream.record()  # after all copies that the helper has handed to it
+            return ends[queue.stream]
 
         for (
             number, nbytes, state, index, first_hook, last_hook, operators, is_over, came_back, emptied, is_held, arena, offset,
             handles, left, swap_in_number, told,
         ) in given["slots"]:  # fmt: skip
-            views = [_saved_bytes(*of) for of in told]
-            saved = SavedStorage(views[0].alias, views[0], compute, context, epoch=way.epoch, index=index)
-            slot, uses = saved.slot, saved.uses
-            saved.nbytes = slot.saved_nbytes = nbytes  # which has no memory where it is away
-            saved.dtype = views[0].alias.dtype if views[0].alias.numel() * views[0].alias.element_size() == nbytes else None
-            slot.views, slot.saves = views, [view for view in views if not view.moved] or views[-1:]
-            uses.handles, uses.left, uses.swap_in_number = handles, left, swap_in_number
-            slot.came_back, saved.op_is_over, saved.number = came_back, is_over, number
-            saved.state = _STATES[state]
-            saved.saved_by = (self._home, operators)
+            saves, copy = [_saved_bytes(*of) for of in told], None
             if arena >= 0:
-                copy = saved.copy = HostCopy()
-                copy.block, copy.context = given["arenas"][arena].part(offset, nbytes), context
-                copy.out = Move.issued(nbytes, after(out), None)
-                if came_back:
-                    copy.back, copy.read = Move.issued(nbytes, after(back), None), after(back)
-                    copy.arrived_on = compute if saved.state is State.RESTORED else None
-            claim = Claim(saved, executor.on_claim_end)
-            self._claims.add(claim)
-            slot.note_save(way.epoch, last_hook)
-            slot.last_save.emptied |= emptied
-            self._registry.adopt(saved)
+                block, back = given["arenas"][arena].part(offset, nbytes), after(context.back_queue) if came_back else None
+                arrived_on = compute if _STATES[state] is State.RESTORED else None
+                copy = HostCopy.known(block, after(context.out_queue), back, arrived_on, context)
+            saved = SavedStorage.known(
+                saves, compute, context, epoch=way.epoch, index=index, nbytes=nbytes, state=_STATES[state],
+                uses=Uses.known(handles, left, swap_in_number), copy=copy,
+            )  # fmt: skip
+            saved.op_is_over, saved.number, saved.saved_by = is_over, number, (self._home, operators)
+            claim = executor.claim_on(saved)
+            saved.slot.note_save(way.epoch, last_hook)
+            saved.slot.last_save.emptied |= emptied
             way.storages[number] = way.first_saves[first_hook] = saved
             if not is_over:
                 self._outs.fresh.append(saved)
@@ -286,7 +281,7 @@ class NativeLoop:
                 context.held[saved] = None
             if saved.state is State.SWAPPING_OUT:
                 self._outs.note_planned(saved)
-            made.append((claim, views))
+            made.append((claim, saves))
         if given["ended"]:
             way.first_saves[-1] = _ended()  # of those that are gone by now: the step is not as if nothing had moved
         return made
@@ -296,7 +291,8 @@ class NativeLoop:
         for handle, saved_in, hook, swap_in_number, slot, of in given["handles"]:
             python: KeptTensor | SwappedView
             if slot < 0:
-                python = _kept(*of)
+                t, version, saved, _, name, node, output_nr, by_reference = of
+                python = KeptTensor.known(t, version, None if by_reference else Origin.known(saved, name, node, output_nr))
             else:
                 claim, views = made[slot]
                 python = SwappedView(claim, views[of])
@@ -305,9 +301,14 @@ class NativeLoop:
             self._helper.delegate(handle, python)
 
 
+def _streams(context: SwapContext) -> tuple[Stream, Stream]:
+    """Streams of copies out and back."""
+    return context.out_queue.stream, context.back_queue.stream
+
+
 def _in_lock(method: Any) -> Callable[..., Any]:
-    """The method in the executor's lock, where nothing is handed over. It does not keep its object. Returns None if all was
-    handed over before."""
+    """The method in the executor's lock, where nothing is given back. It does not keep its object. Returns None if all was
+    given back before."""
     weak, work = weakref.ref(method.__self__), method.__func__
 
     def call(*arguments: Any) -> Any:
@@ -341,25 +342,30 @@ def _taking(pool: PinnedPool, out: Stream, back: Stream) -> Callable[[int, Seque
 
 def _compiled(helper: Any, program: StepProgram, until: list[int]) -> Any:
     """The program as the helper has it."""
-    group, offset, group_bytes = _places(program)
-    rows = [(_known(row), row.kind, row.number, row.ops, row.growth, row.is_checked, row.ins) for row in program.rows]
-    return helper.Program(rows, program.nbytes, group, offset, group_bytes, until)
+    in_part = [False] * len(program.nbytes)
+    for row in program.rows:
+        for _, number, nbytes in row.ops:
+            in_part[number] |= nbytes < program.nbytes[number]
+    rows = [(row.kind, row.number, row.is_checked, row.growth, row.ops, row.ins, *_key(row)) for row in program.rows]
+    return helper.Program(rows, program.nbytes, in_part, _places(program), until)
 
 
-def _known(row: Row) -> Any:
-    """Key of the row; None: it is Python's."""
-    if row.kind < USE and row.key is not None and any(type(size) is not int for size in row.key[1]):  # type: ignore[index]  # a save's
-        return None
-    return row.key
+def _key(row: Row) -> tuple[bool, Any, Any, Any, Any]:
+    """Whether the helper knows the row's key, and the key: class, sizes, dtype, and a number. Else the row is Python's."""
+    key: Any = row.key
+    if row.kind == USE and key is not None:
+        return True, None, (), None, key
+    is_known = row.kind < USE and key is not None and all(type(size) is int for size in key[1])
+    return (True, *key) if is_known else (False, None, (), None, -1)
 
 
-def _places(program: StepProgram) -> tuple[list[int], list[int], list[int]]:
-    """Group of each storage (-1: none), its offset there, and the bytes of each group.
+def _places(program: StepProgram) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Group of each storage (-1: none), its offset there, the bytes of each group, and the number of its members.
 
     A group is what is copied out one after the other with no use in between, up to `ARENA_BYTES`, or one storage that is
     larger: as a rule its members are used one after the other, too, and its memory is free soon after the first of them is."""
-    group, offset, group_bytes = [-1] * len(program.nbytes), [0] * len(program.nbytes), list[int]()
-    was_used = False
+    group, offset = [-1] * len(program.nbytes), [0] * len(program.nbytes)
+    group_bytes, members, was_used = list[int](), list[int](), False
     for row in program.rows:
         was_used |= row.kind == USE
         for code, number, nbytes in row.ops:
@@ -368,25 +374,18 @@ def _places(program: StepProgram) -> tuple[list[int], list[int], list[int]]:
             rounded = allocated_size(nbytes)
             if not group_bytes or was_used or group_bytes[-1] + rounded > ARENA_BYTES:
                 group_bytes.append(0)
+                members.append(0)
             was_used = False
             group[number], offset[number] = len(group_bytes) - 1, group_bytes[-1]
             group_bytes[-1] += rounded
-    return group, offset, group_bytes
+            members[-1] += 1
+    return group, offset, group_bytes, members
 
 
 def _saved_bytes(
     alias: Tensor, version: int, t: Tensor | None, counter: Tensor | None, name: str, node: int, output_nr: int, _: bool
 ) -> SavedBytes:
     return SavedBytes.known(alias, version, Origin.known(t, name, node, output_nr), counter)
-
-
-def _kept(
-    t: Tensor, version: int, saved: Tensor | None, _: Tensor | None, name: str, node: int, output_nr: int, by_reference: bool
-) -> KeptTensor:
-    kept = KeptTensor.__new__(KeptTensor)
-    kept.relied, kept.expected, kept.tensor = None, version, t
-    kept._origin = None if by_reference else Origin.known(saved, name, node, output_nr)
-    return kept
 
 
 def _ended() -> SavedStorage:

@@ -10,6 +10,7 @@ bytes are kept off the device. The storage object stays; only its memory goes: N
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,6 @@ from chameleon_mm.swap.slot import Slot
 
 if TYPE_CHECKING:
     from chameleon_mm.record.calls import Relied
-    from chameleon_mm.swap.copy_queue import Move
     from chameleon_mm.swap.gathered_part import GatheredPart, Part
     from chameleon_mm.swap.recipe import Proof
 
@@ -42,6 +42,13 @@ class Uses:
     left = 1
     """Number of handles that were not used since the latest swap-in, which is number `swap_in_number`."""
     swap_in_number = 0
+
+    @classmethod
+    def known(cls, handles: int, left: int, swap_in_number: int) -> Uses:
+        """Counter of a storage whose handles and uses the C++ loop has counted so far."""
+        uses = cls()
+        uses.handles, uses.left, uses.swap_in_number = handles, left, swap_in_number
+        return uses
 
     def add_handle(self) -> None:
         """Note one more handle."""
@@ -114,6 +121,23 @@ class SavedStorage:
         """Recipe to compare with it at its first use."""
         self.is_held_for_recipes = False
         """True if autograd saved none of it: it is held for recipes that read it."""
+
+    @classmethod
+    def known(
+        cls, saves: Sequence[SavedBytes], alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int, nbytes: int,
+        state: State, uses: Uses, copy: HostCopy | None,
+    ) -> SavedStorage:  # fmt: skip
+        """Record of a storage of `nbytes` that the C++ loop has saved, and moved so far. `saves`: at least one, in order."""
+        alias = saves[0].alias
+        record = cls(alias, saves[0], alloc_stream, context, epoch=epoch, index=index)
+        for saved in saves[1:]:
+            record.slot.add_alias(saved)
+            record.slot.include(saved)
+        record.nbytes = record.slot.saved_nbytes = nbytes  # the storage itself has none while it is away
+        record.dtype = alias.dtype if alias.numel() * alias.element_size() == nbytes else None
+        record.state, record.uses, record.copy = state, uses, copy
+        record.slot.came_back = copy is not None and copy.back is not None
+        return record
 
     def _to(self, state: State) -> None:
         """Change the state. Raises `RuntimeError` if the change is not in `NEXT`."""
@@ -188,33 +212,28 @@ class SavedStorage:
         """Bytes that cross the link."""
         return self.nbytes - self.form.device_bytes
 
-    def swap_out(self, form: Form = WHOLE, *, pageable: bool = False) -> None:
-        """Queue the copy out, in the given form. `pageable`: to pageable memory, beyond the pool's limit.
+    def swap_out(self, form: Form = WHOLE, *, pageable: bool = False, at_once: bool = False) -> None:
+        """Queue the copy out, in the given form. `pageable`: to pageable memory, beyond the pool's limit. `at_once`: as in
+        `CopyQueue.submit`.
 
         Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
         """
         slot, context, storage, first_bytes = self.slot, self._context, self.slot.storage, form.device_bytes
         assert self.state is State.ON_DEVICE and storage is not None
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(self.nbytes - first_bytes)
-        source = flat_bytes(storage)[first_bytes:] if first_bytes else flat_bytes(storage)
         # Note [Swap-out]: compute wrote the source. Note [Host block]: the block's last use may still be running.
         after = [slot.alloc_stream.record(), *block.pending_events]
-        at_once = slot.has_uncovered()
-        if at_once:
-            self.checksum = None  # bytes that no save covers may change while they are copied
+        if not at_once:
+            slot.note_begun()  # a plan copies after the last save of the storage
+        if slot.has_uncovered():
+            at_once, self.checksum = True, None  # bytes that no save covers may change while they are copied
         if self.checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
             context.streams.join_all(slot.alloc_stream)
             self.checksum.close(flat_bytes(storage))
-        self.copy = HostCopy.begin(block, source, slot.saves, after, context, at_once=at_once)
+        self.copy = HostCopy.begin(block, storage, first_bytes, slot.saves, after, context, at_once=at_once)
         self.form = form
         context.metrics.totals.pageable_swap_outs += pageable
-        slot.note_begun()
-        self._to(State.SWAPPING_OUT)
-
-    def leaves_by(self, copy: HostCopy) -> None:
-        """Note that `copy`, which was handed to the device, takes all of it out."""
-        self.copy, self.slot.began_in = copy, None
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form) -> None:
@@ -266,15 +285,14 @@ class SavedStorage:
         # The host saw the copy complete, so all that it launches next is ordered after it: no wait is needed.
         return self._reclaim()
 
-    def reclaim(self, *, in_plan_order: bool = False) -> None:
-        """Order compute after the copy out and let the device memory go. `in_plan_order`: copies cross the link in the order of
-        the plan."""
+    def reclaim(self) -> None:
+        """Order compute after the copy out and let the device memory go."""
         assert self.copy is not None
         if self.slot.lent is not None:
             self.take_back()
         if self.state is not State.SWAPPING_OUT:
             return
-        done = self.copy.hand_over(self.nbytes, in_plan_order=in_plan_order)
+        done = self.copy.issue_out(self.nbytes)
         if done is None:
             self._undo_swap_out()
             return
@@ -330,30 +348,24 @@ class SavedStorage:
 
     # --- back
 
-    def swap_in(self, compute: Stream) -> torch.UntypedStorage:
-        """Allocate memory on `compute` and queue the copy back into the storage, which is returned. Raises
-        `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
+    def swap_in(self, compute: Stream, *, at_once: bool = False) -> torch.UntypedStorage:
+        """Allocate memory on `compute` and queue the copy back into the storage, which is returned. `at_once`: as in
+        `CopyQueue.submit`. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
         copy, storage = self.copy, self.slot.storage
         assert self.state is State.ON_HOST and copy is not None and storage is not None
         compute.resize(storage, self.nbytes)
-        whole = flat_bytes(storage)
-        back = copy.begin_back(whole[self.form.device_bytes :] if self.form.device_bytes else whole, compute)
-        if back is None:
+        if not copy.begin_back(storage, self.form.device_bytes, compute, at_once=at_once):
             compute.resize(storage, 0)
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
-        self.form.put_back(whole, compute)
-        self.comes_back_by(back, compute)
+        self.form.put_back(storage, compute)
+        self._came_back(State.SWAPPING_IN, compute)
         return storage
 
-    def comes_back_by(self, back: Move, compute: Stream) -> None:
-        """Note that the move `back` fills its memory, which `compute` has just allocated."""
-        copy, slot = self.copy, self.slot
-        assert copy is not None
-        copy.back, copy.arrived_on = back, None
-        self._context.metrics.moved(back, "in", back.nbytes)
-        slot.alloc_stream, slot.came_back = compute, True
+    def _came_back(self, state: State, compute: Stream) -> None:
+        """Note that swapping fills its memory, on `compute` or before a wait there."""
+        self.slot.alloc_stream, self.slot.came_back = compute, True
         self.uses.note_swap_in()
-        self._to(State.SWAPPING_IN)
+        self._to(state)
 
     def restored(self, compute: Stream) -> None:
         """Note that its form has put its bytes into the storage, on `compute`, the current stream."""
@@ -361,9 +373,7 @@ class SavedStorage:
         assert self.state is State.ON_HOST and self.copy is None and storage is not None
         if self.checksum is not None:
             self.checksum.check(flat_bytes(storage))
-        self.slot.alloc_stream, self.slot.came_back = compute, True
-        self.uses.note_swap_in()
-        self._to(State.RESTORED)
+        self._came_back(State.RESTORED, compute)
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
         """Order `compute` after the copy back; the storage may then be used there. `prefetched`: True if the copy began before
@@ -430,7 +440,7 @@ class SavedStorage:
                 self.slot.free()
         except BaseException:
             # The device refused an ordering that the next steps need: the host waits instead.
-            self._context.transfer.synchronize()
+            self._context.out_queue.synchronize()
             self._retired()
             raise
         self._retired()

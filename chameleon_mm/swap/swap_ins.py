@@ -94,7 +94,7 @@ class SwapIns:
                 return  # no use needs it yet
 
     def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
-        """Queue the copies back of `due`, as planned."""
+        """Hand over the copies back of `due`, as planned. A use brings back the storages that find no memory."""
         follows_plan = self._budget.forecast.follows_plan
         for saved in due:
             if not saved.may_be_prefetched:
@@ -102,11 +102,11 @@ class SwapIns:
             if not (self._budget.has_room_ahead if follows_plan else self._budget.room_for(saved.nbytes)):
                 return  # its use brings it back
             with suppress(torch.OutOfMemoryError, TransferFailed):  # no use needs it yet
-                self.prefetch(saved, compute)
+                self.prefetch(saved, compute, at_once=True)
 
-    def prefetch(self, coming: SavedStorage, compute: Stream) -> None:
+    def prefetch(self, coming: SavedStorage, compute: Stream, *, at_once: bool = False) -> None:
         """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
-        coming.swap_in(compute)
+        coming.swap_in(compute, at_once=at_once)
         self._budget.note_allocated(coming.nbytes)
         self._context.metrics.totals.prefetches += 1
 
@@ -156,6 +156,7 @@ class SwapIns:
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
         """Unpack `wanted` and others of the group. The group's own memory goes if no member is left in it."""
+        # A function of its own holds the group's storage: it has no other holder once that has returned.
         if self._unpack_some(group, wanted, compute) and group.packed.state is State.RESTORED:
             group.packed.drop_restored()
 

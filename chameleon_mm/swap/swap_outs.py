@@ -55,7 +55,7 @@ class SwapOuts:
         thresholds: Thresholds,
     ) -> None:
         self._context = context
-        self._queued_out, self._queued_in = context.transfer.queued
+        self._queues = context.out_queue, context.back_queue
         self._registry = registry
         self._budget = budget
         self._rule = rule
@@ -63,9 +63,9 @@ class SwapOuts:
         self._staging = staging
         self.fresh: list[SavedStorage] = []
         """Storages saved by operators that are not known to be over. The C++ loop adds those that it hands over."""
-        self.latest: OperatorNumber = (-1, 0)
+        self.latest_operator: OperatorNumber = (-1, 0)
         """Operator that saved last: those before it on its thread are over."""
-        self._small: list[SavedStorage] = []
+        self.small: list[SavedStorage] = []
         """Storages too small to move alone, which wait for other small ones."""
         self.waiting_bytes = 0
         """Bytes of the small storages that wait: stored, because every hook reads it."""
@@ -73,7 +73,7 @@ class SwapOuts:
     def add(self, saved: SavedStorage) -> None:
         """Add a storage that the calling thread is saving, in an operator that has not ended."""
         saved.op_is_over = False
-        saved.saved_by = self.latest = this_thread.number, sequence_nr()  # as `current_operator` does, without a call
+        saved.saved_by = self.latest_operator = this_thread.number, sequence_nr()  # as `current_operator` does, without a call
         self.fresh.append(saved)
 
     @property
@@ -82,9 +82,8 @@ class SwapOuts:
         budget, lending = self._budget, self._budget.lending
         return bool(
             self.fresh
-            or self._small
-            or self._queued_out
-            or self._queued_in
+            or self.small
+            or any(queue.queued for queue in self._queues)
             or budget.reclaim.entries
             or budget.planned.entries
             or (lending is not None and lending.has_any)
@@ -108,19 +107,20 @@ class SwapOuts:
         """True if the operator that saved it last is over. The calling thread knows its own operator, and the latest save of
         another thread. Note [Swap-out]."""
         if not saved.op_is_over:
-            (thread, number), latest = saved.saved_by, self.latest
+            (thread, number), latest = saved.saved_by, self.latest_operator
             now = sequence_nr() if thread == this_thread.number else latest[1] if thread == latest[0] else number
             saved.op_is_over = number < now
         return saved.op_is_over
 
-    def hand_over(self, lending: Lending | None) -> None:
+    def pump(self, lending: Lending | None) -> None:
         """Give the link and the allocator what is ready for them, and drop storages whose copies are complete."""
-        if self._small:
+        if self.small:
             self._pack_waiting()
         if lending is not None and lending.memory_is_short:
-            self._context.transfer.hand_over_all_out()
-        if self._queued_out or self._queued_in:  # unlocked: moves queued meanwhile go at the next hook
-            self._context.transfer.hand_over()
+            self._context.out_queue.hand_over_all()
+        for queue in self._queues:
+            if queue.queued:
+                queue.hand_over()
         if self._budget.reclaim.entries:
             self._budget.reclaim.reclaim_complete()
         if lending is not None:
@@ -135,7 +135,7 @@ class SwapOuts:
         group = saved.form.group
         if saved.state is State.SWAPPING_OUT and not saved.cancel_swap_out() and saved.state is State.SWAPPING_OUT:
             assert saved.copy is not None
-            saved.wait_for_copy_out(self._context.transfer.issue_out(saved.copy.out))
+            saved.wait_for_copy_out(self._context.out_queue.issue(saved.copy.out))
             saved.stay_on_device()
         if saved.state is State.SWAPPING_IN:
             saved.arrive(compute)
@@ -171,16 +171,17 @@ class SwapOuts:
         if alone or not self._thresholds.packs(saved.nbytes):
             self.swap_out_alone(saved)
         else:
-            self._small.append(saved)
+            self.small.append(saved)
             self.waiting_bytes += saved.nbytes
 
     def swap_out_planned(self, saved: SavedStorage, last_bytes: int) -> None:
-        """Queue the copy of its last bytes, if it may be copied now. The plan says when its memory is reclaimed. It stays if
-        the host takes no more."""
+        """Hand over the copy of its last bytes, if it may be copied now. The plan says when its memory is reclaimed. It stays
+        if the host takes no more."""
         if saved.state is not State.ON_DEVICE or not saved.op_is_over or not saved.is_copyable:
             return
         whole = last_bytes >= saved.nbytes
-        if self._began(saved, WHOLE if whole else PartialForm(saved.nbytes - last_bytes, self._context.streams)):
+        form = WHOLE if whole else PartialForm(saved.nbytes - last_bytes, self._context.streams)
+        if self._began(saved, form, at_once=True):
             self.note_planned(saved)
 
     def note_planned(self, saved: SavedStorage) -> None:
@@ -191,17 +192,17 @@ class SwapOuts:
 
     def _pack_waiting(self) -> None:
         """Pack the waiting small storages once they fill a group, the link is idle, or the coming growth is unknown."""
-        if self.waiting_bytes >= GROUP_BYTES or self._budget.growth_is_unknown or self._context.transfer.out_is_idle():
+        if self.waiting_bytes >= GROUP_BYTES or self._budget.growth_is_unknown or self._context.out_queue.is_idle():
             self.pack_small()
 
     def forget_small(self) -> None:
         """Forget the waiting storages that left the device in another way. Called at the end of a step."""
-        self._small = [saved for saved in self._small if saved.state is State.ON_DEVICE]
-        self.waiting_bytes = sum(saved.nbytes for saved in self._small)
+        self.small = [saved for saved in self.small if saved.state is State.ON_DEVICE]
+        self.waiting_bytes = sum(saved.nbytes for saved in self.small)
 
     def pack_small(self) -> None:
         """Pack the waiting small storages, each group by one kernel. Their memory goes at once; one copy takes a group out."""
-        waiting, self._small, self.waiting_bytes = self._small, [], 0
+        waiting, self.small, self.waiting_bytes = self.small, [], 0
         ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.ON_DEVICE and saved.op_is_over)
         members = [saved for saved in ready if saved.is_copyable]
         # Members keep their memory while their group is packed: a tight budget has room for small groups only.
@@ -220,13 +221,14 @@ class SwapOuts:
         if self._budget.lending is not None and may_be_lent:
             self._budget.lending.add(saved)
 
-    def _began(self, saved: SavedStorage, form: Form = WHOLE) -> bool:
+    def _began(self, saved: SavedStorage, form: Form = WHOLE, *, at_once: bool = False) -> bool:
         """Queue the copy out in `form`. Returns False, and counts the refusal, if the storage stays."""
         try:
-            saved.swap_out(form)
+            saved.swap_out(form, at_once=at_once)
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if form is not WHOLE or not self._went_to_pageable(saved, refusal):
-                self.note_refusal(refusal)
+                _log.info("chameleon_mm: kept on the device: %s", str(refusal))
+                self._context.metrics.totals.fallbacks += 1
                 return False
         return True
 
@@ -239,11 +241,6 @@ class SwapOuts:
             saved.swap_out(pageable=True)
             return True
         return False
-
-    def note_refusal(self, refusal: Exception) -> None:
-        """Count a storage that stays, as its copy out was refused."""
-        _log.info("chameleon_mm: kept on the device: %s", str(refusal))
-        self._context.metrics.totals.fallbacks += 1
 
     def _pack(self, members: Sequence[SavedStorage]) -> None:
         with suppress(torch.OutOfMemoryError):  # then they stay

@@ -117,6 +117,10 @@ class Way(Forecast):
         since, self._next = self._next, max(self._next, reached + 1)
         return self.program.rows[since : self._next]
 
+    def coming(self, row: Row) -> list[SavedStorage]:
+        """Storages whose copies back start after that row's own use."""
+        return [self.storages[number] for number in row.ins if number in self.storages]
+
     def is_up_to(self, hook: int) -> bool:
         """Whether all rows up to that of `hook` were run, and no others."""
         return self._next == hook + 1

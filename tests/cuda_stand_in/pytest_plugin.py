@@ -28,22 +28,26 @@ _unexplained: list[str] = []
 
 
 def pytest_configure() -> None:
-    """From here on `CudaStream.copy` tells which copies of ours are speculative, as the simulator is told.
+    """From here on `CudaStream` tells which copies of ours are speculative, as the simulator is told.
 
     The model may write a saved tensor while it is copied out: for those bytes a version counter has moved, so that a use raises
     eager's error, or nobody saved them. CUDA itself knows nothing of that, and the library has no reason to tell it.
     """
     from chameleon_mm.device.cuda.cuda_stream import CudaStream
 
-    CudaStream.copy = _telling(CudaStream.copy)  # type: ignore[method-assign]  # for the whole process: there is no other place
+    # For the whole process: there is no other place.
+    CudaStream.copy = _telling(CudaStream.copy, "speculative")  # type: ignore[method-assign]
+    CudaStream.copy_storage = _telling(CudaStream.copy_storage, "out")  # type: ignore[method-assign]
 
 
-def _telling(method: Callable[..., None]) -> Callable[..., None]:
+def _telling(method: Callable[..., None], keyword: str) -> Callable[..., None]:
+    """`method`, whose copies are speculative if it is given that keyword as True."""
+
     @functools.wraps(method)
-    def told(*args: Any, speculative: bool = False, **kwargs: Any) -> None:
-        kind = library.copy_kind(library.SPECULATIVE if speculative else library.STRICT)
+    def told(*args: Any, **kwargs: Any) -> None:
+        kind = library.copy_kind(library.SPECULATIVE if kwargs.get(keyword) else library.STRICT)
         try:
-            method(*args, speculative=speculative, **kwargs)
+            method(*args, **kwargs)
         finally:
             library.copy_kind(kind)
 

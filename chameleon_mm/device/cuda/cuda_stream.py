@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.packing import check_ends, check_packed, check_sum
+from chameleon_mm.device.packing import check_ends, check_packed, check_storage, check_sum
 from chameleon_mm.device.protocols import Event
 
 if TYPE_CHECKING:
@@ -83,16 +83,15 @@ class CudaStream:
         if dst.numel():
             self._copy(dst, src)
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
-        """Copy as `Stream.copy_storage` does. Raises `ValueError` for unequal sizes."""
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
         nbytes, runtime = host.numel(), self._device.cupy_runtime
-        if storage.nbytes() != nbytes:
-            raise ValueError(f"copy_storage: expected host memory of {storage.nbytes()} bytes, got {nbytes}; slice the larger")
+        check_storage(storage, start + nbytes)
         if runtime is None:
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._copy(*((host, whole) if out else (whole, host)))
+            part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + nbytes]
+            self._copy(*((host, part) if out else (part, host)))
             return
-        dst, src = (host.data_ptr(), storage.data_ptr()) if out else (storage.data_ptr(), host.data_ptr())
+        on_host, on_device = host.data_ptr(), storage.data_ptr() + start
+        dst, src = (on_host, on_device) if out else (on_device, on_host)
         runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self.handle)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -136,12 +135,6 @@ class CudaStream:
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self.raw)
         return CudaEvent(event, timed=timed)
-
-    def record_again(self, event: Event) -> None:
-        """Record as `Stream.record_again` does. Raises `TypeError` for an event of another kind of device."""
-        if not isinstance(event, CudaEvent):
-            raise TypeError(f"record_again: expected an event of a CUDA stream, got {type(event).__name__}: use one device")
-        event.raw.record(self.raw)
 
     def is_current(self) -> bool:
         current = torch._C._cuda_getCurrentRawStream(self._device.index)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.operators import touched_bytes
-from chameleon_mm.device.packing import add_by_operators, check_ends, check_packed, check_sum
+from chameleon_mm.device.packing import add_by_operators, check_ends, check_packed, check_storage, check_sum
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel
 from chameleon_mm.units import allocated_size, format_size
@@ -339,10 +339,11 @@ class SimStream:
                 machine.observer.move(self, f"{direction} copy", [(dst, src)], speculative=speculative)
                 machine.transfer(self, src.numel(), to_host=to_host, from_host=from_host)
 
-    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, out: bool) -> None:
+    def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
+        check_storage(storage, start + host.numel())
         with torch._C._DisableTorchDispatch():  # an active mode would count it as an operator of the model
-            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        dst, src = (host, whole) if out else (whole, host)
+            part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + host.numel()]
+        dst, src = (host, part) if out else (part, host)
         self.copy(dst, src, speculative=out)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
@@ -396,13 +397,6 @@ class SimStream:
 
     def record(self, *, timed: bool = False) -> SimEvent:
         return self._machine.record((self,), timed=timed)
-
-    def record_again(self, event: Event) -> None:
-        """Record as `Stream.record_again` does. Raises `TypeError` for an event of another kind of device."""
-        if not isinstance(event, SimEvent):
-            raise TypeError(f"record_again: expected an event of the simulator, got {type(event).__name__}: use one device")
-        now = self.record()
-        event.time_us, event.mark = now.time_us, now.mark
 
     def is_current(self) -> bool:
         return self._machine.current_stream() is self

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.state import parameter_swap
+from chameleon_mm.state import hosted
 from chameleon_mm.units import allocated_size
 
 WIDTH, LAYERS, ROWS = 48, 6, 8
@@ -92,7 +92,7 @@ class Swapped(Plain):
             assert self.trained is not None
             # By their sizes alone: whoever holds a storage keeps its parameter on the device.
             sizes = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in self.trained.parameters()}
-            movable = sum(allocated_size(nbytes) for nbytes in sizes.values() if nbytes >= parameter_swap.MIN_BYTES)
+            movable = sum(allocated_size(nbytes) for nbytes in sizes.values() if nbytes >= hosted.MIN_BYTES)
             budget = self.device.allocated_bytes() - movable + self._room_bytes
             self.session = cm.SwapSession(
                 budget if self.budget is None else self.budget,
@@ -105,7 +105,7 @@ class Swapped(Plain):
                 **self._given,
             )
             if (state := self.session._model_swap._state) is not None:
-                state.home.min_bytes = parameter_swap.MIN_BYTES
+                state.home.min_bytes = hosted.MIN_BYTES
             self._stack.enter_context(self.session.pool)
             self._stack.enter_context(self.session)
         return self.session

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.state import parameter_swap
+from chameleon_mm.state import hosted
 from chameleon_mm.state import parameter_watch as watch
 from chameleon_mm.state.hosted import HostedStorage, Where
 from chameleon_mm.state.parameter_swap import ParameterSwap
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 
 @pytest.fixture(autouse=True)
 def _small_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_swap, "MIN_BYTES", KIB)
+    monkeypatch.setattr(hosted, "MIN_BYTES", KIB)
 
 
 @pytest.fixture(autouse=True)

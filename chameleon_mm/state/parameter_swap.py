@@ -25,7 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget, TransferFailed, describe
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, saved_tensor_hooks_on_top
-from chameleon_mm.state.hosted import MIN_BYTES, Home, HostedStorage, Where, is_alone, tensor_over
+from chameleon_mm.state import hosted
+from chameleon_mm.state.hosted import Home, HostedStorage, Where, is_alone, tensor_over
 from chameleon_mm.state.parameter_watch import ParameterWatch
 from chameleon_mm.state.window import DeviceBesideWindow, Window
 from chameleon_mm.swap.executor import Executor
@@ -45,7 +46,7 @@ LEAST_STORAGES = 3
 
 def charged_sizes(tensors: Iterable[Tensor]) -> list[int]:
     """Bytes that the allocator counts for each storage of `tensors` of `MIN_BYTES` or more."""
-    storages = {id(s): s for t in tensors for s in [t.untyped_storage()] if s.nbytes() >= MIN_BYTES}
+    storages = {id(s): s for t in tensors for s in [t.untyped_storage()] if s.nbytes() >= hosted.MIN_BYTES}
     return [allocated_size(storage.nbytes()) for storage in storages.values()]
 
 
@@ -397,4 +398,4 @@ class ParameterSwap:
         if t.layout is not torch.strided or not torch._C._has_storage(t) or not self._home.device.owns(t):
             return False
         storage = t.untyped_storage()
-        return storage.resizable() and storage.nbytes() >= MIN_BYTES
+        return storage.resizable() and storage.nbytes() >= hosted.MIN_BYTES

@@ -29,8 +29,7 @@ _CLIMBS = 3
 _STRICTNESS = 30.0
 """Inverse of the mean share by which an accepted change of the local search may be worse."""
 _MOST_VARIED = 16
-"""Maximum number of candidates for a local search: of more, a single one hardly matters, and ranks do as well. Without it three
-of 40 small steps take 1 % longer or more, one 13.8 %."""
+"""Maximum number of candidates for a local search: of more, a single one hardly matters, and ranks do as well."""
 _NO_WORSE_US = 1e-6
 """Difference below which times are equal: the rest is rounding."""
 

@@ -81,13 +81,14 @@ def _plan_within(
 
 
 def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: LinkCost) -> int:
-    """Find the smallest budget whose plan slows the step by at most `HIDDEN_WITHIN`. It is at most `peak_bytes`, the unswapped
-    peak of `trace`."""
+    """Find the smallest budget whose plan slows the step by at most `HIDDEN_WITHIN` on the part of the link that plans count on.
+    It is at most `peak_bytes`, the unswapped peak of `trace`."""
+    slower = cost.slowed(COUNTED_ON)
 
     def plan_for(budget: int) -> SwapPlan:
-        return _plan_within(trace, _printable(budget), host_budget, cost)
+        return generate_plan(trace, _printable(budget), host_budget, slower)
 
-    return min(_printable(smallest_hidden_budget(trace, cost, plan_for, tolerance=HIDDEN_WITHIN)), peak_bytes)
+    return min(_printable(smallest_hidden_budget(trace, slower, plan_for, tolerance=HIDDEN_WITHIN)), peak_bytes)
 
 
 def _printable(budget: int) -> int:

@@ -20,7 +20,7 @@ EXTRAS ?= $(if $(CUDA),[dev$(comma)cuda],[dev])
 comma := ,
 
 # Which tests `make test` runs, as a pytest marker expression, and more arguments for pytest or the demo.
-MARKERS ?= not slow and not gpu
+MARKERS ?= not slow and not gpu and not thorough
 PYTEST_ARGS ?=
 ARGS ?=
 

@@ -5,8 +5,7 @@ Counted are all allocations: those of torch's operators and those of the executo
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -26,15 +25,6 @@ from tests._programs import same, swapping_executor
 
 RECORDED, STEADY = 0, 1
 """Steps by their number: the first is recorded, the others follow the plan."""
-
-
-@pytest.fixture
-def _frozen() -> Iterator[None]:
-    """A step that is run again has the collector run: over what this test made, not over all that pytest has."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -146,7 +136,6 @@ def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:
     return shortage.count
 
 
-@pytest.mark.usefixtures("_frozen")
 @pytest.mark.parametrize("short_step", [RECORDED, STEADY])
 @pytest.mark.parametrize("keeps_gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(

@@ -62,22 +62,20 @@ def check_mix(name: str, seed: int, *, steps: int = 2, micro_batches: int = 1, *
     return session
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", MODELS)
-def test_a_random_mix_changes_no_bit(name: str, seed: int) -> None:
-    totals = totals_of(check_mix(name, seed, steps=3))
+def test_a_random_mix_changes_no_bit(name: str) -> None:
+    totals = totals_of(check_mix(name, 0, steps=3))
     assert totals.recomputed + totals.proofs > 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2))])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_random_mix_on_cuda_changes_no_bit(name: str, seed: int) -> None:
+def test_a_random_mix_on_cuda_changes_no_bit(name: str) -> None:
     """Against plain PyTorch on CUDA tensors: on the stand-in they are computed by the CPU's kernels."""
     expected, _ = train(MODELS[name], 2, device="cuda")
-    mix = Mix(seed)
+    mix = Mix(0)
     seen, session = train(MODELS[name], 2, lambda model: mixed(mix, model=model, device="cuda"), device="cuda")
-    assert seen == expected, f"mix {seed} ({mix.proofs}) of {name} has other bits"
+    assert seen == expected, f"a mix ({mix.proofs}) of {name} has other bits"
     assert session is not None
     assert totals_of(session).recomputed + totals_of(session).proofs > 0
     assert session.pool.stats().num_live == 0

@@ -1015,6 +1015,7 @@ def live_objects() -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout transformer", "in-place convolutions", "recurrent"])
 def test_no_memory_grows_without_the_collector(name: str, no_gc: None) -> None:
     case, device = MODELS[name], cm.SimDevice()

@@ -136,7 +136,7 @@ def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:
     return shortage.count
 
 
-@pytest.mark.parametrize("short_step", [RECORDED, STEADY])
+@pytest.mark.parametrize("short_step", [pytest.param(RECORDED, marks=pytest.mark.slow), STEADY])
 @pytest.mark.parametrize("keeps_gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
     shortage: Faults, short_step: int, keeps_gradients: bool
@@ -164,7 +164,7 @@ def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize(
     ("short_step", "plans"),
-    [pytest.param(RECORDED, True, marks=pytest.mark.slow), (STEADY, True), (STEADY, False)],
+    [pytest.param(RECORDED, True, marks=pytest.mark.slow), (STEADY, True), pytest.param(STEADY, False, marks=pytest.mark.slow)],
     ids=["recorded", "planned", "by the rule"],
 )
 def test_after_a_step_that_ran_out_of_memory_the_next_is_right_and_nothing_leaks(

@@ -3,8 +3,7 @@
     Pointers, kernels of extensions, aliases, hooks and optimizers write activations and buffers that autograd did not save.
     Eager is right, so a session is right: see `complaint` for what "right" is.
 
-Here a diagonal of programs, budgets, links and mixes, of which one program of each kind runs everywhere; their product is
-`thorough`.
+Here a diagonal of programs, budgets, links and mixes, of which some programs run everywhere; their product is `thorough`.
 The reference is torch alone.
 """
 
@@ -71,6 +70,18 @@ KINDS = (
 )
 """A program or two of each kind."""
 
+QUICK = (
+    "PointerAfterRead",
+    "FunctionMarked",
+    "CustomSaid",
+    "DlpackAlias",
+    "BetweenMadeAndSaved",
+    "Rotated",
+    "BookByData",
+    "UpdatedInBackward",
+)
+"""Those of `make test`."""
+
 
 def diagonal(number: int) -> list[tuple[Case, Setting]]:
     """A budget and a link for a program that writes in each step, others for one that writes in some, and a mix."""
@@ -90,10 +101,10 @@ def diagonal(number: int) -> list[tuple[Case, Setting]]:
 
 
 def marks(program: type[Program], watch: str) -> list[pytest.MarkDecorator]:
-    """Of the others CI takes each with one watch."""
-    if program.__name__ in KINDS:
-        return [pytest.mark.slow] if watch == "notes" else []
-    return [pytest.mark.slow, pytest.mark.thorough] if watch == "notes" else [pytest.mark.slow]
+    """CI takes those of `KINDS` with both watches, the others with one."""
+    if program.__name__ in QUICK and watch == "watch":
+        return []
+    return [pytest.mark.slow] if watch == "watch" or program.__name__ in KINDS else [pytest.mark.slow, pytest.mark.thorough]
 
 
 DIAGONAL = [

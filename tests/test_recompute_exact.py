@@ -393,22 +393,6 @@ def in_a_mode_of_the_users() -> list[Tensor]:
         return grads(z.sum(), x)
 
 
-def in_a_mode_of_functions() -> list[Tensor]:
-    """Such a mode sees the user's calls in its backward, not ours."""
-    x = leaf()
-    z = (x * 2).sin().exp().tanh()
-    with Doubles():
-        return grads(z.sum(), x)
-
-
-class Doubles(torch.overrides.TorchFunctionMode):
-    """A mode of the user's that computes something else."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out * 2 if func is torch.ops.aten.mul.Tensor else out
-
-
 class OwnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -629,7 +613,6 @@ PROGRAMS: list[Program] = [
     written_before_a_second_backward,
     autocast_in_backward,
     in_a_mode_of_the_users,
-    in_a_mode_of_functions,
     function_of_ones_own,
     other_default_dtype,
     other_precision,

@@ -20,7 +20,7 @@ EXTRAS ?= $(if $(CUDA),[dev$(comma)cuda],[dev])
 comma := ,
 
 # Which tests `make test` runs, as a pytest marker expression, and more arguments for pytest or the demo.
-MARKERS ?= not slow and not gpu
+MARKERS ?= not slow and not gpu and not thorough
 PYTEST_ARGS ?=
 ARGS ?=
 
@@ -68,7 +68,7 @@ test-native: $(CUDA_STAMP) ## Run tests of the hooks with the C++ helpers, which
 	@$(CUDA_VENV)/bin/python -m pytest --native $(SHARED) -m "gpu and not thorough" $(NATIVE_ON_CUDA) $(PYTEST_ARGS)
 
 test-torch: ## Run the tests of exactness with another torch, in an environment of its own (TORCH=torch==2.14.1)
-	@$(MAKE) --no-print-directory VENV=$(TORCH_VENV) PYTEST_ARGS="$(EXACT) $(PYTEST_ARGS)" test
+	@$(MAKE) --no-print-directory VENV=$(TORCH_VENV) MARKERS="not gpu and not thorough" PYTEST_ARGS="$(EXACT) $(PYTEST_ARGS)" test
 
 check: $(STAMP) ## Lint, formatting, types, layers
 	$(BIN)/ruff check

@@ -773,31 +773,6 @@ class SavedInBackward(Book):
         return loss + self.hooked((self.tail(self.body(x)) + self.shift).sin().mean())
 
 
-NEAR = {
-    "PointerAtTheEnd",
-    "DataOnAThread",
-    "PointerOnAThread",
-    "PointerJoinedBeforeBackward",
-    "UndoneByData",
-    "DataBetweenMadeAndRead",
-    "FunctionBetweenMadeAndSaved",
-    "CheckpointedReentrant",
-    "ResidualUnmarked",
-    "LossOverLogitsByData",
-    "GateOverSavedByOperator",
-    "HiddenByNumpy",
-    "HiddenByPointer",
-    "BookAfterAccumulation",
-    "BookByPointerInForward",
-    "BookSetInBackward",
-    "CentresInBackward",
-    "UpdatedByDataInBackward",
-    "ActorCriticFused",
-    "SavedThenVersion",
-}
-"""Programs that differ from another one by the way in which they write."""
-
-
 def _all(kind: type[Program]) -> Iterator[type[Program]]:
     """Subclasses that have a step of their own."""
     for one in kind.__subclasses__():

@@ -44,12 +44,9 @@ def python(arguments: Sequence[str], folder: Path, stdin: str = "") -> Ended:
 
 _FORKS = """
 import json, os, sys
-import chameleon_mm.tools.cli, chameleon_mm.tools.run_command, tests.observed
-tests.observed.observe_all()
-for number, case in enumerate(json.loads(sys.argv[1])):
+for number, code in enumerate(json.loads(sys.argv[1])):
     pid = os.fork()
     if not pid:
-        os.chdir(case["folder"])
         for fd, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{sys.argv[2]}/{number}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), fd)
         sys.argv[1:] = []
@@ -59,24 +56,30 @@ for number, case in enumerate(json.loads(sys.argv[1])):
         file.write(str(os.waitstatus_to_exitcode(status)))
 else:
     os._exit(0)
-sys.exit(chameleon_mm.tools.cli.main(["run", *case["arguments"]]))
+exec(code)
 """
 
 
-def runs(cases: Mapping[str, Sequence[str]], folder: Path, notes: Path) -> dict[str, Ended]:
-    """Run `chameleon-mm run arguments` for each of `cases` in `folder`, each in a process of its own: a fork of one that has
-    loaded the library."""
-    told = json.dumps([{"arguments": list(arguments), "folder": str(folder)} for arguments in cases.values()])
+def forks(begin: str, codes: Mapping[str, str], folder: Path, notes: Path) -> dict[str, Ended]:
+    """Run each of `codes` in `folder`, in a process of its own: a fork of one that has run `begin`, which imports what takes
+    long."""
     notes.mkdir()
     subprocess.run(
-        [sys.executable, "-c", _FORKS, told, str(notes)],
+        [sys.executable, "-c", begin + _FORKS, json.dumps(list(codes.values())), str(notes)],
         cwd=folder, env=environment(), stdin=subprocess.DEVNULL, check=True,
     )  # fmt: skip
     ended = {}
-    for number, name in enumerate(cases):
+    for number, name in enumerate(codes):
         code, out, err = ((notes / f"{number}.{what}").read_text(encoding="utf-8") for what in ("code", "out", "err"))
         ended[name] = Ended(int(code), out, err)
     return ended
+
+
+def runs(cases: Mapping[str, Sequence[str]], folder: Path, notes: Path) -> dict[str, Ended]:
+    """Run `chameleon-mm run arguments` for each of `cases` in `folder`, each in a process of its own."""
+    begin = "import sys, chameleon_mm.tools.cli, chameleon_mm.tools.run_command, tests.observed; tests.observed.observe_all()"
+    codes = {name: f"sys.exit(chameleon_mm.tools.cli.main({['run', *arguments]!r}))" for name, arguments in cases.items()}
+    return forks(begin, codes, folder, notes)
 
 
 EVERYTHING = """

@@ -65,6 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
         native.CACHE = Path(tempfile.gettempdir(), "chameleon_mm has no build here")
 
 
+def pytest_collection_finish() -> None:
+    """Set aside what was imported: a collection of garbage then takes a millisecond, not half a second, and most tests begin
+    with one."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -118,7 +125,7 @@ def device(request: pytest.FixtureRequest) -> Device:
     return CudaDevice()
 
 
-@pytest.fixture(params=["watch", "notes"])
+@pytest.fixture(params=["watch", pytest.param("notes", marks=pytest.mark.slow)])
 def each_watch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Steps that recompute are watched in Python, then noted in C++: with each all is the same."""
     if request.param == "notes":

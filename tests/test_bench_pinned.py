@@ -68,6 +68,7 @@ def test_torchs_cache_goes_by_that_rule() -> None:
 # --- the command
 
 
+@pytest.mark.slow
 def test_a_run_writes_both_tables_and_every_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "read_trace", lambda path: [(0, 16 * MIB), (1, 24 * MIB), (0, -16 * MIB), (1, -24 * MIB)])
     target = tmp_path / "new" / "pinned.json"

@@ -162,7 +162,11 @@ def test_the_modelled_peer_copies_every_save_and_returns_its_bits() -> None:
     assert not sim.chunks
 
 
-@pytest.mark.parametrize("peer", peers(SimDevice()), ids=lambda peer: peer.key)
+QUICK = ("checkpoint", "swap_session_quarter")
+PEERS = [pytest.param(peer, id=peer.key, marks=() if peer.key in QUICK else pytest.mark.slow) for peer in peers(SimDevice())]
+
+
+@pytest.mark.parametrize("peer", PEERS)
 def test_a_peer_leaves_nothing_behind(peer: Peer, sim: SimDevice, no_gc: None) -> None:
     result = run_peer(peer, llama(SHAPE), sim, steps=1, seed=0, hbm_budget=sim.capacity)
     assert len(result.losses) == warmup_steps(peer, sim) + 1

@@ -182,6 +182,7 @@ def recordings(works: Sequence[Work], got: Run) -> Counter[Work]:
     return Counter(work for work, recorded in zip(works, got.recorded, strict=True) if recorded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_that_changes_in_one_way(kind: str) -> None:
     works = list(schedule((kind,), 12))

@@ -137,8 +137,8 @@ def check_bits(build: Callable[[Seen], Any], options: tuple[str, ...], folder: P
 @pytest.mark.parametrize(
     ("checkpointing", "options", "budget_kib"),
     [
-        (False, ("evaluation",), 500),
-        (False, ("accumulation", "clipping", "bf16"), 450),
+        pytest.param(False, ("evaluation",), 500, marks=pytest.mark.slow),
+        pytest.param(False, ("accumulation", "clipping", "bf16"), 450, marks=pytest.mark.slow),
         (True, ("clipping", "accumulation"), 500),
         *(
             pytest.param(checkpointing, options, 200, marks=[pytest.mark.slow, pytest.mark.thorough])
@@ -152,11 +152,12 @@ def test_a_trainer_gives_the_same_bits(checkpointing: bool, options: tuple[str, 
     check_bits(lambda seen: Pictures(seen, checkpointing=checkpointing), options, tmp_path, budget_kib)
 
 
+@pytest.mark.slow
 def test_manual_optimization_gives_the_same_bits(tmp_path: Path) -> None:
     check_bits(Adversaries, ("two steps a batch",), tmp_path, 250)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"])
 def test_fabric_gives_the_same_bits(precision: str) -> None:
     def train(budget: str | None) -> tuple[Outcome, Any]:
         seen = Seen()

@@ -25,7 +25,10 @@ def _state_of_its_own() -> Iterator[None]:
     AcceleratorState._reset_state(True)
 
 
-@pytest.mark.parametrize(("precision", "checkpointing", "budget_kib"), [("no", False, 1250), ("bf16", True, 1200)])
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "budget_kib"),
+    [pytest.param("no", False, 1250, marks=pytest.mark.slow), ("bf16", True, 1200)],
+)
 def test_accelerate_gives_the_same_bits(precision: str, checkpointing: bool, budget_kib: int) -> None:
     """A diffusion U-Net, with two micro-batches a step and its gradients clipped."""
 
@@ -56,7 +59,7 @@ def test_accelerate_gives_the_same_bits(precision: str, checkpointing: bool, bud
     check_loop(train, budget_kib)
 
 
-@pytest.mark.parametrize(("checkpointing", "budget_kib"), [(False, 600), (True, 600)])
+@pytest.mark.parametrize(("checkpointing", "budget_kib"), [pytest.param(False, 600, marks=pytest.mark.slow), (True, 600)])
 def test_a_recipe_gives_the_same_bits(checkpointing: bool, budget_kib: int) -> None:
     """As torchtune's recipes: losses of micro-batches are added up, gradients scaled, clipped, then one step of each."""
 
@@ -86,6 +89,7 @@ def test_a_recipe_gives_the_same_bits(checkpointing: bool, budget_kib: int) -> N
     check_loop(train, budget_kib)
 
 
+@pytest.mark.slow
 def test_generation_in_between_does_no_harm() -> None:
     """Sampled and greedy, between steps and between the micro-batches of one, and once in training mode."""
 

@@ -78,13 +78,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "options", "budget_kib"),
     [
-        ("llama", (), 600),
         ("llama", ("accumulation", "clipping", "bf16"), 600),
-        ("llama", ("checkpointing",), 550),
-        ("bert", ("accumulation",), 600),
-        ("bert", ("clipping", "checkpointing", "bf16"), 575),
-        ("mixtral", ("clipping",), 950),
-        ("mixtral", ("accumulation", "checkpointing", "bf16"), 1110),
+        pytest.param("llama", ("checkpointing",), 550, marks=pytest.mark.slow),
+        pytest.param("bert", ("clipping", "checkpointing", "bf16"), 575, marks=pytest.mark.slow),
+        pytest.param("mixtral", ("accumulation", "checkpointing", "bf16"), 1110, marks=pytest.mark.slow),
         *(
             pytest.param(name, options, 400, marks=[pytest.mark.slow, pytest.mark.thorough])
             for name in MODELS
@@ -98,6 +95,7 @@ def test_a_trainer_gives_the_same_bits(name: str, options: tuple[str, ...], budg
     check_callback(SwapCallback, lambda swap: trained(MODELS[name], tmp_path, swap, **args), budget_kib)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_in_between_do_no_harm(tmp_path: Path) -> None:
     class Predicts(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
         trainer: Any
@@ -119,6 +117,7 @@ def test_evaluation_and_prediction_in_between_do_no_harm(tmp_path: Path) -> None
     check_callback(SwapCallback, train, 600)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_and_resumed_from(tmp_path: Path) -> None:
     def train(folder: Path, *, attached: bool) -> Outcome:
         for steps, resumed in ((4, False), (8, True)):
@@ -131,6 +130,7 @@ def test_a_checkpoint_is_written_and_resumed_from(tmp_path: Path) -> None:
     assert differences(train(tmp_path / "plain", attached=False), train(tmp_path / "swapped", attached=True)) == []
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same_bits(tmp_path: Path) -> None:
     args = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 4}
 
@@ -208,7 +208,7 @@ def tuned(folder: Path, swap: Any = None, build: Any = tuning, **args: Any) -> O
     return seen.finish(model, made.optimizer)
 
 
-@pytest.mark.parametrize(("checkpointing", "budget_kib"), [(False, 6500), (True, 3490)])
+@pytest.mark.parametrize(("checkpointing", "budget_kib"), [(False, 6500), pytest.param(True, 3490, marks=pytest.mark.slow)])
 def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, tmp_path: Path) -> None:
     args = {
         "gradient_accumulation_steps": 2,
@@ -218,6 +218,7 @@ def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, t
     check_callback(TrlCallback, lambda swap: tuned(tmp_path, swap, **args), budget_kib)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "budget_kib"), [(preferring, 3000), (reinforcing, 1500)])
 def test_learning_from_preferences_and_rewards_gives_the_same_bits(build: Any, budget_kib: int, tmp_path: Path) -> None:
     check_callback(TrlCallback, lambda swap: tuned(tmp_path, swap, build), budget_kib)

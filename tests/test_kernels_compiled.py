@@ -65,7 +65,7 @@ print(json.dumps(report))
 """
 
 
-@pytest.fixture(scope="module", params=[pytest.param(c, marks=pytest.mark.slow) if c != 90 else c for c in CAPABILITIES])
+@pytest.fixture(scope="module", params=CAPABILITIES)
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("triton")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder)}
@@ -76,6 +76,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return report
 
 
+@pytest.mark.slow
 def test_every_kernel_is_in_the_table(compiled: dict[str, dict[str, Any]]) -> None:
     assert compiled.keys() == KERNELS.keys()
     defined = [
@@ -87,6 +88,7 @@ def test_every_kernel_is_in_the_table(compiled: dict[str, dict[str, Any]]) -> No
     assert entries == set(defined)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_a_kernel_was_compiled_to(compiled: dict[str, dict[str, Any]], name: str) -> None:
     ptx, usage, sizes = (compiled[name][key] for key in ("ptx", "usage", "sizes"))
@@ -108,6 +110,7 @@ def test_what_a_kernel_was_compiled_to(compiled: dict[str, dict[str, Any]], name
 # there too.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is what runs this process")
 def test_kernels_are_exact_under_the_interpreter() -> None:
     command = [

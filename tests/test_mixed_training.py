@@ -35,9 +35,11 @@ WIDTH, ROWS, STEPS = 32, 64, 6
 
 
 class Lstm(nn.Module):
+    """Goes along the shorter side: where cells are operators of their own, each of its 64 rows would take twenty."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.cells = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.cells = nn.LSTM(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.cells(x)[0]  # type: ignore[no-any-return]  # torch annotates it so
@@ -309,7 +311,7 @@ def check(mixed: Mixed, kind: Kind, tally: Tally) -> None:
         assert found.reasons, f"steps' peaks {found.peaks}, budget {budget}, plain {plain.peaks}"
 
 
-KINDS = [pytest.param(SIM, id="sim"), pytest.param(CUDA, id="cuda", marks=[pytest.mark.gpu, pytest.mark.thorough])]
+KINDS = [pytest.param(SIM, id="sim"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

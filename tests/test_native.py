@@ -104,6 +104,7 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "words"),
     [

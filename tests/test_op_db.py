@@ -6,7 +6,6 @@ The reference has nothing of ours around it. Against it: the simulator's compute
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,7 +27,7 @@ from tests._op_sweep import (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("frozen_gc"),
+    pytest.mark.usefixtures("no_gc"),
     # Torch's own about the operators: deprecated, in beta, casting complex to real. The library gives no warnings.
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
@@ -72,27 +71,6 @@ def ways_on(kind: str, *, all_ways: bool) -> dict[str, Callable[[], Way]]:
     if kind == "cpu":
         return IN_SIMULATOR
     return {label: way for label, way in ON_CUDA.items() if all_ways or label in ("swapped", "session")}
-
-
-@pytest.fixture(scope="module")
-def frozen_gc() -> Iterator[None]:
-    """No garbage collection, as `no_gc`, for a thousand tests: what is there before them is set aside once, not searched each
-    time."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _collected() -> Iterator[None]:
-    """What a test leaves in cycles, its pools among them, is gone after it: a thousand would not fit into memory."""
-    yield
-    gc.collect()
 
 
 def check(name: str, kind: str, dtypes: Sequence[torch.dtype], *, all_ways: bool = False) -> int:

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 _ROOT = Path(__file__).resolve().parents[1]
 _LINKS = ("bench", "kernels")
 

@@ -78,9 +78,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+COMBINED = [
+    pytest.param(name, how, marks=() if number % 3 == place else [pytest.mark.slow, pytest.mark.thorough])
+    for number, name in enumerate(PROGRAMS)
+    for place, how in enumerate(CONFIGURATIONS)
+]
+"""Each program with one configuration; with the two others in `thorough`."""
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")  # a program does, and breaks the cycle
-@pytest.mark.parametrize("how", CONFIGURATIONS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "how"), COMBINED)
 def test_a_program_has_plain_pytorchs_bits(name: str, how: str, device: Device) -> None:
     plain = Plain(device.torch_device)
     expected = PROGRAMS[name](plain)
@@ -290,18 +297,21 @@ def test_a_rule_that_is_missing_is_seen(
 ) -> None:
     """Each without its rule: some program has other bits, or an operator finds no memory under a tensor."""
     monkeypatch.setattr(owner, what, mutant)
-    wrong = []
-    for name in ("accumulation, clipped, gradients kept", "modules of many kinds", "checkpointed", "written by hand"):
+
+    def goes_wrong(name: str) -> bool:
         expected = PROGRAMS[name](Plain(sim.torch_device))
         with sim.compute():
             loop = Swapped(sim, 128 * KIB, plans=False)
             try:
-                wrong.append(not equal(PROGRAMS[name](loop), expected))
+                return not equal(PROGRAMS[name](loop), expected)
             except (SimLifetimeError, RuntimeError):
-                wrong.append(True)
-            with suppress(Exception):  # whatever the mutant left behind
-                loop.close()
-    assert any(wrong)
+                return True
+            finally:
+                with suppress(Exception):  # whatever the mutant left behind
+                    loop.close()
+
+    names = ("accumulation, clipped, gradients kept", "modules of many kinds", "checkpointed", "written by hand")
+    assert any(goes_wrong(name) for name in names)
 
 
 @pytest.mark.gpu

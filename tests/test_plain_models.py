@@ -24,18 +24,23 @@ SAMPLE = (
     "llama", "mixtral", "mamba", "bert", "gpt-2, micro-batches", "gpt-2, recomputed", "t5", "vit", "resnet",
     "u-net, autocast, micro-batches", "experts",
 )  # fmt: skip
-"""What every run trains in a session; by `save_on_cpu` it trains one."""
+"""What CI trains in a session; by `save_on_cpu` it trains one."""
+QUICK = ("llama", "resnet", "experts")
+"""Those that every run trains."""
 KINDS = [pytest.param(SIM, id="sim"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
 THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SAMPLE else THOROUGH) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow if name in SAMPLE else THOROUGH) for name in CASES],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_trains_as_plain_pytorch_does(name: str, kind: Kind) -> None:
     check_session(CASES[name], kind)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "bert" else THOROUGH) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "bert" else THOROUGH) for name in CASES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_save_on_cpu_trains_as_plain_pytorch_does(name: str, kind: Kind) -> None:
     check_save_on_cpu(CASES[name], kind)

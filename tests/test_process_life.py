@@ -443,6 +443,7 @@ def became(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(len(CASES) * CHILD_SECONDS + 60)  # the first one runs them all
 @pytest.mark.parametrize("name", CASES)
 def test_a_process_ends_as_it_should(name: str, became: dict[str, tuple[int, str]]) -> None:

@@ -110,19 +110,11 @@ class Reentered:
             self.executor.end_step(completed=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _unfrozen() -> Iterator[None]:
-    """`collecting` freezes what is there before each program; the tests of other modules find it as it was."""
-    yield
-    gc.unfreeze()
-
-
 @contextmanager
 def collecting(*, always: bool) -> Iterator[None]:
     """No garbage collection, or one at almost every allocation: then claims end in the middle of any line of ours."""
     thresholds = gc.get_threshold()
     gc.collect()
-    gc.freeze()  # the next collection looks through what this program leaves, not through all of torch
     if always:
         gc.set_threshold(1, 2, 2)
     else:

@@ -138,6 +138,7 @@ def test_its_page_shows_it_as_it_is(example: Path) -> None:
     assert 10 <= len(text.splitlines()) <= LONGEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_it_prints_what_its_page_says(example: Path, tmp_path: Path) -> None:
     under_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if example.stem == "ddp" else []

@@ -3,7 +3,7 @@
     Pointers, kernels of extensions, aliases, hooks and optimizers write activations and buffers that autograd did not save.
     Eager is right, so a session is right: see `complaint` for what "right" is.
 
-Here a diagonal of programs, budgets, links and mixes, of which what differs little is `slow`; their product is `thorough`.
+Here a diagonal of programs, budgets, links and mixes, of which some programs run everywhere; their product is `thorough`.
 The reference is torch alone.
 """
 
@@ -27,9 +27,9 @@ from tests._relied_on import (
     roomy,
     trained,
 )
-from tests._relied_on_programs import NEAR, PROGRAMS, ActorCritic, Book, UpdatedInBackward, When
+from tests._relied_on_programs import PROGRAMS, ActorCritic, Book, Program, UpdatedInBackward, When
 
-pytestmark = pytest.mark.usefixtures("quiet", "each_watch")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 MIXED_STEPS = 5
 """Enough for a write in the fourth step and a step after it."""
@@ -47,7 +47,7 @@ MIXES = tuple(
     )
 )
 
-ON_CUDA = (
+KINDS = (
     "PointerAfterRead",
     "FunctionMarked",
     "OperatorUnsaid",
@@ -70,6 +70,18 @@ ON_CUDA = (
 )
 """A program or two of each kind."""
 
+QUICK = (
+    "PointerAfterRead",
+    "FunctionMarked",
+    "CustomSaid",
+    "DlpackAlias",
+    "BetweenMadeAndSaved",
+    "Rotated",
+    "BookByData",
+    "UpdatedInBackward",
+)
+"""Those of `make test`."""
+
 
 def diagonal(number: int) -> list[tuple[Case, Setting]]:
     """A budget and a link for a program that writes in each step, others for one that writes in some, and a mix."""
@@ -88,9 +100,17 @@ def diagonal(number: int) -> list[tuple[Case, Setting]]:
     return [(each, budgets[0]), (fourth, budgets[1]), mix]
 
 
-NUMBERS = [
-    pytest.param(number, id=program.__name__, marks=pytest.mark.slow if program.__name__ in NEAR else ())
+def marks(program: type[Program], watch: str) -> list[pytest.MarkDecorator]:
+    """CI takes those of `KINDS` with both watches, the others with one."""
+    if program.__name__ in QUICK and watch == "watch":
+        return []
+    return [pytest.mark.slow] if watch == "watch" or program.__name__ in KINDS else [pytest.mark.slow, pytest.mark.thorough]
+
+
+DIAGONAL = [
+    pytest.param(watch, number, id=f"{watch}-{program.__name__}", marks=marks(program, watch))
     for number, program in enumerate(PROGRAMS)
+    for watch in ("watch", "notes")
 ]
 
 
@@ -110,14 +130,15 @@ def named(value: object) -> str:
     return f"{value.share} {value.link}" if isinstance(value, Budget) else str(value)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_write_that_eager_allows_changes_no_bit(number: int) -> None:
+@pytest.mark.parametrize(("each_watch", "number"), DIAGONAL, indirect=["each_watch"])
+def test_a_write_that_eager_allows_changes_no_bit(each_watch: str, number: int) -> None:
     broken = [found for case, setting in diagonal(number) if (found := problem(case, setting)) is not None]
     assert not broken, "\n".join(broken)
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
+@pytest.mark.usefixtures("each_watch")
 @pytest.mark.parametrize("setting", SETTINGS, ids=named)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_write_that_eager_allows_changes_no_bit_at_any_budget_on_any_link_and_with_any_mix(
@@ -128,6 +149,7 @@ def test_a_write_that_eager_allows_changes_no_bit_at_any_budget_on_any_link_and_
 
 @pytest.mark.slow
 @pytest.mark.thorough
+@pytest.mark.usefixtures("each_watch")
 @pytest.mark.parametrize("seed", range(10, 13))
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_without_proofs_a_write_is_recomputed_or_named(case: Case, seed: int) -> None:
@@ -138,11 +160,11 @@ def test_without_proofs_a_write_is_recomputed_or_named(case: Case, seed: int) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", When)
-@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_write_on_cuda_changes_no_bit(name: str, when: When) -> None:
     (program,) = (program for program in PROGRAMS if program.__name__ == name)
     case = Case(program, when)
-    settings: tuple[Setting, ...] = (*MIXES[1:3], Budget(SHARES[ON_CUDA.index(name) % 5]))
+    settings: tuple[Setting, ...] = (*MIXES[1:3], Budget(SHARES[KINDS.index(name) % 5]))
     for setting in settings:
         assert problem(case, setting, "cuda") is None
 
@@ -150,6 +172,7 @@ def test_a_write_on_cuda_changes_no_bit(name: str, when: When) -> None:
 # --- what the programs are worth
 
 
+@pytest.mark.slow  # sees nothing of the library
 def test_the_programs_are_plain_pytorchs() -> None:
     """Each gives the same bits twice, and is refused by eager where it says so and nowhere else."""
     for case in CASES:
@@ -178,6 +201,7 @@ def test_most_programs_recompute() -> None:
 
 @pytest.mark.slow
 @pytest.mark.thorough
+@pytest.mark.usefixtures("each_watch")
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_session_with_room_gives_the_same(case: Case, link: str) -> None:

@@ -146,8 +146,8 @@ def _write(draw: random.Random) -> Instruction:
 
 
 PROGRAMS = 200
-QUICK = 30
-PER_CHUNK = 17
+QUICK = 10
+PER_CHUNK = 19
 
 
 def setting_of(seed: int) -> Setting:
@@ -179,13 +179,15 @@ def test_more_random_programs_are_right_or_named(first: int) -> None:
     assert not broken, "\n".join(broken)
 
 
-def test_eager_runs_every_random_program_and_to_the_same_bits_twice() -> None:
-    for seed in range(PROGRAMS):
+@pytest.mark.parametrize(
+    "programs", [QUICK, pytest.param(PROGRAMS, marks=[pytest.mark.slow, pytest.mark.thorough])], ids=["quick", "all"]
+)
+def test_eager_runs_every_random_program_and_to_the_same_bits_twice(programs: int) -> None:
+    for seed in range(programs):
         case = Case(random_program(seed), When.EACH)
         first = plainly.__wrapped__(case)
         assert not any(isinstance(step, Refused) for step in first.steps), seed
-        if seed < QUICK:
-            assert plainly(case).steps == first.steps, seed
+        assert plainly(case).steps == first.steps, seed
 
 
 def test_the_writes_of_most_programs_are_in_some_steps_alone() -> None:

@@ -31,6 +31,8 @@ from tests.test_report import made_up
 # --- a headless Chromium: Debian's, by its driver, with a profile of its own and without a network
 
 
+pytestmark = pytest.mark.slow
+
 _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",

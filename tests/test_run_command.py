@@ -21,6 +21,7 @@ SWAPPED = ("plain", "gan", "thread", "functional", "checkpointed", "compiled_in_
            "own_session_later")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_script_finds_what_python_gives_it_and_leaves_the_same_files_and_output(tmp_path: Path) -> None:
     ended = {}
     run = [*OBSERVED, "--hbm-budget", "5MiB", "--min-bytes", "64KiB"]

@@ -71,10 +71,8 @@ def test_the_odometer_never_turns_back(sim: SimDevice) -> None:
             assert sim.read_memory()[:3] == (0, count * KB, KB)
 
 
-def test_every_live_storage_is_counted_and_no_dead_one(sim: SimDevice, request: pytest.FixtureRequest) -> None:
+def test_every_live_storage_is_counted_and_no_dead_one(sim: SimDevice) -> None:
     """Against a walk of the collector's objects, throughout training with views, in-place operators, dropout and foreach."""
-    request.addfinalizer(gc.unfreeze)
-    gc.freeze()  # what other tests left need not be walked each time
     before = alive_bytes()
     with sim.compute():
         model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(32, 4))

@@ -46,29 +46,33 @@ LATE_ALONE: dict[str, str] = {
     "tests/test_pinned_dropped.py::test_without_the_wait_wrong_bytes_arrive_on_cuda": (
         "run in mode late alone: in mode early the copy is done before anybody could wait for it"
     ),
-    "tests/test_op_db.py::test_every_other_operator": (
+    "tests/test_op_db.py": (
         "run in mode late alone: copies are late there, and nothing else about an operator depends on the mode"
     ),
-    **{
-        f"tests/test_compile.py::{name}": "run in mode late alone: what dynamo compiles has nothing to do with the mode"
-        for name in ("test_compiled_training_is_bit_identical_in_a_session", "test_it_may_be_built_in_what_is_compiled")
-    },
+    "tests/test_compile.py": "run in mode late alone: what dynamo compiles has nothing to do with the mode",
     "tests/test_plain_models.py": "run in mode late alone, where copies are late; smaller models run in both",
     "tests/test_stand_in_compute.py": "run in mode late alone: operators run the same kernels in each mode",
+    "tests/test_kernels_exact.py": "run in mode late alone: kernels compute the same in each mode",
+    "tests/test_stand_in_runtime.py": "run in mode late alone: it starts a process in each mode by itself",
     **{
-        f"tests/test_stand_in_runtime.py::{name}": "run in mode late alone: it starts a process in each mode by itself"
-        for name in (
-            "test_a_wrong_program_is_named_with_both_sides_and_the_right_one_is_not",
-            "test_the_same_seed_has_the_same_outcome_20_of_20",
-        )
+        f"tests/test_bench_{name}.py": "run in mode late alone: what a bench writes has nothing to do with the mode"
+        for name in ("gpu_suite", "measure", "pinned", "themes", "training")
     },
     **{
         f"tests/test_{name}.py": "run in mode late alone: what steps there are, and what is said of them, is one"
-        for name in ("attach", "composite", "odd_uses", "progress", "true_report")
+        for name in ("attach", "composite", "odd_uses", "progress", "session_life", "true_report", "verify")
     },
     **{
         f"tests/test_{name}.py": "run in mode late alone, where memory comes back latest: a budget that holds there holds"
-        for name in ("gpu_small_memory", "inner_memory", "memory_against_allocator", "random_lengths")
+        for name in (
+            "gpu_small_memory",
+            "hidden_memory",
+            "inner_memory",
+            "memory_against_allocator",
+            "native_memory",
+            "random_lengths",
+            "real_out_of_memory",
+        )
     },
     **{
         f"tests/test_{name}.py": "run in mode late alone: other programs on the path that random ones go in both modes"

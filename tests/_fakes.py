@@ -34,7 +34,7 @@ class ManualEvent:
     def __init__(self) -> None:
         self.complete = False
         self.syncs = 0
-        """How often the host waited for it."""
+        """Number of host waits for the event."""
 
     def query(self) -> bool:
         return self.complete
@@ -48,7 +48,7 @@ class ManualEvent:
 
 
 class RecordingStream:
-    """A stream that notes the events that it is told to wait for."""
+    """Stream that records the events it waits for."""
 
     name = "recorder"
 
@@ -97,7 +97,7 @@ class CountingDevice(SimDevice):
         self.chunks: dict[int, int] = {}
         """Address and bytes of those that were not given back."""
         self.num_pinned = 0
-        """How many there were so far."""
+        """Number of buffers allocated so far."""
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         memory = super().alloc_pinned(nbytes)
@@ -166,7 +166,7 @@ class Faults:
 
     @property
     def over(self) -> bool:
-        """Whether no call is left that will fail."""
+        """True if no call is left that will fail."""
         return self.fail_at is None
 
     def hit(self, text: str = "injected") -> None:

@@ -91,7 +91,8 @@ class _Forward:
 
 
 def random_hybrid_step(random: Random) -> Trace:
-    """Any step of one or two micro-batches whose operators read what is there then; some write in place, some parameters."""
+    """Random step of one or two micro-batches. Operators read storages that are alive; some write in place, some write
+    parameters."""
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
     parameters = [b.tensor(random.randrange(1, 9000), TensorKind.PARAMETER, born=-1) for _ in range(3)]
     waiting: list[int] = []
@@ -164,7 +165,7 @@ class _Oracle:
         self.recomputations: dict[int, list[int]] = {}
         self.made_by: dict[int, set[int]] = {}
         self.after_reclaims: list[int] = []
-        """By hook: what is allocated once its reclaims are done, less what the step never touches."""
+        """Bytes allocated at each hook once its reclaims are done, minus those of storages that the step never touches."""
         self._find_recomputations()
 
     def _find_recomputations(self) -> None:

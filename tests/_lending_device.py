@@ -42,7 +42,7 @@ class SimHeldStorage:
             return not self.reclaimed
 
     def reclaim(self) -> bool:
-        """Reclaim its memory behind its copy, unless somebody else refers to the storage. Returns whether it went."""
+        """Reclaim the memory after its copy, unless another object refers to the storage. Return True if it was reclaimed."""
         if not (held_alone(self, self._tensors, more_attributes=1) and self.storage.resizable()) or self._withdrawn:
             return False  # a finaliser may have withdrawn it
         self.reclaimed = True

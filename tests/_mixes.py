@@ -41,7 +41,7 @@ _NOTHING_PLANNED = StepProgram.of(chain(layers=0), plan_of(chain(layers=0)))
 
 
 class Proofs(enum.Enum):
-    """When a recipe runs beside what it is to make."""
+    """Rebuilds at which a recipe runs while its original is still held."""
 
     EACH = "each"
     FIRST = "first"

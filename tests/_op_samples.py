@@ -46,7 +46,7 @@ class BareMode(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Bits:
-    """All that a program can tell of a tensor: NaN payloads and the sign of zero, strides, conj and neg bits."""
+    """Every property of a tensor that a program can observe: NaN payloads, the sign of zero, strides, conj and neg bits."""
 
     dtype: torch.dtype
     layout: torch.layout
@@ -64,7 +64,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sample gave: the operator's outputs, first and second gradients; or the error."""
+    """Outcome of a sample: the operator's outputs, its first and second gradients; or its error."""
 
     error: str = ""
     outputs: tuple[Bits | None, ...] = ()
@@ -83,7 +83,7 @@ def bits_of(tensors: Sequence[Tensor | None]) -> tuple[Bits | None, ...]:
 
 
 def differentiable(op: Any, device_type: str, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """Those of `dtypes` that torch has a gradient of the operator for."""
+    """Return the members of `dtypes` for which torch has a gradient of the operator."""
     return [dtype for dtype in dtypes if op.supports_autograd and dtype in op.supported_backward_dtypes(device_type)]
 
 
@@ -141,7 +141,7 @@ def _seed() -> None:
 
 
 def _forward(op: Any, sample: Any, leaves: list[Tensor]) -> tuple[list[Tensor], tuple[Bits | None, ...]]:
-    """Where to start backward from, and the outputs as bits. Holds no input and no output any more."""
+    """Return the tensors from which backward starts, and the outputs as bits. No input or output is held afterwards."""
     args, kwargs = tree_map(
         lambda x: _activation(x, leaves) if isinstance(x, Tensor) else x, ((sample.input, *sample.args), sample.kwargs)
     )

@@ -55,16 +55,17 @@ OTHER_FORWARD_UNDER_A_MODE = {
 """Operators that torch takes apart otherwise under any dispatch mode, before the mode sees them: in a recorded step, too."""
 
 PLAIN_RUNS = 6
-"""Of a sample whose outcomes differ, before eager is found to give one outcome always."""
+"""Number of eager runs of a sample whose outcomes differ, before eager counts as deterministic."""
 
 FORWARD_DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 
 SESSION_STEPS = 2
-"""Of one sample in a session: one that is recorded, one that follows its plan."""
+"""Steps per sample in a session: the first is recorded, the second follows its plan."""
 
 
 class Way:
-    """How a sample runs. `mode`: whether a dispatch mode is on in its backward; `records`: whether one is in its forward."""
+    """Way to run a sample. `mode`: True if a dispatch mode is on in its backward; `records`: True if one is on in its
+    forward."""
 
     mode = records = False
 
@@ -88,7 +89,7 @@ class Way:
         return None
 
     def close(self) -> None:
-        """Nothing runs in it any more."""
+        """End the way; no sample runs in it afterwards."""
 
 
 class InCompute(Way):
@@ -237,7 +238,7 @@ def run_plain(op: Any, sample: Any, *, twice: bool) -> tuple[Outcome, Callable[[
 
 
 def plain_varies(op: Any, sample: Any, plain: Outcome, *, twice: bool) -> bool:
-    """Whether eager gives several outcomes of this sample, with other garbage in the memory that it is given each time."""
+    """True if eager gives several outcomes of this sample when its memory holds different garbage each time."""
     for attempt in range(PLAIN_RUNS):
         garbage = [torch.full((n,), -1.5 if attempt % 2 else float("nan")) for n in (1, 3, 7, 12, 25, 50, 100, 200, 1000) * 4]
         del garbage
@@ -247,7 +248,7 @@ def plain_varies(op: Any, sample: Any, plain: Outcome, *, twice: bool) -> bool:
 
 
 def reads_what_nobody_wrote(op: Any, sample: Any, *, twice: bool) -> bool:
-    """Whether eager's outcome is another where torch fills the memory of `empty` and its like before it hands it out."""
+    """True if eager's outcome changes when torch fills the memory of `empty` and similar factories before returning it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic  # a module whose attributes are properties
     filled_before = memory.fill_uninitialized_memory
@@ -318,7 +319,7 @@ def _compare(what: str, name: str, sample: Any, plain: Outcome, outcome: Outcome
 
 
 def differs_under_a_mode(name: str, dtypes: Sequence[torch.dtype], at_most: int) -> bool:
-    """Whether some sample gives something else under a dispatch mode that does nothing, and the same again without."""
+    """True if a dispatch mode that does nothing changes some sample, and eager without it gives the same outcome again."""
     op = OPS[name]
     for twice, requires_grad in ((False, False), (False, True), (True, True)):
         for dtype in differentiable(op, "cpu", dtypes):

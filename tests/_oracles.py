@@ -19,13 +19,13 @@ from tests._trace_records import hooks_of, ops_of, tensors_of
 
 
 class Timed(NamedTuple):
-    """One step in time."""
+    """Timing of a step."""
 
     step_us: float
     tick_us: list[float]
     head_copy_us: float
     out_stalls_us: dict[int, float]
-    """By tensor; 0 where compute does not wait."""
+    """Keyed by tensor; 0 where compute does not wait."""
     in_stalls_us: dict[int, float]
     out: CopyEngine
     back: CopyEngine

@@ -100,7 +100,7 @@ def unet() -> nn.Module:
 
 
 def denoising(model: nn.Module) -> Tensor:
-    """What a diffusion model learns: the noise that was added."""
+    """Return the loss of a diffusion model, which predicts the added noise."""
     clean, noise, when = torch.randn(4, 2, 8, 8), torch.randn(4, 2, 8, 8), torch.randint(1000, (4,))
     share = (when / 1000).view(-1, 1, 1, 1)
     return F.mse_loss(model((1 - share) * clean + share * noise, when).sample, noise)

@@ -31,13 +31,13 @@ MIN_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Where a case is trained. `torch_type`: where its tensors lie."""
+    """Kind of device on which a case is trained. `torch_type`: the torch device type of its tensors."""
 
     torch_type: str
     make: Callable[[], Device]
 
     def placed(self) -> AbstractContextManager[object]:
-        """What factories make inside is on this kind of device."""
+        """Return a context in which factories make tensors on this kind of device."""
         return nullcontext() if self.torch_type == "cpu" else torch.device(self.torch_type)
 
 
@@ -59,7 +59,7 @@ def image(t: Tensor) -> Image:
 
 
 def differences(expected: Outcome, got: Outcome) -> list[str]:
-    """What is not the same bit for bit, in the order in which it came about."""
+    """Return the names of the values that differ bitwise, in the order in which they were computed."""
     assert list(expected) == list(got)
     return [name for name, value in expected.items() if got[name] != value]
 

@@ -17,12 +17,12 @@ from chameleon_mm.units import MIB
 FORWARD, BACKWARD, OPTIMIZER = StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER
 
 SAVED_PER_1000, HOOKS_PER_1000 = 25, 150
-"""Of a thousand operators of a dense decoder in eager mode, forward and backward together."""
+"""Counts per 1,000 operators of a dense decoder in eager mode, over forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One decoder layer on one GPU. The defaults are those of a 7B model, in two bytes a value."""
+    """Decoder layer on one GPU. The defaults are those of a 7B model, with two bytes a value."""
 
     tokens: int = 4096
     hidden: int = 4096
@@ -47,7 +47,8 @@ class LayerShape:
 
 
 def layer_chain(shape: LayerShape, layers: int) -> Trace:
-    """One step: each operator of each layer saves what it makes, and backward, twice as long, uses it in reverse."""
+    """Step in which each operator of each layer saves its result. Backward takes twice as long and uses the results in
+    reverse."""
     step = _Step(start_bytes=64 * MIB)
     parts = shape.parts()
     for _ in range(layers):
@@ -60,7 +61,8 @@ def layer_chain(shape: LayerShape, layers: int) -> Trace:
 
 
 def pipeline_chain(shape: LayerShape, micro_batches: int, layers: int) -> Trace:
-    """As `layer_chain`, for `micro_batches` of the shape: forward of all, then backward of all, of the first one first."""
+    """Variant of `layer_chain` for `micro_batches` of the shape: all forwards, then all backwards, beginning with the first
+    micro-batch."""
     step = _Step(start_bytes=64 * MIB)
     parts = shape.parts() * layers
     for _ in range(micro_batches):
@@ -73,7 +75,7 @@ def pipeline_chain(shape: LayerShape, micro_batches: int, layers: int) -> Trace:
 
 
 def step_of(operators: int) -> Trace:
-    """One step of `operators` operators, as many hooks and saved storages as a dense decoder has to so many."""
+    """Step of `operators` operators, with as many hooks and saved storages as a dense decoder has for that number."""
     step = _Step(start_bytes=64 * MIB)
     saves = max(1, operators * SAVED_PER_1000 // 1000)
     others = operators * HOOKS_PER_1000 // 1000 - 2 * saves
@@ -124,7 +126,7 @@ class _Step:
         b.dies(used)
 
     def filler(self, *, hooked: bool, forward: bool) -> None:
-        """An operator of a microsecond whose result is gone after it, and a hook call that is nobody's where asked for."""
+        """Add an operator of 1 us whose result dies after it and, if `hooked`, a hook call without a storage."""
         b = self._builder
         made = b.tensor(MIB)
         b.op("aten::view", 3, FORWARD if forward else BACKWARD, 1.0, writes=(made,))

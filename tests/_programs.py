@@ -26,7 +26,7 @@ from chameleon_mm.units import MIB
 
 
 def deep(x: Tensor, links: int = 4) -> Tensor:
-    """A chain whose every link saves two tensors that nobody else keeps."""
+    """Chain in which each link saves two tensors that only autograd keeps."""
     for _ in range(links):
         x = torch.tanh(x * 1.5).exp() - 1
     return x

@@ -37,7 +37,7 @@ from tests._programs import swapping_executor
 SLOW_GPU = dataclasses.replace(
     SPECS["h200"], bf16_tflops=0.5, fp32_tflops=0.5, hbm_gbps=20.0, h2d_gbps=2.0, d2h_gbps=2.0, duplex_gbps=3.0
 )
-"""So slow that operators of some 10,000 elements take longer than their launch does."""
+"""GPU so slow that operators of some 10,000 elements take longer than their launch."""
 
 FULL_DUPLEX_GPU = dataclasses.replace(SLOW_GPU, duplex_gbps=4.0)
 """Neither direction takes anything from the other."""
@@ -84,7 +84,7 @@ def planning(
 
 
 def adaptation_of(executor: Executor) -> Adaptation:
-    """What `planning` gave it."""
+    """Return the adaptation that `planning` gave to `executor`."""
     assert isinstance(executor.director, PlanFollower)
     return executor.director.adaptation
 
@@ -134,15 +134,15 @@ class RandomNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One training step as the device saw it."""
+    """Training step as the device saw it."""
 
     loss: float
     peak_bytes: int
     step_us: float
     plan: SwapPlan | None = None
-    """That it went by, hook for hook; None: it did not, or there was none."""
+    """Plan that the step followed, hook for hook. None if there was no plan or the step did not follow it."""
     trace: Trace | None = None
-    """That the plan is for."""
+    """Trace that the plan is for."""
 
 
 def train(

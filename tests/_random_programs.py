@@ -26,7 +26,7 @@ SIDE = 8
 """Every value is a SIDE x SIDE tensor of float32: 256 bytes."""
 
 BUFFER_PARTS = 3
-"""So few that each is more than a quarter of its buffer, and is not moved alone."""
+"""Few enough that each part exceeds a quarter of its buffer, and is therefore not moved alone."""
 
 # --- what programs are made of
 
@@ -66,10 +66,10 @@ class WritesWhatItSaved(torch.autograd.Function):
 
 
 class FillsAPart(torch.autograd.Function):
-    """Fills its part of a buffer that others fill too, behind autograd's back, and saves it: a memory planner's kernel.
+    """Fill a part of a buffer that others fill too, unseen by autograd, and save it, as a memory planner's kernel does.
 
-    `way` 0: it saves a view of the buffer, whose version counter no such write moves. 1: a view with a counter of its own.
-    2: all that was filled up to here.
+    `way` 0: save a view of the buffer, whose version counter no such write moves. 1: save a view with its own counter. 2: save
+    all that was filled so far.
     """
 
     @staticmethod
@@ -96,7 +96,7 @@ def chunks(x: Tensor) -> Tensor:
 
 
 def gated(x: Tensor, y: Tensor) -> Tensor:
-    """One half of a storage is saved while the other is written."""
+    """Save one half of a storage while the other is written."""
     a, b = torch.cat((x, y), 1).unsafe_split(SIDE, 1)
     return F.silu(a) * b.mul_(2)
 
@@ -183,7 +183,7 @@ NAMES += ["halves", "halves", "buffer", "buffer", "buffers", "buffers", "data mu
 NAMES += ["backward", "retain", "retain", "double", "double", "train", "outside"]
 
 WRITING = {*INPLACE, "no_grad write", "train", "buffer", "buffers", "backward", "retain", "double"}
-"""What can change bytes that were there before."""
+"""Instructions that can change bytes that existed before."""
 
 Instruction = tuple[str, int, int, int]
 """A name, two operands and the slot for the result."""
@@ -200,9 +200,9 @@ class Mark:
 
 
 class Run:
-    """One run of a program: its tensors, and everything that could be seen of it from outside.
+    """Run of a program: its tensors, and everything observable from outside.
 
-    A result goes into a slot, and what was there is dropped: most of what is saved is then held by the graph alone.
+    A result replaces the earlier tensor of its slot. Most saved tensors are therefore held by the graph alone.
     """
 
     def __init__(self, device: torch.device, manager: AbstractContextManager[object]) -> None:

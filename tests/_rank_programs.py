@@ -133,7 +133,7 @@ class Accumulating(Training):
 
 
 class Pipelined(Training):
-    """One stage of a pipeline, whose micro-batches run one forward, one backward."""
+    """Pipeline stage whose micro-batches run one forward, one backward."""
 
     def __init__(self, stage_model: nn.Module, number: int, count: int, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(stage_model)
@@ -167,7 +167,7 @@ def tensor_parallel(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def tensor_parallel_throughout(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    """As above, but what lies between the two products stays a `DTensor`, and is saved as one."""
+    """Variant of `tensor_parallel`: the value between the two products stays a `DTensor`, and is saved as one."""
     for block in model:
         parallelize_module(
             block,
@@ -238,7 +238,7 @@ def ddp_and_pipeline() -> Training:
 
 
 def fsdp_and_tp_locally() -> Training:
-    """As above, with a parameter that the model takes the local part of."""
+    """Variant of `fsdp_and_tp` with a parameter of which the model takes the local part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = blocks(kind=Scaled)
     for layer in model:

@@ -29,7 +29,7 @@ from tests._mixes import Mix, Proofs, mixed, totals_of
 from tests._relied_on_programs import PROGRAMS, Program, When
 
 STEPS = 6
-"""One is recorded, one is written in every fourth, and two come after it."""
+"""Number of steps in a run: one is recorded, every fourth is written in, and two follow the write."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def named_error(self) -> bool:
-        """Whether a step that writes may end with the named error."""
+        """True if a step that writes may end with the named error."""
         if self.when is When.EACH or self.program.eager_refuses:
             return False
         allowed = self.program.named_error
@@ -66,7 +66,7 @@ class Refused:
 
     @property
     def in_place(self) -> bool:
-        """Whether it is eager's refusal of a write."""
+        """True if this is eager's refusal of an in-place write."""
         return self.kind == "RuntimeError" and "modified by an inplace operation" in self.text
 
 
@@ -117,7 +117,7 @@ def device_of(link: str, kind: str = "sim") -> Device:
 
 @dataclasses.dataclass
 class Trained:
-    """What came of a run."""
+    """Result of a run."""
 
     steps: list[Step]
     states: list[list[Tensor]]
@@ -125,10 +125,10 @@ class Trained:
     recomputed: int = 0
     """Storages that were dropped, to be recomputed."""
     proofs: int = 0
-    """Recipes that ran beside an original, which was used."""
+    """Number of recipes that ran while their original was held and used."""
     peak_bytes: int = 0
     base_bytes: int = 0
-    """What the model takes."""
+    """Bytes that the model takes."""
 
 
 def named_error() -> str:
@@ -219,8 +219,8 @@ def _train(case: Case, model: Program, steps: int, session: cm.SwapSession | Non
 
 
 def complaint(case: Case, got: Trained, *, kind: str = "sim", named: bool | None = None) -> str | None:
-    """What of the promise is broken, or None. `named`: whether a step that writes may end with the named error, if not as the
-    case says."""
+    """Return the broken part of the promise, or None. `named` overrides the case: True if a step that writes may end with the
+    named error."""
     allowed = case.named_error if named is None else named
     broken = []
     for number, (right, step) in enumerate(zip(plainly(case, kind).steps, got.steps, strict=False)):

@@ -66,7 +66,7 @@ class Runtime:
         self.call("cudaStreamWaitEvent", c_void_p(stream), c_void_p(event), 0)
 
     def order(self, before: int | None, after: int | None) -> None:
-        """What is queued on `after` from now on runs after what `before` holds now."""
+        """Make later work of `after` wait for the work that `before` holds now."""
         event = self.event()
         self.record(event, before)
         self.wait(after, event)

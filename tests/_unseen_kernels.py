@@ -79,7 +79,7 @@ def custom_said(x: Tensor, by: float) -> None:
 
 
 class Embed(torch.autograd.Function):
-    """A product in float16 with a scatter, so nobody recomputes its result. Saves `x` alone, which needs no gradient."""
+    """Product in float16 with a scatter, so its result is never recomputed. Saves `x` alone, which needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:

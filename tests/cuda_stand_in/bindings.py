@@ -1,4 +1,5 @@
-"""Libraries beside torch: CuPy and CUDA's Python bindings carry a CUDA runtime each, linked in; Triton compiles for a GPU.
+"""Redirect other libraries to the substitute. CuPy and CUDA's Python bindings each link a CUDA runtime; Triton compiles for a
+GPU.
 
     cupy_backends.cuda.api.runtime   keeps its symbol table: each of its cudaXxx functions begins with a jump
     cuda.bindings                    is stripped, but its low-level module hands its functions to the others as capsules: they
@@ -36,7 +37,7 @@ _kept: list[object] = []
 
 
 def _address(name: str) -> int | None:
-    """Where the substitute's function is; None if it has none of the name."""
+    """Address of the substitute's function; None if it has no function of this name."""
     try:
         return ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value
     except AttributeError:

@@ -35,7 +35,7 @@ BY_PREFIX = {
 
 COMPILER = ["g++", "-O2", "-g1", "-std=c++17", "-fPIC", "-Wall", "-Werror"]
 
-# What PyTorch prints or compares is worded as the real runtime words it; the others say their name.
+# Texts that PyTorch prints or compares are worded as in the real runtime. All others are the error's name.
 ERROR_TEXTS = {
     "cudaSuccess": "no error",
     "cudaErrorInvalidValue": "invalid argument",
@@ -60,7 +60,7 @@ ERROR_TEXTS = {
 
 
 class BuildError(RuntimeError):
-    """What keeps the libraries from being built, in one sentence."""
+    """Reason why the libraries cannot be built, in one sentence."""
 
 
 def build(torch_dir: Path, headers: Path, out: Path) -> list[str]:

@@ -40,11 +40,11 @@ class OnHost(NamedTuple):
 
 
 Formula = Callable[..., Any]
-"""What runs in a CPU kernel's place: formula(operator, draws, *arguments), with CPU tensors."""
+"""Replacement of a CPU kernel: formula(operator, draws, *arguments), with CPU tensors."""
 
 
 class Kernel:
-    """One operator's kernel for the CUDA key."""
+    """Kernel of an operator for the CUDA key."""
 
     # No closure here calls itself: such a cycle would keep an operator's arguments alive until a collection.
 
@@ -163,7 +163,7 @@ class Kernel:
         return touched
 
     def results(self, out: Any, args: Sequence[Any], kwargs: dict[str, Any], raised: Callable[[Tensor], Tensor]) -> Any:
-        """What the operator returns: arguments that it wrote, and new tensors."""
+        """Return the operator's results: the arguments that it wrote, and new tensors."""
         if not self.sources:
             return None
         outs = (out,) if len(self.sources) == 1 else out
@@ -313,7 +313,7 @@ def install() -> None:
 
 
 def _hide_from_dynamo() -> None:
-    """Dynamo would compile whatever Python runs beneath a graph break: these kernels, too."""
+    """Skip these kernels in dynamo, which would compile any Python that runs below a graph break."""
     frames = torch._C._dynamo.eval_frame  # torch.compiler.disable would import all of dynamo
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for function in (copy_, Kernel.__call__):

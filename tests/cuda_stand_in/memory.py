@@ -18,13 +18,14 @@ from tests.cuda_stand_in import control, library
 CPU = torch.device("cpu")
 
 MOST_ROWS = 64
-"""Pieces in which a tensor with gaps is told to the runtime. One with more is told not at all, and counted."""
+"""Maximum number of pieces in which a tensor with gaps is reported to the runtime. One with more is not reported, but
+counted."""
 
 HIDES_WRITES = control.mode() != "threads"
-"""Whether other streams read 0xff in what an operator wrote until they wait for its stream."""
+"""True if other streams read 0xff from an operator's output until they wait for its stream."""
 
 unchecked = 0
-"""How many arguments of operators were not told."""
+"""Number of operator arguments that were not reported."""
 
 
 def in_place(storage: torch.UntypedStorage) -> Any:
@@ -52,7 +53,7 @@ class HostView:
         storage = self.storages.get(own._cdata)
         if storage is None:
             storage = self.storages[own._cdata] = self.storage_of(own)
-        low = torch.empty(0, dtype=tensor.dtype, device="cpu")  # whatever the default device is
+        low = torch.empty(0, dtype=tensor.dtype, device="cpu")  # independent of the default device
         low = low.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
             low = low.conj()
@@ -65,7 +66,7 @@ def on_device(result: Tensor, device: torch.device, stream: int, what: bytes) ->
         return assembled(result, [on_device(part, device, stream, what) for part in parts(result)])
     made = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
     if result.numel():
-        # The block's earlier owner may be another host thread's tensor, freed behind a wait that this stream got just now.
+        # The block's earlier owner may be another host thread's tensor, freed after a wait that this stream got just now.
         library.begin(stream)
         report(stream, made, library.WRITE, what)
         HostView().of(made).copy_(result)
@@ -151,7 +152,7 @@ def assembled(like: Tensor, of: list[Tensor]) -> Tensor:
 
 
 def hide(stream: int, written: Iterable[Tensor]) -> None:
-    """What an operator of `stream` wrote comes to be read elsewhere when something orders itself after it."""
+    """Hide the output of an operator of `stream` from other streams until they are ordered after it."""
     if not HIDES_WRITES:
         return
     for tensor in written:

@@ -22,16 +22,16 @@ PREFIX = "the CUDA stand-in: "
 """Reasons of skips begin with it where the stand-in is what lacks something."""
 
 EXPLAINED = ("torch has no sample of ",)
-"""How reasons may begin that hold on a GPU as well."""
+"""Beginnings of skip reasons that also hold on a GPU."""
 
 _unexplained: list[str] = []
 
 
 def pytest_configure() -> None:
-    """From here on `CudaStream.copy` tells which copies of ours are speculative, as the simulator is told.
+    """Report from here on which copies of `CudaStream.copy` are speculative, as the simulator is told.
 
-    The model may write a saved tensor while it is copied out: for those bytes a version counter has moved, so that a use raises
-    eager's error, or nobody saved them. CUDA itself knows nothing of that, and the library has no reason to tell it.
+    The model may write a saved tensor while it is copied out. Either a version counter has moved for those bytes, so that a use
+    raises eager's error, or they were not saved. CUDA itself knows nothing of that, and the library has no reason to report it.
     """
     from chameleon_mm.device.cuda.cuda_stream import CudaStream
 
@@ -61,7 +61,7 @@ def limit_of(nodeid: str) -> str | None:
 
 
 def names_of(nodeid: str) -> tuple[str, str, str]:
-    """By which a test may be listed: itself, its function with all parameters, its file."""
+    """Names by which a test may be listed: its node ID, its function with all parameters, its file."""
     return nodeid, nodeid.partition("[")[0], nodeid.partition("::")[0]
 
 

@@ -33,7 +33,7 @@ def check_apart(what: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     ranges = []
     for i, (dst, src) in enumerate(pairs):
         ranges.append(_range(dst, True, dst_name.format(i)))
-        # As a write also in unpacking: what several buffers are unpacked from was overwritten when it was packed.
+        # Sources count as writes in unpacking: buffers that overlap were overwritten when they were packed.
         ranges.append(_range(src, what == "unpack", src_name.format(i)))
     _check_apart(what, ranges)
 

@@ -87,7 +87,7 @@ class LateCopy:
             arrived[written] = POISON_BYTE
 
     def touches(self, address: int, nbytes: int) -> bool:
-        """Whether the copy has yet to read or write any of these bytes. By address: two storages may share them."""
+        """True if the copy has yet to read or write any of these bytes. Compares addresses: two storages may share them."""
         return not self.done and (self._dst.touches(address, nbytes) or self._src.touches(address, nbytes))
 
     def move(self) -> None:

@@ -46,8 +46,7 @@ def _unseen(method: Callable[Concatenate[StrictObserver, _P], _R]) -> Callable[C
 
 
 class _Queue:
-    """What is known of a stream: what its next work is ordered after, and the copies among that which may not have been carried
-    out."""
+    """State of a stream: what its next work is ordered after, and which of these copies may still be pending."""
 
     __slots__ = ("clock", "pending")
 
@@ -142,7 +141,7 @@ class StrictObserver(SimObserver):
     def freed(self, stream: SimStream, tensor: Tensor) -> None:
         self.queue(stream).catch_up()  # the caller drops the memory now, and all work on this stream comes before that
         buffer = self.machine.ledger.find(tensor.untyped_storage())
-        # Where somebody else holds it too, nobody is handed it yet: the last holder's end is what is checked.
+        # If another object holds the memory, it has no new owner yet: only the last holder's end is checked.
         if buffer is None or buffer.host or not held_by_caller_alone(tensor):
             return
         self._check_reuse(stream, buffer)
@@ -293,9 +292,9 @@ def _poison_destination(dst: Tensor, pending: Iterable[LateCopy]) -> None:
 
 
 def held_by_caller_alone(buffer: Tensor) -> bool:
-    """Whether `buffer`, and at most one reference beside it to its storage, is all that keeps its memory.
+    """True if only `buffer`, and at most one more reference to its storage, keeps its memory.
 
-    Says no when unsure. The references of this function's own are measured, not assumed: they differ between Pythons.
+    Return False when unsure. The function's own references are measured, not assumed: they differ between Python versions.
     """
     tensors, references = _holders(buffer)
     least_tensors, least_references = _holders(plain_bytes(1))

@@ -64,8 +64,7 @@ SESSION_STEPS = 2
 
 
 class Way:
-    """Way to run a sample. `mode`: True if a dispatch mode is on in its backward; `records`: True if one is on in its
-    forward."""
+    """Way to run a sample. `mode`, `records`: True if a dispatch mode is on in its backward, in its forward."""
 
     mode = records = False
 

@@ -47,8 +47,7 @@ class LayerShape:
 
 
 def layer_chain(shape: LayerShape, layers: int) -> Trace:
-    """Step in which each operator of each layer saves its result. Backward takes twice as long and uses the results in
-    reverse."""
+    """Step in which each operator of each layer saves its result. Backward takes twice as long and runs in reverse."""
     step = _Step(start_bytes=64 * MIB)
     parts = shape.parts()
     for _ in range(layers):
@@ -61,8 +60,7 @@ def layer_chain(shape: LayerShape, layers: int) -> Trace:
 
 
 def pipeline_chain(shape: LayerShape, micro_batches: int, layers: int) -> Trace:
-    """Variant of `layer_chain` for `micro_batches` of the shape: all forwards, then all backwards, beginning with the first
-    micro-batch."""
+    """Variant of `layer_chain` with `micro_batches` of the shape: all forwards, then all backwards in the same order."""
     step = _Step(start_bytes=64 * MIB)
     parts = shape.parts() * layers
     for _ in range(micro_batches):

@@ -29,7 +29,7 @@ from tests._mixes import Mix, Proofs, mixed, totals_of
 from tests._relied_on_programs import PROGRAMS, Program, When
 
 STEPS = 6
-"""Number of steps in a run: one is recorded, every fourth is written in, and two follow the write."""
+"""Steps of a run: the first is recorded, every fourth contains a write, and two follow the first write."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,8 +204,7 @@ def away_before_first_uses_alone(trace: Trace) -> Trace:
 
 
 def random_plan(random: Random, trace: Trace, *, share: float = 0.8) -> SwapPlan:
-    """Plan with a random action for each candidate, with probability `share`: whole or in part, early or late. It promises
-    nothing.
+    """Plan with random actions, one per candidate with probability `share`: whole or in part, early or late. Promises nothing.
 
     In every other plan, many actions meet at one hook, where their order counts.
     """

@@ -38,7 +38,7 @@ CAPACITY = {"sim": 12 * MIB, "cuda": 10 * MIB}
 
 
 class Training:
-    """A step of it saves a tensor a layer, and in the last step makes one, for a moment, that nobody foresees."""
+    """Training that saves a tensor per layer. The last step also makes a temporary tensor that no plan foresees."""
 
     def __init__(self, at: torch.device) -> None:
         torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_a_step_that_would_run_out_between_two_hooks_does_not(
 
 
 def failures() -> list[int]:
-    """How often torch's allocator tried again after it gave its cache back, and how often it ran out of memory."""
+    """Return how often torch's allocator retried after it released its cache, and how often it ran out of memory."""
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.memory_stats()[name] for name in ("num_alloc_retries", "num_ooms")]

@@ -120,7 +120,7 @@ def skipped_steps(where: torch.device, attach: Attach) -> list[Tensor]:
 
 
 def two_optimizers(where: torch.device, attach: Attach) -> list[Tensor]:
-    """One optimizer for weights, another for all else: a step ends with the second, from the second step on."""
+    """Train with an optimizer for weights, another for all else. From the second step on, the second one ends a step."""
     model = layers(where)
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]

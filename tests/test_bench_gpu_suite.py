@@ -1,5 +1,5 @@
-"""The GPU suite without a GPU: parts that pass, fail, crash and hang, what is kept of them, what never counts as passed, and
-the rehearsal on the CUDA stand-in."""
+"""GPU suite without a GPU: parts that pass, fail, crash and hang; the results kept; the results that never count as passed.
+Also the rehearsal on the CUDA stand-in."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_part_that_hangs_is_ended_with_its_children_and_its_record_kept(tmp_pa
 
 
 def ended(pid: int) -> bool:
-    """Whether the process is gone, or a zombie that nobody has collected. It has a moment for it: a signal takes its time."""
+    """True if the process is gone or an uncollected zombie. Waits up to 5 s: a signal takes time."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]

@@ -238,7 +238,7 @@ def test_a_host_budget_holds_or_the_error_names_both_ways_out(seed: int, share: 
 
 
 def test_what_is_used_all_the_time_is_not_said_to_be_something_else() -> None:
-    """What autograd saved is the peak, and the program holds it from one use to the next."""
+    """The peak is the saved tensors, which the program holds from one use to the next."""
     trace = away_before_first_uses_alone(two_rounds())
     trace = replace(trace, tensor_released=np.full_like(trace.tensor_released, NEVER))
     assert Problem.of(trace, between_uses=True).least_bytes == 4096
@@ -249,7 +249,7 @@ def test_what_is_used_all_the_time_is_not_said_to_be_something_else() -> None:
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6))
 def test_a_picture_has_the_waits_that_are_simulated(seed: int) -> None:
-    """Of what is away twice each wait is where compute waits. Operators and waits take all of the step."""
+    """Each wait of storages that leave twice is a wait of compute. Operators and waits take the whole step."""
     trace = used_again(Random(seed))
     plan = generate_plan(trace, smallest_budget(trace), None, SLOW_LINK, drafts=0)
     timeline = simulate(trace, plan, SLOW_LINK)
@@ -339,7 +339,7 @@ def test_the_executor_does_what_was_simulated(seed: int, share: float, backwards
 
 
 def without_first_actions(plan: SwapPlan) -> list[Action]:
-    """What was to be away before is on the device alone when it is to be dropped: it has to be copied out then."""
+    """Return the second actions alone. Their storages are then on the device alone when dropped, and must be copied out."""
     return [action for action in plan.actions if action.again]
 
 

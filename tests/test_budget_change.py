@@ -24,7 +24,7 @@ SHARES = (0.55, 0.62, 0.7, 0.8, 0.9, 1.1)
 
 
 SHARE = 0.7
-"""Of the unswapped peak: the budget of device memory where it stays."""
+"""Budget of device memory, where it stays the same, as a share of the unswapped peak."""
 ENOUGH = 512 * KIB
 """Host budget that plans which only swap can do with."""
 
@@ -84,7 +84,7 @@ def pinned_in_step(training: Training) -> int:
 
 
 HOST_SIZES: dict[bool, tuple[int | str, ...]] = {True: (0, 64 * KIB, MIB, "64MiB"), False: (ENOUGH, MIB, "20MiB", "64MiB")}
-"""By whether steps may recompute."""
+"""Host budgets, keyed by whether steps may recompute."""
 
 
 @pytest.mark.parametrize(("recompute", "steps"), [(True, 100), (False, 40)])
@@ -188,7 +188,7 @@ def test_a_change_inside_of_a_step_or_after_the_session_is_refused(which: str) -
 
 
 def test_what_was_restored_goes_where_the_budget_is_passed_already() -> None:
-    """An input that somebody allocates between two checks: what the host has, too, makes room for it."""
+    """An input is allocated between two checks. Storages that the host also holds make room for it."""
     device = cm.SimDevice()
     model, x = nn.Sequential(*(nn.Tanh() for _ in range(6))), torch.randn(256, 256, requires_grad=True)
     expected = torch.autograd.grad(model(x).sum(), x)[0]

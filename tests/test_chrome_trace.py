@@ -168,7 +168,7 @@ def test_zero_is_where_the_first_step_began_on_the_wall_clock(device: Device, tm
 
 
 def test_on_a_device_the_tightest_bound_puts_it_on_the_clock(tmp_path: Path) -> None:
-    """The device was 500 us behind the host in the first step, and 3 us in the second."""
+    """The device lags the host by 500 us in the first step, and by 3 us in the second."""
     zero_ns = 1_700_000_000_000_000_000
     first = StepSpan(0, "recorded", 0.0, 90.0, 0.0, zero_ns - 500_000)
     steps = (first, StepSpan(1, "planned", 1000.0, 1090.0, 0.0, zero_ns + 997_000))

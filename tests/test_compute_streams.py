@@ -50,11 +50,11 @@ class Side:
             yield
 
     def follows(self) -> None:
-        """What it is given from now on comes after all that the current stream has."""
+        """Order later work of this stream after all present work of the current stream."""
         self._stream.wait(self._device.current_stream().record())
 
     def joined(self) -> None:
-        """What the current stream is given from now on comes after all that this one has."""
+        """Order later work of the current stream after all present work of this stream."""
         self._device.current_stream().wait(self._stream.record())
 
 

@@ -31,7 +31,7 @@ from tests._run_scripts import python
 
 
 class FakeDriver:
-    """Keeps a list of what it was asked, and refuses what it is told to."""
+    """Driver that records its calls and refuses those that the test selects."""
 
     def __init__(self, *refuses: str) -> None:
         self.refuses = refuses
@@ -297,7 +297,7 @@ class TellingDriver(FakeDriver):
 
 PARENT = os.getpid()
 KEPT: list[object] = []
-"""What is alive until the interpreter clears this module."""
+"""Objects that are alive until the interpreter clears this module."""
 
 
 def _reserve(address: int, nbytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Hugging Face's `kernels` works beside us: two packages of one name's ending, and its layers are swapped as any other."""
+"""Hugging Face's `kernels` works with this library: both packages' names end alike, and its layers are swapped like others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALLS: list[int] = []
 
 
 class Fast(nn.Module):
-    """What a kernel repository offers in place of a layer."""
+    """Replacement of a layer, as a kernel repository offers it."""
 
     has_backward = True
 

@@ -103,7 +103,7 @@ def saved(swapper: Executor, t: Tensor) -> SwappedView:
 
 
 def gathered(swapper: Executor, *rows: int | tuple[int, slice]) -> tuple[list[Tensor], list[SwappedView]]:
-    """Rows of a large storage that nobody else holds, saved before an operator that has ended: their bytes and handles."""
+    """Save rows of a large storage that nothing else holds, before an operator that has ended. Return bytes and handles."""
     big = torch.randn(ROWS, ROW, device=swapper.device.torch_device)
     expected, handles = [big[row].clone() for row in rows], [saved(swapper, big[row]) for row in rows]
     del big

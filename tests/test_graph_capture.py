@@ -117,7 +117,7 @@ def test_a_capture_in_the_middle_of_a_step(captures: Captures, x: Tensor, expect
 def test_a_step_with_a_capture_in_it_makes_no_plan_and_those_without_do(
     captures: Captures, x: Tensor, expected: Tensor, session: cm.SwapSession
 ) -> None:
-    """Its operators are replayed by nobody's hooks: what was recorded is not what comes."""
+    """No hooks see the captured operators, so the recorded step is not the one that follows."""
     plans = []
     with session:
         for step in range(5):

@@ -1,5 +1,5 @@
-"""What host memory is left, read from files as the kernel writes them; and where tensors go when no more of it can be pinned:
-they stay on the device while the budget allows it, then go to pageable memory, then an error says so.
+"""Host memory that is left, read from files as the kernel writes them. Placement of tensors when no more can be pinned: on the
+device while the budget allows it, then in pageable memory, then an error.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[str | None, dict[str, str], int]] = {
         GIB,
     ),
 }  # fmt: skip
-"""What `/proc/self/cgroup` says, other files, bytes available."""
+"""Text of `/proc/self/cgroup`, other files, available bytes."""
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -175,7 +175,7 @@ def test_auto_is_half_of_what_is_left_for_each_rank_and_grows_with_the_machine(e
         again = auto_limit_bytes(environ, available_bytes=left, held_bytes=mine)
         assert (again == part) if theirs == 0 or ranks == 1 else (again < part)
         assert auto_limit_bytes(environ, available_bytes=left + 128 * GIB, held_bytes=mine) > part
-    assert auto_limit_bytes(environ, available_bytes=0) == 0  # nothing says what is left
+    assert auto_limit_bytes(environ, available_bytes=0) == 0  # no file gives the available memory
 
 
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def by_other_hooks(y: Tensor) -> Any:
 
 
 def in_a_bucket(y: Tensor) -> Any:
-    """As DDP keeps views of one flat tensor."""
+    """Return views of one flat tensor, as DDP keeps them."""
     flat = y.detach().view(-1)
     return [flat[: SIDE * 4].view(4, SIDE), flat[SIDE * 4 :]]
 
@@ -227,7 +227,7 @@ def test_all_views_come_back_with_one_copy(sim: cm.SimDevice) -> None:
         hook(swapper, times=2)
         assert handles[0].claim.saved.state is State.ON_HOST
         used = [swapper.use(handle) for handle in handles]
-        assert {t.untyped_storage()._cdata for t in used} == {storage}  # the one that was saved
+        assert {t.untyped_storage()._cdata for t in used} == {storage}  # the saved storage
         for t, (value, *geometry) in zip(used, expected, strict=True):
             assert torch.equal(t, value)
             assert [t.stride(), t.storage_offset(), t.is_conj(), t.is_neg()] == geometry

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 aten = torch.ops.aten
 
 SCORES = (2, 3, 40, 40)
-"""Of attention, float32: 38,400 bytes. Inside: a bool for each element 9,600, one for each row 240, a scalar; rounded up."""
+"""Shape of attention's float32 scores: 38,400 bytes. Inside: a bool per element (9,600) and per row (240), a scalar;
+rounded."""
 SCORES_BYTES, SCORES_INSIDE = 38_400, 9_728 + 512 + 512
 
 
@@ -242,7 +243,7 @@ def test_what_an_operator_keeps_is_no_memory_inside_it() -> None:
 
 
 class Counters:
-    """A device of which somebody says what it counts."""
+    """Device whose counters a test sets."""
 
     def __init__(self) -> None:
         self.allocated = self.cumulative = 0
@@ -322,9 +323,9 @@ class GPT(nn.Module):
 class Run:
     peaks: list[int] = field(default_factory=list)
     numbers: list[Image] = field(default_factory=list)
-    """Of losses and gradients."""
+    """Images of losses and gradients."""
     recorded: list[bool] = field(default_factory=list)
-    """By step: whether it was recorded to its end."""
+    """Per step: True if it was recorded to its end."""
     hits: int = 0
 
 

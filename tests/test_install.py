@@ -22,7 +22,7 @@ from tests._plain_models import Case, language, llama
 from tests._plain_training import CUDA, SIM, differences, trained_plainly
 
 TORCHS_OWN = (torch.autograd.graph.save_on_cpu,)
-"""In a tuple, where nobody replaces it."""
+"""Torch's own class, in a tuple, where nothing replaces it."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def ours() -> type[InstalledSaveOnCpu]:
 
 
 def check_ours_is_used(plain: Case, offloading: Case, device: Device) -> None:
-    """Once ours is installed, training of `offloading` goes by the host and has the bits of `plain`."""
+    """Check that, with ours installed, training of `offloading` moves data to the host and has the bits of `plain`."""
     kind = SIM if device.simulated else CUDA
     expected = trained_plainly(plain, kind)
     cm.install(device=device, min_bytes=256)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 
 @pytest.fixture
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException | None]]:
-    """What the interpreter would have printed as "Exception ignored in"."""
+    """Collect the exceptions that the interpreter would print as "Exception ignored in"."""
     seen: list[BaseException | None] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda told: seen.append(told.exc_value))
     yield seen

@@ -68,7 +68,7 @@ _HAS_MANY_PARAMETERS = {"SwapSession"}
 
 
 def _too_long(source: str) -> list[str]:
-    """What is longer than it may be."""
+    """Return the functions and parameter lists that exceed their limits."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
@@ -123,7 +123,7 @@ def _ignores_without_reason(source: str) -> list[int]:
 def _breaches(
     rule: Callable[[str], Sequence[object]], sources: dict[str, str], *, but: re.Pattern[str] | None = None
 ) -> list[str]:
-    """What `rule` finds, as `path: what`, in every file except those that `but` matches."""
+    """Return the findings of `rule`, as `path: finding`, in every file except those that `but` matches."""
     checked = sorted(path for path in sources if but is None or not but.fullmatch(path))
     return [f"{path}: {found}" for path in checked for found in rule(sources[path])]
 

@@ -35,7 +35,7 @@ class Watch:
     def __init__(self) -> None:
         self.light = LightProfiler()
         self.expected: list[bool] = []
-        """By hook of the last step, whether the followed one had the same."""
+        """Per hook of the last step: True if the followed step had the same hook."""
         self._saves: list[tuple[Tensor, int]] = []
 
     def save(self, t: Tensor) -> tuple[Tensor, int]:
@@ -132,7 +132,7 @@ def test_what_ran_between_steps_and_in_other_threads_does_not_show() -> None:
 
 
 def test_threads_in_turn_count_their_own_operators() -> None:
-    """A thread's operators are counted from its own last save, whatever another thread saved meanwhile."""
+    """A thread's operators are counted from its own last save, not from another thread's."""
     light, turn = LightProfiler(), threading.Barrier(2)
     x = leaf()
     own: list[Hashable] = []

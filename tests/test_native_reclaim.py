@@ -298,7 +298,7 @@ class Program:
 
 
 def is_late() -> bool:
-    """Whether copies run on the stand-in only when something forces them."""
+    """True if copies run on the stand-in only when something forces them."""
     return control.is_loaded() and control.mode() == "late"
 
 

@@ -35,7 +35,7 @@ def swapping(device: Device) -> cm.save_on_cpu:
 
 
 def hooks_act(pool: cm.PinnedPool, x: Tensor) -> bool:
-    """Whether something that is saved now, on this thread, moves to `pool`."""
+    """True if a tensor saved now, on this thread, moves to `pool`."""
     before = pool.stats().num_live
     out = deep(x)
     after = pool.stats().num_live
@@ -97,7 +97,7 @@ def test_a_thread_that_ends_without_leaving_a_session() -> None:
 
     on_a_thread(enters)
     assert torch.equal(torch.autograd.grad(made.pop(), x)[0], expected)
-    with swapping(device) as _, session.step():  # still open, for whoever holds it
+    with swapping(device) as _, session.step():  # still open for every holder
         pass
     session.__exit__(None, None, None)  # its hooks ended with the thread: nothing is taken from this one
     assert session.report().steps == 1
@@ -197,7 +197,7 @@ def test_an_exception_that_ends_a_session_before_the_generator_of_its_steps(at: 
 
 
 def test_two_generators_that_leave_in_the_order_they_entered(device: Device) -> None:
-    """Torch takes the innermost hooks away, whoever leaves: exact all the same, and nothing is installed in the end."""
+    """Torch removes the innermost hooks, regardless of which generator leaves. Results are exact and no hooks remain."""
     managers = swapping(device), swapping(device)
     x = leaf(device)
     expected = gradient(device, x)
@@ -380,7 +380,7 @@ def test_checkpoints_around_and_inside(kind: str, where: str, early_stop: bool, 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_session_inside_a_checkpoint_is_computed_again(kind: str, device: Device) -> None:
-    """What is entered anew each time is a new session, so a function that makes its own may be computed again."""
+    """Each recomputation enters a new session, so a function that makes its own session may be computed again."""
     x, weight = leaf(device), leaf(device)
 
     def swapped(t: Tensor, weight: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class Short(TorchDispatchMode):
 
 
 class Frees:
-    """What frees: so many times, then no more."""
+    """Callback that frees memory a given number of times, then no more."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -83,7 +83,7 @@ class Net(nn.Module):
 
 
 def train(short: Short | None, free: Callable[[int, Sequence[torch.UntypedStorage]], bool] | None) -> list[Tensor]:
-    """Everything a step leaves behind: loss, gradients, weights, state of the generator."""
+    """Return everything that a step changes: loss, gradients, weights, state of the generator."""
     torch.manual_seed(5)
     device = SimDevice()
     with device.compute():
@@ -103,7 +103,7 @@ def train(short: Short | None, free: Callable[[int, Sequence[torch.UntypedStorag
 
 @pytest.fixture(scope="module")
 def allocations() -> int:
-    """How many operators of the step may fail, and run again."""
+    """Number of operators of the step that may fail and run again."""
     short = Short(-1, 0)
     train(short, None)
     return short.seen
@@ -122,7 +122,7 @@ def expected() -> list[Tensor]:
 def test_a_shortage_at_every_allocation_changes_no_bit(
     expected: list[Tensor], allocations: int, shortages: int, every: int
 ) -> None:
-    """One is over at the plain retry; more need something freed."""
+    """A single shortage ends at the plain retry; more shortages need memory to be freed."""
     assert allocations > 50
     failed = set()
     for nth in range(1, allocations + 1, every):
@@ -160,7 +160,7 @@ def test_it_raises_once_nothing_is_freed_any_more() -> None:
 
 
 def test_a_device_that_is_too_small_trains_once_something_goes(no_gc: None) -> None:
-    """By capacity: a retry fits because somebody else's memory went, never the operator's own."""
+    """A capacity limits the device: a retry fits because other memory was freed, never the operator's own."""
     device = SimDevice(hbm_bytes=5 * KB)
     with device.compute():
         ballast = [square() for _ in range(2)]

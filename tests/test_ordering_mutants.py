@@ -45,7 +45,7 @@ pytestmark = [
 ]
 
 NAMED = {OnSim: "not ordered after", OnCuda: "no event orders"}
-"""What the machine's detector says where an order is missing."""
+"""Message of the machine's detector for a missing order."""
 
 MACHINES = [OnSim, pytest.param(OnCuda, marks=pytest.mark.gpu)]
 BYTES_ALONE = partial(OnSim, check_races=False)
@@ -66,7 +66,7 @@ def _far_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def red(scenario: Scenario, machine: Machine) -> str:
-    """What says that `scenario` goes wrong: the race, or "other numbers"; empty: nothing does."""
+    """Return the evidence that `scenario` goes wrong: the race, or "other numbers"; empty if there is none."""
     said = ""
     try:
         scenario(machine)

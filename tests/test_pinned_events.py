@@ -106,7 +106,7 @@ def reused_and_waited_for_later(m: Machine) -> None:
 
 
 def reused_after_a_late_event(m: Machine) -> None:
-    """The same, where the first owner told of its last use by an event that is recorded once somebody asks."""
+    """Variant of `reused` in which the first owner's last use is an event that is recorded only on request."""
     source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
     target, event = m.load(first, m.h2d)
     first.release(after=LateEvent(lambda: (event,)))
@@ -118,7 +118,7 @@ def reused_after_a_late_event(m: Machine) -> None:
 
 
 def split(m: Machine) -> None:
-    """One released block becomes two; both wait for its event."""
+    """Split a released block in two. Both halves wait for its event."""
     source, (target, _) = m.hbm(2), m.released()
     halves = [m.pool.allocate(SIZE, stream=stream) for stream in (m.d2h, m.other)]
     for half, stream in zip(halves, (m.d2h, m.other), strict=True):
@@ -153,7 +153,7 @@ def passed_on_unused(m: Machine) -> None:
 
 
 def passed_on_unmet(m: Machine) -> None:
-    """An owner in between, which never waited for anything, hands the event on beside its own."""
+    """An owner in between, which never waited for anything, hands the event on together with its own."""
     source, (target, _) = m.hbm(2), m.released()
     between = m.pool.allocate(2 * SIZE)
     between.release(after=m.other.record())

@@ -195,7 +195,7 @@ def use(pool: PinnedPool) -> None:
 
 
 def interrupted(pool: PinnedPool, work: Callable[[PinnedPool], object], n: int) -> bool:
-    """Whether `work` came to its n-th line, and was interrupted there."""
+    """True if `work` reached its n-th line and was interrupted there."""
     interrupt, before = Interrupt(n), sys.gettrace()
     sys.settrace(interrupt)
     try:

@@ -1,4 +1,4 @@
-"""What steps were measured to take corrects what was assumed: a wrong model of the link costs some steps, not the training."""
+"""Measured step times correct the assumed ones: a wrong model of the link costs some steps, not the training."""
 
 from __future__ import annotations
 

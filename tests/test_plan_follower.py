@@ -46,7 +46,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Training:
-    """Steps that are told by a word: each letter an operator."""
+    """Steps described by a word: each letter is an operator."""
 
     def __init__(self) -> None:
         self.device = far_ahead()
@@ -55,7 +55,7 @@ class Training:
         self.adaptation = adaptation_of(self.executor)
 
     def step(self, word: str, *, completed: bool = True) -> bool:
-        """Exact to the bit, with nothing left behind. Returns whether it was expected to be a step that has a plan."""
+        """Run a step; check that it is exact and leaves nothing allocated. Return True if the expected step had a plan."""
         with self.device.compute():
             x = torch.randn(SIDE, SIDE, requires_grad=True)
             (expected,) = torch.autograd.grad(self._run(x, word), x)
@@ -133,7 +133,7 @@ def test_a_sequence_that_is_never_expected_is_recorded_once_too(words: Sequence[
 
 
 def test_another_known_step_takes_over_in_the_middle() -> None:
-    """Whichever was expected: the plan of the one that it turns out to be is followed from there on."""
+    """The plan of the step that it turns out to be is followed from there on, regardless of the expected step."""
     training = Training()
     for _ in range(3):
         training.step("tsecst")

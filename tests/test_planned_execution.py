@@ -46,7 +46,7 @@ from tests._traces import away_before_first_uses_alone, plan_of, random_plan
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 TIME_SHARE = 0.02
-"""How much longer or shorter than simulated a step may take."""
+"""Largest relative difference of a step's time from the simulated time."""
 
 Planner = Callable[[Trace, LinkCost], Sequence[SwapPlan]]
 
@@ -122,7 +122,7 @@ def test_planned_steps_are_as_simulated(seed: int) -> None:
 
 @pytest.mark.parametrize(("slack_bytes", "part_left"), [(0, SPARE_PART), (256, SPARE_PART), (1 << 20, SLACK_PART)])
 def test_a_plan_leaves_room_for_blocks_that_are_larger_than_asked_for(slack_bytes: int, part_left: int) -> None:
-    """Budgets here are a few MiB: of four blocks' slack there is no more than the part that may be left."""
+    """Budgets here are a few MiB: the slack of four blocks is limited to the part that may be left."""
     seed, peaks = 0, []
     (budget,) = budgets_of(seed, (0.3,))
     for slack in (slack_bytes, 0):
@@ -223,8 +223,8 @@ def in_the_order_of_uses(plan: SwapPlan) -> SwapPlan:
 
 @pytest.mark.parametrize("seed", seeds(2, of=range(60)))
 def test_a_plan_in_the_order_of_uses_takes_the_time_that_was_simulated(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies out keep the order in which they were queued, whichever compute waits for. On a link that nobody shares: where
-    directions share it, its rate depends on which of two copies was handed over first, and one that nobody waits for yet is
+    """Copies out keep their queue order, regardless of the one that compute waits for. Directions do not share this link. On a
+    shared link, the rate depends on which of two copies was submitted first, and a copy that compute does not wait for yet is
     held back. The planner's own plans are as close on both."""
     rng = Random(seed)
     plan_by(
@@ -254,13 +254,13 @@ def swapped_tensors(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
 
 
 def any_tensors(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
-    """Parameters, temporaries, what nobody saved."""
+    """Return actions on parameters, temporaries and unsaved tensors."""
     tensors = rng.sample(range(len(trace.tensor_bytes)), len(plan.actions))
     return [dataclasses.replace(action, tensor=tensor) for action, tensor in zip(plan.actions, tensors, strict=True)]
 
 
 def of_another_model(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
-    """As far as the numbers are storages here too."""
+    """Return another model's actions, as far as their numbers are storages here too."""
     return [action for action in another_plan().actions if action.tensor < len(trace.tensor_bytes)]
 
 

@@ -1,4 +1,4 @@
-"""What no plan can beat, and what plans that do not plan come to."""
+"""Bounds that no plan can beat, and the results of rules that do not plan."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_ideal_with_recomputation() -> None:
 
 
 def late_peak() -> Trace:
-    """As `two_saved`, but with 1 KiB more during the operator of tick 7, when both are idle and compute alone is at 100 us."""
+    """Variant of `two_saved` with 1 KiB more in the operator of tick 7, when both are idle and compute alone is at 100 us."""
     trace = two_saved()
     return replace(
         trace,

@@ -129,7 +129,7 @@ def traced(model: str, batch: int, seq: int, gpu: str) -> Trace:
 
 
 def one_part_in(trace: Trace, parts: int) -> int:
-    """Budget that leaves one part in so many of what is idle at the peak, beside what never moves."""
+    """Budget that leaves 1 / `parts` of the bytes idle at the peak, in addition to those that never move."""
     peak = peak_memory(trace)
     return max(smallest_budget(trace), peak.nbytes - peak.idle_bytes + peak.idle_bytes // parts)
 
@@ -140,7 +140,7 @@ def bytes_beside(trace: Trace, plan: SwapPlan) -> int:
 
 
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
-    """What a plan says of itself is what `simulate` says, and its memory that of a walk that knows no rewritten traces."""
+    """Check the plan's figures against `simulate`, and its memory against a walk that knows no rewritten traces."""
     timeline = simulate(trace, plan, cost)
     assert timeline.peak_bytes + bytes_beside(trace, plan) == plan.peak_bytes <= plan.hbm_budget_bytes
     assert (timeline.host_bytes, timeline.recompute_us) == (plan.host_bytes, plan.recompute_us)
@@ -218,7 +218,7 @@ def test_where_swapping_costs_no_time_nothing_is_recomputed() -> None:
 
 
 def test_the_best_plan_that_only_swaps_comes_second() -> None:
-    """Where it is at most a quarter slower: with long rows. With short ones it is twice as slow, and is not worth a trial."""
+    """Its limit is a quarter more time: met with long rows. With short ones it takes twice as long and is not worth a trial."""
     cost = link_of(spec_by_name("h100"))
     for tokens, rows, parts, near in ((32768, 1, 4, True), (4096, 4, 8, False)):
         trace = traced("llama-7b", rows, tokens, "h100")

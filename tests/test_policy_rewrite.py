@@ -134,7 +134,7 @@ def test_results_of_one_operator_are_made_together() -> None:
     s.use(x)
     trace = s.finish()
     assert ran(recomputed(trace, [y, mask])) == [(at_mask, (1,), (y, mask), (x,))]
-    # One of them alone: the other one's second copy goes with the operator.
+    # Only `y`: the second copy of `mask` dies with the operator.
     alone = recomputed(trace, [y])
     assert ran(alone) == [(at_y, (1,), (y,), (x,))]
     copies = [t.nbytes for t in tensors_of(alone.trace)[len(trace.tensor_bytes) :]]
@@ -214,7 +214,7 @@ def test_an_operator_of_forward_that_also_writes_elsewhere_recomputes_nothing() 
 
 
 def held_step() -> tuple[Trace, int, int, int, int]:
-    """x, which nobody saves, and y, twice its size, made of it; x is let go after a hook. Two uses, the second one of y."""
+    """Return a step with x, unsaved, and y, made of x and twice its size. A hook releases x. Of two uses, the second is y's."""
     s = Step()
     x = s.op("attention", s.w, kib=16)
     y = s.save(s.op("_to_copy", x, kib=32))
@@ -256,7 +256,7 @@ def test_a_held_storage_lives_until_the_recomputation_and_may_be_swapped() -> No
 
 
 def test_a_held_storage_is_known_by_its_last_write_even_if_nobody_can_recompute_it() -> None:
-    """What made `x` reads something that is written later, so that `x` has to be held."""
+    """The operator that made `x` reads a storage that is written later, so that `x` has to be held."""
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
     b.save(-1, 0)
     changed = b.tensor(512)
@@ -359,7 +359,7 @@ def test_what_was_used_before_the_recomputation_that_reads_it_lives_on() -> None
 
 
 def test_what_is_needed_before_it_could_be_dropped_is_not() -> None:
-    """Its one recomputation would be at the very hook at which nobody else holds it any more."""
+    """Its only recomputation would be at the hook after which nothing else holds it."""
     s = Step()
     x = s.op("mm", s.w)
     s.b.save(x, 0)

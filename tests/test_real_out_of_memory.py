@@ -56,7 +56,7 @@ class Plain(NamedTuple):
     """The run by torch alone."""
 
     peak_bytes: int
-    """Above what was there before it."""
+    """Bytes above those allocated before the run."""
     outcome: list[object]
 
 

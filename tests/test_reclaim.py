@@ -12,7 +12,7 @@ from chameleon_mm.swap.reclaim import ReclaimQueue
 
 
 class Way(enum.Enum):
-    """How a buffer left the device, if it did."""
+    """Way in which a buffer left the device, if it did."""
 
     PENDING = "pending"
     SWEPT = "swept"

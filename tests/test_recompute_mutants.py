@@ -38,7 +38,7 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 
 def unproven(admitted: frozenset[str] = ALL) -> Mix:
-    """Everything is dropped, and nothing stands beside the original first."""
+    """Return a mix that drops everything, without running a recipe against its original first."""
     return Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=admitted)
 
 
@@ -80,12 +80,12 @@ def while_others_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def after_autograd_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is recomputed as autograd lets go of a source that others hold: rule 2."""
+    """Recompute nothing when autograd releases a source that others hold: rule 2."""
     monkeypatch.setattr(Rescue, "let_go", nothing)
 
 
 def after_autograds_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is recomputed at autograd's last use of a source, nor before a function of the user's is given it: rule 2."""
+    """Recompute nothing at autograd's last use of a source, or before a user's function receives it: rule 2."""
     monkeypatch.setattr(Rescue, "hand_out", nothing)
     monkeypatch.setattr(Rescue, "let_go", nothing)
 

@@ -1,4 +1,4 @@
-"""What whoever swaps tells the recorder: storages that come back in other memory, claims that end, waits, wrappers, pauses."""
+"""Messages of the swapper to the recorder: storages that return in other memory, claims that end, waits, wrappers, pauses."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_what_the_step_never_touches_is_in_what_it_began_with(sim: SimDevice) ->
             square()
             model.weight.grad = None  # gone without any operator
             square()
-            del aside  # and so is what nobody named
+            del aside  # and so is the unnamed tensor
             square()
         trace = recorder.finish()
     assert trace.start_bytes == 3 * KB
@@ -298,7 +298,7 @@ class _Held:
 
 
 def test_a_step_recorded_under_swapping_is_the_step_without() -> None:
-    """The same operators, storages and lifetimes, whatever swapping drops, copies and allocates meanwhile."""
+    """The operators, storages and lifetimes are equal, regardless of what swapping drops, copies and allocates meanwhile."""
 
     def record(*, swapping: bool) -> Trace:
         device = device_bound()

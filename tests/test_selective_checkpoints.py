@@ -1,4 +1,4 @@
-"""What selective checkpoints keep: swapped where torch shows it to hooks, counted and told where not; always eager's bits.
+"""Tensors that selective checkpoints keep: swapped where torch shows them to hooks, else counted and reported; eager's bits.
 
 expected = a model with selective checkpoints, in plain PyTorch
 got      = the same in a session
@@ -52,7 +52,7 @@ Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 
 
 def called(block: nn.Module, **how: Any) -> Callable[[Tensor], Tensor]:
-    """As a model that holds a partial from long before the session, such as Hugging Face's."""
+    """Return a checkpointed block as a partial that may precede the session, such as Hugging Face's."""
     return partial(any_checkpoint, block, **{"use_reentrant": False, "context_fn": contexts(), **how})
 
 

@@ -1,4 +1,4 @@
-"""Everything of a session goes by reference count alone, with every option, however the session ends."""
+"""Everything of a session is freed by reference counts alone, with every option, however the session ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Training:
         return loss
 
     def refs(self) -> dict[str, weakref.ref[Any]]:
-        """What is not to outlive the training."""
+        """Objects that must not outlive the training."""
         weight = next(self.model.parameters())
         return {"model": weakref.ref(self.model), "optimizer": weakref.ref(self.optimizer), "weight": weakref.ref(weight)}
 

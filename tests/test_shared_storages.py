@@ -93,7 +93,7 @@ def buffer_filled_slice_by_slice() -> list[Tensor]:
 
 
 def buffer_of_many_slices() -> list[Tensor]:
-    """So many that each is gathered alone, until the rest of the buffer moves in one copy."""
+    """Save so many slices that each is gathered alone, until the rest of the buffer moves in one copy."""
     x = _leaf(4, COLUMNS)
     buffer, y = torch.zeros(24, 4, COLUMNS), x
     for number in range(len(buffer)):
@@ -127,7 +127,7 @@ class WritesBetweenOperators(torch.autograd.Function):
 
 
 class WritesUnseenBetweenOperators(WritesBetweenOperators):
-    """As above, behind autograd's back: no version tells."""
+    """Variant that autograd does not see: no version counter moves."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, other: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch
 def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(
     sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who made a tensor, taken for an answer to when it was written."""
+    """Mutant: the operator that made a tensor is taken for its last writer."""
 
     def by_maker(self: Slot, saved: SavedBytes, t: Tensor) -> bool:
         if self.began_in is None:
@@ -312,7 +312,7 @@ def test_what_one_operator_saves_of_a_storage_is_one_copy(sim: cm.SimDevice) -> 
         return up * gate.sin()
 
     assert bytes_out(sim, both_in_one) == WHOLE
-    # Whichever half the product saves first: the copy for the gate begins at its first hook. And what sin returns.
+    # The product may save either half first: the copy for the gate begins at its first hook. The other storage is sin's result.
     assert bytes_out(sim, gated) == bytes_out(sim, gated_in_turn) == WHOLE + WHOLE // 2
 
 
@@ -327,7 +327,7 @@ def test_views_of_what_was_saved_whole_need_no_copy(sim: cm.SimDevice) -> None:
 
 
 def test_a_part_that_comes_late_crosses_alone(sim: cm.SimDevice) -> None:
-    """Under one counter nobody can tell a part that was written before from one that was written since: it is copied itself."""
+    """Under one counter, a part written before cannot be told from one written since: the part itself is copied."""
     w = nn.Parameter(torch.randn(COLUMNS, 2 * COLUMNS))
 
     def late_half(x: Tensor) -> Tensor:

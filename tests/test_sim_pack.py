@@ -67,7 +67,7 @@ def _round_trip(sim: SimDevice, stream: SimStream, sizes: Sequence[int], offsets
     want = before.clone()
     for source, offset in zip(sources, offsets, strict=True):
         want[offset : offset + source.numel()] = source
-    assert torch.equal(staging, want)  # and no byte beside
+    assert torch.equal(staging, want)  # and no other byte
     assert all(torch.equal(end, source) for end, source in zip(back, sources, strict=True))
 
 
@@ -138,7 +138,7 @@ def test_each_source_and_each_place_takes_part_in_race_detection(sim: SimDevice)
         SimRaceError, match=rf"write of bytes \[0, 64\) .* not ordered after read of bytes \[0, 64\) by {packed}"
     ):
         other.copy(sources[1], host)
-    other.copy(host, sources[0])  # a read beside a read
+    other.copy(host, sources[0])  # two reads at the same time
 
 
 def test_memory_that_was_handed_back_is_not_packed(sim: SimDevice) -> None:

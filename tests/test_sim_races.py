@@ -173,7 +173,7 @@ class Oracle:
         return False
 
     def races(self, node: int, touched: list[tuple[str, range, bool]]) -> bool:
-        """Whether the accesses of `node` conflict with an unordered earlier one; remembers them."""
+        """True if the accesses of `node` conflict with an unordered earlier one. Records the accesses."""
         racy = any(
             buffer == other and (write or wrote) and set(where) & set(there) and not self.reaches(earlier, node)
             for buffer, where, write in touched

@@ -39,15 +39,15 @@ LEAST_BYTES = 256
 
 @dataclass
 class Soaked:
-    """What every step left behind, and what the run gave."""
+    """Results of every step and of the run."""
 
     losses: list[float] = field(default_factory=list)
-    """Of float32, so a Python float holds every bit of them."""
+    """Float32 values: a Python float holds every bit of them."""
     weights: list[Tensor] = field(default_factory=list)
     random_state: Tensor = field(default_factory=lambda: torch.empty(0))
     allocated_bytes: list[int] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
-    """Of each step alone."""
+    """Peak of each step alone."""
     live_blocks: list[int] = field(default_factory=list)
     reserved_bytes: list[int] = field(default_factory=list)
     objects: list[int] = field(default_factory=list)
@@ -114,7 +114,7 @@ def test_many_steps_leave_nothing_behind(steps: int, monkeypatch: pytest.MonkeyP
     assert set(swapped.live_blocks) == {0}
     assert len(set(swapped.reserved_bytes)) == 1
 
-    # One object kept per step would be half as many as steps. Figures of the latest 10,000 steps are kept, one object each.
+    # An object per step would add half as many as steps. Figures of the latest 10,000 steps are kept, one object each.
     half, end = swapped.objects
     assert abs(end - half) < 100, f"{half}, then {end} objects"
     if steps < MANY:

@@ -45,7 +45,7 @@ DRAWN = {
 """Operators that draw random numbers: the device's generator is not the CPU's."""
 
 UNSET = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-"""Operators whose result is whatever the memory held."""
+"""Operators whose result is uninitialized memory."""
 
 OF_THE_CPU = {"histogram", "histogramdd", "sparse_mm_reduce", "tensor_split"}
 """Operators that torch has on the CPU alone, or with an argument on the CPU."""

@@ -95,7 +95,7 @@ def path_of_runtime() -> str:
 
 
 def without_torch(expression: str, mode: str, **more: str) -> str:
-    """What a process prints that loads the runtime alone, and no torch: an expression over `calls` and `cuda`."""
+    """Return the output of a process that loads the runtime alone, without torch: an expression over `calls` and `cuda`."""
     script = (
         "import importlib.util, json, sys\n"
         f"spec = importlib.util.spec_from_file_location('calls', {str(ROOT / 'tests' / '_stand_in_calls.py')!r})\n"
@@ -112,7 +112,7 @@ def without_torch(expression: str, mode: str, **more: str) -> str:
 
 @pytest.mark.parametrize("mode", ["late", "early"])
 def test_the_same_seed_has_the_same_outcome_20_of_20(mode: str) -> None:
-    """What the bytes are in the end, and the text of each violation, in 20 processes."""
+    """The final bytes and the text of each violation are the same in 20 processes."""
     outcomes = {without_torch("[calls.random_copies(cuda, seed) for seed in range(5)]", mode) for _ in range(20)}
     assert len(outcomes) == 1
     assert all(violations for _, violations in json.loads(outcomes.pop()))  # each seed has some, so that texts are compared

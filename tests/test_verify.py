@@ -51,7 +51,7 @@ def test_one_flipped_bit_is_named(device: Device, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(SavedStorage, "swap_in", flipped)
     with pytest.raises(cm.SwapMismatch, match=r"\(64, 65\) torch.float32, result of \w+Backward0, saved in step 1"):
         step(device, verify=True)
-    step(device, verify=False)  # nobody looks: this is what verify mode is for
+    step(device, verify=False)  # no check: verify mode exists for this case
 
 
 def checksums_on(device: Device) -> Checksums:

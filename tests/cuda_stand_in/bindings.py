@@ -1,5 +1,4 @@
-"""Redirect other libraries to the substitute. CuPy and CUDA's Python bindings each link a CUDA runtime; Triton compiles for a
-GPU.
+"""Redirect other libraries than torch. CuPy and CUDA's Python bindings each link a CUDA runtime; Triton compiles for a GPU.
 
     cupy_backends.cuda.api.runtime   keeps its symbol table: each of its cudaXxx functions begins with a jump
     cuda.bindings                    is stripped, but its low-level module hands its functions to the others as capsules: they

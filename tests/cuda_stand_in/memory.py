@@ -18,8 +18,7 @@ from tests.cuda_stand_in import control, library
 CPU = torch.device("cpu")
 
 MOST_ROWS = 64
-"""Maximum number of pieces in which a tensor with gaps is reported to the runtime. One with more is not reported, but
-counted."""
+"""Maximum number of pieces reported to the runtime for a tensor with gaps. One with more is counted, not reported."""
 
 HIDES_WRITES = control.mode() != "threads"
 """True if other streams read 0xff from an operator's output until they wait for its stream."""

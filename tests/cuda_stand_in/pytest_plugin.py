@@ -1,4 +1,4 @@
-"""What every pytest run in the stand-in's environment does more: fail a test for its violations, and skip by name alone.
+"""Additions to every pytest run in the stand-in's environment: fail a test for its violations, and skip tests by name alone.
 
 * After each test: the violations of the ordering rules that the runtime saw. One is a failure that names both sides.
 * A test that needs what the stand-in lacks is listed in `limits.py`, with the reason. A name there that no test has: an error.
@@ -28,7 +28,7 @@ _unexplained: list[str] = []
 
 
 def pytest_configure() -> None:
-    """Report from here on which copies of `CudaStream.copy` are speculative, as the simulator is told.
+    """Report from here on which copies of `CudaStream.copy` are speculative, as the simulator does.
 
     The model may write a saved tensor while it is copied out. Either a version counter has moved for those bytes, so that a use
     raises eager's error, or they were not saved. CUDA itself knows nothing of that, and the library has no reason to report it.

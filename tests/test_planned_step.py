@@ -74,8 +74,8 @@ def follow(
     stalls_us: dict[int, float] | None = None,
     out_stalls_us: dict[int, float] | None = None,
 ) -> list[float]:
-    """Run steps under the current plan. `step_us`: actual by predicted time. Return the predicted times of the plans
-    followed."""
+    """Run steps under the current plan. `step_us`: actual by predicted time. Return the predicted times of the followed
+    plans."""
     followed = []
     for _ in range(steps):
         current = made.current

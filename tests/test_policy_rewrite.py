@@ -214,7 +214,7 @@ def test_an_operator_of_forward_that_also_writes_elsewhere_recomputes_nothing() 
 
 
 def held_step() -> tuple[Trace, int, int, int, int]:
-    """Return a step with x, unsaved, and y, made of x and twice its size. A hook releases x. Of two uses, the second is y's."""
+    """Step with x, unsaved, and y, made of x and twice its size. x is released after a hook. Of two uses, the second is y's."""
     s = Step()
     x = s.op("attention", s.w, kib=16)
     y = s.save(s.op("_to_copy", x, kib=32))

@@ -30,7 +30,7 @@ from tests._programs import deep, swapping_executor
 from tests.observed import unchecked
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
-"""So slow that no copy is ever complete by luck when somebody should wait for it."""
+"""Slow enough that no copy completes by luck before a required wait."""
 
 BYTES = 64 * 1024
 
@@ -179,7 +179,7 @@ WAITS: dict[tuple[str, str], Scenario] = {
 
 
 def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every reclaim drop the device memory behind a copy out that nobody has waited for."""
+    """Make every reclaim drop the device memory after a copy out without waiting for the copy."""
 
     def reclaim(self: SavedStorage) -> None:
         assert self.copy is not None
@@ -190,7 +190,7 @@ def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def release_without_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every release of a host block say that nobody uses it any more."""
+    """Make every release of a host block claim that its last use is over."""
     release = cm.PinnedBlock.release
     monkeypatch.setattr(cm.PinnedBlock, "release", lambda self, after=None: release(self))
 

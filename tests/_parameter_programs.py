@@ -90,7 +90,7 @@ class Swapped(Plain):
     def opened(self) -> cm.SwapSession:
         if self.session is None:
             assert self.trained is not None
-            # By their sizes alone: whoever holds a storage keeps its parameter on the device.
+            # Keeps sizes, not storages: a reference to a storage would keep its parameter on the device.
             sizes = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in self.trained.parameters()}
             movable = sum(allocated_size(nbytes) for nbytes in sizes.values() if nbytes >= parameter_swap.MIN_BYTES)
             budget = self.device.allocated_bytes() - movable + self._room_bytes
@@ -430,7 +430,7 @@ def _replaced(loop: Plain) -> list[Tensor]:
 
 @program("scaled")
 def _scaled(loop: Plain) -> list[Tensor]:
-    """A gradient scaler that finds what is not finite, and skips a step for it."""
+    """Use a gradient scaler that finds infinite gradients, and skips a step for them."""
     model, optimizer = loop.model(mlp), loop.optimizer()
     scaler = torch.amp.GradScaler(loop.at.type, init_scale=64.0, growth_interval=2)
     seen = []

@@ -69,7 +69,7 @@ def trained(build: Callable[[], Training], make_session: Callable[[Training], cm
 
 
 def run(build: Callable[[], Training], *, swaps_alone: bool) -> dict[str, Any]:
-    """One program: plainly, then with room for everything, by the default rule with none, and by plans with little."""
+    """Run a program plainly, with room for everything, by the default rule with no room, and by plans with little."""
     plain, _ = trained(build, None)
     outcome: dict[str, Any] = {}
     peaks: dict[str, int] = {}

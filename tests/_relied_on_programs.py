@@ -63,19 +63,19 @@ class Program(nn.Module):
     """True if torch dispatches an operator for each write, where that counts: any but `.data` on other threads and in hooks."""
     eager_refuses: ClassVar[bool] = False
     named_error: ClassVar[bool | None] = None
-    """Whether the named error may end a step that writes, if only some do; None: where the write is unseen."""
+    """True if the named error may end a step that writes, when only some steps do. None: true if the write is unseen."""
     whens: ClassVar[tuple[When, ...]] = (When.EACH, When.FOURTH)
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(16, SIDE) / 4)
         self.write = False
-        """Whether this step writes: for hooks, which are made once."""
+        """True if this step writes. Read by hooks, which are made once."""
         self.number = 0
 
     @classmethod
     def writes_in(cls, number: int, when: When) -> bool:
-        """Whether it writes in that step."""
+        """True if the program writes in that step."""
         return when.writes(number)
 
     def step(self, number: int, write: bool) -> None:
@@ -95,7 +95,7 @@ class Program(nn.Module):
 
 
 def waves(h: Tensor, scales: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)) -> Tensor:
-    """Of this autograd saves what is made of `h`, in float32, and not `h`."""
+    """Apply functions of which autograd saves results made of `h`, in float32, and not `h`."""
     return torch.stack([torch.sin(h.float() * k).mean() for k in scales]).sum()
 
 
@@ -121,7 +121,7 @@ class Way(NamedTuple):
     write: Callable[[Tensor], Any]
     seen: bool = False
     replaces: bool = False
-    """Whether what it returns is read from then on."""
+    """True if the returned tensor replaces the written one."""
 
 
 def _moves_the_counter(h: Tensor) -> None:
@@ -160,7 +160,7 @@ READS[1].later = (1.5,)  # type: ignore[attr-defined]  # a program that reads
 
 
 class JoinedBeforeBackward(Program):
-    """By an operator on a thread that runs beside the rest of forward and is joined before backward."""
+    """Write by an operator on a thread that runs during the rest of forward and is joined before backward."""
 
     seen = True
 

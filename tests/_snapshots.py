@@ -37,8 +37,8 @@ KINDS = {
     "parameters": ("AdamW, foreach", "AdamW, fused", "SGD, momentum"),
     "neither": ("SGD",),
 }
-"""What a session swaps beside activations, and the optimizers that are tried with it. A session that does not know its
-optimizer's state leaves it to the caller, so one that has none."""
+"""Parts that a session swaps in addition to activations, and the optimizers tried with each. A session that does not know its
+optimizer's state leaves it to the caller, so its optimizer has none."""
 
 RUNS = [(kind, name) for kind, names in KINDS.items() for name in names]
 
@@ -117,7 +117,7 @@ def away(session: cm.SwapSession, training: Training) -> tuple[int, int]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, by torch's own way to read it."""
+    """Read a checkpoint by torch's own functions."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "all.pt")
         dcp_to_torch_save(path, file)

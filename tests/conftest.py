@@ -50,13 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # A busy machine is not a failing test. Each run draws other examples.
     settings.register_profile("chameleon_mm", deadline=None, max_examples=50)
     settings.load_profile("chameleon_mm")
-    # What is said once per process must not be said in the middle of whichever test comes first.
+    # Messages that appear once per process must not appear in the middle of the first test.
     logger = logging.getLogger("chameleon_mm.device")
     logger.disabled = True
     if not torch.cuda.is_available():
         resolve_device(None)
     logger.disabled = False
-    # What this machine's user has built is none of the tests'.
+    # Tests ignore the helpers that this machine's user has built.
     if config.getoption("--native"):
         native.CACHE = BUILDS
         for name in native.useful():

@@ -295,7 +295,7 @@ def test_a_small_models_steps_have_nothing_to_swap(monkeypatch: pytest.MonkeyPat
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
-    """Run these peers alone, behind those that they are compared with."""
+    """Run these peers alone, after those that they are compared with."""
     needed = {"no_swap", "checkpoint", *keys}
     needed |= {"swap_session_quarter_swap_only"} & {key.replace("unplanned", "swap_only") for key in keys}
     monkeypatch.setattr(training, "peers", lambda device: tuple(peer for peer in peers(device) if peer.key in needed))

@@ -34,8 +34,8 @@ LAYERS, EXPERTS, WIDTH = 4, 3, 48
 ROWS, LONG_ROWS = 192, 288
 MIN_BYTES = 8 << 10
 SMALL_SHARE = 0.62
-"""Of the unswapped peak. Where a block is left out there is no plan below 0.61: parameters, optimizer state and what one
-operator needs are that much of it."""
+"""Budget as a share of the unswapped peak. Where a block is left out, no plan exists below 0.61: parameters, optimizer state
+and one operator's memory are that much of it."""
 
 
 class Block(nn.Module):
@@ -68,7 +68,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one step does."""
+    """Work of a step."""
 
     rows: int = ROWS
     skip: tuple[int, ...] = ()
@@ -115,9 +115,9 @@ class Run:
     losses: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
-    """By step, of device memory."""
+    """Peak of device memory in each step."""
     recorded: list[int] = field(default_factory=list)
-    """By step: how many recordings it ended with, 0 or 1."""
+    """Number of recordings that ended in each step, 0 or 1."""
     report: cm.SwapReport | None = None
 
 
@@ -290,7 +290,7 @@ def test_recordings_that_nothing_comes_of_are_bounded() -> None:
     shapes = [(2, 128)] * 48
     budget = share_of_unswapped(Skipping, (2, 128), 0.8)
     run = check(Skipping, shapes, budget)
-    # The first step is recorded whatever it is; of 48 the share allows one.
+    # The first step is always recorded; of 48 the share allows one.
     assert report_of(run).detailed_steps <= 1 + UNUSED_RECORDINGS + RECORDED_SHARE * len(shapes)
 
 

@@ -276,7 +276,7 @@ def test_a_kernel_is_launched_on_its_stream(cuda: CudaDevice) -> None:
 
 @pytest.mark.gpu
 def test_what_does_not_fit_is_refused(cuda: CudaDevice) -> None:
-    """One of each check, which the simulator makes as well: `test_sim_memory.py` and `test_sim_pack.py` have them all."""
+    """Test each check once. The simulator makes them as well: `test_sim_memory.py` and `test_sim_pack.py` test all cases."""
     stream, buffer = cuda.new_stream("side"), torch.zeros(5, dtype=torch.uint8, device=cuda.torch_device)
     with pytest.raises(ValueError, match=r"^copy: expected equal sizes, got 5 bytes into 4"):
         stream.copy(buffer[:4], buffer)

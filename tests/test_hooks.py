@@ -151,7 +151,7 @@ def test_a_write_to_what_stays_is_eagers_error(by_session: bool, device: Device)
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_what_is_no_plain_tensor_is_kept(sim: cm.SimDevice) -> None:
-    """Beside small plain ones, of which some may go later: these may not."""
+    """Small plain tensors may go later; these may not."""
     odd = {
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True),
         "sparse": torch.eye(4).to_sparse().requires_grad_(),
@@ -224,7 +224,7 @@ def counted(kind: str, hook: Callable[[Any], Any], paths: list[HookPath]) -> Cal
 
 
 def of_device(frame: FrameType) -> bool:
-    """Whether the device called it."""
+    """True if the device called it."""
     return frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(DEVICE)
 
 
@@ -258,7 +258,7 @@ def test_a_hook_of_a_planned_step_crosses_no_more_than_it_did() -> None:
         assert max(path.num_files for path in of_kind) <= most_files
 
 
-# --- in the profiler's traces, and nothing changes when nobody profiles
+# --- in the profiler's traces, and nothing changes without a profiler
 
 
 def profiled_steps(*, profiled: bool) -> tuple[list[Tensor], Counter[str]]:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 aten = torch.ops.aten
 
 SCORES = (2, 3, 40, 40)
-"""Shape of attention's float32 scores: 38,400 bytes. Inside: bools per element (9,600) and per row (240), a scalar; rounded
+"""Shape of attention's scores, 38,400 bytes of float32. Inside: bools per element (9,600) and row (240), a scalar; rounded
 up."""
 SCORES_BYTES, SCORES_INSIDE = 38_400, 9_728 + 512 + 512
 

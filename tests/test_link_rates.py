@@ -45,7 +45,7 @@ QUICK = [CopySpan("out", i * 1e3, i * 1e3 + 6.3, 1 << 62) for i in range(8)]
         ([], None),
         (spans("out", 3, gbps=30.0), None),  # three pieces are too few
         (spans("out", 4, gbps=30.0), 30.0),
-        (spans("out", 50, nbytes=1024, gbps=30.0), None),  # tells of the fixed cost alone
+        (spans("out", 50, nbytes=1024, gbps=30.0), None),  # shows the fixed cost alone
         ([*spans("out", 9, gbps=30.0), CopySpan("out", 1e6, 2e6, 8 * MIB)], 30.0),  # one stalled
         (QUICK, None),
     ],
@@ -67,7 +67,7 @@ def test_each_direction_alone() -> None:
 
 
 def test_both_ways_at_once() -> None:
-    """One direction at 30, the other at 25 beside it, after each was alone at 40 and 50."""
+    """Each direction is alone at 40 and 50. Then one runs at 30 and the other at 25, at the same time."""
     took = 1_000.0
 
     def beside(out_gbps: float, in_gbps: float) -> list[CopySpan]:
@@ -174,7 +174,7 @@ def test_the_simulators_rates_are_its_links_the_same_every_time_and_nothing_is_l
     # 32 MiB pieces: 3355 and 1678 us at 10 and 20 GB/s, and 3.1 us fixed.
     assert figures["h2d_gbps"] == pytest.approx(10.0, rel=0.01)
     assert figures["d2h_gbps"] == pytest.approx(20.0, rel=0.01)
-    # The first piece was issued before anything ran beside it, and keeps its own rate: hence no closer.
+    # The first piece was issued before the other direction began, and keeps its own rate: hence the tolerance.
     assert figures["duplex_gbps"] == pytest.approx(25.0, rel=0.1)
     assert figures["duplex_gbps"] > 20.0
     one, other = [0.0, 100.0, 200.0], [50.0, 250.0, 450.0]

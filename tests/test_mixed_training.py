@@ -210,7 +210,7 @@ class Run:
 
 @dataclass
 class Found:
-    """What a run gave, beside its bits."""
+    """Results of a run."""
 
     seen: list[Image]
     left_bytes: int

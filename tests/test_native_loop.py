@@ -58,7 +58,7 @@ def _keep_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Step:
-    """What a step has beside its leaf: its number, what it holds from one to the next, the session."""
+    """State of a step besides its leaf: its number, tensors held between steps, the session."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -205,7 +205,7 @@ def another_stream(s: Step) -> Found:
 
 
 def kept_use_on_another_stream(s: Step) -> Found:
-    """Behind the use of what stays, copies back are due."""
+    """Copies back are due after the use of a tensor that stays."""
     y, before = chain(s, 10), torch.cuda.current_stream()
     (s.leaf[1, :60] * 1.0).sin().sin()
     row = s.leaf[0, :60] * 1.0
@@ -237,7 +237,7 @@ def goes_on_on_another_stream(s: Step) -> Found:
 
 
 def collected_as_it_is_handed_over(s: Step) -> Found:
-    """Python 3.11 collects as it allocates, and what is being told of may then be gone."""
+    """Python 3.11 collects as it allocates. The tensor being handed over may then be gone."""
     y = chain(s, 8)
     ring: list[object] = [sines(y, 6)]
     ring.append(ring)
@@ -327,7 +327,7 @@ class Session:
         self.entered: list[int] = []
         """Steps whose hooks the helper took."""
         self.hooks: list[int] = []
-        """Of each step, the latest hook of the loop's."""
+        """Latest hook of the loop in each step."""
 
     def run(self, during: Callable[[cm.SwapSession, Step, int], None] | None = None) -> list[list[Image | str]]:
         found, step = [], Step()

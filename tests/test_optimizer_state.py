@@ -46,7 +46,7 @@ BUCKET_BYTES = 80 * KIB
 
 
 class Counting(torch.optim.Optimizer):
-    """An optimizer of somebody's own, which counts its steps for all parameters: it must not be taken apart."""
+    """User's own optimizer, which counts its steps for all parameters: it must not be taken apart."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"steps": 0})
@@ -180,7 +180,7 @@ def test_a_step_that_would_not_fit_with_its_state_does(device: Device) -> None:
             assert plain_peak > budget
 
 
-# --- whoever reads or writes it
+# --- readers and writers of the state
 
 
 def trained(device: Device, make: Make = OPTIMIZERS["AdamW"]) -> tuple[Training, cm.SwapSession]:

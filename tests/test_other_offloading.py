@@ -40,7 +40,7 @@ def block() -> nn.Module:
 
 
 class Offloads(nn.Module):
-    """As Hugging Face's `activation_checkpointing_enable(offload=True)` does: `save_on_cpu` around each checkpoint."""
+    """`save_on_cpu` around each checkpoint, as in Hugging Face's `activation_checkpointing_enable(offload=True)`."""
 
     def __init__(self, inner: nn.Module, *, offload: bool, checkpointed: bool = True) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ HEAD = NBYTES - LAST
 
 
 class Life:
-    """One saved storage on its way, in a device of its own."""
+    """Saved storage on its way, in a device of its own."""
 
     def __init__(self, *, verify: bool = False, hbm_bytes: int | None = None) -> None:
         self.device = cm.SimDevice("h200", hbm_bytes=hbm_bytes)

@@ -137,7 +137,7 @@ class Run:
 
 
 def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:
-    """Of the step that will run short; asserts that it is one in which storages move."""
+    """Return the number of allocations of the step that will run short. Asserts that storages move in that step."""
     run.train(shortage, None, again=again)
     report = run.session.report()
     assert report.steps_by_phase in ({"recorded": 1, "planned": run.short_step + 1}, {"by_rule": run.short_step + 2})

@@ -42,7 +42,7 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
     "numpy's dlpack": np.from_dlpack,
     "a capsule": lambda t: t.__dlpack__(),
 }
-"""What may be the last that holds the bytes."""
+"""Objects that may be the last holder of the bytes."""
 
 
 def start_copy(device: Device, staged: Tensor, side: Stream) -> Tensor:

@@ -230,7 +230,7 @@ def test_what_is_below_min_bytes_never_moves() -> None:
 
 
 def saved_dtypes(build: Build, **options: Any) -> dict[str, set[int]]:
-    """By operator: bytes of a number in what it writes, of 64 x 64 numbers."""
+    """Return the bytes per number of each operator's results, which have 64 x 64 numbers."""
     trace = recorded_with(build, **options).trace
     return {
         op.name: {int(trace.tensor_bytes[tensor]) // 64**2 for tensor in op.writes}
@@ -327,7 +327,7 @@ def test_without_recomputation_the_command_only_swaps(models: str, tmp_path: Pat
 
 
 def said_budgets(outcome: Prediction) -> tuple[int, int]:
-    """The smallest budget of all and the one that hides all copies, as somebody reads them."""
+    """Return the smallest budget of all, and the one that hides all copies, as parsed from the output."""
     lines = [line for line in verdicts(outcome) if line.startswith("smallest budget")]
     assert len(lines) == 1
     found = re.search(r": ([\d.]+ \w+) with any plan, ([\d.]+ \w+) with all copies hidden", lines[0])
@@ -599,7 +599,7 @@ def test_a_path_to_nothing_is_told_as_one(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    os.mkfifo("fifo.json")  # which nobody writes: a reader would wait for ever
+    os.mkfifo("fifo.json")  # without a writer: a reader would wait for ever
     assert main(["plan", path]) == 2
     said = capsys.readouterr().err
     assert f"expected a file or folder with a Hugging Face configuration, got {path!r}, which is neither" in said

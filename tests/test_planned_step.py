@@ -74,8 +74,7 @@ def follow(
     stalls_us: dict[int, float] | None = None,
     out_stalls_us: dict[int, float] | None = None,
 ) -> list[float]:
-    """Run steps under the current plan. `step_us`: actual by predicted time. Return the predicted times of the followed
-    plans."""
+    """Run steps under the current plan. `step_us`: actual by predicted time. Return the followed plans' predicted times."""
     followed = []
     for _ in range(steps):
         current = made.current

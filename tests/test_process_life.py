@@ -43,16 +43,16 @@ CHILD_SECONDS = 60
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
 
 KEPT: list[object] = []
-"""What a case leaves alive until the interpreter itself clears this module."""
+"""Objects that a case keeps alive until the interpreter itself clears this module."""
 
 
 class Case(NamedTuple):
-    """What a process does before it ends, and how it must end."""
+    """Work of a process before it ends, and how it must end."""
 
     work: Callable[[], None]
     exit_code: int = 0
     last_line: str = ""
-    """Of stderr, which is empty but for a traceback that the case asks for."""
+    """Last line of stderr, which is empty except for a traceback that the case requests."""
 
 
 CASES: dict[str, Case] = {}

@@ -65,7 +65,7 @@ def collectives_of(group: dist.ProcessGroup, mix: Mix | None) -> tuple[Counter[s
     torch.manual_seed(3)
     x = torch.randn(64, 64, requires_grad=True)
     session = None if mix is None else mixed(mix)
-    with torch.autograd.profiler.profile() as profile:  # whoever calls them: gloo itself tells
+    with torch.autograd.profiler.profile() as profile:  # gloo itself records them, for any caller
         if session is None:
             for _ in range(3):
                 talk(x * 1.5, group).sum().backward()
@@ -137,7 +137,7 @@ class Fails:
 def test_out_of_memory_repeats_nothing_that_may_talk(
     operator: str, count: int, runs: int, sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A custom operator may be a collective that nobody knows of: among several ranks it runs once."""
+    """A custom operator may be an unknown collective: among several ranks it runs once."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: count)
     facts = {
@@ -274,7 +274,7 @@ def test_a_store_that_is_gone_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_rank_that_never_comes_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but `add` and `compare_set` is asked of a store: neither waits for a key."""
+    """Only `add` and `compare_set` are called on the store: neither waits for a key."""
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=1))
     assert Elsewhere(monkeypatch, store).enter(1, GIB) == ()

@@ -1,4 +1,4 @@
-"""What README, docs and examples show: Python that runs as it stands, output that is whole, links that lead somewhere."""
+"""Examples in README, docs and examples: Python that runs as it stands, complete output, links that lead somewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 EXAMPLE_PAGES = sorted((ROOT / "docs/examples").glob("*.md"))
 MOST_LINES = 130
-"""Of the README: whatever is longer belongs into docs/."""
+"""Limit of the README: longer text belongs into docs/."""
 
 
 class Snippet(NamedTuple):
@@ -27,7 +27,7 @@ class Snippet(NamedTuple):
 
     @property
     def first_call(self) -> str:
-        """What tells it from the others of its page."""
+        """First call of the snippet, which tells it from the others of its page."""
         found = re.search(r"cm\.(attach|install|SwapSession|save_on_cpu|PinnedPool|SimDevice)", self.text)
         assert found is not None
         return found[1]

@@ -267,7 +267,7 @@ def result_written() -> list[Tensor]:
 
 
 def batch_written(side: int) -> Program:
-    """A batch, or a bias, that nobody saves is written to after forward."""
+    """Write after forward to a batch, or a bias, that autograd did not save."""
 
     def program() -> list[Tensor]:
         x, batch = leaf(side, side), outside(side, side)
@@ -347,7 +347,7 @@ class ScalesWhatItSaved(torch.autograd.Function):
 
 
 def written_by_its_own_node() -> list[Tensor]:
-    """One backward comes to the function, and a later one to what was made from its input."""
+    """An early backward reaches the function, and a later one the tensors made from its input."""
     x = leaf(LARGE, LARGE)
     source = x * 2
     early = ScalesWhatItSaved.apply(source)  # type: ignore[no-untyped-call]  # torch's own
@@ -485,7 +485,7 @@ def deterministic_since() -> list[Tensor]:
 
 
 def own_generator() -> list[Tensor]:
-    """By name, and by position, as this operator takes it."""
+    """Pass the generator by name, and by position, as this operator takes it."""
     generator = torch.Generator()
     generator.manual_seed(3)
     x = leaf()
@@ -661,7 +661,7 @@ def test_an_odd_program_gives_what_plain_pytorch_gives(program: Program, held: f
 
 @pytest.mark.parametrize("program", [of_no_elements, result_written], ids=lambda program: program.__name__)
 def test_what_nothing_can_be_dropped_of_gives_the_same(program: Program) -> None:
-    """Of a result that is written eager raises, and so do we, in its words."""
+    """If the result is written, eager raises an error; so do we, with the same text."""
     check(program, drops=program is not of_no_elements)
 
 
@@ -727,7 +727,7 @@ def test_a_mismatch_comes_behind_the_callbacks_of_others() -> None:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: called.append("theirs"))
 
     x = leaf()
-    x.register_hook(queues)  # behind ours, which the first use queued
+    x.register_hook(queues)  # after ours, which the first use queued
     with dropping() as session, pytest.raises(cm.RecomputeMismatch), session.step():
         mismatched(x, queues).backward()
     assert called == ["theirs", "theirs"]
@@ -861,7 +861,7 @@ def test_a_parameter_that_is_resharded_is_in_no_recipe(fetched: bool, filled: bo
     def program() -> list[Tensor]:
         model.fetch()
         x = leaf(LARGE, LARGE)
-        z = (x + model.shift).sin().exp().tanh()  # nobody saves the parameter
+        z = (x + model.shift).sin().exp().tanh()  # the parameter is not saved
         model.free()
         if fetched:
             model.fetch(filled=filled)
@@ -922,7 +922,7 @@ def test_what_the_model_holds_and_a_hook_writes_is_in_no_recipe() -> None:
 
 
 def test_a_batch_that_a_hook_writes_in_backward_is_in_no_recipe() -> None:
-    """Nobody watches a backward, and autograd does not save the batch."""
+    """Writes in backward are not watched, and autograd does not save the batch."""
 
     def program() -> list[Tensor]:
         x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
@@ -935,7 +935,7 @@ def test_a_batch_that_a_hook_writes_in_backward_is_in_no_recipe() -> None:
 
 
 def test_a_held_storage_that_only_an_alias_is_left_of_is_not_held() -> None:
-    """Without the tensor that it was made as, no counter tells of writes: held, its new bytes would be read."""
+    """Without the tensor as which it was made, no counter shows writes: if held, its new bytes would be read."""
 
     def program() -> list[Tensor]:
         x = leaf()
@@ -1009,7 +1009,7 @@ set to zero."""
 
 
 def live_objects() -> int:
-    """Tensors, and objects and functions of ours but for `KEPT`."""
+    """Number of tensors, and of our objects and functions except `KEPT`."""
     found = 0
     for one in gc.get_objects():
         module = one.__module__ if type(one) is FunctionType else type(one).__module__
@@ -1034,7 +1034,7 @@ def test_no_memory_grows_without_the_collector(name: str, no_gc: None) -> None:
                 objects.append(live_objects())
     assert totals_of(session).recomputations > 30
     assert max(nbytes[10:]) <= max(nbytes[:10])
-    # One that stays in each step would be 10. The first ten fill caches.
+    # An object that stays in each step would add 10. The first ten steps fill caches.
     assert max(objects[4:]) < max(objects[2:4]) + 5
     assert executor_of(session)._registry.all() == []
     assert session.pool.stats().num_live == 0

@@ -1,4 +1,4 @@
-"""What is dropped and recomputed has plain PyTorch's bits, whatever wrote what it was made of in between.
+"""Recomputed storages have plain PyTorch's bits, regardless of writes to their sources in between.
 
     Pointers, kernels of extensions, aliases, hooks and optimizers write activations and buffers that autograd did not save.
     Eager is right, so a session is right: see `complaint` for what "right" is.
@@ -98,7 +98,7 @@ SETTINGS: tuple[Setting, ...] = (*(Budget(share, link) for link in LINKS for sha
 
 
 def problem(case: Case, setting: Setting, kind: str = "sim", *, named: bool | None = None) -> str | None:
-    """What is wrong with a case, in words."""
+    """Return a description of a case's fault, or None."""
     steps = MIXED_STEPS if isinstance(setting, Mixed) else STEPS
     broken = complaint(case, trained(case, setting, kind, steps), kind=kind, named=named)
     return None if broken is None else f"{case}, {setting}: {broken}"

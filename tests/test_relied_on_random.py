@@ -90,7 +90,7 @@ class RandomProgram(Program):
 
     @classmethod
     def in_each(cls) -> bool:
-        """Whether all of its writes are in each step."""
+        """True if all of its writes are in each step."""
         return all(one.write is None or one.write.every == 1 for one in cls.instructions)
 
     def forward(self) -> Tensor:

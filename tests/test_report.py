@@ -292,7 +292,7 @@ def test_memory_is_read_in_timed_steps_on_the_hosts_clock(swapped: cm.SwapReport
     assert 0 < max(reading.host_bytes for reading in memory) <= swapped.peak_host_bytes
 
 
-# --- the metrics behind it
+# --- the metrics of the report
 
 
 class Lane:

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 class _Beside:
-    """A home whose compute stream, to whoever copies for snapshots, is another one."""
+    """Home that gives snapshots a compute stream other than the real one."""
 
     def __init__(self, home: Home, *, waits: bool) -> None:
         self._home, self._waits = home, waits
@@ -78,7 +78,7 @@ def test_as_it_is_it_stays_green(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("beside", ["take", "take, waits", "restore", "restore, waits"])
 def test_copies_beside_compute_race(beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether their stream waits for what compute wrote or not: compute does not wait for it before it writes or reads next."""
+    """Compute does not wait for their stream before its next access. It does not matter if their stream waits for compute."""
     with pytest.raises(SimRaceError):
         train("optimizer", beside, monkeypatch)
 

@@ -113,7 +113,7 @@ def turned_training(at: torch.device) -> tuple[Turned, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said by torch's load of whoever has no process group
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's load says so without a process group
 def test_torchs_own_load_reads_it_into_tensors_with_strides_of_their_own(device: Device, tmp_path: Path) -> None:
     at = device.torch_device
     plain, optimizer = turned_training(at)
@@ -243,7 +243,7 @@ def test_a_process_that_is_killed_in_a_write_leaves_a_whole_checkpoint(
     for number in range(done, 6):
         again.step(number)
     assert same(again.outcome(), plainly("AdamW, foreach", torch.device("cpu"), range(6)))
-    write = written(path)  # the one after it takes the place of what was left, and needs nobody to clean up
+    write = written(path)  # the next write replaces the leftovers, which need no clean-up
     assert names(tmp_path) == ["run"]
     assert write.path == path
     assert list(read(path)["model"]) == ["weight", "bias"]
@@ -375,7 +375,7 @@ def test_a_write_that_fails_raises_at_its_wait_and_leaves_the_checkpoint_before(
 
 
 def test_a_file_that_the_system_refuses_to_let_grow_is_one_line(sim: cm.SimDevice, tmp_path: Path) -> None:
-    """As on a full disk: torch's archive raises an error of its own over the system's."""
+    """A full disk does the same: torch's archive raises its own error over the system's."""
     path = written(tmp_path / "run").path
     before = contents(path)
     most, limits = 100_000, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -471,7 +471,7 @@ def test_two_writers_of_one_checkpoint_do_not_mix(
 
 
 def test_a_planted_lock_or_leftover_is_not_followed(tmp_path: Path) -> None:
-    """By `wait`, as `OSError`: what the links lead to is unchanged, and so is the earlier checkpoint."""
+    """`wait` raises `OSError`. The targets of the links are unchanged, and so is the earlier checkpoint."""
     path = written(tmp_path / "run").path
     before = contents(path)
     (tmp_path / "mine").mkdir()

@@ -34,7 +34,7 @@ MACHINES = [OnSim, pytest.param(OnCuda, marks=pytest.mark.gpu)]
 
 SIDE, LAYERS, STEPS = 128, 6, 5
 ROOM = 10 * SIDE * SIDE * 4
-"""Bytes of a session beside its weights and input: less than what autograd saves."""
+"""Bytes of a session above its weights and input: less than autograd saves."""
 
 
 # --- what runs
@@ -50,7 +50,7 @@ class Work:
         ]  # fmt: skip
         self.x = torch.randn(SIDE, SIDE, device=machine.torch_device)
         self.keeps, self.made = False, list[Tensor]()
-        """Whether the model keeps what each tanh makes, and what it kept in the latest step."""
+        """True if the model keeps the result of each tanh; the results kept in the latest step."""
 
     def step(self, word: str) -> list[Tensor]:
         # Not `torch.autograd.grad`: what it returned is also held by a thread of autograd for a while after it returned, and a
@@ -103,7 +103,7 @@ class Session:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.device = machine, machine.device
         self.done: list[int] = []
-        """Of each step, the latest hook that the loop did."""
+        """Latest hook that the loop did in each step."""
 
     def run(self, words: Sequence[str], *, inside: Any = None) -> Steps:
         found: Steps = []
@@ -265,7 +265,7 @@ def planned(machine: Machine) -> Iterator[tuple[Work, cm.SwapSession]]:
 
 
 def kept_by_the_model() -> list[Image]:
-    """What the model keeps of a planned step, as it is after it."""
+    """Return the tensors that the model keeps of a planned step, after the step."""
     with planned(OnSim()) as (work, session):
         work.keeps = True
         with session.step():

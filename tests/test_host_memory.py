@@ -175,7 +175,7 @@ def test_auto_is_half_of_what_is_left_for_each_rank_and_grows_with_the_machine(e
         again = auto_limit_bytes(environ, available_bytes=left, held_bytes=mine)
         assert (again == part) if theirs == 0 or ranks == 1 else (again < part)
         assert auto_limit_bytes(environ, available_bytes=left + 128 * GIB, held_bytes=mine) > part
-    assert auto_limit_bytes(environ, available_bytes=0) == 0  # no file gives the available memory
+    assert auto_limit_bytes(environ, available_bytes=0) == 0  # nothing says what is left
 
 
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ class CountingDevice(SimDevice):
     def __init__(self) -> None:
         super().__init__()
         self.chunks: dict[int, int] = {}
-        """Address and bytes of those that were not given back."""
+        """Address and bytes of the buffers that were not given back."""
         self.num_pinned = 0
         """Number of buffers allocated so far."""
 

@@ -73,13 +73,13 @@ class _Forward:
         self.hooked()
 
     def hooked(self, spare: int = -1) -> None:
-        """Note that what was saved before may be sent from this hook on."""
+        """Mark storages saved before as sendable from this hook on."""
         for x in [x for x in self._waiting if x != spare]:
             self._b.sendable(x, self._b.num_hooks - 1)
             self._waiting.remove(x)
 
     def let_go(self) -> None:
-        """Let go of something: what nobody saved dies, what somebody did is released."""
+        """Drop a random storage: it dies if it was not saved, and is released if it was."""
         there = [x for x in self.alive if x not in self.dead]
         if there:
             x = self._random.choice(there)
@@ -126,7 +126,7 @@ def random_hybrid_step(random: Random) -> Trace:
 
 
 def random_choice(random: Random, recipes: Recipes) -> tuple[list[int], list[int]]:
-    """Storages to drop and storages to hold: some of those that may be, and all holds that recipes cannot do without."""
+    """Choose storages to drop and storages to hold at random, with every hold that the recipes need."""
     share = random.random()
     dropped = [j for j in recipes.can_drop.nonzero()[0].tolist() if random.random() < share]
     share = random.random()
@@ -135,7 +135,7 @@ def random_choice(random: Random, recipes: Recipes) -> tuple[list[int], list[int
 
 
 def random_hybrid_plan(random: Random, trace: Trace, recipes: Recipes) -> SwapPlan:
-    """Any choice, and any swaps of what else is idle then. It promises nothing."""
+    """Plan with a random choice, and random swaps of the other idle storages. It promises nothing."""
     rewritten = RewrittenTrace.of(recipes, *random_choice(random, recipes))
     swaps = []
     for action in random_plan(random, rewritten.trace, share=random.random()).actions:
@@ -145,7 +145,7 @@ def random_hybrid_plan(random: Random, trace: Trace, recipes: Recipes) -> SwapPl
 
 
 class _Oracle:
-    """A step under a plan: first who reads what at which recomputation, by recursion; then memory, block by block."""
+    """Step under a plan: first the reads of each recomputation, by recursion; then memory, block by block."""
 
     def __init__(self, trace: Trace, plan: SwapPlan) -> None:
         self.trace, self.plan = trace, plan
@@ -168,7 +168,7 @@ class _Oracle:
         self._find_recomputations()
 
     def _find_recomputations(self) -> None:
-        """At each use of what is gone: the operators that run, and what lives on because they read it."""
+        """At each use of a dropped storage, find the operators that run and the storages that live on, as they are read."""
         there = set[int]()
         for k, hook in enumerate(self.hooks):
             if not hook.use or hook.tensor not in self.dropped or hook.tensor in there:

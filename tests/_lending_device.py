@@ -61,7 +61,7 @@ class HeldStorages:
         self.entries: list[SimHeldStorage] = []
 
     def reclaim(self, nbytes: int) -> None:
-        """Reclaim, oldest first, what belongs to the current stream, while `nbytes` more pass the capacity or a limit."""
+        """Reclaim loans of the current stream, oldest first, while `nbytes` more exceed the capacity or a limit."""
         ledger, stream = self._machine.ledger, self._machine.current_stream()
         for held in tuple(self.entries):
             fits = ledger.allocated_bytes + nbytes <= min(ledger.capacity, held.hook.limit_bytes)
@@ -89,7 +89,7 @@ class SimAllocatorHook:
         return held
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
-        """Set the limit. The growth is of no use here: an allocation says what it wants."""
+        """Set the limit. The growth is not needed here: an allocation states its bytes."""
         self.limit_bytes = limit_bytes
 
 

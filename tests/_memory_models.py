@@ -24,7 +24,7 @@ from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
 
 
 class Job(NamedTuple):
-    """A model and its data, on the CPU, and what becomes of them: a scalar."""
+    """Model and data, on the CPU, and the function that computes a scalar from them."""
 
     model: nn.Module
     batch: tuple[Tensor, ...]

@@ -23,7 +23,7 @@ WIDTH = 16
 
 
 class Attention(nn.Module):
-    """Attention written out, on views of one product: chunks, transposes, dropout of what softmax gives."""
+    """Attention written out, on views of one product: chunks, transposes, dropout of softmax's result."""
 
     def __init__(self, width: int = WIDTH, heads: int = 2) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Vision(nn.Module):
 
 
 class Case(NamedTuple):
-    """A model and what it is trained on."""
+    """Model and its training data."""
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
@@ -186,7 +186,7 @@ MODELS: dict[str, Case] = {
 
 
 def bits(t: Tensor) -> bytes:
-    # A copy: what NumPy has looked at may be written to by others, for all that recipes know.
+    # A copy: recipes assume that memory seen by NumPy may be written to.
     return t.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -32,7 +32,7 @@ from chameleon_mm.swap.way import Way
 from tests._traces import chain, plan_of
 
 HELD_FROM = 1_000_000
-"""Number of the first held storage; those of saved ones are their hooks'."""
+"""Number of the first held storage. Saved storages are numbered by their hooks."""
 
 MOST_HOOKS = 4_096
 
@@ -75,7 +75,7 @@ class RandomPlaces(Mapping[BirthPlace, int]):
 
 
 class Mix(Director):
-    """Keeps, swaps or drops what is saved, by chance. The same seed makes the same choices."""
+    """Keep, swap or drop each saved storage by chance. The same seed makes the same choices."""
 
     plans = True
 
@@ -88,7 +88,7 @@ class Mix(Director):
         proofs: Proofs | None = None,
         admitted: frozenset[str] | None = None,
     ) -> None:
-        """drop, held: shares of the saved storages to drop, and of the others to hold; what is None is drawn."""
+        """drop, held: shares of the saved storages to drop, and of the others to hold; None: drawn at random."""
         self._random = draw = random.Random(seed)
         self._drop = draw.choice((0.3, 0.6, 0.9, 1.0)) if drop is None else drop
         share = draw.choice((0.0, 0.1, 0.4)) if held is None else held

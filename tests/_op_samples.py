@@ -36,7 +36,7 @@ _SAME_SIZE = {torch.bfloat16: torch.int16, torch.complex32: torch.int32}
 
 
 class BareMode(TorchDispatchMode):
-    """A dispatch mode that does nothing: what changes under it, torch itself changes under any."""
+    """Dispatch mode that does nothing. A result that changes under it changes under any mode."""
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -88,7 +88,7 @@ def differentiable(op: Any, device_type: str, dtypes: Sequence[torch.dtype]) -> 
 
 
 def samples_of(op: Any, device_type: str, dtype: torch.dtype, at_most: int, *, requires_grad: bool = True) -> list[Any]:
-    """The first, the last, and what lies evenly between, as neighbours are alike; of the first `LOOKED_AT`."""
+    """Return the first, the last, and evenly spaced ones between, as neighbours are alike; of the first `LOOKED_AT`."""
     samples = list(islice(op.sample_inputs(device_type, dtype, requires_grad=requires_grad), LOOKED_AT))
     if len(samples) <= at_most:
         return samples
@@ -125,7 +125,7 @@ def run(
                 again = [torch.randn_like(root) for root in roots]
                 second = bits_of(torch.autograd.grad(roots, [*leaves, *directions], again, allow_unused=True))
     except Exception as error:  # noqa: BLE001 - whatever it is, it has to be the same everywhere
-        # Torch holds what it was differentiating, until the thread's next backward.
+        # Torch holds the graph being differentiated until the thread's next backward.
         outcome = Outcome(error=f"{type(error).__name__}: {error}")
     else:
         return Outcome("", outputs, first, second)

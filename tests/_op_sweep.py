@@ -147,12 +147,12 @@ class Swapped(Way):
 
     def close(self) -> None:
         totals = self.executor.metrics.totals
-        moved = totals.bytes_swapped_out > 0  # not in: what the caller holds stays, and is copied
+        moved = totals.bytes_swapped_out > 0  # not in: storages that the caller holds stay, and are copied
         assert moved == (self.executor.swapped > 0), f"{self.executor.swapped} saves were to move"
 
 
 class SwappedInCompute(Swapped):
-    """The same on a device that looks at every operator: what is used before it is back would be poison, or an error."""
+    """Variant on a device that sees every operator: a use before the copy back would read poison, or raise."""
 
     mode = True
 
@@ -180,7 +180,7 @@ class SavedOnCpu(Way):
 
 
 class InSession(Way):
-    """Steps of a session that has no room for what is saved: one that is recorded, then what it planned from that."""
+    """Steps of a session without room for saved tensors: the first is recorded, the second follows a plan made from it."""
 
     records = True
 
@@ -227,7 +227,7 @@ ON_CUDA: dict[str, Callable[[], Way]] = {
 
 
 def run_plain(op: Any, sample: Any, *, twice: bool) -> tuple[Outcome, Callable[[Outcome], Outcome]]:
-    """Eager's outcome, and what of an outcome torch says that it gives again."""
+    """Return eager's outcome, and a function that selects the parts that torch declares reproducible."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         outcome = run(op, sample, twice=twice)

@@ -22,7 +22,7 @@ from chameleon_mm.plan.problem import Problem
 from chameleon_mm.plan.timing import LinkCost
 
 UNIT = 512
-"""Bytes are counted in these: numbers of like size are what keeps the solver exact."""
+"""Unit of the byte counts: the solver is exact only with numbers of similar size."""
 
 
 def least_step_us(problem: Problem, budget: int, cost: LinkCost, *, gap: float = 0.002, limit_s: float = 30.0) -> float | None:

@@ -69,11 +69,11 @@ class Swapped(Plain):
     """The same in a session that swaps parameters, which begins with the first step."""
 
     def __init__(self, device: Device, room_bytes: int, *, with_optimizer: bool = True, **given: Any) -> None:
-        """`room_bytes`: budget beside what is on the device when the session begins and is no parameter's."""
+        """`room_bytes`: budget in addition to the memory that the device holds when the session begins, parameters excluded."""
         super().__init__(device.torch_device)
         self.device, self._room_bytes, self._given = device, room_bytes, given
         self.budget: int | None = None
-        """Budget, in place of what `room_bytes` comes to."""
+        """Budget that replaces the one computed from `room_bytes`."""
         self._with_optimizer = with_optimizer
         self.session: cm.SwapSession | None = None
         self._stack = ExitStack()
@@ -152,7 +152,7 @@ def train(
 
 
 def go_on(loop: Plain, steps: int, loss_of: Loss | None = None) -> list[Tensor]:
-    """Train what `loop` has for some steps more. `loss_of` None: a mean of squares."""
+    """Train the model of `loop` for some more steps. `loss_of` None: a mean of squares."""
     model, optimizer = loop.trained, loop.stepped
     assert model is not None
     assert optimizer is not None

@@ -23,7 +23,7 @@ VOCABULARY = 97
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and what it is trained on."""
+    """Model and its training data."""
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
@@ -130,7 +130,7 @@ class Experts(nn.Module):
 
 
 def fixed_batch(model: nn.Module) -> Tensor:
-    """The same rows in every step: what experts get, and so the sequence, changes little from one to the next."""
+    """Use the same rows in every step: the experts' share of them, and so the sequence, changes little between steps."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         ids = tokens(4, 24)

@@ -129,7 +129,7 @@ def check_session(case: Case, kind: Kind = SIM) -> None:
 
 
 def trained_in_session(case: Case, room: float, kind: Kind = SIM, *, recompute: bool = True) -> tuple[Outcome, cm.SwapReport]:
-    """Within a budget that has room for this share of what forward leaves for backward."""
+    """Train in a session whose budget has room for this share of the storages that forward leaves for backward."""
     budget = budget_of(case, room, kind)
     device = kind.make()
     with device.compute():
@@ -166,7 +166,7 @@ def trained_with_save_on_cpu(case: Case, kind: Kind = SIM) -> tuple[Outcome, int
 
 
 def budget_of(case: Case, room: float, kind: Kind = SIM) -> int:
-    """A step's peak without swapping, less the share of what its forward leaves that is to have no room."""
+    """Return a step's unswapped peak, minus the share of forward's saved storages that shall have no room."""
     device = kind.make()
     with device.compute():
         training = Training(case, kind)

@@ -33,7 +33,7 @@ class LayerShape:
     """Sustained by everything else, of device memory."""
 
     def parts(self) -> list[tuple[str, float, int]]:
-        """Forward's operators: name, microseconds, bytes of what it saves."""
+        """Forward's operators: name, microseconds, bytes saved."""
         row, wide = 2 * self.tokens * self.hidden, 2 * self.tokens * self.ffn
         square = 2.0 * self.tokens * self.hidden * self.hidden / self.flops_per_us
         mlp = 2.0 * self.tokens * self.hidden * self.ffn / self.flops_per_us
@@ -91,14 +91,14 @@ def step_of(operators: int) -> Trace:
 
 
 class _Step:
-    """A step under way: what it saved and has not used."""
+    """Step being built: its saved storages that were not used yet."""
 
     def __init__(self, start_bytes: int) -> None:
         self._builder = TraceBuilder(device="none: made up", simulated=True, start_bytes=start_bytes)
         self._builder.tensor(start_bytes, TensorKind.PARAMETER, born=-1)
         self._saved: list[int] = []
         self._held: list[int] = []
-        """Saved, and what made them or uses them next is not over."""
+        """Saved storages whose writer or next reader has not ended."""
         self._fresh: list[int] = []
         """Saved, and no hook came since."""
 
@@ -114,7 +114,7 @@ class _Step:
         self._saved.append(made)
 
     def backward(self, name: str, us: float, which: int = -1) -> None:
-        """`which`: of what was saved; by default the last that was not used, and no other way after that."""
+        """`which`: index of a saved storage. Default: the last unused one; after a default, only defaults may follow."""
         b = self._builder
         used = self._saved[which] if which >= 0 else self._saved.pop()
         self._release()

@@ -54,7 +54,7 @@ def swapping_executor(
 
 
 def at_once(works: Iterable[Callable[[], object]]) -> None:
-    """Run each of `works` to its end on a thread of its own, all from one moment on. Raise what the first to fail raised."""
+    """Run each of `works` to its end on a thread of its own, all started at once. Raise the first error."""
     works, raised = list(works), list[BaseException]()
     start = threading.Barrier(len(works))
 
@@ -75,7 +75,7 @@ def at_once(works: Iterable[Callable[[], object]]) -> None:
 
 
 def on_a_thread(work: Callable[[], object]) -> None:
-    """Run `work` on a thread to its end. Raise what it raised."""
+    """Run `work` on a thread to its end. Raise its error."""
     at_once([work])
 
 

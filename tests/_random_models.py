@@ -75,7 +75,7 @@ def planning(
     thresholds: Thresholds | None = None,
     verify: bool = False,
 ) -> Executor:
-    """An executor that records its first step and plans the next ones. Unless told otherwise, each move is its own call."""
+    """Executor that records its first step and plans the next ones. By default, each move is its own call."""
     pool = pool or cm.PinnedPool(1 << 30, device=device)
     limits, thresholds = Limits(hbm_budget_bytes=hbm_budget), thresholds or Thresholds.direct()
     executor = swapping_executor(device, pool, limits, min_bytes=1024, thresholds=thresholds, verify=verify)

@@ -135,7 +135,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "indices": lambda x: torch.gather(x, 0, x.argsort(0)),
     "chunks": chunks,
     "chain": lambda x: (x * 2).add_(1).neg_().tanh_().mul_(0.5),
-    "chain refused": lambda x: (x * 0.5).exp_().add_(1),  # what exp saved is gone: backward refuses
+    "chain refused": lambda x: (x * 0.5).exp_().add_(1),  # exp's saved tensor was overwritten: backward refuses
     "inplace": lambda x: F.dropout(F.silu(F.leaky_relu(x * 2, 0.3, inplace=True), inplace=True), 0.2, inplace=True),
 }
 VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -196,7 +196,7 @@ programs = st.lists(st.tuples(st.sampled_from(NAMES), operands, operands, st.int
 
 
 class Mark:
-    """Tells whether a node of autograd's is still there."""
+    """True while a node of autograd exists."""
 
 
 class Run:
@@ -222,7 +222,7 @@ class Run:
         """Runs all but the instructions `left_out`, and calls `after` with number and name of each one that ran."""
         endings = [("retain", slot, slot, slot) for slot in range(SLOTS)]  # they share graphs
         for number, instruction in enumerate([*program, *endings]):
-            # The manager is entered and left again and again: what is saved inside is used outside, and the other way round.
+            # The manager is entered and left repeatedly: tensors saved inside are used outside, and the other way round.
             inside = self._inside and number < len(program)
             if number not in left_out:
                 with self._manager if inside else nullcontext():
@@ -231,8 +231,8 @@ class Run:
         for t in self._slots:
             self._look(t)
         self._slots.clear()
-        # A GPU's backward runs on a thread of autograd's, which lets go of a node when it takes the next, the latest op first:
-        # after this one nothing is left there of a backward that raised.
+        # A GPU's backward runs on a thread of autograd's. That thread frees a node when it takes the next one, the latest op
+        # first. After this one, it holds nothing of a backward that raised.
         self._oldest.backward()
 
     @property
@@ -347,7 +347,7 @@ def bits(t: Tensor) -> bytes:
 
 
 def normalised(message: str) -> str:
-    """Without the name of the op that wrote: of a tensor that nobody holds, only eager knows the latest."""
+    """Remove the name of the op that wrote: if no tensor holds the storage any more, only eager knows its latest writer."""
     return re.sub(r", which is output \d+ of [\w:]+,", "", message)
 
 

@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Talking(nn.Module):
-    """A block whose forward talks to the other ranks, functionally and in place, and saves what comes back."""
+    """Block whose forward talks to the other ranks, functionally and in place, and saves the results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,4 +266,4 @@ ON_FOUR = {
     build.__name__: build
     for build in (pipeline, fsdp_and_tp, fsdp_and_tp_locally, hybrid_sharded, ddp_and_pipeline)
 }  # fmt: skip
-"""Programs for four ranks: mixtures, and what differs with more than one neighbour."""
+"""Programs for four ranks: mixtures, and programs that differ with more than one neighbour."""

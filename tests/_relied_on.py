@@ -76,7 +76,7 @@ Step = tuple[bytes | None, ...] | Refused
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Memory for this share of what an unswapped step takes besides what the model does, and a link."""
+    """Link, and memory as a share of the bytes that an unswapped step takes in addition to the model."""
 
     share: float
     link: str = "slow"
@@ -150,7 +150,7 @@ def roomy(case: Case, link: str, kind: str = "sim", steps: int = STEPS) -> Train
 
 
 def taken_bytes(case: Case, link: str, kind: str) -> int:
-    """Memory that an unswapped step takes beyond what the model does."""
+    """Memory that an unswapped step takes in addition to the model."""
     unswapped = roomy(Case(case.program, case.program.whens[-1]), link, kind, steps=2)
     return unswapped.peak_bytes - unswapped.base_bytes
 
@@ -213,7 +213,7 @@ def _train(case: Case, model: Program, steps: int, session: cm.SwapSession | Non
             if plain is None:
                 done.states.append([t.detach().to("cpu", copy=True) for t in state])  # kept: no later test finds them
             model.zero_grad()
-        # Autograd lets go of what a backward that raised had in hand when the next one begins.
+        # When the next backward begins, autograd releases the tensors of a backward that raised.
         (torch.ones((), requires_grad=True) * 1).backward()
     return done
 

@@ -214,7 +214,7 @@ class UndoneByData(Undone):
 
 
 class BetweenMadeAndRead(Program):
-    """Writes an intermediate between the operator that made it and the one that reads it; neither saves it."""
+    """Write an intermediate between the operator that made it and the one that reads it; neither saves it."""
 
     scaled = staticmethod(scale)
 
@@ -233,7 +233,8 @@ class DataBetweenMadeAndRead(BetweenMadeAndRead):
 
 
 class BetweenMadeAndSaved(Program):
-    """Writes an activation between the operator that made it and the one that saves it. Autograd saved the bytes after that."""
+    """Write an activation between the operator that made it and the one that saves it. Autograd saved the bytes after the
+    write."""
 
     def written(self, made: Tensor) -> Tensor:
         scale(made, 0.5)
@@ -250,7 +251,7 @@ class BetweenMadeAndSaved(Program):
 
 
 class FunctionBetweenMadeAndSaved(BetweenMadeAndSaved):
-    """The same within a custom Function that marks what it wrote."""
+    """Variant with a custom Function that marks its write."""
 
     def written(self, made: Tensor) -> Tensor:
         halved: Tensor = apply(ScaleMarked, made, 0.5)
@@ -271,7 +272,7 @@ class MicroBatches(Program):
 
 
 class MicroBatchesInFlight(Program):
-    """Both micro-batches' forwards, a write of what the first one read, then both backwards."""
+    """Run both micro-batches' forwards, a write of a tensor that the first one read, then both backwards."""
 
     seen = True
 
@@ -394,7 +395,7 @@ class LossOverLogitsByData(LossOverLogits):
 
 
 class GateOverSaved(Program):
-    """A gate whose backward writes over what it saved, while another activation was made of the same tensor."""
+    """Gate whose backward writes over its saved tensor, from which another activation was made before."""
 
     pointer: ClassVar[bool] = True
 
@@ -418,7 +419,7 @@ class GateOverSavedByOperator(GateOverSaved):
 
 
 class Hidden(Program):
-    """Hidden states in a list, which are scaled by operators in a hook of what came last, as backward begins."""
+    """Hidden states in a list. A hook on the last one scales them by operators as backward begins."""
 
     seen = True
 
@@ -511,7 +512,7 @@ class Book(Program):
 
 
 class BookByData(Book):
-    """The same through `.data`: what a trial of the library had wrong bits with, so that it has to be right and no error."""
+    """Variant through `.data`. A trial of the library had wrong bits here: it must be right, without an error."""
 
     named_error = False
 
@@ -727,7 +728,7 @@ class ActorCriticFused(ActorCritic):
 
 
 class SavedByOperator(Program):
-    """An operator writes what autograd saved."""
+    """Write a tensor that autograd saved, by an operator."""
 
     seen = True
     eager_refuses = True
@@ -744,7 +745,7 @@ class SavedByOperator(Program):
 
 
 class SavedMarked(SavedByOperator):
-    """A custom Function writes what autograd saved, and marks it."""
+    """Write a tensor that autograd saved, by a custom Function that marks it."""
 
     seen = False
 
@@ -753,7 +754,7 @@ class SavedMarked(SavedByOperator):
 
 
 class SavedThenVersion(SavedByOperator):
-    """A kernel writes what autograd saved, and moves the version counter."""
+    """Write a tensor that autograd saved, by a kernel that moves the version counter."""
 
     seen = False
 

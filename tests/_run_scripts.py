@@ -34,7 +34,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def python(arguments: Sequence[str], folder: Path, stdin: str = "") -> Ended:
-    """Run `python arguments` in `folder`, with nothing of ours but what `arguments` name."""
+    """Run `python arguments` in `folder`, with no other code of ours than `arguments` name."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder, env=environment(), input=stdin, capture_output=True, text=True, check=False,

@@ -68,7 +68,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def outcome(self) -> list[Tensor]:
-        """Parameters, buffers, gradients, state and random states, on the host. State is read as anybody reads it."""
+        """Parameters, buffers, gradients, state and random states, on the host. State is read by the public API."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         tensors += [p.grad for p in self.model.parameters() if p.grad is not None]
         for state in self.optimizer.state_dict()["state"].values():

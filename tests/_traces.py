@@ -193,7 +193,7 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
 
 
 def between(trace: Trace, share: float) -> int:
-    """A budget: that share of the way from the least to what the step takes without swapping."""
+    """Return a budget: `share` of the way from the least one to the bytes that the step takes without swapping."""
     least = smallest_budget(trace)
     return max(1, least + int((peak_memory(trace).nbytes - least) * share))
 

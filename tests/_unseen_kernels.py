@@ -67,14 +67,14 @@ LIBRARY.impl("scale_said_", scale, "CompositeExplicitAutograd")
 
 @torch.library.custom_op("relied_on::custom_unsaid", mutates_args=())
 def custom_unsaid(x: Tensor, by: float) -> Tensor:
-    """Writes what it says it reads."""
+    """Write an argument that the schema declares as read."""
     scale(x, by)
     return x.mean()
 
 
 @torch.library.custom_op("relied_on::custom_said", mutates_args={"x"})
 def custom_said(x: Tensor, by: float) -> None:
-    """Writes what it says it writes."""
+    """Write an argument that the schema declares as written."""
     scale(x, by)
 
 
@@ -185,7 +185,7 @@ class FusedCrossEntropy(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """silu(a) * b, whose backward writes the gradients over what it saved, where `over`: by pointer, or by operators."""
+    """silu(a) * b. If `over`, its backward writes the gradients over its saved tensors: by pointer, or by operators."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, over: bool, pointer: bool) -> Tensor:

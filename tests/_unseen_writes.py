@@ -29,7 +29,7 @@ class Saved:
         self.version = t._version
         self.stays = t.is_leaf and t.requires_grad
         self.raw: bytes | None = None
-        """Once the instruction that saved it is over: its operator may fill what it saved after saving it."""
+        """Bytes once the saving instruction is over: its operator may fill the tensor after saving it."""
         self.written_by: int | None = None
         """The first instruction that changed its bytes, and not its version counter."""
 
@@ -40,7 +40,7 @@ class Saved:
 
 
 class Watch:
-    """Hooks that can be entered again and again, and see what is done to saved tensors between instructions."""
+    """Reusable hooks that record changes of saved tensors between instructions."""
 
     def __init__(self) -> None:
         self.harmful: int | None = None

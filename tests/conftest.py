@@ -141,7 +141,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """No garbage collection during the test: what is still alive at its end is held by a reference, what is gone was let go."""
+    """Disable garbage collection during the test: an object alive at its end is held by a reference."""
     was_enabled = gc.isenabled()
     gc.collect()  # the litter of earlier tests is not this test's
     gc.disable()

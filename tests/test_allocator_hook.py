@@ -237,7 +237,7 @@ def test_a_storage_of_which_a_part_stays_is_not_lent(machine: OnSim | OnCuda, sw
 
 
 def test_a_save_of_a_lent_storage_takes_it_back(machine: OnSim | OnCuda, swapper: Executor) -> None:
-    """The session has one tensor over it more, of which the allocator was not told."""
+    """The session has one more tensor over the storage, unknown to the allocator."""
     kept = randn(machine, 128, 128).clone()
     first = lent(machine, swapper, kept)
     kept.add_(1)

@@ -153,7 +153,7 @@ def closures(where: torch.device, attach: Attach) -> list[Tensor]:
 
 
 def adversaries(where: torch.device, attach: Attach) -> list[Tensor]:
-    """A second model, with an optimizer of its own that ends no step, reads what the first one made."""
+    """A second model, whose own optimizer ends no step, reads the first one's results."""
     maker, judge = layers(where), layers(where, drop=0.0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in (maker, judge)]
     attach(maker)
@@ -477,7 +477,7 @@ def test_steps_of_a_module_whose_children_alone_are_called_are_found(together: s
 
 
 def trains(called: nn.Module, owner: nn.Module) -> None:
-    """Three steps of an optimizer of `owner`'s parameters, while `called` is what runs."""
+    """Run three steps of an optimizer of `owner`'s parameters, while `called` runs."""
     optimizer = torch.optim.SGD([*owner.parameters()] or [torch.zeros(1)], lr=1e-2)
     for _ in range(3):
         loss = called(torch.randn(512, 128)).square().mean()

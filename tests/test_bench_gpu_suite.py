@@ -165,7 +165,7 @@ def test_time_is_kept_for_later_parts() -> None:
     first, second = (Part(theme=theme, command=[], cap_s=100, least_s=30) for theme in ("a", "b"))
     assert allotted_s(first, 500, [second]) == 100
     assert allotted_s(first, 110, [second]) == 80
-    assert allotted_s(first, 59, [second]) == 30  # not enough for both: who comes first runs
+    assert allotted_s(first, 59, [second]) == 30  # not enough for both: the first to come runs
     assert allotted_s(second, 59, []) == 59
     assert allotted_s(second, 29, []) == 0
     for least_s in (0.0, 20.0):
@@ -358,7 +358,7 @@ def test_every_part_of_the_suite_runs_on_the_stand_in(tmp_path: Path) -> None:
     records = {theme: record for theme, record in written["records"].items() if theme != "tests"}
     for theme, record in records.items():
         assert (record["stand_in"], is_stand_in(record["device"])) == (True, True), theme
-    records.pop("hooks")  # the host's own times, which the stand-in does tell
+    records.pop("hooks")  # the host's own times, which the stand-in does measure
     records["training"]["tables"].pop("small model")
     assert not [found for record in records.values() for found in figures(record) if found["unit"] not in UNITLESS]
 

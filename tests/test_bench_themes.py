@@ -107,7 +107,7 @@ def test_simulated_copies_cost_the_host_and_hide_but_for_that() -> None:
         assert 0.9 < cells["kept"]["median"] <= 1.0
         assert cells["gbps"]["median"] > 30
     (packed,) = tables["packed"].values()
-    assert 0.3 < packed["kept"]["median"] <= 1.0  # at these sizes the host's time to pack is what limits
+    assert 0.3 < packed["kept"]["median"] <= 1.0  # at these sizes the host's time to pack is the limit
     assert packed["slowdown"]["median"] >= 1.0
     assert packed["gbps"] == tables["saturated"]["gemm, D2H"]["gbps"]
 

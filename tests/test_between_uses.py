@@ -84,7 +84,7 @@ def used_again(random: Random, most: int = 10) -> Trace:
 
 
 def random_actions(random: Random, trace: Trace) -> SwapPlan:
-    """A plan by which some of what is idle is away, before a first use or between two. It promises nothing."""
+    """Plan by which some idle storages are away, before a first use or between two. It promises nothing."""
     candidates = Candidates.of(trace, between_uses=True)
     rows = sorted((i for i in range(len(candidates)) if random.random() < 0.8), key=lambda i: int(candidates.use[i]))
     tensors = [int(candidates.tensor[i]) for i in rows]
@@ -186,7 +186,7 @@ def test_a_program_copies_out_once_and_frees_without_a_copy_after_that() -> None
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 1.0), slow=st.booleans())
-@example(seed=1118, share=0.0, slow=True)  # what is away between uses comes back after the last first use
+@example(seed=1118, share=0.0, slow=True)  # storages away between uses come back after the last first use
 def test_a_plan_keeps_its_budget_exactly_as_simulated(seed: int, share: float, slow: bool) -> None:
     trace, cost = used_again(Random(seed)), SLOW_LINK if slow else H200_LINK
     budget = between(trace, share)
@@ -378,7 +378,7 @@ def test_a_wrong_plan_costs_time_alone(
 
 
 class Keeps(torch.autograd.Function):
-    """Holds what it saved until its own backward runs again."""
+    """Function that holds its saved tensors until its own backward runs again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Training:
         return self.device.peak_allocated_bytes()
 
     def assert_exact(self) -> None:
-        """The steps so far gave what plain PyTorch gives."""
+        """Assert that the steps so far have plain PyTorch's results."""
         losses, parameters = plainly(self.works[: len(self.losses)])
         assert self.losses == losses
         assert all(torch.equal(a, b) for a, b in zip(self.model.parameters(), parameters, strict=True))

@@ -259,7 +259,7 @@ def test_each_setting_of_products_is_noted_as_it_changes(number: int) -> None:
         pytest.skip(f"no other value than {value!r} may be written here")
 
 
-# --- what is not noted
+# --- events without a note
 
 
 def test_pauses_backwards_and_what_comes_after_the_end_are_not_noted(watched: AnyWatch) -> None:

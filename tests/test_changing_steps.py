@@ -213,7 +213,7 @@ def test_what_a_proof_had_kept_comes_back_beside_all_that_its_plan_has_then() ->
 
 
 def test_a_plan_whose_memory_others_hold() -> None:
-    """Every block but the last ones is frozen or not: up to there the hooks are the same, and what else is allocated is not."""
+    """Every block except the last ones is frozen or not: up to there the hooks are equal, and the other allocations are not."""
     works = [Work(frozen=frozen) for frozen in (2, 2, 1, 2, 0, 1, 0, 2, 2, 0, 1, 0, 0)]
     got = assert_exact_within(works, 0.6)
     assert got.report is not None

@@ -40,7 +40,7 @@ def report() -> cm.SwapReport:
 
 
 def events_of(path: Path) -> list[Event]:
-    """Events of a trace, each with what the format asks of its kind."""
+    """Return the events of a trace. Each has the fields that the format requires of its kind."""
     document = json.loads(path.read_text(encoding="utf-8"))
     events = document["traceEvents"]
     assert document["displayTimeUnit"] == "ms" and isinstance(events, list)
@@ -131,7 +131,7 @@ def test_readings_are_as_long_after_their_steps_begin_as_the_host_was() -> None:
 
 
 def test_the_last_step_has_no_readings_of_the_next_one(sim: cm.SimDevice) -> None:
-    """A report in the middle of a step: its readings would lie behind the step before, as if memory rose there."""
+    """A report in the middle of a step: its readings would come after the step before, as if memory rose there."""
     x = torch.randn(256, 256, requires_grad=True)
     session = cm.SwapSession("64MiB", "64MiB", sim, min_bytes=0)
 
@@ -186,7 +186,7 @@ def test_on_a_device_the_tightest_bound_puts_it_on_the_clock(tmp_path: Path) -> 
 
 
 def allocated_over(snapshot: dict[str, Any]) -> list[int]:
-    """Bytes allocated after each event. What is allocated at the end and by no event was there from the beginning."""
+    """Bytes allocated after each event. Memory allocated at the end without an event existed from the beginning."""
     events = snapshot["device_traces"][0]
     alive = {b["address"]: b["size"] for seg in snapshot["segments"] for b in seg["blocks"] if b["state"] == "active_allocated"}
     grows = [{"alloc": 1, "free_completed": -1}.get(event["action"], 0) * event["size"] for event in events]

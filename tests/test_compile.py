@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     # Flex attention recommends compiling it.
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-    # ... and says what it breaks its graph at, when it meets the hooks being installed.
+    # ... and reports its graph break when it meets the hooks being installed.
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
 
@@ -139,8 +139,8 @@ def test_compiled_training_is_bit_identical_in_a_session(model: str, backend: st
 
 
 def test_compiled_steps_are_planned_once_nothing_is_compiled_any_more(unwatched: Device) -> None:
-    """The step in which dynamo compiles is no measure of those that follow: the next one is recorded. Nothing it had compiled
-    is compiled again for the recorder's sake, and nothing is run by eager instead."""
+    """A step in which dynamo compiles is no measure of later ones: the next step is recorded. For the recorder's sake, dynamo
+    compiles nothing again, and nothing runs by eager instead."""
     torch.manual_seed(2)
     net = Mixed("aot_eager").to(unwatched.torch_device)
     batch = torch.randn(16, 32, device=unwatched.torch_device)
@@ -272,7 +272,7 @@ def test_a_compiled_function_that_trains(what: str, unwatched: Device) -> None:
             out.backward()
         else:
             half = deep(x)
-            torch._dynamo.graph_break()  # what is saved last is not worth a copy: its use is the next that happens
+            torch._dynamo.graph_break()  # the last saved tensor is not worth a copy: its use comes next
             deep(half).sum().backward()
 
     x = torch.randn(16, 16, device=unwatched.torch_device, requires_grad=True)
@@ -300,7 +300,7 @@ def test_fullgraph_works_under_hooks_and_refuses_to_enter_them(unwatched: Device
     (got,) = torch.autograd.grad(out, x)
     assert torch.equal(got, expected)
     assert manager.pool.stats().peak_live_bytes > 0
-    # Nothing of the refused attempt remains: outside, no hooks act.
+    # The refused attempt leaves nothing: outside, no hooks act.
     after = manager.pool.stats().peak_live_bytes
     deep(torch.randn(512, 512, device=unwatched.torch_device, requires_grad=True)).sum().backward()
     assert manager.pool.stats().peak_live_bytes == after

@@ -250,7 +250,7 @@ def test_packing_is_exact(cuda: CudaDevice, by: str, where: str) -> None:
         for source, offset in zip(sources, offsets, strict=True):
             want[offset : offset + source.numel()] = source.cpu()
         assert torch.equal(staging.cpu(), want)
-        stream.unpack(back[1::2], staging, offsets[1::2])  # a part of what was packed
+        stream.unpack(back[1::2], staging, offsets[1::2])  # a part of the packed buffers
         compute.wait(stream.record())
         assert all(torch.equal(*pair) for pair in zip(sources[1::2], back[1::2], strict=True))
 

@@ -288,7 +288,7 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 class TellingDriver(FakeDriver):
-    """Writes each call to stderr at once: at the end of the interpreter there is nobody left to ask."""
+    """Write each call to stderr at once: the interpreter's end leaves no code to read a log."""
 
     def _asked(self, call: str) -> None:
         os.write(2, f"{call} in {'parent' if os.getpid() == PARENT else 'child'}\n".encode())
@@ -313,8 +313,8 @@ def _reserve(address: int, nbytes: int) -> bool:
 
 
 def _in_a_child() -> None:
-    """Everything that was pinned goes in a forked child, where something else lies at its address by then; so does a view of
-    what was unpinned before."""
+    """Drop pinned memory in a forked child, where its address may hold other data. Also drop a view of memory unpinned
+    before."""
     locker = PageLocker(TellingDriver().calls())
     memory, unpinned = locker.pin(64 * MIB), locker.pin(64 * MIB)
     address = unpinned.data_ptr()
@@ -349,7 +349,7 @@ def _in_a_child() -> None:
 
 
 def _at_exit() -> None:
-    """Pinned memory is alive in every way: in a module, in a cycle, in a locker that is gone."""
+    """Pinned memory is alive in every way: in a module, in a cycle, in a freed locker."""
     locker = PageLocker(TellingDriver().calls())
     KEPT.append((locker, locker.pin(4096)))
     cycle: list[object] = [PageLocker(TellingDriver().calls())]

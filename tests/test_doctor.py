@@ -25,7 +25,7 @@ _FOLDER = "sys/bus/pci/devices/0000:06:00.0"
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the doctor keeps what it measured in the user's home, which is here for the tests."""
+    """Set HOME to a folder of the tests: on a GPU the doctor keeps its measurements there."""
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
 

@@ -116,7 +116,7 @@ def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPat
                 caught.__traceback__ = None  # its frames hold the graph
                 del caught
         with suppress(Fault, KeyboardInterrupt):
-            trainer.session.report()  # what came up as a dropped graph was cleared away is raised here, at the latest
+            trainer.session.report()  # an error caught while a dropped graph was cleared away is raised here, at the latest
         reached = faults.over
         faults.fail_at = None
         assert trainer.step(), f"{site} {fail_at}: the next step is wrong"

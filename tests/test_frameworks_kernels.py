@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def hugging_faces() -> Any:
-    """The package `kernels` that is installed. In a checkout's own folder, that name is the folder's beside it."""
+    """Return the installed package `kernels`. In a checkout's own folder, the name is that of a folder there."""
     path = sys.path
     sys.path = [entry for entry in path if Path(entry).resolve() != ROOT]
     sys.modules.pop("kernels", None)

@@ -26,7 +26,7 @@ CALLBACKS = [hf.SwapCallback, lightning.SwapCallback]
 
 
 class Fails(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """Does something at the end of the second step: raises, unless told otherwise."""
+    """Act at the end of the second step: by default, raise."""
 
     def __init__(self, act: Callable[[], object] | None = None) -> None:
         self._act = act

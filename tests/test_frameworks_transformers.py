@@ -25,7 +25,7 @@ SwapCallback = cm.integrations.transformers.SwapCallback
 
 
 class Notes(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
-    """Notes what `Trainer` logs of each step."""
+    """Record the logs of `Trainer` in each step."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
@@ -183,7 +183,7 @@ def preferring(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any
 
 
 def reinforcing(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -> Any:
-    """Group-relative policy optimization: the model generates, within a step of training, what it is trained on."""
+    """Group-relative policy optimization: within a training step, the model generates its own training data."""
 
     def lengths(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text) % 7) for text in completions]

@@ -112,7 +112,7 @@ def gathered(swapper: Executor, *rows: int | tuple[int, slice]) -> tuple[list[Te
 
 
 def next_op(swapper: Executor) -> None:
-    """A differentiable op and a hook after it: what was saved before may now be gathered and copied."""
+    """Run a differentiable op and a hook: tensors saved before may now be gathered and copied."""
     torch.ones(1, device=swapper.device.torch_device, requires_grad=True).exp()
     swapper.save(torch.ones(1, device=swapper.device.torch_device))
 

@@ -87,7 +87,7 @@ def batch(number: int, kind: str) -> Tensor:
 def run(
     kinds: Sequence[str], budget: int | None = None, *, held: Sequence[int] = (), held_bytes: int = 0, on: Device | None = None
 ) -> Run:
-    """`held`: the steps during which somebody else holds that much of the device. `on`: None: a simulated one."""
+    """`held`: the steps in which other tensors hold that much of the device. `on`: None: a simulated one."""
     device = on or cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
@@ -250,7 +250,7 @@ SEEN = ("saves more", "more rows", "fewer rows")
 @pytest.mark.parametrize("at", [1, 5])
 @pytest.mark.parametrize("odd", [*HIDDEN, *SEEN])
 def test_one_odd_step_leaves_the_plan_of_the_others(odd: str, at: int, share: float) -> None:
-    """No plan has room for the hidden ones: the budget is a share of what the others take without swapping."""
+    """No plan has room for the hidden ones: the budget is a share of the other steps' unswapped memory."""
     kinds = [*["plain"] * at, odd, *["plain"] * (15 - at)]
     budget = int(max(run(["plain"] * 2).peaks) * share)
     got = run(kinds, budget)

@@ -64,7 +64,7 @@ def test_what_stays_goes_the_short_way_in_planned_steps(device: Device, long_way
 
 
 class Twice(torch.autograd.Function):
-    """Runs differentiable operators of its own before it saves what it returns."""
+    """Run differentiable operators of its own before saving its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class HookPath(NamedTuple):
 
 
 def counted(kind: str, hook: Callable[[Any], Any], paths: list[HookPath]) -> Callable[[Any], Any]:
-    """`hook`, which appends what it called to `paths`."""
+    """Wrap `hook` to append the functions that it called to `paths`."""
 
     def run(argument: Any) -> Any:
         calls: Counter[tuple[str, str]] = Counter()
@@ -279,7 +279,7 @@ def profiled_steps(*, profiled: bool) -> tuple[list[Tensor], Counter[str]]:
     return gradients, names
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the profiler's own, about what it will do in later versions
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the profiler's own warning, about later versions
 def test_copies_and_waits_are_ranges_of_the_profilers_trace() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 64, requires_grad=True)

@@ -23,7 +23,7 @@ from chameleon_mm.units import GIB, KIB, MIB
 from tests._fakes import ManualClock, file_tree, refusing
 from tests._programs import assert_same
 
-UNLIMITED_V1 = 9223372036854771712  # what version 1 writes for "no limit"
+UNLIMITED_V1 = 9223372036854771712  # version 1's text for "no limit"
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:         1000000 kB\nMemAvailable:   33554432 kB\nBuffers:          1 kB\n"
 
 

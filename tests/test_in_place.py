@@ -77,7 +77,7 @@ Holder = Callable[[Tensor], Any]
 
 
 class Hidden(torch.autograd.Function):
-    """Keeps what it is given on its context, which autograd knows nothing of."""
+    """Keep an argument on the context, unknown to autograd."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def test_steps_that_save_what_lies_in_ddps_buckets_are_plain_pytorchs(sim: cm.Si
 
 
 def test_the_result_of_a_use_counts_as_a_holder(sim: cm.SimDevice) -> None:
-    """A node, or a hook on it, may keep what it is given."""
+    """A node, or a hook on it, may keep the result that it receives."""
     with sim.compute():
         swapper = executor(sim)
         y = made(sim)
@@ -285,7 +285,7 @@ def test_memory_that_torch_did_not_allocate_stays_and_is_counted(name: str, sim:
         assert swapper.metrics.totals.kept_by_reason == {"borrowed": 1}
         assert torch.equal(swapper.use(handle), y)
         swapper, y, expected, later = one_saved(sim)
-        y.numpy()  # what NumPy was given after its save stays, too
+        y.numpy()  # an array made by NumPy after the save stays, too
         del y
         hook(swapper, times=2)
         assert later.claim.saved.state is State.RESTORED

@@ -137,7 +137,7 @@ def test_classes_made_of_it_and_managers_made_before_go_on(sim: cm.SimDevice) ->
     with before:
         z = y * 2
     with sim.compute():
-        z.sum().backward()  # saved by ours, used after it is gone
+        z.sum().backward()  # saved by our class, used after it is uninstalled
     same = x.detach().clone().requires_grad_()
     (same.exp().sin().cos() * 2).sum().backward()
     assert x.grad is not None and same.grad is not None and torch.equal(x.grad, same.grad)

@@ -33,7 +33,7 @@ def unraisable(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException |
 
 @contextmanager
 def failing_ends() -> Iterator[list[str]]:
-    """Every saved tensor that autograd lets go of inside fails once it is given back; yields the errors' texts."""
+    """Make every saved tensor that autograd releases inside fail after its release; yield the errors' texts."""
     made: list[str] = []
     retire = SavedStorage.retire
 
@@ -92,7 +92,7 @@ def test_it_is_raised_at_the_next_entry_and_once(entry: str, sim: cm.SimDevice, 
         note = ""
         try:
             work()
-        except SimRaceError as error:  # not pytest.raises, which keeps frames, and what was saved there
+        except SimRaceError as error:  # not pytest.raises, which keeps frames, and with them the saved tensors
             note = f"{error}: {error.__notes__}"
         assert note.startswith("number 0") and "given back" in note
 

@@ -24,7 +24,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[1]
 _TOP_LEVEL_FOLDERS = {"bench", "kernels"}
 
-# A bench measures what CUDA itself does, below every layer of ours: going through them would measure something else.
+# A bench measures CUDA itself, below every layer of ours: a measurement through them would be another one.
 _MAY_USE_TORCH_CUDA = re.compile(r"chameleon_mm/(device/cuda/\w+|bench/_reclaim_gap)\.py")
 _MAY_ASK_FOR_CUDA = re.compile(r"chameleon_mm/(device/(cuda/)?\w+|bench/_reclaim_gap)\.py")
 
@@ -64,7 +64,7 @@ def _torch_cuda_uses(source: str) -> list[int]:
 MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 60, 8
 
 _HAS_MANY_PARAMETERS = {"SwapSession"}
-"""Classes whose constructor is what users say, by name."""
+"""Classes whose constructor parameters are the user's settings, by name."""
 
 
 def _too_long(source: str) -> list[str]:

@@ -30,7 +30,7 @@ FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 
 
 class Watch:
-    """The light profiler in autograd's hooks, as an executor calls it: told whose storage was saved before."""
+    """Light profiler in autograd's hooks, as an executor calls it: with the number of a storage's earlier save."""
 
     def __init__(self) -> None:
         self.light = LightProfiler()
@@ -201,7 +201,7 @@ def test_an_operator_more_changes_the_next_save_of_each_storage_that_is_saved_ag
     plain, edited = seen(lambda: run(False)), seen(lambda: run(True))
     looks = (Tensor, cos.shape, torch.float32)
     assert saves(plain)[1:] == [(*looks, 1, since) for since in (0, *[2] * 8)]
-    # The tanh saves its output; behind it cos and sin were saved one hook longer ago, once each.
+    # The tanh saves its output. In the hooks after it, cos and sin were saved one hook longer ago, once each.
     assert saves(edited)[:6] == saves(plain)[:6]
     assert saves(edited)[6:9] == [(*looks, 1, since) for since in (0, 3, 3)]
     assert saves(edited)[9:] == saves(plain)[8:]
@@ -270,7 +270,7 @@ def test_a_step_that_is_the_followed_one_is_its_record() -> None:
     assert micro_batches(known) == 2
     assert watch.step(many_phases, known) is known
     assert watch.expected == [True] * known.num_hooks
-    other = watch.step(many_phases)  # whether it was followed makes no difference to what it is
+    other = watch.step(many_phases)  # following the step does not change its record
     assert other is not known
     assert facts(other) == facts(known)
 

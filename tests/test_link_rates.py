@@ -137,7 +137,7 @@ def test_what_the_link_was_long_ago_does_not_count() -> None:
 
 
 def test_after_hours_the_rates_are_as_exact_as_at_first() -> None:
-    """Spans are on one clock that goes on; what is near each other on it is told apart as ever."""
+    """Spans are on one clock that goes on. Neighbouring times on it remain distinguishable."""
     hour_us = 3_600e6
     alone = [*spans("out", 6, gbps=40.0), *spans("in", 6, gbps=50.0, start_us=1e5)]
     beside = [CopySpan(way, 1e6 + 5.0 * (way == "in"), 1e6 + 1_000.0, int(25e6)) for way in ("out", "in")]
@@ -226,7 +226,7 @@ RATES = {"h2d_gbps": 50.0, "d2h_gbps": 49.0, "duplex_gbps": 80.0}
 def test_what_was_kept_is_there_for_its_device_driver_and_torch_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = UnsimulatedDevice("CUDA driver 13.0, runtime 13.0")
     assert kept(device, "link") is None
-    assert not keep(SimDevice(), "link", RATES)  # what is simulated is neither kept nor found
+    assert not keep(SimDevice(), "link", RATES)  # simulated rates are neither kept nor found
     assert list(home.iterdir()) == []
     assert keep(UnsimulatedDevice("simulated"), "link", RATES)
     assert kept(SimDevice(), "link") is None

@@ -112,7 +112,7 @@ def _there_at_peak(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 def _begin(device: Device) -> int:
     """The bytes allocated now, when steps begin that count."""
     device.synchronize()
-    free_unused()  # what earlier jobs left is not this one's memory
+    free_unused()  # memory that earlier jobs left is not this one's
     device.reset_peaks()
     return device.allocated_bytes()
 

@@ -111,7 +111,7 @@ class Model(nn.Module):
 
 
 class Both(nn.Module):
-    """Two models that are trained together, the second on what the first makes."""
+    """Two models trained together, the second on the first one's results."""
 
     def __init__(self, models: list[Model]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Mixed:
     optimizer: str
     half: bool
     room: float
-    """Share of what the first micro-batch's forward leaves that the budget has room for."""
+    """Share of the first micro-batch's saved storages that the budget has room for."""
     recompute: bool
 
 
@@ -159,7 +159,7 @@ def _drawn() -> st.SearchStrategy[Mixed]:
 
 @dataclass
 class Run:
-    """A program's training, and what could be seen of it."""
+    """Training of a program, and its observable results."""
 
     mixed: Mixed
     kind: Kind
@@ -254,7 +254,7 @@ Reported = Callable[[], cm.SwapReport | None]
 def _entered(
     mixed: Mixed, run: Run, device: Any, budget: int | None, at_end: ExitStack
 ) -> tuple[Callable[[], AbstractContextManager[object]], Reported]:
-    """Enter what swaps until `at_end` closes. Returns what each step is in, and the report."""
+    """Enter the swapping hooks or session until `at_end` closes. Return the context of each step, and the report."""
     if budget is None:
         return nullcontext, lambda: None
     if mixed.way == "save_on_cpu":
@@ -274,7 +274,7 @@ def _entered(
 
 
 def budget_of(mixed: Mixed, kind: Kind, peak: int) -> int:
-    """A plain step's peak, less the share of what a forward leaves that is to have no room."""
+    """Return a plain step's peak, minus the share of forward's saved storages that shall have no room."""
     device = kind.make()
     with device.compute():
         run = Run(mixed, kind)

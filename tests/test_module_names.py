@@ -13,7 +13,7 @@ from chameleon_mm.record.recorder import ModuleNames
 
 
 class Asks(nn.Module):
-    """Notes its name as the stack tells it."""
+    """Record its name as given by the stack."""
 
     def __init__(self, names: list[ModuleNames]) -> None:
         """`names`: one, once there is a model to name modules of."""

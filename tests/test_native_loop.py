@@ -49,7 +49,7 @@ def native_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no plan be tried, or made anew, because of times: those of the machine that runs the test."""
+    """Keep measured times from trying or replacing plans: they are those of the machine that runs the test."""
     monkeypatch.setattr(Adaptation, "_learn_times", lambda self: None)
     monkeypatch.setattr(PlannedStep, "is_decided", True)
 
@@ -114,7 +114,7 @@ def views(s: Step) -> Found:
 
 def held_by_the_model(s: Step) -> Found:
     held: list[Tensor] = []
-    first = 0 if s.number < LAST - 1 else 2  # the plan knows nothing of those that it holds in the end
+    first = 0 if s.number < LAST - 1 else 2  # the tensors held at the end are unknown to the plan
     y = chain(s, 20, lambda i, y: held.append(y) if i % 3 == first else y.untyped_storage())
     before = [t.detach().clone() for t in held]
     return [s.grad(y), *before, *held]
@@ -221,7 +221,7 @@ def kept_use_on_another_stream(s: Step) -> Found:
 
 
 def goes_on_on_another_stream(s: Step) -> Found:
-    """The helper comes back where it may be: not behind a save that stays, and is on another stream than the step."""
+    """The helper comes back where it may: not after a save that stays on another stream than the step's."""
     s.leaf.grad = None
     chain(s, 12).sum().backward()
     before = torch.cuda.current_stream()
@@ -347,7 +347,7 @@ class Session:
                 if native is not None and native.latest_step == session._executor.parts.registry.epoch:
                     self.entered.append(step.number)
             step.graph = None
-            gc.collect()  # what an error's frames hold
+            gc.collect()  # objects held by an error's frames
             self.device.synchronize()
             self.report, self.live = session.report(), session.pool.stats().live_bytes
             assert not session._executor.parts.context.held and not len(session._executor.parts.registry)

@@ -168,9 +168,9 @@ def test_a_generator_that_is_dropped_inside_a_step(device: Device) -> None:
 
 @pytest.mark.parametrize("at", [0, 1], ids=["recorded", "planned"])
 def test_an_exception_that_ends_a_session_before_the_generator_of_its_steps(at: int, device: Device) -> None:
-    """The loop's body raises, and the generator that holds the step is let go of only after the session was left.
+    """The loop's body raises, and the generator that holds the step is freed only after the session was left.
 
-    Torch keeps what was on when a recorder's dispatch mode was entered, and takes it for true again as the mode is left.
+    Torch stores the mode flag when a recorder's dispatch mode is entered, and restores it when the mode is left.
     """
     before = is_in_torch_dispatch_mode()
     session = opened(device)
@@ -241,7 +241,7 @@ OTHERS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_hooks_inside_a_session_act_on_what_they_cover(name: str, device: Device) -> None:
-    """The innermost acts, and gets what it returned itself: that of "another tensor" is its author's, wrong on purpose."""
+    """The innermost hooks act, and get back their own result. Those of "another tensor" return a wrong one on purpose."""
     others = OTHERS[name]
     x = leaf(device)
 
@@ -328,7 +328,7 @@ def dense(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def program_with(kind: str, inner: Callable[[], AbstractContextManager[object]]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Two checkpoints, one inside another; hooks may be entered within what is computed again."""
+    """Two checkpoints, one inside another. Hooks may be entered within the recomputed function."""
 
     def again(x: Tensor, weight: Tensor) -> Tensor:
         with inner():
@@ -402,7 +402,7 @@ def test_a_session_inside_a_checkpoint_is_computed_again(kind: str, device: Devi
 
 
 class HalfOfThem(cm.SimDevice):
-    """A device that owns what is of single precision: the rest stands for tensors of another one."""
+    """Device that owns single-precision tensors; all others stand for tensors of another device."""
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.dtype is torch.float32 and super().owns(tensor)
@@ -485,7 +485,7 @@ def test_transforms_that_refuse_hooks_say_so_in_torchs_words_and_leave_the_sessi
 
 
 class _Cube(torch.autograd.Function):
-    """Its backward is a function of its own, which saves what it is given."""
+    """Function whose backward is another custom function, which saves its arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ def test_a_device_that_is_too_small_trains_once_something_goes(no_gc: None) -> N
 
 
 def test_a_failure_holds_no_tensor_while_something_is_freed(sim: SimDevice, no_gc: None) -> None:
-    """Its traceback would: what the failed attempt had made must be gone by then."""
+    """The failure's traceback would hold tensors: the results of the failed attempt must be freed by then."""
     made: list[weakref.ref[torch.UntypedStorage]] = []
 
     def fails_twice() -> Tensor:

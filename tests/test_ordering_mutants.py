@@ -40,7 +40,7 @@ from tests.observed import SimLifetimeError, SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
-    # A mutant also breaks what runs when its graph is dropped, where an error can only be reported.
+    # A mutant also breaks code that runs when its graph is dropped, where an error can only be reported.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -53,9 +53,9 @@ BYTES_ALONE = partial(OnSim, check_races=False)
 
 @pytest.fixture(autouse=True)
 def _far_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA no event is found complete by luck, which would make the wait on it needless: the device is always behind.
+    """On CUDA no event completes by luck, which would make the wait on it needless: the device always lags.
 
-    A GPU would mostly be right by luck: the stand-in alone is asked."""
+    A GPU would mostly be right by luck: only the stand-in is tested."""
     if request.node.get_closest_marker("gpu") is not None:
         from chameleon_mm.device.cuda.cuda_stream import CudaEvent
 

@@ -35,7 +35,7 @@ from tests.observed import SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
-    # The mutants also break what runs when a handle is dropped, where an error can only be reported.
+    # The mutants also break code that runs when a handle is dropped, where an error can only be reported.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 

@@ -121,7 +121,7 @@ def deep() -> nn.Module:
 
 
 def test_a_model_four_times_the_device_trains_on_it() -> None:
-    """The device has a quarter of what plain training takes: the model is built on the host, and never all on the device."""
+    """The device has a quarter of plain training's memory: the model is built on the host, and never all on the device."""
     plain = cm.SimDevice()
     with plain.compute():
         expected = train(Plain(plain.torch_device), OPTIMIZERS["AdamW, fused"], deep)

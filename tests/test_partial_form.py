@@ -31,7 +31,7 @@ from tests.observed import SimLifetimeError, SimRaceError, poison
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 broken_on_purpose = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""A mutant also breaks what runs when its storage is dropped, where an error can only be reported."""
+"""A mutant also breaks code that runs when its storage is dropped, where an error can only be reported."""
 
 NBYTES, LAST = 64 << 10, 40 << 10
 HEAD = NBYTES - LAST
@@ -227,7 +227,7 @@ def forgets_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_it_after_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is given back first: what is copied then is what the next owner finds."""
+    """Mutant: the memory is given back first, so the copy reads the next owner's bytes."""
     keep = PartialForm.keep
 
     def late(self: PartialForm, storage: torch.UntypedStorage, alloc_stream: Any) -> None:

@@ -260,7 +260,7 @@ def test_where_the_driver_has_no_such_event_the_host_waits(monkeypatch: pytest.M
 
 @pytest.mark.gpu
 def test_a_stream_that_torch_does_not_know_is_waited_for() -> None:
-    """A stream of the runtime's own, as other libraries make them, which is gone by the time that the bytes are used again."""
+    """The stream is the runtime's own, as other libraries make them, and is destroyed before the bytes are used again."""
     from chameleon_mm.device.cuda import CudaDevice
 
     device = CudaDevice()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # the first dispatch mode imports it, and what that import leaves in cycles holds its callers
+import torch._dynamo  # the first dispatch mode imports it, and cycles left by that import hold its callers
 from torch import Tensor
 
 from chameleon_mm.api.save_on_cpu import save_on_cpu
@@ -39,7 +39,7 @@ class Machine:
         self.h2d = device.new_stream("h2d")
         self.d2h = device.new_stream("d2h")
         self.other = device.new_stream("d2h")
-        self.held: list[Tensor] = []  # what copies may use until the machine goes
+        self.held: list[Tensor] = []  # memory that copies may use until the machine goes
 
     def hbm(self, value: int, nbytes: int = SIZE) -> Tensor:
         """Device memory full of `value`, as every stream sees it from now on."""
@@ -327,7 +327,7 @@ def test_a_pool_that_forgets_one_rule_is_caught(
     machine = Machine(sim)
     with pytest.raises(expected):
         scenario(machine)
-    sim.synchronize()  # ends what the mutant left under way, before the memory goes
+    sim.synchronize()  # ends the work that the mutant left, before the memory goes
 
 
 # --- what a block knows of its events

@@ -63,7 +63,7 @@ class Scripted(CountingDevice):
 
 
 class Large(SimDevice):
-    """Hands out chunks of any size: addresses alone, which nobody may touch."""
+    """Return chunks of any size: addresses alone, without accessible memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -247,7 +247,7 @@ def recorded_with(build: Build, autocast: torch.dtype | None = None) -> Recorded
     ("function", "product"), [("amp", 2), ("amp_by_name", 2), ("amp_decorated", 2), ("amp_half", 2), ("amp_off", 4)]
 )
 def test_autocast_for_cuda_casts_without_a_gpu(models: str, function: str, product: int) -> None:
-    """Products in two bytes; what CUDA's autocast has in float32, four, though the CPU's has it not."""
+    """Products have two bytes. Functions that CUDA's autocast runs in float32 have four, though the CPU's autocast does not."""
     source = source_of(f"{models}:{function}", batch=None, seq=None, dtype=torch.float32)
     written = saved_dtypes(source)
     assert written["aten::addmm"] == {product}
@@ -517,7 +517,7 @@ def test_a_budget_that_no_plan_meets_exits_with_1(models: str, tmp_path: Path, c
         (["gpt2", "--seq", "1025"], ["1024 tokens at most", "1025"]),
         (["gpt2", "--optimizer", "adam"], ["--optimizer", "adamw-fused"]),
         (["gpt2", "--json", "no/such/folder.json"], ["--json", "existing folder"]),
-        (["{models}:fails", "--json", "."], ["--json", "a folder"]),  # not what the function fails with
+        (["{models}:fails", "--json", "."], ["--json", "a folder"]),  # not the function's error
         (["{models}:fails", "--json", ""], ["--json", "a folder"]),
         ([""], ["MODEL", "llama-7b", "module:function", "got ''"]),
         (["llama7b"], ["llama-7b", "'llama7b'"]),

@@ -94,7 +94,7 @@ def test_a_new_step_is_recorded_once_and_known_from_then_on() -> None:
     training = Training()
     for word in ("tsecst", "tsecst", "ttttss"):
         training.step(word)
-    assert training.counts[0] == 1  # it was expected to be the known one: nobody was recording
+    assert training.counts[0] == 1  # the known step was expected, so there was no recorder
     training.step("ttttss")
     assert training.counts[0] == 2
     before = training.counts

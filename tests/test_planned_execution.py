@@ -52,7 +52,7 @@ Planner = Callable[[Trace, LinkCost], Sequence[SwapPlan]]
 
 
 def plan_by(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
-    """Executors follow what `planner` says instead."""
+    """Make executors follow the plans of `planner`."""
 
     def plans(trace: Trace, hbm_budget: int, host_budget: int, link: LinkCost, **_: Any) -> Sequence[SwapPlan]:
         return planner(trace, link)
@@ -61,8 +61,8 @@ def plan_by(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
 
 
 def budgets_of(seed: int, shares: Sequence[float]) -> list[int]:
-    """Budgets for the model of `seed`, from the smallest for which there is a plan (0) to what it needs unswapped (1). Nothing
-    is away between two uses, as in the first step, which goes by the default rule."""
+    """Return budgets for the model of `seed`, from the smallest with a plan (0) to the unswapped peak (1). Nothing is away
+    between two uses, as in the first step, which follows the default rule."""
     device = far_ahead()
     executor = planning(device)
     train(seed, device, executor, steps=1)
@@ -79,7 +79,7 @@ def assert_exact_and_clean(
     thresholds: Thresholds | None = None,
     steps: int = 5,
 ) -> tuple[list[Step], Executor]:
-    """Train by plans as without: the same bits. Nothing is left behind. Returns the swapped steps."""
+    """Train by plans, with the bits of training without. Nothing remains allocated. Return the swapped steps."""
     plain, device = far_ahead(spec), far_ahead(spec)
     pool = cm.PinnedPool("64MiB", device=device)
     executor = planning(device, budget, pool=pool, thresholds=thresholds)
@@ -167,13 +167,13 @@ def test_small_copies_that_share_a_call_take_as_long(seed: int) -> None:
 
 
 def test_a_session_on_a_gpu_with_a_host_does_as_its_plan_says() -> None:
-    """Products long enough that a host of 5 us for each operator is ahead. The memory is an H200's, as a session takes it to be
-    until it knows better: nobody measures copies within it."""
+    """Products are long enough that a host of 5 us per operator is ahead. The memory is an H200's, as a session assumes until
+    it has measurements: copies within it are not measured."""
     spec = dataclasses.replace(SLOW_GPU, hbm_gbps=SPECS["h200"].hbm_gbps)
     device = cm.SimDevice(spec, cost=CostModel(spec=spec, matmul_efficiency=1.0))
     with device.compute():
         model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6)))
-    # To the byte, without the audits of what is recomputed: each leaves what it found on the device until the next step.
+    # To the byte, without the audits of recomputed storages: each keeps its original on the device until the next step.
     session = cm.SwapSession(device.allocated_bytes() + (5 << 20) // 2, "64MiB", device, 1024, model=model, recompute=False)
     peaks = []
     with session:

@@ -113,7 +113,7 @@ class _Program(Program):
 ALL = DEFAULT | PRODUCTS
 
 SLOW_LINK = LinkCost(d2h_gbps=0.7, h2d_gbps=0.9, duplex_gbps=1.2)
-"""A link on which what `random_hybrid_step` saves takes about as long as it takes to make."""
+"""Link on which the storages saved by `random_hybrid_step` take about as long as their operators."""
 
 _traces: dict[tuple[str, int, int, str], Trace] = {}
 
@@ -135,7 +135,7 @@ def one_part_in(trace: Trace, parts: int) -> int:
 
 
 def bytes_beside(trace: Trace, plan: SwapPlan) -> int:
-    """Bytes of copies and checksums that what the plan recomputes needs."""
+    """Return the bytes of copies and checksums that the plan's recomputations need."""
     return rewritten_for(Recipes.of(trace, None), plan).recomputations.bytes_beside(trace) if plan.recomputed else 0
 
 
@@ -250,7 +250,7 @@ def test_a_host_that_is_too_small_for_swapping_is_told_of_recomputation() -> Non
 
 
 def test_prices_rise_along_the_path() -> None:
-    """More is dropped for a dearer byte, at more time for each; what is between two prices lies between their choices."""
+    """A higher price per byte drops more, at more time for each byte. Choices for prices between two lie between theirs."""
     trace = traced("llama-7b", 4, 4096, "h100")
     recipes, problem = Recipes.of(trace, ALL), Problem.of(trace)
     path = ChoicePath.of(recipes, problem.level, one_part_in(trace, 8))
@@ -322,7 +322,7 @@ def test_a_larger_budget_never_takes_longer(gpu: str) -> None:
 
 
 def test_a_slower_link_is_another_plan() -> None:
-    """A plan for another link still keeps the budget; it takes longer than the one that was made for this one."""
+    """A plan for another link still keeps the budget, but takes longer than the plan for this one."""
     trace, cost = traced("llama-7b", 4, 4096, "h100"), link_of(spec_by_name("h100"))
     slow = replace(cost, d2h_gbps=30.0, h2d_gbps=30.0, duplex_gbps=45.0)
     budget = one_part_in(trace, 4)

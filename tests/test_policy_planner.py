@@ -46,7 +46,7 @@ SLOW_LINK = LinkCost(d2h_gbps=0.5, h2d_gbps=0.6, duplex_gbps=0.8, copy_us=1.0, p
 """Link so slow that random steps stall, so shared that both directions hinder each other. Its pieces cut most storages."""
 
 FREE_LINK = LinkCost(d2h_gbps=1.0, h2d_gbps=1.2, duplex_gbps=2.2, copy_us=2.0)
-"""Neither direction takes from the other: what `least_step_us` can say exactly."""
+"""Neither direction slows the other: `least_step_us` is exact for this link."""
 
 
 def stack(random: Random, most: int) -> Trace:
@@ -482,7 +482,7 @@ def test_all_forwards_before_all_backwards_is_never_worse_than_swapping_everythi
 
 
 def never_worse_than_everything(trace: Trace, shares: Sequence[float], *, at_least: float) -> None:
-    """Nor far from what no plan can beat."""
+    """Assert that the plan is not far from the bound, either."""
     everything = [swap_all(trace, H200_LINK, depth=depth) for depth in (0, 1, 2, 3, 4, 8, 16)]
     for share in shares:
         budget = between(trace, share)
@@ -592,7 +592,7 @@ LAYERS, MICRO_BATCHES = 32, 8
 
 
 def within(trace: Trace, less: int) -> int:
-    """Bytes that leave `less` times fewer for what is saved."""
+    """Return the budget that leaves `less` times fewer bytes for saved storages."""
     activations = int(memory_curve(trace).max()) - trace.start_bytes
     return max(smallest_budget(trace), trace.start_bytes + activations // less)
 

@@ -31,20 +31,20 @@ FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 
 
 class Step:
-    """A step of a few operators of 10 us: saves and uses hold nothing else; what is dead is so at once."""
+    """Step of a few operators of 10 us: saves and uses hold nothing else, and dead storages die at once."""
 
     def __init__(self) -> None:
         self.b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
         self.w = self.b.tensor(4 * KIB, TensorKind.PARAMETER, born=-1)
 
     def op(self, name: str, *reads: int, kib: int = 4, writes: tuple[int, ...] | None = None, us: float = 10.0) -> int:
-        """An operator with one result of so many KiB, unless it writes something. Returns what it writes first."""
+        """Add an operator with one result of `kib` KiB, unless it writes storages. Return its first written storage."""
         out = writes if writes is not None else (self.b.tensor(kib * KIB),)
         self.b.op(f"aten::{name}", 0, FORWARD, us, reads=reads, writes=out)
         return out[0]
 
     def save(self, x: int) -> int:
-        """Save `x`; at the next hook, of something else, it may be sent and nobody else holds it."""
+        """Save `x`. At the next hook, for something else, it is sendable and has no other holder."""
         self.b.kind(x, TensorKind.ACTIVATION)
         self.b.save(x, 0)
         self.b.released(x)
@@ -87,7 +87,7 @@ def test_a_dropped_storage_is_recomputed_at_its_use() -> None:
     rewritten = recomputed(trace, [y])
     assert ran(rewritten) == [(hook, (1,), (y,), (x,))]
     assert rewritten.recompute_us == 10.0
-    # x is read before its use: a hook of its own right behind that of y's use, and then the operator.
+    # x is read before its use: a hook of its own follows that of y's use, and then the operator.
     new = rewritten.trace
     assert len(new.hook_tick) == len(trace.hook_tick) + 1
     early = int(rewritten.hook_of[hook]) + 1
@@ -250,7 +250,7 @@ def test_a_held_storage_lives_until_the_recomputation_and_may_be_swapped() -> No
     plan = plan_of(trace, (swap, *actions))
     timeline = simulate(trace, plan, H200_LINK)
     assert timeline.allocated_bytes.tolist() == carried_out_recomputing(trace, plan)
-    assert timeline.allocated_bytes[trace.hook_tick[2] + 1] == 12 * KIB  # w, the sum and what is saved last
+    assert timeline.allocated_bytes[trace.hook_tick[2] + 1] == 12 * KIB  # w, the sum and the last saved storage
     assert (plan.swaps, plan.recomputed, plan.held) == ((swap,), actions[:1], actions[1:])
     assert plan.moved_bytes == 16 * KIB
 
@@ -333,7 +333,7 @@ def test_what_is_held_must_be_the_sessions_alone_before_anything_is_dropped_for_
 
 
 def test_a_large_input_that_others_may_write_is_no_source() -> None:
-    """A parameter or a buffer of more than 64 KiB that autograd does not save: what reads it is not recomputed."""
+    """A parameter or a buffer of more than 64 KiB that autograd does not save: an operator that reads it is not recomputed."""
     for nbytes, in_backward, expected in ((64 * KIB, False, True), (65 * KIB, False, False), (65 * KIB, True, True)):
         s = Step()
         book = s.b.tensor(nbytes, TensorKind.BUFFER, born=-1)

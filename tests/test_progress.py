@@ -66,7 +66,7 @@ class Training:
 
 
 def line_of(figures: StepFigures) -> str:
-    """Line that says what a step took, as plain text."""
+    """Line on a step's cost, as plain text."""
     return "  ".join(text for text, _ in parts_of(figures))
 
 

@@ -155,7 +155,7 @@ def test_a_predicted_step_says_whose_storages_are_saved_again(monkeypatch: pytes
 
 
 class Padded(LengthModel):
-    """Pads what it gets to a multiple of 64: a size that follows from no other."""
+    """Pads its input to a multiple of 64: a size that follows from no other."""
 
     vocabulary = 128
 
@@ -193,7 +193,7 @@ def test_hundreds_of_random_lengths(make: Callable[[], LengthModel], distributio
 
 
 class _EachAlone(Structures):
-    """Steps of which none tells anything of another."""
+    """Structures that relate no step to another."""
 
     def of(self, record: StepRecord) -> Structure | None:
         return None

@@ -64,7 +64,7 @@ class Setting:
 def settings_drawn() -> st.SearchStrategy[Setting]:
     return st.builds(
         Setting,
-        min_bytes=st.sampled_from([0, 0, 300]),  # 300: only what is larger than one value moves
+        min_bytes=st.sampled_from([0, 0, 300]),  # 300: only storages larger than one value move
         pool_bytes=st.sampled_from([1 << 20, 1 << 20, 16 * KIB]),  # 16 KiB: four blocks, and then everything stays
         slow_link=st.booleans(),
         leaving_bytes=st.sampled_from([0, 1 << 20]),

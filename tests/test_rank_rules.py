@@ -50,12 +50,12 @@ def alone() -> Iterator[dist.ProcessGroup]:
 
 
 def talk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward of a model that talks to others and saves what comes back, from functional collectives and from one in place."""
+    """Forward of a model that talks to other ranks and saves the results of functional and in-place collectives."""
     total = functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.sin().detach(), "sum", group.group_name))
     rows = functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x.cos().detach(), 1, group.group_name))
     in_place = x.tanh().detach()
     dist.all_reduce(in_place)
-    # Squares save what they are given, and products both factors: dropped, each would have to be recomputed.
+    # Squares save their argument, and products both factors: if dropped, each would have to be recomputed.
     out: Tensor = (x * total).square() + (x * rows).square() + (x * in_place).square()
     return out
 
@@ -211,7 +211,7 @@ def test_what_dtensors_hold_may_be_dropped_and_recomputed(alone: dist.ProcessGro
 
 
 def test_a_collective_is_waited_for_before_its_result_is_copied(alone: dist.ProcessGroup) -> None:
-    """Its operator does so only when it runs, after autograd has saved what it is given."""
+    """Its operator waits only when it runs, after autograd has saved its argument."""
     result = functional.AsyncCollectiveTensor(torch.ops._c10d_functional.all_reduce(torch.ones(4), "sum", alone.group_name))
     assert not result.completed
     parts = unwrapped(result)

@@ -84,7 +84,7 @@ def test_each_rank_has_the_bits_that_it_has_without_a_session(ranks: int, tmp_pa
             peaks = {way: programs[name][way]["report"]["peak_hbm_bytes"] for way in ("roomy", "by rule")}
             assert peaks["by rule"] < peaks["roomy"] // 2, name
             assert programs[name]["tight"]["report"]["kept_by_reason"].keys() == {"parameter"}
-        if "fsdp_and_tp_locally" in programs:  # FSDP2 frees what lies in its parameters: nothing of it is copied
+        if "fsdp_and_tp_locally" in programs:  # FSDP2 frees the memory of its parameters: nothing of it is copied
             assert programs["fsdp_and_tp_locally"]["by rule"]["report"]["kept_by_reason"].keys() == {"parameter"}
 
 

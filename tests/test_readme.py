@@ -20,7 +20,7 @@ MOST_LINES = 130
 
 
 class Snippet(NamedTuple):
-    """Python of one page that imports the library; what does not is an excerpt."""
+    """Python code of one page that imports the library. Code without the import is an excerpt."""
 
     page: str
     text: str
@@ -45,10 +45,10 @@ SNIPPETS = [
 def test_a_snippet_runs_as_it_stands(
     snippet: Snippet, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # for what it writes
+    monkeypatch.chdir(tmp_path)  # for its output
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(snippet.text, snippet.page, "exec"), namespace)
-    if "handle" in namespace:  # what is attached to a program's end would be to that of all tests
+    if "handle" in namespace:  # a handle attached until the program's end would stay attached in all tests
         namespace["handle"].detach()
     said = capsys.readouterr().out
     for call, printed in re.findall(r"print\((.*)\)  # (\d+)", snippet.text):

@@ -30,7 +30,7 @@ BATCH, STEPS = 12, 4
 
 
 class Training:
-    """A GPT that draws random numbers, and what its steps gave."""
+    """GPT that draws random numbers, and the results of its steps."""
 
     def __init__(self, device: CudaDevice) -> None:
         torch.manual_seed(1)
@@ -115,8 +115,8 @@ class Chain:
 def test_an_operator_without_memory_is_run_again_after_something_was_swapped(
     segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recorded step of a session that has learned what steps take, and so keeps what its budget has room for: the memory is
-    gone all the same, as where another process takes it. Torch alone needs 19 activations at a time."""
+    """A recorded step of a session that knows its steps' memory and so keeps as much as its budget has room for. The memory is
+    missing all the same, as when another process takes it. Torch alone needs 19 activations at a time."""
     free_unused()
     device = CudaDevice()
     plain = Chain(device)

@@ -101,8 +101,8 @@ def test_gradients_of_several_micro_batches_accumulate(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout transformer", "autocast"])
 def test_a_budget_that_evicts_what_was_recomputed(name: str) -> None:
-    """Restored storages go again under pressure, and are recomputed for their next use. What comes back has the checksum of
-    what went."""
+    """Restored storages leave again under pressure, and are recomputed for their next use. They come back with the same
+    checksum."""
     mix = Mix(0, drop=0.7, held=0.2, proofs=Proofs.FIRST, admitted=ALL)
     device = cm.SimDevice()
 
@@ -139,7 +139,7 @@ Outcome = list[list[bytes]] | str
 
 
 def outcome(program: Program, steps: int, session: cm.SwapSession | None = None) -> Outcome:
-    """The bits of what each step gave, or the error."""
+    """Return the bits of each step's results, or the error."""
     torch.manual_seed(5)
     seen: list[list[bytes]] = []
     try:
@@ -432,7 +432,7 @@ def function_of_ones_own() -> list[Tensor]:
 
 
 class WritesUnseen(torch.autograd.Function):
-    """Doubles its input through raw memory, of which no counter tells."""
+    """Double the input through raw memory, which moves no counter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -666,7 +666,7 @@ def test_what_nothing_can_be_dropped_of_gives_the_same(program: Program) -> None
 
 
 def test_proofs_leave_a_write_alone_that_nobody_tells_of() -> None:
-    """A custom Function writes through raw memory to what another operator made: only the proof can find it."""
+    """A custom Function writes through raw memory to another operator's result: only the proof can find it."""
     session = check(written_unseen, proofs=Proofs.FIRST, drops=False)
     assert totals_of(session).not_recomputed_by_reason["other bits than the original"] > 0
 
@@ -768,7 +768,7 @@ def test_a_mismatch_keeps_nothing_alive(no_gc: None) -> None:
 
 
 def test_what_a_backward_that_raised_has_recomputed_is_compared_as_the_step_ends() -> None:
-    """No callback of autograd's runs then. The program goes on with what gradients it has."""
+    """No callback of autograd runs then. The program continues with the gradients that it has."""
     ends: list[bool] = []
 
     def raises(gradient: Tensor) -> None:
@@ -901,7 +901,7 @@ def external() -> list[Tensor]:
 
 
 def filled_unseen() -> list[Tensor]:
-    """Memory that something fills of which no operator tells, a kernel of the user's say."""
+    """Memory filled without an operator, such as by a user's kernel."""
     x = leaf()
     y = torch.empty(SIDE, SIDE)
     y.numpy()[:] = 3
@@ -979,7 +979,7 @@ def test_a_graph_of_an_earlier_step_is_used_in_a_later_one() -> None:
 
 @pytest.mark.parametrize("last_first", [True, False])
 def test_handles_may_go_in_any_order(last_first: bool) -> None:
-    """Sources' handles before those of what is made from them, and the other way round."""
+    """Sources' handles before those of tensors made from them, and the other way round."""
     session = mixed(Mix(1, drop=1.0, held=0.3, proofs=Proofs.NEVER, admitted=ALL))
     executor = executor_of(session)
     with session, session.step():
@@ -1004,8 +1004,8 @@ def test_handles_may_go_in_any_order(last_first: bool) -> None:
 
 
 KEPT = {"StepFigures", "CopySpan", "Access", "Extent"}
-"""Types of what is kept of each step, and of what the simulator lists: copies, and accesses to a page of checksums until it is
-set to zero."""
+"""Types of objects kept of each step, and of those that the simulator lists: copies, and accesses to a page of checksums until
+it is set to zero."""
 
 
 def live_objects() -> int:
@@ -1029,7 +1029,7 @@ def test_no_memory_grows_without_the_collector(name: str, no_gc: None) -> None:
                 case.loss(model).backward()
                 model.zero_grad()
             device.synchronize()
-            nbytes.append(device.allocated_bytes())  # settles what died meanwhile
+            nbytes.append(device.allocated_bytes())  # handles storages that died meanwhile
             if number % 5 == 4:
                 objects.append(live_objects())
     assert totals_of(session).recomputations > 30
@@ -1094,7 +1094,7 @@ def test_a_watch_does_not_stay_where_another_thread_hooks_in_the_middle_of_a_bac
     with session:
         for _ in range(2):
             with session.step():
-                # The uses of what follows it come before it in backward: they leave the watch, which autograd puts back.
+                # In backward, the uses of tensors made after it come before it: they leave the watch, which autograd restores.
                 _HookOfAnotherThread.apply((x * 2).sin()).exp().tanh().sum().backward()  # type: ignore[no-untyped-call]  # torch's
     assert not [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, CallWatch)]
 

@@ -120,7 +120,7 @@ def _raises(grad: Tensor) -> None:
 
 
 class Counts(TorchDispatchMode):
-    """A user's own mode: counts some of what comes by, and runs operators of its own."""
+    """User's own mode, which counts some operators and runs its own."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
@@ -145,7 +145,7 @@ def counted(x: Tensor) -> list[Tensor]:
 
 
 class Doubles(TorchFunctionMode):
-    """A user's own mode, one level up: `tanh` is twice what it is."""
+    """User's own mode, one level up, which doubles `tanh`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -354,7 +354,7 @@ TIGHT = ("vmap and jvp", "checkpoint, not reentrant", "evaluation", "a dispatch 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name in TIGHT])
 def test_plans_that_move_what_was_recorded_in_company(name: str) -> None:
-    """Four fifths of what the first step takes, and what the steps return stays: something has to go."""
+    """The budget is four fifths of the first step's memory, and the steps' results stay: some storages have to leave."""
     plain = cm.SimDevice()
     expected = run(plain, PROGRAMS[name], None)
     sim = cm.SimDevice()
@@ -410,7 +410,7 @@ class Counting:
 
 
 class Fails(TorchDispatchMode):
-    """Below the recorder: an operator that raises, as often as it is told to."""
+    """Mode below the recorder: an operator raises as often as configured."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
@@ -627,7 +627,7 @@ def running_product_in_place(x: Tensor) -> Tensor:
 
 
 def filled(x: Tensor) -> Tensor:
-    """The gradient of what is filled in is a sum over the mask; only that of `masked_fill`'s value is another formula's."""
+    """The gradient of the filled value is a sum over the mask; only that of `masked_fill`'s value has another formula."""
     return (torch.tanh(x).masked_fill(x > 0.25, torch.sin(x[0, 0])) * 3).sin()
 
 

@@ -61,7 +61,7 @@ def test_a_claim_that_ends_unused_ends_the_storage(sim: SimDevice) -> None:
 
 
 def test_a_storage_that_dies_under_its_claim_is_released_then(sim: SimDevice) -> None:
-    """A handle that dropped its memory while the model still held the tensor: what comes later is known by a weak reference."""
+    """A handle dropped its memory while the model still held the tensor: its later release is seen by a weak reference."""
     with sim.compute():
         recorder = Recorder(sim)
         with recorder:
@@ -146,7 +146,7 @@ def test_a_subclass_is_recorded_by_what_it_wraps(sim: SimDevice) -> None:
 
 
 def test_composites_are_taken_apart(sim: SimDevice) -> None:
-    """In inference mode they arrive whole, and what they allocate inside would not be seen."""
+    """In inference mode composites arrive whole, and their inner allocations would not be seen."""
     with sim.compute(), torch.inference_mode():
         x, w = square(), square()
         sim.reset_peaks()

@@ -131,7 +131,7 @@ def test_a_write_that_eager_allows_changes_no_bit_at_any_budget_on_any_link_and_
 @pytest.mark.parametrize("seed", range(10, 13))
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_without_proofs_a_write_is_recomputed_or_named(case: Case, seed: int) -> None:
-    """`Proofs.NEVER`: nothing stood beside the original, so what an unseen write changed in each step may end in the error."""
+    """With `Proofs.NEVER` no original is compared, so a step with an unseen write may end in the error."""
     unseen = not case.program.seen and not case.program.eager_refuses
     assert problem(case, Mixed(seed, Proofs.NEVER), named=case.named_error or unseen) is None
 
@@ -164,11 +164,11 @@ def test_the_programs_are_plain_pytorchs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)  # some 180 trainings, which take minutes on a busy machine
 def test_most_programs_recompute() -> None:
-    """In a budget or with a mix of the diagonal; what does not tests nothing."""
+    """Within a budget or with a mix of the diagonal. A program that recomputes nothing tests nothing."""
 
     def ran_recipes(case: Case, setting: Setting) -> bool:
         done = trained(case, setting)
-        # With a proof each time nothing is dropped: recipes run beside the originals.
+        # With a proof each time nothing is dropped: recipes run while the originals are held.
         return bool(done.proofs if isinstance(setting, Mixed) and setting.proofs is Proofs.EACH else done.recomputed)
 
     pairs = [pair for number in range(len(PROGRAMS)) for pair in diagonal(number)]

@@ -39,7 +39,7 @@ _FLAGS = (
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """A driver, whose log has what pages print and what they ask the network for."""
+    """Driver whose log has the pages' console output and network requests."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="the pages are opened by selenium: pip install -e '.[dev]'")
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     driver_path = shutil.which("chromedriver")

@@ -74,7 +74,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Trained = tuple[Path, dict[str, Ended], dict[str, Any]]
-"""Folder with what each way to train left, alone and swapped; how the swapped ones ended; their reports."""
+"""Folder with the files of each way to train, alone and swapped; how the swapped ones ended; their reports."""
 
 
 @pytest.fixture(scope="module")

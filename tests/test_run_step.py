@@ -19,7 +19,7 @@ SHORT = "out of memory: injected. Tried to allocate 1.00 MiB."
 
 
 class Fails:
-    """A step whose first `times` runs find no memory, after what `body` does."""
+    """Step whose first `times` runs find no memory, after `body` has run."""
 
     def __init__(self, times: int, body: Callable[[], object] = lambda: None) -> None:
         self.times = times

@@ -209,7 +209,7 @@ class Convolutions(nn.Module):
 
 
 class Gated(nn.Module):
-    """Halves of one storage, and the last position of a sequence: the rest of a storage comes back with what was saved."""
+    """Halves of one storage, and the last position of a sequence: the rest of a storage comes back with the saved part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -407,6 +407,6 @@ def test_what_earlier_passes_have_shown_is_used(sim: cm.SimDevice) -> None:
             y.sum().backward()
             del y
             held.append(device.peak_allocated_bytes())
-    # x, its gradient, an operator's input and result, what it saved, and the gradient that goes back: at most 6 of them
+    # x, its gradient, an operator's input, result and saved tensor, and the gradient that goes back: at most 6 of them
     assert held[0] <= 6 * MIB
     assert held[0] < held[1] <= 24 * MIB * DEFAULT_BUDGET_SHARE

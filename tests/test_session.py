@@ -379,7 +379,7 @@ def test_the_second_step_prefetches_what_the_first_fetched_on_demand(sim: cm.Sim
     swapped = train(MLP, cm.SimDevice(), hbm_budget=budget, plans=False)
     assert swapped.prefetches[0] == 0 < swapped.prefetches[1]
     assert swapped.on_demand[1] < swapped.on_demand[0]
-    assert swapped.prefetches[1:] == [swapped.prefetches[1]] * 3  # a repeated step repeats what it learned
+    assert swapped.prefetches[1:] == [swapped.prefetches[1]] * 3  # a repeated step repeats the learned order
 
 
 def test_an_order_that_is_not_the_reverse_is_learned(sim: cm.SimDevice) -> None:

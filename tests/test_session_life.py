@@ -87,8 +87,8 @@ WAYS = [in_steps, with_an_error, with_a_snapshot]
 
 
 def left_after(run: Callable[[], dict[str, weakref.ref[Any]]], device: Device) -> tuple[list[str], int]:
-    """Names of what outlived `run`, and the bytes of device memory that it left."""
-    alive_after(run())  # with it what torch makes once, such as cuBLAS's workspace
+    """Return the names of objects that outlived `run`, and the bytes of device memory that it left."""
+    alive_after(run())  # includes objects that torch makes once, such as cuBLAS's workspace
     before = device.allocated_bytes()
     alive = alive_after(run())
     device.synchronize()
@@ -96,7 +96,7 @@ def left_after(run: Callable[[], dict[str, weakref.ref[Any]]], device: Device) -
 
 
 def alive_after(refs: dict[str, weakref.ref[Any]]) -> list[str]:
-    """Names of what stays alive: autograd's own thread lets go of a backward some time after that has returned."""
+    """Return the names of live objects: autograd's own thread frees a backward some time after it has returned."""
     for _ in range(200):
         if all(ref() is None for ref in refs.values()):
             break

@@ -24,8 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 ROWS, COLUMNS = 16, 32
 
 Program = Callable[[], list[Tensor]]
-"""Builds its tensors from a seed, runs forward under the hooks that are installed, and returns the loss and what requires
-gradients."""
+"""Program that builds its tensors from a seed, runs forward under the installed hooks, and returns the loss and the leaves."""
 
 
 def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -109,7 +108,7 @@ def half_written_by_the_operator_that_saves_the_other() -> list[Tensor]:
 
 
 class WritesBetweenOperators(torch.autograd.Function):
-    """Saves what it wrote since an operator that it called, which is the last one that autograd has counted."""
+    """Save the tensor written after the operator that it called, which is the last one that autograd has counted."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, other: Tensor) -> Tensor:
@@ -173,7 +172,7 @@ PROGRAMS: dict[str, Program] = {
 def run(
     program: Program, hooks: Callable[[], AbstractContextManager[Any]], copied: Callable[[], None] = lambda: None
 ) -> list[Tensor]:
-    """Loss and gradients. `copied` waits for copies: what is used after it comes from them, not from where they began."""
+    """Return loss and gradients. `copied` waits for copies: later uses read the copies, not their sources."""
     torch.manual_seed(0)
     with hooks():
         loss, *leaves = program()
@@ -281,7 +280,7 @@ def test_without_the_rule_of_bytes_it_goes_red(sim: cm.SimDevice, monkeypatch: p
 
 
 def bytes_out(sim: cm.SimDevice, forward: Callable[[Tensor], Tensor]) -> int:
-    """Bytes that `save_on_cpu` copies out for what `forward` makes of a leaf."""
+    """Return the bytes that `save_on_cpu` copies out for the tensors that `forward` makes of a leaf."""
     with cm.PinnedPool("64MiB", device=sim) as pool, sim.compute():
         hooks = cm.save_on_cpu(device=sim, min_bytes=0, pool=pool)
         x = _leaf(ROWS, COLUMNS)
@@ -359,7 +358,7 @@ def test_a_loop_over_slices_does_not_copy_the_storage_for_each(sim: cm.SimDevice
 
 
 def test_a_plan_moves_a_storage_once_that_is_saved_in_parts(sim: cm.SimDevice) -> None:
-    """The recorded step copies again what comes late; the plan begins the copy when all of it was saved."""
+    """The recorded step copies a late part again; the plan begins the copy when all of it was saved."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(64, 192) for _ in range(4)])
 

@@ -83,7 +83,7 @@ def test_what_is_packed_and_unpacked_is_what_it_was(layout: list[tuple[int, int]
 
 
 def test_on_a_stream_of_copies_packing_is_as_late_as_they_are(sim: SimDevice) -> None:
-    """A pack on one stream, the copy of what it packed on another: the wait carries both out, in order."""
+    """Pack on one stream, copy the packed buffer on another: the wait carries both out, in order."""
     sources, staging, host = _filled(sim, [64, 64]), _filled(sim, [256])[0], _host(sim, [256])[0]
     side, d2h = sim.new_stream("side"), sim.new_stream("d2h")
     side.pack(staging, sources, [0, 128])

@@ -19,7 +19,7 @@ from tests.observed import SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
-    # A mutant also breaks what is freed afterwards, where an error can only be reported.
+    # A mutant also breaks code that frees memory later, where an error can only be reported.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -43,7 +43,7 @@ class _Beside:
 
 
 def train(kind: str, beside: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps, a snapshot, a step, back to it. `beside`: what goes on a stream of its own, "take" or "restore"."""
+    """Two steps, a snapshot, a step, back to it. `beside`: copies on a stream of their own, "take" or "restore"."""
     device = cm.SimDevice(SLOW_LINK)
     with device.compute():
         training = Training("AdamW, foreach", device.torch_device)

@@ -486,7 +486,7 @@ def test_a_planted_lock_or_leftover_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_many_writers_of_one_checkpoint_leave_one_of_theirs(tmp_path: Path) -> None:
-    """Threads, each with a folder of its own: those that meet another are refused, and the others follow one another."""
+    """Threads, each with a folder of its own: those that meet another are refused, and the others run one after another."""
     path = tmp_path / "run"
     ended: list[int | None] = []
 

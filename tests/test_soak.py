@@ -29,7 +29,7 @@ SETTLED = 3
 time, the third repeats the second."""
 
 MANY = 1_400
-"""Steps enough for a few bytes kept in each to be told from what glibc rounds up."""
+"""Enough steps to distinguish a few bytes kept in each from glibc's rounding."""
 
 CONFIG = GPTConfig(layers=1, width=16, heads=2, context=16)
 BATCH = 8

@@ -139,7 +139,7 @@ def test_a_stream_that_was_destroyed_leaves_its_history(cuda: Runtime) -> None:
 
 
 def test_cuda_free_waits_for_the_one_stream_that_used_the_memory(cuda: Runtime) -> None:
-    """Torch's empty_cache relies on it: what its stream still does with a free block is done when cudaFree returns."""
+    """Torch's empty_cache relies on it: the stream's work with a free block is done when cudaFree returns."""
     device, host, stream = cuda.malloc(64), cuda.pinned(64), cuda.stream()
     ctypes.memset(host, 0, 64)
     cuda.fill(device, 6, 64, stream)
@@ -159,7 +159,7 @@ def test_memory_whose_only_stream_was_destroyed_may_be_freed(cuda: Runtime) -> N
 
 @pytest.mark.parametrize(("mode", "bytes_read"), [("late", [5, 255]), ("early", [7, 255])])
 def test_a_missing_wait_is_a_wrong_number(mode: str, bytes_read: list[int]) -> None:
-    """Late: the copy to wait for has not run. Both: what an operator wrote is hidden until something is ordered after it."""
+    """Late: the copy to wait for has not run. Both: an operator's output is hidden until work is ordered after it."""
     assert json.loads(without_torch("calls.read_too_soon(cuda)", mode)) == bytes_read
 
 

@@ -109,7 +109,7 @@ def test_a_step_that_did_not_end_teaches_nothing() -> None:
     assert not cache.follow(0, ("a",))
     guess = cache.begin_step()
     assert guess is not None
-    assert guess.plan == "bb"  # the most recently used: nobody knows what came before
+    assert guess.plan == "bb"  # the most recently used: the step before is unknown
 
 
 def test_what_followed_a_step_that_is_gone_is_not_guessed() -> None:

@@ -53,8 +53,8 @@ class Work:
         """True if the model keeps the result of each tanh; the results kept in the latest step."""
 
     def step(self, word: str) -> list[Tensor]:
-        # Not `torch.autograd.grad`: what it returned is also held by a thread of autograd for a while after it returned, and a
-        # step that is recorded in this time starts with more memory than the others.
+        # Not `torch.autograd.grad`: a thread of autograd's holds its result for a while after it returned. A step recorded in
+        # this time would start with more memory than the others.
         self.forward(word).backward()
         found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.weights]
         for weight in self.weights:

@@ -27,10 +27,10 @@ def pool(device: Device) -> cm.PinnedPool:
 
 @pytest.fixture
 def settle(device: Device) -> Callable[[], None]:
-    """Returns once autograd's own thread, which a GPU's backward runs on, has let go of a backward that raised.
+    """Return once autograd's own thread, which runs a GPU's backward, has freed a backward that raised.
 
-    It lets go of a node when it takes the next one, and takes the node of the latest op first: that of this op, the oldest of
-    the test, comes after whatever the failed backward left in the queue.
+    It frees a node when it takes the next one, and takes the node of the latest op first. The node of this op, the oldest of
+    the test, comes after all that the failed backward left in the queue.
     """
     oldest = torch.ones((), device=device.torch_device, requires_grad=True) * 1
     return oldest.backward

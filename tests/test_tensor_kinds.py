@@ -45,7 +45,7 @@ class Swapping:
         with self.device.compute():
             with torch.autograd.graph.saved_tensors_hooks(self.executor.save, self.executor.use):
                 out: Tensor = Keeper.apply(x, make())  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
-                out = out * 1  # another operator: what the function saved may now be copied
+                out = out * 1  # another operator: the function's saved tensor may now be copied
             self.executor.end_step(completed=False)
             out.backward()
         del out
@@ -56,7 +56,7 @@ class Swapping:
 
 
 class Keeper(torch.autograd.Function):
-    """Saves its second argument; backward shows what came back."""
+    """Save the second argument; backward stores the tensor that came back."""
 
     seen: Tensor | None = None
 
@@ -226,7 +226,7 @@ def test_another_layout_stays(name: str, sim: cm.SimDevice) -> None:
 
 
 class Labelled(Tensor):
-    """A subclass that is a tensor itself: only its author knows what else belongs to it."""
+    """Subclass that is a tensor itself: only its author knows its other data."""
 
     label: str
 

@@ -173,7 +173,7 @@ def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDev
 
 
 def op(swapper: Executor) -> None:
-    """A differentiable op, and a hook after it: what was saved before may now be copied."""
+    """Run a differentiable op and a hook: tensors saved before may now be copied."""
     torch.ones(1, requires_grad=True).exp()
     swapper.save(torch.randn(8, requires_grad=True))
 

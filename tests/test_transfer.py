@@ -49,7 +49,7 @@ class HeldEvent:
 
 
 class HeldStream:
-    """Copies at once; what it was told, in order, is its log."""
+    """Stream that copies at once; its log has the calls in order."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -42,7 +42,7 @@ def _nothing() -> None:
 
 
 def result(program: Callable[[torch.device, Settle], list[Tensor]], at: torch.device, settle: Settle = _nothing) -> Any:
-    """Bits of what a program gives, or the words of its error. `settle` waits for copies."""
+    """Return the bits of a program's results, or the text of its error. `settle` waits for copies."""
     torch.manual_seed(0)
     try:
         return [t.detach().cpu().clone() for t in program(at, settle)]
@@ -240,7 +240,7 @@ def test_a_node_that_writes_a_copy_is_seen_by_the_next_use(device: Device, monke
 
 
 def two_results() -> list[Tensor]:
-    """Autograd saves both results of an operator: what was left, and which were."""
+    """Autograd saves both results of an operator: the values left, and the mask."""
     x = leaf()
     left, kept = torch.native_dropout(x * 2, 0.5, True)
     loss = left.sin().exp()

@@ -341,9 +341,9 @@ def test_a_saved_tensor_that_is_written_while_its_copy_waits_is_no_race() -> Non
 
 
 def _far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have events look incomplete most of the time: the device is behind, and copies wait in their queue.
+    """Make events look incomplete most of the time: the device lags, and copies wait in their queue.
 
-    There is no budget, so that every copy is handed over at once, and runs beside what is written.
+    There is no budget, so that every copy is handed over at once, and runs during later writes.
     """
     from chameleon_mm.device.cuda.cuda_stream import CudaEvent
 

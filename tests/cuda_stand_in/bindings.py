@@ -82,7 +82,7 @@ def lead_functions(path: str) -> int:
 
 
 def lead_capsules() -> int:
-    """Replaces what cuda.bindings' low-level runtime module offers the others. Returns how many functions."""
+    """Replace the functions that cuda.bindings' low-level runtime module exports. Return their number."""
     low = importlib.import_module("cuda.bindings._bindings.cyruntime")
     api = ctypes.pythonapi
     api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_void_p, [ctypes.py_object]

@@ -156,8 +156,8 @@ def _build_runtime(wanted: set[str], headers: Path, work: Path, out: Path) -> li
     objects = {source: work / f"{source.stem}.o" for source in [*sources, missing]}
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a compiler's process
         list(pool.map(lambda source: _run(*compiler, "-fvisibility=hidden", "-c", "-o", objects[source], source), objects))
-    # Each needs the other: whoever loads one has both, and finds the other by its name. A symbol that neither has is an
-    # error here (-z defs), not at the first call.
+    # The two libraries need each other: a process that loads one has both, and finds the other by its name. A symbol that
+    # neither has is an error here (-z defs), not at the first call.
     linked: list[str | Path] = ["-Wl,-z,defs", "-Wl,--no-as-needed", f"-L{out}", "-Wl,-rpath,$ORIGIN"]
     driver: list[str | Path] = [*compiler, "-shared", f"-Wl,-soname,{DRIVER}", "-o", out / DRIVER, SOURCES / "driver.cpp"]
     runtime: list[str | Path] = ["g++", "-shared", f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script={versions}"]

@@ -60,7 +60,7 @@ class HostView:
 
 
 def on_device(result: Tensor, device: torch.device, stream: int, what: bytes) -> Tensor:
-    """A new tensor of the device that holds what `result` holds, in the same layout."""
+    """Return a new tensor of the device with the values and layout of `result`."""
     if result.layout is not torch.strided or result.is_nested:
         return assembled(result, [on_device(part, device, stream, what) for part in parts(result)])
     made = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
@@ -99,7 +99,7 @@ def spans(tensor: Tensor) -> list[tuple[int, int]] | None:
 
 
 def report(stream: int, tensor: Tensor, kind: int, what: bytes) -> None:
-    """Tells the runtime that an operator on `stream` reads or writes the tensor; `kind` as in `library`."""
+    """Report to the runtime that an operator on `stream` reads or writes the tensor; `kind` as in `library`."""
     global unchecked  # noqa: PLW0603 - a statistic of the process
     if tensor.layout is not torch.strided or tensor.is_nested:
         for part in parts(tensor):

@@ -19,7 +19,7 @@ from tests.cuda_stand_in import control, library
 from tests.cuda_stand_in.limits import LATE_ALONE, TESTS
 
 PREFIX = "the CUDA stand-in: "
-"""Reasons of skips begin with it where the stand-in is what lacks something."""
+"""Prefix of a skip's reason if the stand-in lacks a feature."""
 
 EXPLAINED = ("torch has no sample of ",)
 """Beginnings of skip reasons that also hold on a GPU."""
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    control.violations()  # those of fixtures, and of what an earlier test left queued, are not this test's
+    control.violations()  # violations of fixtures, and of work that an earlier test queued, are not this test's
     result = yield
     if found := control.violations():
         pytest.fail(f"{len(found)} violations of the order of work:\n" + "\n".join(found), pytrace=False)

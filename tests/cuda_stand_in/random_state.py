@@ -28,7 +28,7 @@ class Draws:
         return generator_at(source.initial_seed(), offset)
 
     def source(self) -> torch.Generator:
-        """The device's generator: the one that the operator was given, or the default."""
+        """Return the operator's generator if it was given one, else the device's default."""
         if self.given is not None:
             return self.given
         import torch.cuda  # initialised: there is a tensor of the device

@@ -13,7 +13,7 @@ TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-exte
 """Requirements of torch other than the NVIDIA packages."""
 
 CUDA_PACKAGES = ("cuda-bindings==13.0.3", "cuda-pathfinder==1.9.0", "cupy-cuda13x==14.2.0", "triton==3.6.0")
-"""Installed without what they ask for, which would be the NVIDIA packages again."""
+"""Packages installed without their requirements, which would be the NVIDIA packages again."""
 
 CUDA_HEADERS = ("nvidia-cuda-crt==13.0.88", "nvidia-cuda-runtime==13.0.96")
 """Unpacked for their headers alone: nothing of them is loaded."""

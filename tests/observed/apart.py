@@ -45,7 +45,7 @@ def _range(t: Tensor, write: bool, name: str) -> _Range:
 
 def _check_apart(what: str, ranges: list[_Range]) -> None:
     """Raise `ValueError` where a range that is written shares bytes with another one."""
-    furthest: dict[bool, _Range] = {}  # of those begun so far, read and written, the one that ends last
+    furthest: dict[bool, _Range] = {}  # of the ranges begun so far, read and written, the one that ends last
     for new in sorted(r for r in ranges if r.begin < r.end):
         for old in furthest.values():
             if (old.write or new.write) and new.begin < old.end:

@@ -49,7 +49,7 @@ class _End:
         return self.ref() is not None and start < address + nbytes and address < start + self.nbytes
 
     def lost(self) -> str:
-        """Text of what became of the memory, or "" while it is where it was."""
+        """Return the reason why the memory is gone, or "" while it exists."""
         storage = self.ref()
         if storage is None:
             return "dropped"

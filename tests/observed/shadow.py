@@ -35,8 +35,8 @@ Clock = dict[Actor, int]
 
 
 class Extent(NamedTuple):
-    """Bytes of a storage: all of [start, end), or those that a pattern reaches from start: pairs of a count and a stride in
-    bytes, innermost first."""
+    """Bytes of a storage: all of [start, end), or a pattern from start: pairs of a count and a stride in bytes, innermost
+    first."""
 
     start: int
     end: int
@@ -129,7 +129,7 @@ class Shadow:
         self.accesses: list[Access] = []
 
     def touch(self, new: Access, clock: Clock) -> None:
-        """Record `new`, made where `clock` is what is ordered before. Raises `SimRaceError` for an unordered conflict."""
+        """Record `new`, whose earlier work is given by `clock`. Raises `SimRaceError` for an unordered conflict."""
         self.check(new, clock)
         self.accesses = [old for old in self.accesses if not _stands_for(new, old, clock)]
         self.accesses.append(new)

@@ -1,4 +1,4 @@
-"""Doubles of events, streams, devices, clocks, files and calls that several tests put in the place of the real ones.
+"""Doubles of events, streams, devices, clocks, files and calls that several tests use instead of the real ones.
 
 ManualEvent(), RecordingStream(), BrokenStream()         an event that the test completes; streams that only take waits
 Unwatched(), UnsimulatedDevice(), PlayedStandIn(), ...   simulated devices, each different in the one thing that it is named for
@@ -60,7 +60,7 @@ class RecordingStream:
 
 
 class BrokenStream(RecordingStream):
-    """A stream of a device that is gone: it cannot wait."""
+    """Stream of a destroyed device: it cannot wait."""
 
     def wait(self, event: Event) -> None:
         raise RuntimeError("the device is gone")
@@ -81,7 +81,7 @@ def leave_out_meeting(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 class Unwatched(SimDevice):
-    """A simulated device that installs nothing but hooks on a thread, as a GPU does. Its copies are still late and its memory
+    """Simulated device that installs nothing except hooks on a thread, as a GPU does. Its copies are still late and its memory
     still poisoned."""
 
     @contextmanager
@@ -130,7 +130,7 @@ class PlayedStandIn(UnsimulatedDevice):
 
 
 class ManualClock:
-    """A clock in the place of the module `time`, on which time passes as the test says."""
+    """Replacement of the module `time`, whose time passes under the test's control."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -140,7 +140,7 @@ class ManualClock:
 
 
 def file_tree(root: Path, files: Mapping[str, str]) -> Path:
-    """A root directory that holds `files`, text by path, in the place of the machine's own. Returns `root`."""
+    """Root directory that holds `files`, text by path, instead of the machine's own. Returns `root`."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def file_tree(root: Path, files: Mapping[str, str]) -> Path:
 
 
 class Faults:
-    """A count of calls of one kind, of which the `fail_at`-th raises `error`, once."""
+    """Counter of calls of one kind, the `fail_at`-th of which raises `error`, once."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -178,7 +178,7 @@ class Faults:
 
 
 def refusing(error: type[Exception], *arguments: object) -> Callable[..., NoReturn]:
-    """A function in the place of any other, which raises a new `error(*arguments)` at each call."""
+    """Replacement of any function, which raises a new `error(*arguments)` at each call."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise error(*arguments)

@@ -27,7 +27,7 @@ _NAMES = ("aten::mul.Tensor", "aten::gelu", "aten::native_dropout", "aten::mm", 
 
 
 class _Forward:
-    """The forward of a micro-batch, as it is built."""
+    """Forward of a micro-batch under construction."""
 
     def __init__(self, random: Random, b: TraceBuilder, parameters: list[int], waiting: list[int]) -> None:
         self._random, self._b, self._parameters, self._waiting = random, b, parameters, waiting
@@ -56,7 +56,7 @@ class _Forward:
         self.alive += outs
 
     def save(self) -> None:
-        """Save something that is there, now and then for the second time."""
+        """Save a live storage, occasionally for the second time."""
         random, b = self._random, self._b
         there = [x for x in self.alive if x not in self.dead]
         if not there or random.random() < 0.15:
@@ -200,7 +200,7 @@ class _Oracle:
         return ops
 
     def run(self) -> list[int]:
-        """The most allocated during each tick."""
+        """Maximum bytes allocated during each tick."""
         blocks: dict[tuple[str, int], int] = {}
         hook_of = {hook.tick: k for k, hook in enumerate(self.hooks)}
         inside = {op.tick: op.inner_bytes for op in self.ops}
@@ -220,7 +220,7 @@ class _Oracle:
         return most
 
     def _hook(self, k: int, blocks: dict[tuple[str, int], int]) -> int:
-        """Carry out hook `k`. Returns the most of its moments."""
+        """Carry out hook `k`. Return the maximum of the bytes allocated within it."""
         whole = {x: tensor.nbytes for x, tensor in enumerate(tensors_of(self.trace))}
         swaps = [a for a in self.plan.actions if a.kind is ActionKind.SWAP]
         moments = []
@@ -264,7 +264,7 @@ class _Oracle:
         return moments
 
     def passing(self, k: int) -> set[int]:
-        """Storages that the recomputation at hook `k` makes for itself alone, though one like it may be there."""
+        """Storages that the recomputation at hook `k` makes only for itself, though an equal one may exist."""
         ops = set(self.recomputations[k])
         needed = set[int]()
         stack = list(self.made_by[k])
@@ -280,7 +280,7 @@ class _Oracle:
 
 
 def carried_out_recomputing(trace: Trace, plan: SwapPlan) -> list[int]:
-    """The most allocated during each tick of `trace` under `plan`, which recomputes."""
+    """Maximum bytes allocated during each tick of `trace` under `plan`, which recomputes."""
     return _Oracle(trace, plan).run()
 
 

@@ -1,4 +1,4 @@
-"""A simulated GPU whose allocator reclaims what sessions lend to it, as a GPU's does where the C++ helper for it is built.
+"""Simulated GPU whose allocator reclaims storages that sessions lend to it, as a GPU's does with the C++ helper.
 
     device = LendingDevice(...)                  # a SimDevice with an allocator hook
     device.held                                  # of all sessions, oldest first
@@ -94,7 +94,7 @@ class SimAllocatorHook:
 
 
 class GreedyHook(SimAllocatorHook):
-    """Has everything that is lent reclaimed at the next allocation."""
+    """Reclaim all loans at the next allocation."""
 
     def __init__(self, machine: Machine, held: HeldStorages) -> None:
         super().__init__(machine, held)

@@ -1,4 +1,4 @@
-"""A GPU of which the process may use a part: torch's caching allocator runs out of memory for real."""
+"""Limit of a GPU's memory for the process: torch's caching allocator runs out of memory for real."""
 
 from __future__ import annotations
 

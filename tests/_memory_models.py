@@ -85,7 +85,7 @@ def _conv() -> Job:
 
 
 class RecurrentNet(nn.Module):
-    """A recurrence of a linear layer and tanh, a step of it after the other, as eager code writes one."""
+    """Recurrence of a linear layer and tanh, one step after the other, as eager code writes it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Directors that decide at random what becomes of each saved storage.
+"""Directors that choose the treatment of each saved storage at random.
 
     with mixed(Mix(seed), budget) as session:              # a session in which each step is directed by the mix
         with session.step(): ...
@@ -56,7 +56,7 @@ class _Everything(set[int]):
 
 
 class RandomPlaces(Mapping[BirthPlace, int]):
-    """Every place of a step, of which a seeded share is of a storage to hold."""
+    """Mapping of every place of a step, a seeded share of which has a storage to hold."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._seed, self._share = seed, share

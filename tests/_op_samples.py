@@ -1,4 +1,4 @@
-"""Samples of torch's own database of operators, and what each gives: outputs and all gradients as bits, or the error.
+"""Samples of torch's own database of operators, and the outcome of each: outputs and all gradients as bits, or the error.
 
     for sample in samples_of(op, "cpu", dtype, at_most=5):
         plain = run(op, sample)                              # nothing of ours, no dispatch mode
@@ -29,7 +29,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 OPS: dict[str, Any] = {op.formatted_name: op for op in op_db}
 
 LOOKED_AT = 100
-"""Samples of one operator and dtype that are made at all: pooling has thousands."""
+"""Maximum number of samples made for one operator and dtype: pooling has thousands."""
 
 _SAME_SIZE = {torch.bfloat16: torch.int16, torch.complex32: torch.int32}
 """For dtypes that NumPy lacks."""
@@ -134,7 +134,7 @@ def run(
 
 
 def _seed() -> None:
-    """`torch.manual_seed`, without the stack trace that it formats for each kind of device that is not there."""
+    """Call `torch.manual_seed` without the stack trace that it formats for each absent kind of device."""
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(0)
@@ -153,7 +153,7 @@ def _forward(op: Any, sample: Any, leaves: list[Tensor]) -> tuple[list[Tensor], 
 
 
 def _activation(t: Tensor, leaves: list[Tensor]) -> Tensor:
-    """A copy of `t`, its storage and layout, that came out of an operator; of a new leaf if `t` requires a gradient."""
+    """Return a copy of `t`, its storage and layout, as an operator's result; of a new leaf if `t` requires a gradient."""
     if t.layout is not torch.strided:  # stays on the device in any case
         leaf = t.detach().clone()
         if t.requires_grad:

@@ -1,4 +1,4 @@
-"""Ways to run a sample of an operator, each to give what plain eager gives; and the sweep of an operator's samples over them.
+"""Ways to run a sample of an operator, all with plain eager's outcome; and the sweep of an operator's samples over them.
 
     ways = ways_of(SimDevice)                       # by name, each with a device of its own
     sweep("mul", ways, dtypes=(torch.float32,), samples=2, twice=1)
@@ -41,7 +41,7 @@ OTHER_UNDER_A_MODE = {
     "ormqr": "gradient: its strides",
     "prod": "gradient: zeros are not looked for, products of what is before and behind instead of a quotient",
 }
-"""Operators of which autograd computes a gradient by another formula under any dispatch mode, even one that does nothing."""
+"""Operators whose gradient autograd computes by another formula under any dispatch mode, even one that does nothing."""
 
 OTHER_FORWARD_UNDER_A_MODE = {
     "__rmatmul__": "as matmul",
@@ -52,7 +52,7 @@ OTHER_FORWARD_UNDER_A_MODE = {
     "matmul": "of what needs no gradient, one of the batches being one matrix: a product, instead of one for each of the batch",
     "norm_nuc": "as linalg_svdvals",
 }
-"""Operators that torch takes apart otherwise under any dispatch mode, before the mode sees them: in a recorded step, too."""
+"""Operators that torch decomposes differently under any dispatch mode, before the mode sees them: in a recorded step, too."""
 
 PLAIN_RUNS = 6
 """Number of eager runs of a sample whose outcomes differ, before eager counts as deterministic."""
@@ -110,7 +110,7 @@ class Recorded(Way):
 
 
 class SweepingExecutor(Executor):
-    """Swaps every storage, gives its HBM back at every look, and counts the saves that it swaps."""
+    """Swap every storage, return its HBM at every look, and count the saves that swap."""
 
     def __init__(self, device: Device) -> None:
         self.pool = cm.PinnedPool("64MiB", device=device, chunk_bytes=1 << 20)

@@ -1,4 +1,4 @@
-"""The least time that any plan of a small step can take: a mixed-integer program, solved by scipy's HiGHS. For tests.
+"""Least time of any plan of a small step: a mixed-integer program, solved by scipy's HiGHS. For tests.
 
 least_step_us(problem, budget, cost)       a bound from below, within `gap` of what its own best solution takes
 

@@ -1,4 +1,4 @@
-"""Programs that train small models and touch their parameters in every way that people do.
+"""Programs that train small models and access their parameters in every way that users do.
 
     seen = PROGRAMS["tied"](Plain(at))                # nothing of ours around it
     seen = PROGRAMS["tied"](Swapped(device, ...))     # the same lines in a session that swaps parameters
@@ -262,7 +262,7 @@ PROGRAMS["checkpointed, reentrant"] = lambda loop: _checkpointed(loop, reentrant
 
 
 class Held(torch.autograd.Function):
-    """A function that holds its weight past autograd, and uses it in backward."""
+    """Function that holds its weight outside of autograd, and uses it in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def _penalty(loop: Plain) -> list[Tensor]:
 
 
 class Mixed(nn.Module):
-    """Modules whose code reads parameters in ways of its own."""
+    """Modules with their own ways of reading parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ def _read(loop: Plain) -> list[Tensor]:
 
 @program("replaced")
 def _replaced(loop: Plain) -> list[Tensor]:
-    """Parameters whose data, and gradients which, become others; a parameter that becomes another."""
+    """Replace the data of parameters, gradients, and a parameter itself."""
     model, optimizer = loop.model(mlp), loop.optimizer()
     layers = linears(model)
     seen = []

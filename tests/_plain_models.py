@@ -1,4 +1,4 @@
-"""Tiny models of well-known families with random weights, and the loss that each is trained on.
+"""Tiny models of well-known families with random weights, and the loss of each.
 
     case = CASES["llama"]
     model = case.build()                          # Hugging Face's own code, a few layers of it; no weights are loaded
@@ -28,10 +28,10 @@ class Case:
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
     steps: int = 4
-    """More than two: the first is recorded, and one that is like it follows a plan."""
+    """More than two: the first is recorded, and a similar one follows a plan."""
     micro_batches: int = 1
     autocast: bool = False
-    """Forward runs in bfloat16 where torch thinks it can."""
+    """True if forward runs in bfloat16 where autocast permits it."""
     learning_rate: float = 1e-2
 
 

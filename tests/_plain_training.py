@@ -1,4 +1,4 @@
-"""Training as plain PyTorch does it, and the same under swapping. The oracle has nothing of ours around it.
+"""Training in plain PyTorch, and the same under swapping. The oracle has nothing of ours around it.
 
     plain = trained_plainly(case, CUDA)                   # no mode, no hooks, no device of ours: torch alone
     swapped, report = trained_in_session(case, 0.5, CUDA)     # a budget that has room for half of what forward leaves
@@ -26,7 +26,7 @@ Image = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bytes]
 Outcome = dict[str, Image]
 
 MIN_BYTES = 256
-"""Small enough for nearly all that models of this size save."""
+"""Small enough for nearly all saved tensors of models of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def trained_plainly(case: Case, kind: Kind = SIM) -> Outcome:
 
 
 def check_session(case: Case, kind: Kind = SIM) -> None:
-    """Trains `case` in sessions of ever larger budgets until one has a plan to follow: in each, the bits are the same."""
+    """Train `case` in sessions of ever larger budgets until one has a plan to follow: in each, the bits are the same."""
     plain = trained_plainly(case, kind)
     for room in (0.5, 1.0, 2.0):
         swapped, report = trained_in_session(case, room, kind)

@@ -1,4 +1,4 @@
-"""A program that several tests run, what swaps it, and threads to run it on.
+"""Program that several tests run, executors and sessions to swap it, and threads to run it on.
 
 deep(x)                    a chain whose every link saves something that nobody else keeps
 leaf(device), opened(device)  what it runs on, and a session in which all that it saves may move
@@ -48,7 +48,7 @@ def opened(device: Device) -> cm.SwapSession:
 def swapping_executor(
     device: Device, pool: cm.PinnedPool, limits: Limits | None = None, *, min_bytes: int = 0, **given: Any
 ) -> Executor:
-    """An executor by the default rule. Compute waits for every copy out at the next hook, unless `limits` say otherwise."""
+    """Executor of the default rule. Compute waits for every copy out at the next hook, unless `limits` say otherwise."""
     limits, protected = limits or Limits(leaving_bytes=0), ProtectedStorages()
     return Executor(device, pool, rule=DefaultRule(min_bytes=min_bytes), limits=limits, protected=protected, **given)
 

@@ -1,4 +1,4 @@
-"""Small random models on simulated GPUs that are the bound, and steps of them with and without swapping.
+"""Small random models on simulated GPUs that are the bottleneck, and steps of them with and without swapping.
 
     device = far_ahead()                                            # a slow GPU whose host takes no time
     steps, parameters = train(seed, device)                         # nothing swapped
@@ -44,24 +44,24 @@ FULL_DUPLEX_GPU = dataclasses.replace(SLOW_GPU, duplex_gbps=4.0)
 
 
 def link_of(spec: GpuSpec) -> LinkCost:
-    """The link of such a GPU as it is. A copy within device memory reads and writes every byte, at 0.85 of its rate."""
+    """Link of such a GPU, unchanged. A copy within device memory reads and writes every byte, at 0.85 of its rate."""
     return LinkCost(
         d2h_gbps=spec.d2h_gbps, h2d_gbps=spec.h2d_gbps, duplex_gbps=spec.duplex_gbps, hbm_gbps=spec.hbm_gbps * 0.85 / 2
     )
 
 
 NO_LIMIT = 1 << 40
-"""A budget that nothing here comes near."""
+"""Budget far above the memory of all models here."""
 
 
 def seeds(first: int, *, of: Sequence[int]) -> list[ParameterSet]:
-    """Seeds of models, of which every run takes the first ones; the others are `thorough`."""
+    """Seeds of models, the first of which every run takes; the others are `thorough`."""
     thorough = [pytest.mark.slow, pytest.mark.thorough]
     return [pytest.param(seed, marks=() if number < first else thorough) for number, seed in enumerate(of)]
 
 
 def far_ahead(spec: GpuSpec = SLOW_GPU) -> cm.SimDevice:
-    """Its host takes no time at all, so the device never waits for it."""
+    """Device whose host takes no time at all, so the device never waits for it."""
     free = dict.fromkeys(("launch_us", "view_us", "event_us", "copy_us", "triton_launch_us", "packed_tensor_us"), 0.0)
     return cm.SimDevice(spec, cost=CostModel(spec=spec, matmul_efficiency=1.0, shortest_kernel_us=1e-3, **free))
 

@@ -49,7 +49,7 @@ class SavesBoth(torch.autograd.Function):
 
 
 class WritesWhatItSaved(torch.autograd.Function):
-    """A backward that uses its saved tensor as scratch space, as hand-written memory savers do."""
+    """Function whose backward uses its saved tensor as scratch space, as hand-written memory savers do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def block(x: Tensor, y: Tensor) -> Tensor:
 
 
 def chunks(x: Tensor) -> Tensor:
-    """In-place operators on chunks of one storage, each with a version counter of its own, each saved."""
+    """In-place operators on chunks of one storage; each chunk is saved and has its own version counter."""
     return torch.cat([chunk.tanh_() * 1.5 for chunk in (x * 2).unsafe_chunk(4, 1)], 1)
 
 
@@ -109,7 +109,7 @@ def cell(x: Tensor, y: Tensor) -> Tensor:
 
 
 def storage_of(x: Tensor) -> Tensor:
-    """Another tensor on the storage of `x`, which knows nothing of its version counter."""
+    """Other tensor on the storage of `x`, independent of its version counter."""
     t = x.new_empty(0)
     with torch.no_grad():
         t.set_(x.detach().untyped_storage(), x.storage_offset(), x.size(), x.stride())
@@ -305,7 +305,7 @@ class Run:
             self._look(leaf.grad)
 
     def _fill(self, x: Tensor, *, way: int, again: bool) -> Tensor:
-        """Fills the next part of the buffer, or the latest one `again`. A full buffer is left to the graphs that saved it."""
+        """Fill the next part of the buffer, or the latest one `again`. A full buffer is left to the graphs that saved it."""
         if self._buffer is None:
             self._buffer, self._part = torch.zeros(BUFFER_PARTS * SIDE, SIDE, device=self._device), 0
         elif not again:

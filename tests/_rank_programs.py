@@ -1,4 +1,4 @@
-"""Programs that several ranks train together, with the engines people have: built here, and run by `tests/_rank_runs.py`.
+"""Programs that several ranks train together, with the common engines: built here, and run by `tests/_rank_runs.py`.
 
     training = ON_TWO["ddp_views"]()  # the same weights on each rank
     losses = training.step()         # forward and backward, micro-batches included; the optimizer is the caller's
@@ -30,7 +30,7 @@ scatter_sum = getattr(functional, "reduce_scatter_single_autograd", None) or fun
 """Collectives under the names that torch has for them since 2.13; before, under others."""
 
 PATIENCE = timedelta(hours=2)
-"""Time after which gloo gives up on a rank that does not come: more than any test has, so that a slow machine is no failure."""
+"""Time after which gloo gives up on an absent rank: more than any test has, so that a slow machine is no failure."""
 
 WIDTH, ROWS, LAYERS, MICRO_BATCHES = 32, 256, 4, 4
 
@@ -89,7 +89,7 @@ def blocks(count: int = LAYERS, kind: Callable[[], nn.Module] = Block) -> nn.Seq
 
 
 def checkpointed_blocks() -> nn.Sequential:
-    """Blocks of which every other one is recomputed by torch's own checkpoint."""
+    """Blocks, every other one of which torch's own checkpoint recomputes."""
     return nn.Sequential(*(Block(checkpointed=bool(number % 2)) for number in range(LAYERS)))
 
 
@@ -102,7 +102,7 @@ def loss_of(out: Tensor) -> Tensor:
 
 
 class Training:
-    """A model that forward and backward run over, one batch a step."""
+    """Model and its forward and backward, one batch a step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -118,7 +118,7 @@ class Training:
 
 
 class Accumulating(Training):
-    """Micro-batches, of which only the last exchanges gradients (`no_sync`)."""
+    """Micro-batches, the last of which alone exchanges gradients (`no_sync`)."""
 
     def step(self) -> list[Tensor]:
         model = self.model

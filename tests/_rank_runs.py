@@ -28,7 +28,7 @@ from tests.observed import observe_all
 STEPS = 6
 
 ROOM = 0.3
-"""Share of the memory which swapping by the default rule saves that a tight budget leaves."""
+"""Share of the memory saved by the default rule that a tight budget leaves."""
 
 SWAPS_ALONE = ("ddp", "tp", "pipeline")
 """Programs that run with plans that recompute nothing as well."""

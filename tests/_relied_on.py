@@ -102,7 +102,7 @@ _HOST = ("launch_us", "view_us", "event_us", "copy_us", "triton_launch_us", "pac
 
 
 def device_of(link: str, kind: str = "sim") -> Device:
-    """A simulated H200 with its link, or with slower ones: then small steps recompute, as large ones do on a GPU. Or CUDA."""
+    """Simulated H200 with its link, or with slower ones: small steps then recompute, as large ones do on a GPU. Or CUDA."""
     if kind == "cuda":
         torch.cuda.empty_cache()
         return cm.CudaDevice()
@@ -145,7 +145,7 @@ def plainly(case: Case, kind: str = "sim") -> Trained:
 
 @cache
 def roomy(case: Case, link: str, kind: str = "sim", steps: int = STEPS) -> Trained:
-    """A session that has room for everything."""
+    """Train in a session that has room for everything."""
     return _in_session(case, link, kind, lambda device, model, base: _planned(device, model, base + ROOMY_BYTES), steps)
 
 

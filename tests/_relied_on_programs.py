@@ -1,4 +1,4 @@
-"""Small programs that write what autograd does not rely on, and what a recomputation might: each right in plain PyTorch.
+"""Small programs that write tensors that autograd does not rely on but a recomputation might: each is right in plain PyTorch.
 
     program.step(number, write=True)                 # a forward that writes at some point, and a backward
     PROGRAMS                                         # all of them
@@ -89,7 +89,7 @@ class Program(nn.Module):
         return torch.randn(shape or (ROWS, 16), generator=generator)
 
     def embedded(self, which: int = 0) -> Tensor:
-        """An activation in float16 that cannot be recomputed, and of which autograd saves nothing."""
+        """Return an activation in float16 that cannot be recomputed and of which autograd saves nothing."""
         h: Tensor = apply(Embed, self.batch(which), self.weight)
         return h
 
@@ -315,7 +315,7 @@ class CheckpointedReentrant(Checkpointed):
 
 
 class Rotated(Program):
-    """An in-place rotary kernel on q and k, of which others were made before."""
+    """In-place rotary kernel on q and k, from which others were made before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class ResidualByOperator(ResidualByPointer):
 
 
 class LossOverLogits(Program):
-    """A fused cross entropy that writes its gradient over the logits, of which a z-loss was made before."""
+    """Fused cross entropy that writes its gradient over the logits, from which a z-loss was made before."""
 
     pointer: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Programs that the tests of the stand-in's runtime start in other processes: wrong ones, with the right one beside each.
+"""Programs that the tests of the stand-in's runtime start in other processes: wrong ones, each with the right one.
 
     program(cuda, right=False); cuda.violations()   # one line, with the words that the program returns
     program(cuda, right=True); cuda.violations()    # none

@@ -1,4 +1,4 @@
-"""Records of a trace, made of its columns: what tests compare, one operator, storage or hook at a time.
+"""Records of a trace, made of its columns, for comparison in tests: one operator, storage or hook each.
 
 ops_of(trace)[0].name, tensors_of(trace)[3].nbytes, hooks_of(trace)[-1].use
 """

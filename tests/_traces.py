@@ -1,4 +1,4 @@
-"""Made-up steps and plans, for tests of everything that reads a trace.
+"""Made-up steps and plans, for tests of all readers of a trace.
 
 chain(layers=8)                a transformer-like chain: each layer saves a few tensors, backward uses them in reverse order
 chain(micro_batches=3)         forward and backward in turn

@@ -1,4 +1,4 @@
-"""Ways to write over a tensor of which torch knows little or nothing: what kernels, extensions and aliases do.
+"""Ways to write over a tensor unknown or hardly known to torch, as kernels, extensions and aliases do.
 
     overwrite(x, new)                   # through pointers: no operator, no version counter; on CUDA in stream order
     OPERATORS.scale_unsaid(x, 0.5)      # an operator whose schema says that it reads x

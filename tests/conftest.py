@@ -81,8 +81,8 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_mode_stays() -> Iterator[None]:
-    """A dispatch mode of ours that outlives its test would see the later ones, and what they take for plain PyTorch would run
-    under it: a recorder, or the simulated device of a session that nobody closed."""
+    """Fail a test that leaves one of our dispatch modes, such as a recorder or an open session's simulated device, and remove
+    the mode: later tests would run their plain PyTorch programs under it."""
     yield
     stay = [mode for mode in _get_current_dispatch_mode_stack() if type(mode).__module__.startswith("chameleon_mm.")]
     for mode in stay:
@@ -95,7 +95,7 @@ def _no_mode_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _current_stream_stays() -> Iterator[None]:
-    """A stream that a test leaves current would be that of later tests in this thread, and not in others."""
+    """Fail a test that leaves another stream current, and restore the default: only this thread's later tests would use it."""
     yield
     if torch.cuda.is_initialized() and (left := torch.cuda.current_stream()) != (default := torch.cuda.default_stream()):
         torch.cuda.set_stream(default)
@@ -173,8 +173,8 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def flags_of_modes() -> Iterator[None]:
-    """Torch has one set of flags for the modes of all threads. If those of two threads are left in the order in which they were
-    entered, it stays True, and dynamo then compiles anew in each step of any later test."""
+    """Restore the mode flags: torch has one set for all threads. If the modes of two threads are left in the order in which
+    they were entered, a flag stays True, and dynamo compiles again in each step of any later test."""
     names = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
     before = {name: getattr(_python_dispatch, name) for name in names}
     yield
@@ -186,8 +186,8 @@ def flags_of_modes() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_blocks() -> Iterator[None]:
-    """Empties torch's caching allocator, whose blocks bring along the streams that used them, and forgets what the stand-in has
-    to say; and again at the end, where a mutant has been wrong on purpose."""
+    """Empty torch's caching allocator, whose blocks keep the streams that used them, and discard the stand-in's violations; and
+    again at the end, where a mutant has been wrong on purpose."""
     _forget_blocks()
     yield
     _forget_blocks()

@@ -1,5 +1,5 @@
-"""Storages on their way out that the device's allocator reclaims itself, in the middle of an allocation: on the simulator, and
-with torch's own allocator on CUDA. The reference is plain PyTorch on a device with enough memory."""
+"""Storages on their way out that the device's allocator itself reclaims during an allocation: on the simulator, and with
+torch's own allocator on CUDA. The reference is plain PyTorch on a device with enough memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plainly(at: torch.device) -> Training:
 
 @contextmanager
 def cuda(monkeypatch: pytest.MonkeyPatch, *, hook: bool) -> Iterator[CudaDevice]:
-    """A GPU of which the process may hold 10 MiB."""
+    """GPU of whose memory the process may hold 10 MiB."""
     if hook:
         helper("reclaim", monkeypatch)
     else:
@@ -195,7 +195,7 @@ def swapper(machine: OnSim | OnCuda) -> Iterator[Executor]:
 
 
 def test_nothing_is_lent_once_another_stream_may_have_worked_with_it(machine: OnSim | OnCuda, swapper: Executor) -> None:
-    """Only that stream would wait for the copy, and the other one's kernels may still read."""
+    """Only that stream would wait for the copy, and the other stream's kernels may still read."""
     handle = lent(machine, swapper, randn(machine, 128, 128).clone())
     other = machine.other_stream()
     other.wait(machine.device.current_stream().record())
@@ -223,7 +223,7 @@ def test_a_lent_storage_is_used_and_dropped_like_any_other(end: str, machine: On
 
 
 def test_a_storage_of_which_a_part_stays_is_not_lent(machine: OnSim | OnCuda, swapper: Executor) -> None:
-    """The allocator would take all of it, and its first bytes are nowhere else."""
+    """The allocator would reclaim all of it, and its first bytes are nowhere else."""
     kept = randn(machine, 128, 128)
     handle = saved(machine, swapper, kept.clone())
     storage = handle.claim.saved

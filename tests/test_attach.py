@@ -1,4 +1,4 @@
-"""`attach`: steps of any loop are found, the bits are those of plain PyTorch, and nothing is left behind."""
+"""`attach` finds the steps of any loop, with the bits of plain PyTorch, and leaves nothing installed."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def by_hand(where: torch.device, attach: Attach) -> list[Tensor]:
 
 
 def thawed_later(where: torch.device, attach: Attach) -> list[Tensor]:
-    """The optimizer has nothing of the model at first, and gets its parameters after two steps."""
+    """The optimizer has no parameter of the model at first, and gets them after two steps."""
     model, head = layers(where), nn.Linear(128, 128).to(where)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     model.requires_grad_(requires_grad=False)
@@ -239,7 +239,7 @@ def tangents(where: torch.device, attach: Attach) -> list[Tensor]:
 
 
 def inner_loops(where: torch.device, attach: Attach) -> list[Tensor]:
-    """Steps within a step, by `autograd.grad` and `functional_call`, which puts results in the place of parameters."""
+    """Steps within a step, by `autograd.grad` and by `functional_call`, which replaces parameters by results."""
     model = layers(where, drop=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     attach(model)
@@ -369,7 +369,7 @@ def test_what_is_no_model_and_what_no_session_takes_is_refused_with_nothing_atta
 
 
 class Elsewhere(Tensor):
-    """Says that it is on a device that need not be there, as a real tensor there does."""
+    """Tensor that reports an absent device, as a real tensor there does."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch names no types

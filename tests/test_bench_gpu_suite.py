@@ -36,7 +36,7 @@ RECORD = {
 
 
 def part(theme: str, code: str, *, record: dict[str, Any] | None = RECORD, cap_s: float = 60, **more: Any) -> Part:
-    """A part that writes `record` (if any) and then runs `code`, in which `out` is its file."""
+    """Part that writes `record` (if any) and then runs `code`, in which `out` is its file."""
     return scripted_part(theme, record, code, cap_s=cap_s, **more)
 
 

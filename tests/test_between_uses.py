@@ -1,4 +1,4 @@
-"""Steps that use what they saved several times, as two backwards over one graph do: what is idle between two uses may be away.
+"""Steps that use saved tensors several times, as two backwards over one graph do: a storage idle between two uses may be away.
 
 The planner's arithmetic is compared with a step carried out one action after the other; then training within budgets for which
 something has to be away between two uses is compared with what is simulated, and with plain PyTorch, which knows of no device
@@ -303,7 +303,7 @@ def test_a_recorder_notes_until_when_what_was_used_is_held(sim: cm.SimDevice) ->
 
 
 def budget_of(seed: int, share: float, backwards: int) -> tuple[int, bool]:
-    """A budget for the model of `seed`, and whether first uses alone are not enough for it."""
+    """Return a budget for the model of `seed`, and whether absences before first uses alone are too few for it."""
     device = far_ahead()
     steps, _ = train(seed, device, planning(device), steps=2, backwards=backwards)
     trace = steps[-1].trace
@@ -316,7 +316,7 @@ def budget_of(seed: int, share: float, backwards: int) -> tuple[int, bool]:
 @pytest.mark.parametrize("seed", seeds(2, of=range(6)))
 @pytest.mark.parametrize(("share", "backwards"), [(0.02, 2), (0.4, 2), (0.1, 3)])
 def test_the_executor_does_what_was_simulated(seed: int, share: float, backwards: int) -> None:
-    """Device memory to the byte, time closely, and the numbers of the same steps with nothing swapped."""
+    """Check device memory to the byte, time closely, and the numbers of the same steps without swapping."""
     budget, is_between_uses = budget_of(seed, share, backwards)
     device = far_ahead()
     pool = cm.PinnedPool("64MiB", device=device)

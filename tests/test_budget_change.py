@@ -1,4 +1,4 @@
-"""A budget that is changed in the middle of training: it holds from the next step on, nothing is recorded again, the bits are
+"""Budget that changes in the middle of training: it holds from the next step on, nothing is recorded again, the bits are
 eager's. Of device memory first, then of the host's."""
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Training:
 
 
 def pinned_in_step(training: Training) -> int:
-    """Run the next step, within the budget of device memory. Returns the most pinned memory that there was at its allocations
-    and its end."""
+    """Run the next step, within the budget of device memory. Return the maximum of pinned memory at its allocations and its
+    end."""
     pool = training.session.pool
     seen = [pool.stats().reserved_bytes]
     note = training.model.register_forward_hook(lambda *_: seen.append(pool.stats().reserved_bytes))
@@ -289,7 +289,7 @@ def test_less_than_plans_need_is_refused_with_nothing_changed_and_what_is_named_
 
 
 def test_what_is_still_saved_keeps_its_pinned_memory_until_it_is_used() -> None:
-    """A graph of the step before lives on: nothing of it is lost, nothing else is pinned meanwhile, and then its chunk goes."""
+    """A graph of the step before lives on: no data is lost, nothing is pinned meanwhile, and then its chunk is freed."""
     x = torch.randn(256, 256)
 
     def models() -> list[nn.Sequential]:

@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, then experts of which each step takes some."""
+    """Blocks, then experts, some of which each step takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def step(model: Net, optimizer: torch.optim.Optimizer, work: Work, generator: to
 
 
 def assert_exact_within(works: Sequence[Work], share: float) -> Run:
-    """Swapped within `share` of the unswapped peak: the same bits, never more memory. Returns the swapped run."""
+    """Train swapped within `share` of the unswapped peak, with the same bits and never more memory. Returns the swapped run."""
     expected = run(works)
     budget = int(max(expected.peaks) * share)
     got = run(works, budget)
@@ -208,7 +208,7 @@ def test_many_steps(kinds: Sequence[str], steps: int) -> None:
 
 
 def test_what_a_proof_had_kept_comes_back_beside_all_that_its_plan_has_then() -> None:
-    """The plan drops it, and has it recomputed earlier, for something else: at its use the plan has no room for it."""
+    """The plan drops it, and recomputes it earlier as another's source: at its use the plan has no room for it."""
     assert_exact_within([Work(skip=(2,)), Work(skip=(3,))], SMALL_SHARE)
 
 
@@ -268,7 +268,7 @@ def test_lengths_change_with_the_routing() -> None:
 
 
 class Skipping(LengthModel):
-    """Leaves out blocks as the data says: hardly two steps run the same operators."""
+    """Model that leaves out blocks depending on the data: hardly two steps run the same operators."""
 
     vocabulary = 64
 

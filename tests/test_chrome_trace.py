@@ -1,4 +1,4 @@
-"""The trace file: what Perfetto needs of it, what it holds against the report's numbers, and its clock.
+"""Trace file: the fields that Perfetto needs, agreement with the report's numbers, and its clock.
 
 report -> save_trace -> JSON -> tracks and counters
 """

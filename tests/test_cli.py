@@ -1,4 +1,4 @@
-"""The command line: what it understands, what it says, and its exit codes."""
+"""Command line: what it accepts, its output, and its exit codes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ RUNNERS: dict[str, Runner] = {"compute": lambda: cm.SimDevice().compute(), "reco
 
 @pytest.fixture
 def two_kernels() -> Iterator[Any]:
-    """An operator whose composite kernel gives something else than the CPU's own: which one ran does not hang on rounding."""
+    """Operator whose composite kernel has another result than the CPU's own: which one ran does not depend on rounding."""
     library = torch.library.Library("chameleon_mm_test", "DEF")
     try:
         library.define("twofold(Tensor x) -> Tensor")

@@ -1,4 +1,4 @@
-"""The real GPU: what the protocol promises, on the hardware; and, with the runtime played by functions, what needs none.
+"""Real GPU: the protocol's promises on the hardware; and tests without a GPU, on a runtime played by functions.
 
 copies are exact at every size, events order and time, memory is counted, a refused pin leaves no error behind
 """

@@ -1,4 +1,4 @@
-"""The demo: its parts, then the whole command on the simulator, with differences forced where none may be."""
+"""Demo: its parts, then the whole command on the simulator, with forced differences where none are allowed."""
 
 from __future__ import annotations
 

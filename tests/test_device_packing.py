@@ -1,4 +1,4 @@
-"""Packing by kernels: which kernel is launched with what, and that copies do it where no kernel can.
+"""Packing by kernels: the kernel of each launch and its arguments, and copies where no kernel can run.
 
 The kernels are played by their references. Under Triton's interpreter, in a process of its own, they run.
 """

@@ -301,7 +301,7 @@ KEPT: list[object] = []
 
 
 def _reserve(address: int, nbytes: int) -> bool:
-    """Map something else exactly there; whether that worked."""
+    """Map other memory exactly there. Return True if that worked."""
     map_fixed_noreplace = 0x100000
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p

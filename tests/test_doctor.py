@@ -1,4 +1,4 @@
-"""The doctor: it says what is there, says why something is not and what mends it, and never falls over either."""
+"""Doctor: it reports each part, or why the part is missing and how to fix it, and never fails itself."""
 
 from __future__ import annotations
 

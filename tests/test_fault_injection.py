@@ -45,7 +45,7 @@ SITES: dict[str, tuple[type, str]] = {
     "pack": (SimStream, "pack"),
     "unpack": (SimStream, "unpack"),
 }
-"""Every call that the swap path makes of a device. Events are recorded after copies: those fail with the copy under way."""
+"""Calls of the swap path to a device. Events are recorded after copies: those fail with the copy under way."""
 
 
 @contextmanager
@@ -72,7 +72,7 @@ MODES = ("plain", "packed")
 
 
 class Trainer:
-    """A small step that swaps out, reclaims, prefetches and swaps in on demand, with a graph that is dropped besides."""
+    """Small step that swaps out, reclaims, prefetches and swaps in on demand, and drops a graph."""
 
     def __init__(self, mode: str) -> None:
         self.device = cm.SimDevice(SLOW_LINK if mode == "packed" else "h200", hbm_bytes="1GiB")

@@ -1,4 +1,4 @@
-"""Files that are written whole, and files of a cache, which may be anything when they are read again."""
+"""Files that are written whole, and cache files, which may contain anything when they are read again."""
 
 from __future__ import annotations
 

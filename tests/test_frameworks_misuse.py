@@ -1,4 +1,4 @@
-"""Wrong uses of the callbacks are one sentence each, said as early as it can be known; what raised leaves nothing."""
+"""Wrong uses of the callbacks raise one sentence each, as early as they can be known; they leave nothing installed."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ DTYPES = [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.fl
 
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
-    """A view of random bits: dimensions narrowed, skipped over, permuted, repeated by stride 0, of any dtype."""
+    """Random view of random bits: dimensions narrowed, strided, permuted, repeated by stride 0, of any dtype."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     dtype = draw(st.sampled_from(DTYPES))
     count = torch.Size(shape).numel()

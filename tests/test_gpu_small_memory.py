@@ -33,7 +33,7 @@ LARGE = Shape(layers=16, width=768, heads=12, ffn=2048, seq=1024, batch=32, dtyp
 """20 GiB of activations, with 1 GiB of parameters, gradients and moments."""
 
 SEGMENT_BYTES = 20 * MIB
-"""Reserved by the caching allocator at a time, for requests of 1 to 10 MiB."""
+"""Bytes that the caching allocator reserves at a time, for requests of 1 to 10 MiB."""
 
 
 class Dropping(nn.Module):

@@ -78,7 +78,7 @@ def expected(captures: Captures, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def session(captures: Captures, expected: Tensor) -> Iterator[cm.SwapSession]:
-    """At its end no block of it is left, and nothing was asked of the device in a capture."""
+    """At its end no block of it is live, and the device was not queried in a capture."""
     session = opened(captures)
     yield session
     assert captures.asked == []

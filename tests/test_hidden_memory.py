@@ -1,4 +1,4 @@
-"""Steps whose hooks are alike and whose memory is not: what no hook tells of is noticed, planned for, and forgotten again."""
+"""Steps with equal hooks and different memory: memory that no hook shows is noticed, planned for, and forgotten again."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_memory_that_no_hook_tells_of_passes_the_budget_once(plain: str, hidden:
 
 @pytest.mark.parametrize("share", [0.95, 0.85])
 def test_a_little_that_is_kept_at_each_hook_is_noticed_and_planned_for(share: float) -> None:
-    """Less than the plan's room between any two hooks; all together it is more."""
+    """Each allocation is smaller than the plan's room between any two hooks; their sum is larger."""
     kinds = [*["plain"] * 4, *["keeps a little"] * 12]
     budget = int(max(run(["plain"] * 2).peaks) * share)
     got = run(kinds, budget)

@@ -229,7 +229,7 @@ def of_device(frame: FrameType) -> bool:
 
 
 def planned_hooks(device: Device) -> list[HookPath]:
-    """The hooks of one step of six blocks that follows a plan by which most activations move, and none is recomputed."""
+    """Return the hooks of a step of six blocks whose plan moves most activations and recomputes none."""
     torch.manual_seed(0)
     with device.compute(), torch.device(device.torch_device.type):
         blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
@@ -262,7 +262,7 @@ def test_a_hook_of_a_planned_step_crosses_no_more_than_it_did() -> None:
 
 
 def profiled_steps(*, profiled: bool) -> tuple[list[Tensor], Counter[str]]:
-    """Gradients of three steps, and how often each range of ours came in the last one."""
+    """Return gradients of three steps, and the number of times that each range of ours came in the last one."""
     device = far_ahead()
     torch.manual_seed(0)
     with device.compute():

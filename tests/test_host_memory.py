@@ -179,7 +179,7 @@ def test_auto_is_half_of_what_is_left_for_each_rank_and_grows_with_the_machine(e
 
 
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual machine that starts small and is given memory as it uses it; a limit that was given stays."""
+    """Virtual machine that starts small and gets memory as it uses it; a given limit stays."""
     available = [8 << 20]
     monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: available[0])
     monkeypatch.setattr("chameleon_mm.pool.host_memory.FRESH_S", 0)

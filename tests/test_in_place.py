@@ -165,7 +165,7 @@ def test_what_somebody_holds_is_never_empty_and_goes_once_nobody_does(name: str,
 
 
 def ddp_steps(device: Device) -> list[Tensor]:
-    """Gradients of steps whose loss is of the gradients that the step before left in the buckets."""
+    """Return gradients of steps whose loss is of the gradients that the step before left in the buckets."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE), nn.Tanh()).to(device.torch_device)
     model = DistributedDataParallel(layers, gradient_as_bucket_view=True)
@@ -234,7 +234,7 @@ def test_all_views_come_back_with_one_copy(sim: cm.SimDevice) -> None:
 
 
 def test_a_storage_that_had_no_object_in_python_goes_too() -> None:
-    """The object that we make for it counts as one reference for ever."""
+    """The Python object that we make for it counts as one reference for ever."""
     t = torch.empty(8)
     alias = t.detach()
     holder = SimpleNamespace(storage=t.untyped_storage())
@@ -246,7 +246,7 @@ def test_a_storage_that_had_no_object_in_python_goes_too() -> None:
 
 
 def test_nobody_else_holds_it_under_dynamos_evaluator_either() -> None:
-    """Calls hold more references to their arguments there."""
+    """Under dynamo's evaluator, calls hold more references to their arguments."""
     holder = SimpleNamespace(storage=torch.empty(8).untyped_storage())
 
     def asked() -> bool:

@@ -89,7 +89,7 @@ def test_what_the_norm_of_many_tensors_holds() -> None:
 
 
 class RefusesSizes(Tensor):
-    """A subclass that does not say how large it is."""
+    """Subclass that does not report its size."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +99,7 @@ class RefusesSizes(Tensor):
 
 
 def symbolic(*shape: int) -> Tensor:
-    """A tensor whose sizes are symbols without a number that they stand for."""
+    """Tensor whose sizes are symbols without a value."""
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes):
         return torch.empty([shapes.create_unbacked_symint() for _ in shape])

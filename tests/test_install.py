@@ -1,4 +1,4 @@
-"""`cm.install()` puts ours in the place of torch's `save_on_cpu`, which others offer as an option, and takes it away again."""
+"""`cm.install()` replaces torch's `save_on_cpu`, which other libraries offer as an option, and restores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel compiled ahead of time, with no GPU: how wide its accesses are, its registers, and that nothing spills.
+"""Every kernel compiled ahead of time, without a GPU: the width of its accesses, its registers, and no spills.
 
 The compiler runs in a process of its own: it would leave its mark on every other test of this one. So does the interpreter,
 which runs the kernels' numerics.

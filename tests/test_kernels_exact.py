@@ -96,7 +96,7 @@ def test_sources_may_overlap_and_repeat(place: str) -> None:
 
 
 class Guarded:
-    """Memory whose neighbours cannot be touched: pages without access in front of it and behind it."""
+    """Memory with pages without access before and after it."""
 
     def __init__(self, nbytes: int) -> None:
         page = mmap.PAGESIZE

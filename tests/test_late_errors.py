@@ -1,4 +1,4 @@
-"""Errors in finalisers have one way out: raised once, by whoever enters next, with nothing left behind and nothing printed."""
+"""Errors in finalisers are raised once, by the next entry, and neither leaked nor printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The light profiler: what it tells apart, what it must not, and where it sees phases begin."""
+"""Light profiler: the steps that it distinguishes, those that it must not, and the beginnings of phases."""
 
 from __future__ import annotations
 

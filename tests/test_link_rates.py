@@ -1,4 +1,4 @@
-"""The link's rates from copies that were timed: exact where the copies are, kept where there are too few."""
+"""Rates of the link from timed copies: exact where the copies are, kept where there are too few."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=20.0, duplex_
 
 
 class _Short(CountingDevice):
-    """A device that pins one buffer and no more."""
+    """Device that pins a single buffer."""
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         if self.num_pinned:

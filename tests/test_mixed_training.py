@@ -1,4 +1,4 @@
-"""Training drawn at random, as users mix it: plain PyTorch's bits, its memory at the end, and a budget that holds or a reason.
+"""Random training as users mix it: plain PyTorch's bits, its memory at the end, and a budget that holds or a reason.
 
     mixed = Mixed(way="attach", blocks=(("attention", "selective"), ("lstm", "plain")), micro_batches=2, ...)
     found = trained(mixed, inside=None)                      # plain PyTorch: nothing of ours around it
@@ -126,7 +126,7 @@ class Both(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """A program and how it is swapped."""
+    """Program, and the way in which it is swapped."""
 
     way: str
     blocks: tuple[tuple[str, str], ...]

@@ -1,4 +1,4 @@
-"""The C++ loop of planned steps: its steps are eager's, and whatever it hands over goes on in Python.
+"""C++ loop of planned steps: its steps are eager's, and Python continues whatever it hands over.
 
 The reference is plain PyTorch. What the tests of the Python loop say holds with the helper, too: `make test-native` runs them.
 """

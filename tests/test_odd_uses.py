@@ -1,4 +1,4 @@
-"""Odd uses of sessions and hooks: each has a defined result, exact to the bit, or an error that says what to do.
+"""Odd uses of sessions and hooks: each has a defined result, bitwise exact, or an error that names the fix.
 
 threads that leave what another entered, or never leave; generators that are dropped inside; nesting, of one's own and with
 other people's hooks; tensors of two devices; checkpoints; torch.func

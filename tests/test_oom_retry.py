@@ -1,4 +1,4 @@
-"""Operators that find no memory: simulated at every allocation of a step, training is bitwise what it is with enough of it."""
+"""Operators that find no memory, simulated at every allocation of a step: training has the same bits as with enough memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def square() -> Tensor:
 
 
 class Short(TorchDispatchMode):
-    """Below the recorder: the `nth` operator that makes a tensor fails `times` times, after it ran, as one does half-way."""
+    """Mode below the recorder: the `nth` operator that makes a tensor fails `times` times, after it ran."""
 
     def __init__(self, nth: int, times: int, *, mutating: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
@@ -217,7 +217,7 @@ def test_a_failure_holds_no_tensor_while_something_is_freed(sim: SimDevice, no_g
 
 
 def test_an_error_that_goes_on_leaves_nothing_behind(no_gc: None) -> None:
-    """It holds the frame that raised it, and with it the operator's tensors: for as long as it is handled, no longer."""
+    """The error holds the frame that raised it, and so the operator's tensors: only as long as it is handled."""
     device = SimDevice(hbm_bytes=2 * KB)
     with device.compute():
         x, y = square(), square()

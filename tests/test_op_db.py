@@ -1,4 +1,4 @@
-"""Torch's own database of operators: what each returns and all its gradients, bit for bit as plain eager gives them.
+"""Torch's own database of operators: results and all gradients, bit for bit as in plain eager.
 
 The reference has nothing of ours around it. Against it: the simulator's compute, recorded steps, hooks that swap everything,
 `save_on_cpu`, and steps of a session, recorded and planned. `tests/_op_sweep.py` says what may differ, and measures it.

@@ -1,4 +1,4 @@
-"""The sweep of torch's operators against plain eager goes red where something is wrong, on any CPU, however it rounds."""
+"""The sweep of torch's operators fails for wrong results, on any CPU, regardless of its rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer state that is in host memory between steps: training, checkpoints and whoever reads it see what plain PyTorch has.
+"""Optimizer state in host memory between steps: training, checkpoints and readers of it see plain PyTorch's values.
 
 The reference is plain PyTorch on the same device, with nothing of ours around it.
 """

@@ -1,4 +1,4 @@
-"""Other people's offloading inside a session: torch's `save_on_cpu` is a hint, what else moves activations is refused by name.
+"""Other libraries' offloading inside a session: torch's `save_on_cpu` is a hint, others of activations are refused by name.
 
 model without offload, in plain PyTorch   ==   model with offload=True, in a session, within the budget
 """

@@ -418,7 +418,7 @@ def test_a_group_ends_though_its_members_are_saved_again(swapping: Swapping) -> 
 def test_room_for_what_is_unpacked_is_made_in_blocks_of_the_allocator(
     slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storages of 64 bytes take 512 each: the room that is made for them is no less than they take."""
+    """Storages of 64 bytes take 512 each: the room made for them is no less than that."""
     swapping = Swapping(slow, limits=Limits(hbm_budget_bytes=8 * MIB))
     asked, taken = list[int](), list[int]()
     make_room, unpack = Budget.make_room, PackedGroup.unpack

@@ -1,4 +1,4 @@
-"""Parameters that are on the device in their turn: training, and whoever touches a parameter, have what plain PyTorch has.
+"""Parameters that are on the device in turn: training, and any access to a parameter, have plain PyTorch's values.
 
 The reference is plain PyTorch on the same device, with nothing of ours around it.
 """
@@ -60,7 +60,7 @@ def left(loop: Plain) -> list[Tensor]:
 
 
 HOLDING = ("gradient penalty", "gradients that are used and have graphs", "modules of many kinds", "read between steps")
-"""Programs that hold more on the device by themselves than the budget that all are given."""
+"""Programs that hold more on the device by themselves than the budget."""
 
 
 def away(loop: Swapped) -> list[Tensor]:

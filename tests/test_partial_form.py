@@ -1,4 +1,4 @@
-"""A storage that moves in part, at every place of its life: its head stays, both are whole again, nothing is left behind."""
+"""Storage that moves in part, at every point of its life: its head stays, both parts are whole again, and no memory leaks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Memory that runs out: at every allocation of a step; on a device of a quarter of what the step takes; just at the budget.
+"""Memory that runs out: at every allocation of a step; on a device with a quarter of the step's memory; just at the budget.
 
-Counted are all allocations: those of torch's operators and those of the executor itself. At the end: what goes first.
+All allocations count: those of torch's operators and those of the executor itself. At the end: what goes first.
 """
 
 from __future__ import annotations

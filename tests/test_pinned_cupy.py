@@ -1,4 +1,4 @@
-"""The pool as CuPy's pinned allocator: against a stand-in for what it meets of CuPy, and with CuPy where there is a GPU."""
+"""Pool as CuPy's pinned allocator: against a stand-in for the parts of CuPy that it uses, and with CuPy on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool tensor that is dropped while a stream copies from it: who gets its bytes next waits for that copy.
+"""Pool tensor that is dropped while a stream copies from it: the next owner of its bytes waits for that copy.
 
     staged = pool.empty(...); side.copy(target, staged); del staged; again = pool.empty(...); again.fill_(2)
 

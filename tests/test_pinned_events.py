@@ -95,7 +95,7 @@ def reused(m: Machine) -> None:
 
 
 def reused_and_waited_for_later(m: Machine) -> None:
-    """The same, where the block is allocated before it is known which stream will use it."""
+    """Variant in which the block is allocated before the stream that will use it is known."""
     source, (target, event) = m.hbm(2), m.released()
     second = m.pool.allocate(SIZE)
     assert second.pending_events == (event,) or event.query()
@@ -129,7 +129,7 @@ def split(m: Machine) -> None:
 
 
 def coalesced(m: Machine) -> None:
-    """Two released blocks become one, which waits for both events, each of a stream of its own."""
+    """Merge two released blocks into one, which waits for both events, each of a stream of its own."""
     source = m.hbm(3, 2 * SIZE)
     first, second = m.outbound(SIZE, 1), m.outbound(SIZE, 2)
     loaded = [m.load(first, m.h2d), m.load(second, m.other)]
@@ -189,7 +189,7 @@ def touched_by_the_host_after_a_streams_wait(m: Machine) -> None:
 
 
 def closed(m: Machine) -> None:
-    """The memory goes while a copy may still read it."""
+    """Free the memory while a copy may still read it."""
     target, _ = m.released()
     m.pool.close()
     m.check(target, 1)

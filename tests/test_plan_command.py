@@ -1,4 +1,4 @@
-"""`chameleon-mm plan`: a step that never ran needs what it needs when it runs, and every wrong question is answered."""
+"""`chameleon-mm plan`: a predicted step needs what it needs when it runs, and every wrong question is answered."""
 
 from __future__ import annotations
 

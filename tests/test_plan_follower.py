@@ -1,4 +1,4 @@
-"""A running step among the known ones: phases, another that takes over in the middle, strays, and what goes by no plan."""
+"""Running step among the known ones: phases, a switch to another in the middle, strays, and storages without a plan."""
 
 from __future__ import annotations
 

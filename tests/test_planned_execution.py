@@ -238,7 +238,7 @@ def test_a_plan_in_the_order_of_uses_takes_the_time_that_was_simulated(seed: int
 
 
 def shuffled_hooks(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
-    """Every action at hooks drawn anew."""
+    """Return every action at newly drawn hooks."""
 
     def hooks() -> list[int]:
         return sorted(rng.randrange(plan.num_hooks) for _ in range(4))
@@ -247,7 +247,7 @@ def shuffled_hooks(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
 
 
 def swapped_tensors(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
-    """Each action for another's tensor."""
+    """Return each action for another action's tensor."""
     tensors = [action.tensor for action in plan.actions]
     rng.shuffle(tensors)
     return [dataclasses.replace(action, tensor=tensor) for action, tensor in zip(plan.actions, tensors, strict=True)]

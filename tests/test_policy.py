@@ -1,4 +1,4 @@
-"""The default rule, the limits, what is learned of memory and of order: arithmetic, tested without a tensor."""
+"""Default rule, limits, and learned memory and order: arithmetic, tested without a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that keep, swap, recompute or hold: within the budgets, no slower than what only swaps, no faster than the bound."""
+"""Plans that keep, swap, recompute or hold: within the budgets, no slower than swap-only plans, no faster than the bound."""
 
 from __future__ import annotations
 

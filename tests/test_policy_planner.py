@@ -1,4 +1,4 @@
-"""The planner: budgets hold exactly, errors name what would do, no simpler plan is better, and for small steps hardly any."""
+"""Planner: budgets hold exactly, errors name sufficient ones, no simpler plan is better, and for small steps hardly any."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
 
 
 def delay_us(problem: Problem, moves: ActionColumns, cost: LinkCost) -> float:
-    """Microseconds by which the step is longer with `moves`."""
+    """Microseconds that `moves` add to the step."""
     walked = walk(moves, in_order(moves), problem.time_us, cost)
     return walked.stall_us + walked.head_copy_us
 

@@ -1,4 +1,4 @@
-"""Traces rewritten for what is dropped and held: what is recomputed, when, from what, and how much memory that takes."""
+"""Traces rewritten for dropped and held storages: the recomputations, their times, their sources and their memory."""
 
 from __future__ import annotations
 

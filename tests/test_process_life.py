@@ -196,7 +196,7 @@ def an_exception_that_nobody_handles_inside_a_step() -> None:
 
 
 def forbid_the_device_in_children() -> None:
-    """From now on a forked child that calls a device dies of it: on a GPU it would, for CUDA does not outlive a fork."""
+    """Make a forked child that calls a device die from now on: on a GPU it would, for CUDA does not survive a fork."""
     parent = os.getpid()
 
     def guarded(kind: type, name: str) -> None:

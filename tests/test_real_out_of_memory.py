@@ -1,6 +1,6 @@
 """CUDA's caching allocator runs out of memory inside a step: operators and steps are run again, and the bits are torch's own.
 
-The reference is torch alone on a device with enough memory. What is short is real: `set_per_process_memory_fraction`.
+The reference is torch alone on a device with enough memory. The shortage is real: `set_per_process_memory_fraction`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def plain() -> Plain:
 
 @contextmanager
 def short_of_memory(peak_bytes: int) -> Iterator[CudaDevice]:
-    """A device on which the process may reserve four tenths of `peak_bytes` more than it has."""
+    """Device on which the process may reserve four tenths of `peak_bytes` more than it has."""
     free_unused()
     device = CudaDevice()
     with fraction_of_memory(torch.cuda.memory_reserved(device.index) + peak_bytes * 4 // 10, device.index):

@@ -1,4 +1,4 @@
-"""Each rule that keeps recomputation exact is taken away once, and a test of it must go red.
+"""Remove each rule that keeps recomputation exact once: a test of it must fail.
 
 check(program)                 # as it is: plain PyTorch's bits
 without(rule); check(program)  # other bits, or an error that plain PyTorch does not have

@@ -105,7 +105,7 @@ CASES = {
 
 
 class Training:
-    """A loop as users write it: the loss and the output of a step live on into the next."""
+    """Loop as users write it: the loss and the output of a step live on in the next one."""
 
     def __init__(self, case: Case, device: SimDevice) -> None:
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""A recorder among all that users do inside a step: the bits of the run without a session, nothing leaked, then a plan.
+"""Recorder in combination with all that users do inside a step: the bits of the run without a session, no leaks, then a plan.
 
 expected = three steps of a program, without a session
 got      = the same in a session: the first is recorded, the others follow its plan
@@ -711,8 +711,8 @@ def test_a_step_that_begins_or_ends_within_a_backward_leaves_the_modes_as_they_w
 
 
 def overflowing_product(x: Tensor) -> Tensor:
-    """Two factors are too large to be multiplied, so that the formulas differ by more than how they round: the product over a
-    factor is infinite, that of the others is not."""
+    """Two factors are too large to be multiplied, so that the formulas differ by more than rounding: the product over a factor
+    is infinite, that of the others is not."""
     return (x + torch.tensor([1e30, 1e30, 0, 0, 0, 0, 0])).prod(1)
 
 

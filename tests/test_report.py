@@ -1,4 +1,4 @@
-"""The report: every figure in the dict, honest words, JSON that parses, a page without surprises."""
+"""Report: every figure in the dict, true statements, JSON that parses, and a page without surprises."""
 
 from __future__ import annotations
 

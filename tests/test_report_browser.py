@@ -1,4 +1,4 @@
-"""The report's page in a headless Chromium: what is drawn is what the report and the plan say, and it can be used.
+"""Report's page in a headless Chromium: its drawings show the report and the plan, and its controls work.
 
 report -> page -> Chromium -> coordinates of paths, text of cells, what is left after clicks
 """

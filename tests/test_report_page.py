@@ -1,4 +1,4 @@
-"""The report's page as text and as plain data: what it shows is what the plan, its simulation and the report say."""
+"""Report's page as text and as plain data: it shows the plan, its simulation and the report."""
 
 from __future__ import annotations
 

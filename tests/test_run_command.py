@@ -1,4 +1,4 @@
-"""`chameleon-mm run`: a script as it is has the output, files and exit code that it has by Python alone, and is swapped."""
+"""`chameleon-mm run`: an unchanged script has the output, files and exit code that it has by Python alone, and is swapped."""
 
 from __future__ import annotations
 

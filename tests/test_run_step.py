@@ -1,4 +1,4 @@
-"""`session.run_step`: what a second run finds, when there is none, and what becomes of the budget."""
+"""`session.run_step`: the state that a second run finds, when there is none, and the budget afterwards."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_what_may_not_leave_stays_and_is_told(name: str) -> None:
 
 
 def test_steps_over_the_budget_by_what_they_keep_are_planned_once() -> None:
-    """A plan over the budget is no reason to plan again in each step, as one that turned out too small is."""
+    """A plan above the budget is, unlike one that turned out too small, no reason to plan again in each step."""
     wrap = STAY["False by the user"] if SHOWS else WRAPS["a partial"]
     expected = train(wrap, steps=8)
     session = cm.SwapSession(peak_bytes(wrap) * 5 // 8, "64MiB", cm.SimDevice(), min_bytes=4 * KIB)

@@ -383,7 +383,7 @@ def test_the_second_step_prefetches_what_the_first_fetched_on_demand(sim: cm.Sim
 
 
 def test_an_order_that_is_not_the_reverse_is_learned(sim: cm.SimDevice) -> None:
-    """Two graphs, the first one's backward first, as pipelines do: where it ends, reverse order names nothing to come."""
+    """Two graphs, the first one's backward first, as in pipelines: at its end, the reverse order predicts no further use."""
     x, y = (torch.randn(512, 512, requires_grad=True) for _ in range(2))
     session = cm.SwapSession(12 * MIB, "64MiB", sim, plans=False)
     on_demand: list[int] = []

@@ -1,4 +1,4 @@
-"""Storages that several saved tensors share without sharing a version counter: each comes back as it was when it was saved.
+"""Storages shared by several saved tensors without a shared version counter: each comes back as it was when it was saved.
 
 The reference is plain PyTorch: the same program on plain tensors, with none of our code and no dispatch mode around it.
 """
@@ -69,7 +69,7 @@ def set_over_one_storage() -> list[Tensor]:
 
 
 class FillsItsSlice(torch.autograd.Function):
-    """Saves one slice of a buffer that it fills without telling the version counter, as a kernel of one's own does."""
+    """Function that saves one slice of a buffer, which it fills without moving the version counter, as a user's kernel does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffer: Tensor, number: int) -> Tensor:
@@ -229,7 +229,7 @@ def _red(sim: cm.SimDevice) -> list[str]:
 
 
 def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version numbers of different counters compared, as if they said something."""
+    """Mutant: compares version numbers of different counters."""
 
     def by_number(self: SavedBytes, later: SavedBytes, *, same_bytes: bool = False) -> bool:
         return self.expected == later.expected and not self.moved
@@ -255,13 +255,13 @@ def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(
 
 
 def test_without_the_place_that_called_it_an_operator_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd's number alone, which a function of one's own shares with the last operator that it ran."""
+    """Mutant: uses autograd's number alone, which a custom function shares with the last operator that it ran."""
     monkeypatch.setattr("chameleon_mm.swap.slot.call_site", lambda: None)
     assert "written unseen between operators" in _red(sim)
 
 
 def test_a_thread_has_a_number_that_no_earlier_one_had() -> None:
-    """The system's own are used again: an operator of a thread that ended would be one of its successor's."""
+    """The system's thread numbers are reused: an operator of an ended thread would be one of its successor's."""
     numbers: list[int] = []
     for _ in range(20):
         thread = Thread(target=lambda: numbers.append(current_operator()[0]))
@@ -271,7 +271,7 @@ def test_a_thread_has_a_number_that_no_earlier_one_had() -> None:
 
 
 def test_without_the_rule_of_bytes_it_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of other bytes under the same counter taken for one of these."""
+    """Mutant: takes a copy of other bytes under the same counter for one of these."""
     monkeypatch.setattr(SavedBytes, "covers", lambda self, other: True)
     assert {"slice through .data", "buffer"} <= set(_red(sim))
 

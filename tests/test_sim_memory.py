@@ -1,4 +1,4 @@
-"""Memory of the simulator: poison where nothing is, late copies, buffers held weakly, and errors for what was given back."""
+"""Memory of the simulator: poison in unwritten memory, late copies, weakly held buffers, and errors for freed memory."""
 
 from __future__ import annotations
 

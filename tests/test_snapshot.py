@@ -1,4 +1,4 @@
-"""Snapshots in host memory: restored, training goes on as plain PyTorch's does, whatever was away and wherever it is then.
+"""Snapshots in host memory: after a restore, training continues as in plain PyTorch, wherever the state is.
 
 The reference is plain PyTorch on the same device, with nothing of ours around it.
 """
@@ -344,7 +344,7 @@ def test_a_step_that_fails_before_its_optimizer_runs_again_without_one(device: D
 
 
 def _failing_once() -> Callable[..., None]:
-    """A hook that finds no memory in its first call."""
+    """Hook that finds no memory in its first call."""
     calls: list[int] = []
 
     def hook(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Note [Snapshot], broken on purpose: copies that do not stay in order with compute, a host that does not wait for them."""
+"""Note [Snapshot], broken on purpose: copies out of order with compute, a host that does not wait for them."""
 
 from __future__ import annotations
 

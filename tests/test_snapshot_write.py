@@ -1,4 +1,4 @@
-"""Snapshots on disk: plain PyTorch goes on from the checkpoint, and no checkpoint is ever a half of one.
+"""Snapshots on disk: plain PyTorch continues from the checkpoint, and no checkpoint is ever incomplete.
 
 The reference is plain PyTorch on the same device, with nothing of ours around it.
 """
@@ -80,7 +80,7 @@ def test_plain_pytorch_goes_on_from_the_checkpoint(kind: str, name: str, device:
 
 
 class Turned(nn.Module):
-    """Weights of which some lie in memory by channels last, and one has two names."""
+    """Weights, some of which lie in memory by channels last, and one of which has two names."""
 
     def __init__(self, at: torch.device) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.units import MIB
 
 SETTLED = 3
-"""Steps after which nothing is new: the first allocates gradients and optimizer state, the second prefetches for the first
+"""Steps after which no step differs: the first allocates gradients and optimizer state, the second prefetches for the first
 time, the third repeats the second."""
 
 MANY = 1_400

@@ -1,5 +1,5 @@
-"""The stand-in's operators: on "cuda" they give the CPU's bits, and keep to what a GPU's would do about streams and graphs.
-Random numbers, CUDA graphs, and which bytes the runtime is told of.
+"""Stand-in's operators: on "cuda" they give the CPU's bits, and treat streams and graphs as a GPU's do. Random numbers, CUDA
+graphs, and which bytes the runtime is told of.
 
 These tests are about the stand-in itself. On a GPU there is nothing to test here.
 """

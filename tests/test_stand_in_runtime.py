@@ -1,4 +1,4 @@
-"""The stand-in's CUDA runtime: wrong programs are named, right ones are not, and both run the same way every time.
+"""Stand-in's CUDA runtime: wrong programs are named, right ones are not, and both run the same way every time.
 
     wrong(cuda); cuda.violations() == ["... the write by A ... is not ordered after the read by B ..."]
     right(cuda); cuda.violations() == []

@@ -1,4 +1,4 @@
-"""Known steps: kept by use, guessed by what followed what, told apart at the first hook that tells."""
+"""Known steps: kept by use, guessed from the order of steps, distinguished at the first hook that differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop that runs a compiled plan: its steps are eager's, and leaving it costs a word to the director.
+"""Loop that runs a compiled plan: its steps are eager's, and leaving it is reported to the director once.
 
 The reference is plain PyTorch: the same program with no session, no simulated device and no mode around it.
 """

@@ -1,4 +1,4 @@
-"""A trace's columns and records, what it refuses, and the builder that makes one."""
+"""Columns and records of a trace, the inputs that it refuses, and its builder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report says what happened: the peak as far as it is known, what each step was, and what is wrong with how it is used."""
+"""The report states the peak as far as it is known, what each step was, and wrong uses."""
 
 from __future__ import annotations
 

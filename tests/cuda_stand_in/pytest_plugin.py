@@ -28,7 +28,7 @@ _unexplained: list[str] = []
 
 
 def pytest_configure() -> None:
-    """Report from here on which copies of `CudaStream.copy` are speculative, as the simulator does.
+    """From here on `CudaStream.copy` tells which copies of ours are speculative, as the simulator is told.
 
     The model may write a saved tensor while it is copied out. Either a version counter has moved for those bytes, so that a use
     raises eager's error, or they were not saved. CUDA itself knows nothing of that, and the library has no reason to report it.

@@ -1,1 +1,1 @@
-"""A package, so that helpers of several tests have one name for pytest and for mypy: `from tests._traces import chain`."""
+"""Package, so that helpers of several tests have one name for pytest and for mypy: `from tests._traces import chain`."""

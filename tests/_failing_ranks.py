@@ -1,4 +1,4 @@
-"""Two ranks of which one ends in the middle of a step, in every way and place: run as a program, which forks them.
+"""Two ranks, one of which ends in the middle of a step, in every way and place: run as a program, which forks them.
 
     python -m tests._failing_ranks FOLDER        # prints a JSON list: how the ranks ended, with a session and without
 

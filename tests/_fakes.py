@@ -1,4 +1,4 @@
-"""Doubles of events, streams, devices, clocks, files and calls that several tests put in the place of the real ones.
+"""Doubles of events, streams, devices, clocks, files and calls that several tests use instead of the real ones.
 
 ManualEvent(), RecordingStream(), BrokenStream()         an event that the test completes; streams that only take waits
 Unwatched(), UnsimulatedDevice(), PlayedStandIn(), ...   simulated devices, each different in the one thing that it is named for
@@ -34,7 +34,7 @@ class ManualEvent:
     def __init__(self) -> None:
         self.complete = False
         self.syncs = 0
-        """How often the host waited for it."""
+        """Number of host waits for the event."""
 
     def query(self) -> bool:
         return self.complete
@@ -48,7 +48,7 @@ class ManualEvent:
 
 
 class RecordingStream:
-    """A stream that notes the events that it is told to wait for."""
+    """Stream that records the events it waits for."""
 
     name = "recorder"
 
@@ -60,7 +60,7 @@ class RecordingStream:
 
 
 class BrokenStream(RecordingStream):
-    """A stream of a device that is gone: it cannot wait."""
+    """Stream of a destroyed device: it cannot wait."""
 
     def wait(self, event: Event) -> None:
         raise RuntimeError("the device is gone")
@@ -81,7 +81,7 @@ def leave_out_meeting(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 class Unwatched(SimDevice):
-    """A simulated device that installs nothing but hooks on a thread, as a GPU does. Its copies are still late and its memory
+    """Simulated device that installs nothing except hooks on a thread, as a GPU does. Its copies are still late and its memory
     still poisoned."""
 
     @contextmanager
@@ -95,9 +95,9 @@ class CountingDevice(SimDevice):
     def __init__(self) -> None:
         super().__init__()
         self.chunks: dict[int, int] = {}
-        """Address and bytes of those that were not given back."""
+        """Address and bytes of the buffers that were not given back."""
         self.num_pinned = 0
-        """How many there were so far."""
+        """Number of buffers allocated so far."""
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         memory = super().alloc_pinned(nbytes)
@@ -130,7 +130,7 @@ class PlayedStandIn(UnsimulatedDevice):
 
 
 class ManualClock:
-    """A clock in the place of the module `time`, on which time passes as the test says."""
+    """Replacement of the module `time`, whose time passes under the test's control."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -140,7 +140,7 @@ class ManualClock:
 
 
 def file_tree(root: Path, files: Mapping[str, str]) -> Path:
-    """A root directory that holds `files`, text by path, in the place of the machine's own. Returns `root`."""
+    """Root directory that holds `files`, text by path, instead of the machine's own. Returns `root`."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def file_tree(root: Path, files: Mapping[str, str]) -> Path:
 
 
 class Faults:
-    """A count of calls of one kind, of which the `fail_at`-th raises `error`, once."""
+    """Counter of calls of one kind, the `fail_at`-th of which raises `error`, once."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -166,7 +166,7 @@ class Faults:
 
     @property
     def over(self) -> bool:
-        """Whether no call is left that will fail."""
+        """True if no call is left that will fail."""
         return self.fail_at is None
 
     def hit(self, text: str = "injected") -> None:
@@ -178,7 +178,7 @@ class Faults:
 
 
 def refusing(error: type[Exception], *arguments: object) -> Callable[..., NoReturn]:
-    """A function in the place of any other, which raises a new `error(*arguments)` at each call."""
+    """Replacement of any function, which raises a new `error(*arguments)` at each call."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise error(*arguments)

@@ -30,7 +30,7 @@ def swapping(hbm_budget: str, **more: Any) -> dict[str, Any]:
 
 
 class Seen:
-    """What a training computed, each with its dtype, shape, strides and bytes."""
+    """Results of a training, each with its dtype, shape, strides and bytes."""
 
     def __init__(self) -> None:
         self.outcome: Outcome = {}

@@ -27,7 +27,7 @@ _NAMES = ("aten::mul.Tensor", "aten::gelu", "aten::native_dropout", "aten::mm", 
 
 
 class _Forward:
-    """The forward of a micro-batch, as it is built."""
+    """Forward of a micro-batch under construction."""
 
     def __init__(self, random: Random, b: TraceBuilder, parameters: list[int], waiting: list[int]) -> None:
         self._random, self._b, self._parameters, self._waiting = random, b, parameters, waiting
@@ -56,7 +56,7 @@ class _Forward:
         self.alive += outs
 
     def save(self) -> None:
-        """Save something that is there, now and then for the second time."""
+        """Save a live storage, occasionally for the second time."""
         random, b = self._random, self._b
         there = [x for x in self.alive if x not in self.dead]
         if not there or random.random() < 0.15:
@@ -73,13 +73,13 @@ class _Forward:
         self.hooked()
 
     def hooked(self, spare: int = -1) -> None:
-        """Note that what was saved before may be sent from this hook on."""
+        """Mark storages saved before as sendable from this hook on."""
         for x in [x for x in self._waiting if x != spare]:
             self._b.sendable(x, self._b.num_hooks - 1)
             self._waiting.remove(x)
 
     def let_go(self) -> None:
-        """Let go of something: what nobody saved dies, what somebody did is released."""
+        """Drop a random storage: it dies if it was not saved, and is released if it was."""
         there = [x for x in self.alive if x not in self.dead]
         if there:
             x = self._random.choice(there)
@@ -91,7 +91,7 @@ class _Forward:
 
 
 def random_hybrid_step(random: Random) -> Trace:
-    """Any step of one or two micro-batches whose operators read what is there then; some write in place, some parameters."""
+    """Random step of one or two micro-batches. Operators read live storages; some write in place, some write parameters."""
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
     parameters = [b.tensor(random.randrange(1, 9000), TensorKind.PARAMETER, born=-1) for _ in range(3)]
     waiting: list[int] = []
@@ -126,7 +126,7 @@ def random_hybrid_step(random: Random) -> Trace:
 
 
 def random_choice(random: Random, recipes: Recipes) -> tuple[list[int], list[int]]:
-    """Storages to drop and storages to hold: some of those that may be, and all holds that recipes cannot do without."""
+    """Choose storages to drop and storages to hold at random, with every hold that the recipes need."""
     share = random.random()
     dropped = [j for j in recipes.can_drop.nonzero()[0].tolist() if random.random() < share]
     share = random.random()
@@ -135,7 +135,7 @@ def random_choice(random: Random, recipes: Recipes) -> tuple[list[int], list[int
 
 
 def random_hybrid_plan(random: Random, trace: Trace, recipes: Recipes) -> SwapPlan:
-    """Any choice, and any swaps of what else is idle then. It promises nothing."""
+    """Plan with a random choice, and random swaps of the other idle storages. It promises nothing."""
     rewritten = RewrittenTrace.of(recipes, *random_choice(random, recipes))
     swaps = []
     for action in random_plan(random, rewritten.trace, share=random.random()).actions:
@@ -145,7 +145,7 @@ def random_hybrid_plan(random: Random, trace: Trace, recipes: Recipes) -> SwapPl
 
 
 class _Oracle:
-    """A step under a plan: first who reads what at which recomputation, by recursion; then memory, block by block."""
+    """Step under a plan: first the reads of each recomputation, by recursion; then memory, block by block."""
 
     def __init__(self, trace: Trace, plan: SwapPlan) -> None:
         self.trace, self.plan = trace, plan
@@ -164,11 +164,11 @@ class _Oracle:
         self.recomputations: dict[int, list[int]] = {}
         self.made_by: dict[int, set[int]] = {}
         self.after_reclaims: list[int] = []
-        """By hook: what is allocated once its reclaims are done, less what the step never touches."""
+        """Bytes allocated at each hook once its reclaims are done, minus those of storages that the step never touches."""
         self._find_recomputations()
 
     def _find_recomputations(self) -> None:
-        """At each use of what is gone: the operators that run, and what lives on because they read it."""
+        """At each use of a dropped storage, find the operators that run and the storages that live on, as they are read."""
         there = set[int]()
         for k, hook in enumerate(self.hooks):
             if not hook.use or hook.tensor not in self.dropped or hook.tensor in there:
@@ -200,7 +200,7 @@ class _Oracle:
         return ops
 
     def run(self) -> list[int]:
-        """The most allocated during each tick."""
+        """Maximum bytes allocated during each tick."""
         blocks: dict[tuple[str, int], int] = {}
         hook_of = {hook.tick: k for k, hook in enumerate(self.hooks)}
         inside = {op.tick: op.inner_bytes for op in self.ops}
@@ -220,7 +220,7 @@ class _Oracle:
         return most
 
     def _hook(self, k: int, blocks: dict[tuple[str, int], int]) -> int:
-        """Carry out hook `k`. Returns the most of its moments."""
+        """Carry out hook `k`. Return the maximum of the bytes allocated within it."""
         whole = {x: tensor.nbytes for x, tensor in enumerate(tensors_of(self.trace))}
         swaps = [a for a in self.plan.actions if a.kind is ActionKind.SWAP]
         moments = []
@@ -264,7 +264,7 @@ class _Oracle:
         return moments
 
     def passing(self, k: int) -> set[int]:
-        """Storages that the recomputation at hook `k` makes for itself alone, though one like it may be there."""
+        """Storages that the recomputation at hook `k` makes only for itself, though an equal one may exist."""
         ops = set(self.recomputations[k])
         needed = set[int]()
         stack = list(self.made_by[k])
@@ -280,7 +280,7 @@ class _Oracle:
 
 
 def carried_out_recomputing(trace: Trace, plan: SwapPlan) -> list[int]:
-    """The most allocated during each tick of `trace` under `plan`, which recomputes."""
+    """Maximum bytes allocated during each tick of `trace` under `plan`, which recomputes."""
     return _Oracle(trace, plan).run()
 
 

@@ -1,4 +1,4 @@
-"""A simulated GPU whose allocator reclaims what sessions lend to it, as a GPU's does where the C++ helper for it is built.
+"""Simulated GPU whose allocator reclaims storages that sessions lend to it, as a GPU's does with the C++ helper.
 
     device = LendingDevice(...)                  # a SimDevice with an allocator hook
     device.held                                  # of all sessions, oldest first
@@ -42,7 +42,7 @@ class SimHeldStorage:
             return not self.reclaimed
 
     def reclaim(self) -> bool:
-        """Reclaim its memory behind its copy, unless somebody else refers to the storage. Returns whether it went."""
+        """Reclaim the memory after its copy, unless another object refers to the storage. Return True if it was reclaimed."""
         if not (held_alone(self, self._tensors, more_attributes=1) and self.storage.resizable()) or self._withdrawn:
             return False  # a finaliser may have withdrawn it
         self.reclaimed = True
@@ -61,7 +61,7 @@ class HeldStorages:
         self.entries: list[SimHeldStorage] = []
 
     def reclaim(self, nbytes: int) -> None:
-        """Reclaim, oldest first, what belongs to the current stream, while `nbytes` more pass the capacity or a limit."""
+        """Reclaim loans of the current stream, oldest first, while `nbytes` more exceed the capacity or a limit."""
         ledger, stream = self._machine.ledger, self._machine.current_stream()
         for held in tuple(self.entries):
             fits = ledger.allocated_bytes + nbytes <= min(ledger.capacity, held.hook.limit_bytes)
@@ -89,12 +89,12 @@ class SimAllocatorHook:
         return held
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
-        """Set the limit. The growth is of no use here: an allocation says what it wants."""
+        """Set the limit. The growth is not needed here: an allocation states its bytes."""
         self.limit_bytes = limit_bytes
 
 
 class GreedyHook(SimAllocatorHook):
-    """Has everything that is lent reclaimed at the next allocation."""
+    """Reclaim all loans at the next allocation."""
 
     def __init__(self, machine: Machine, held: HeldStorages) -> None:
         super().__init__(machine, held)

@@ -1,4 +1,4 @@
-"""A GPU of which the process may use a part: torch's caching allocator runs out of memory for real."""
+"""Limit of a GPU's memory for the process: torch's caching allocator runs out of memory for real."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def fraction_of_memory(nbytes: int, index: int) -> Iterator[None]:
-    """The process may hold `nbytes` of the GPU's memory; what it may hold otherwise is put back."""
+    """Let the process hold `nbytes` of the GPU's memory; restore its limit at the end."""
     before = torch.cuda.get_per_process_memory_fraction(index)
     torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.mem_get_info(index)[1], index)
     try:

@@ -24,7 +24,7 @@ from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
 
 
 class Job(NamedTuple):
-    """A model and its data, on the CPU, and what becomes of them: a scalar."""
+    """Model and data, on the CPU, and the function that computes a scalar from them."""
 
     model: nn.Module
     batch: tuple[Tensor, ...]
@@ -85,7 +85,7 @@ def _conv() -> Job:
 
 
 class RecurrentNet(nn.Module):
-    """A recurrence of a linear layer and tanh, a step of it after the other, as eager code writes one."""
+    """Recurrence of a linear layer and tanh, one step after the other, as eager code writes it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

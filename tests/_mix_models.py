@@ -1,4 +1,4 @@
-"""Eight small models for random mixes, each of what recomputation can go wrong at, and plain training of them.
+"""Eight small models for random mixes, each with a hazard of recomputation, and their plain training.
 
     seen = train(MODELS["moe"], steps=2)                             # plain PyTorch: nothing of ours, no dispatch mode
     seen = train(MODELS["moe"], steps=2, session=mixed(Mix(7)))      # the same program in a session
@@ -23,7 +23,7 @@ WIDTH = 16
 
 
 class Attention(nn.Module):
-    """Attention written out, on views of one product: chunks, transposes, dropout of what softmax gives."""
+    """Attention written out, on views of one product: chunks, transposes, dropout of softmax's result."""
 
     def __init__(self, width: int = WIDTH, heads: int = 2) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Convolutions(nn.Module):
 
 
 class Experts(nn.Module):
-    """Tokens go to the two best of four experts: gathers, scatters, shapes that hang on the data."""
+    """Routes tokens to the two best of four experts: gathers, scatters, shapes that depend on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Vision(nn.Module):
 
 
 class Case(NamedTuple):
-    """A model and what it is trained on."""
+    """Model and its training data."""
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
@@ -186,7 +186,7 @@ MODELS: dict[str, Case] = {
 
 
 def bits(t: Tensor) -> bytes:
-    # A copy: what NumPy has looked at may be written to by others, for all that recipes know.
+    # A copy: recipes assume that memory seen by NumPy may be written to.
     return t.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -198,7 +198,7 @@ def train(
     micro_batches: int = 1,
     device: str = "cpu",
 ) -> tuple[list[Any], cm.SwapSession | None]:
-    """Everything that can be seen of a few steps from outside, and the session, if it ran in one. `device`: torch's."""
+    """Return all observable results of a few steps, and the session, if there was one. `device`: torch's."""
     with torch.device(device) if device != "cpu" else nullcontext():
         return _train(case, steps, session, micro_batches)
 

@@ -1,4 +1,4 @@
-"""Directors that decide at random what becomes of each saved storage.
+"""Directors that choose the treatment of each saved storage at random.
 
     with mixed(Mix(seed), budget) as session:              # a session in which each step is directed by the mix
         with session.step(): ...
@@ -32,7 +32,7 @@ from chameleon_mm.swap.way import Way
 from tests._traces import chain, plan_of
 
 HELD_FROM = 1_000_000
-"""Number of the first held storage; those of saved ones are their hooks'."""
+"""Number of the first held storage. Saved storages are numbered by their hooks."""
 
 MOST_HOOKS = 4_096
 
@@ -41,7 +41,7 @@ _NOTHING_PLANNED = StepProgram.of(chain(layers=0), plan_of(chain(layers=0)))
 
 
 class Proofs(enum.Enum):
-    """When a recipe runs beside what it is to make."""
+    """Rebuilds at which a recipe runs while its original is still held."""
 
     EACH = "each"
     FIRST = "first"
@@ -56,7 +56,7 @@ class _Everything(set[int]):
 
 
 class RandomPlaces(Mapping[BirthPlace, int]):
-    """Every place of a step, of which a seeded share is of a storage to hold."""
+    """Mapping of every place of a step, a seeded share of which has a storage to hold."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._seed, self._share = seed, share
@@ -75,7 +75,7 @@ class RandomPlaces(Mapping[BirthPlace, int]):
 
 
 class Mix(Director):
-    """Keeps, swaps or drops what is saved, by chance. The same seed makes the same choices."""
+    """Keep, swap or drop each saved storage by chance. The same seed makes the same choices."""
 
     plans = True
 
@@ -88,7 +88,7 @@ class Mix(Director):
         proofs: Proofs | None = None,
         admitted: frozenset[str] | None = None,
     ) -> None:
-        """drop, held: shares of the saved storages to drop, and of the others to hold; what is None is drawn."""
+        """drop, held: shares of the saved storages to drop, and of the others to hold; None: drawn at random."""
         self._random = draw = random.Random(seed)
         self._drop = draw.choice((0.3, 0.6, 0.9, 1.0)) if drop is None else drop
         share = draw.choice((0.0, 0.1, 0.4)) if held is None else held

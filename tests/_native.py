@@ -1,4 +1,4 @@
-"""The C++ helpers for tests: built once for these sources, and kept from run to run.
+"""C++ helpers for tests: built once for these sources, and kept from run to run.
 
 module = helper("reclaim", monkeypatch)       # built and loaded; skips where nothing can be compiled
 only(["reclaim"], monkeypatch)                # whatever else is built is not found from then on
@@ -33,7 +33,7 @@ def without(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def helper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The helper `name`, which devices and sessions find from then on, as they find others of that folder."""
+    """Return the helper `name`, which devices and sessions find from now on, like others of that folder."""
     monkeypatch.setattr(native, "CACHE", BUILDS)
     try:
         native.build(name)
@@ -56,7 +56,7 @@ def unnoted() -> torch._C._ExcludeDispatchKeyGuard:
 
 
 def mutated(name: str, file: str, text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The helper `name`, and no other, compiled in `folder` from sources of which `file` has `instead` for the only `text`."""
+    """Return the helper `name` alone, compiled in `folder` from sources whose only `text` in `file` becomes `instead`."""
     source = Path(native.__file__).parent
     for path in (*source.glob("*.h"), *source.glob("*.cpp")):
         shutil.copy(path, folder)

@@ -1,4 +1,4 @@
-"""Samples of torch's own database of operators, and what each gives: outputs and all gradients as bits, or the error.
+"""Samples of torch's own database of operators, and the outcome of each: outputs and all gradients as bits, or the error.
 
     for sample in samples_of(op, "cpu", dtype, at_most=5):
         plain = run(op, sample)                              # nothing of ours, no dispatch mode
@@ -29,14 +29,14 @@ from torch.testing._internal.common_methods_invocations import op_db
 OPS: dict[str, Any] = {op.formatted_name: op for op in op_db}
 
 LOOKED_AT = 100
-"""Samples of one operator and dtype that are made at all: pooling has thousands."""
+"""Maximum number of samples made for one operator and dtype: pooling has thousands."""
 
 _SAME_SIZE = {torch.bfloat16: torch.int16, torch.complex32: torch.int32}
 """For dtypes that NumPy lacks."""
 
 
 class BareMode(TorchDispatchMode):
-    """A dispatch mode that does nothing: what changes under it, torch itself changes under any."""
+    """Dispatch mode that does nothing. A result that changes under it changes under any mode."""
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class BareMode(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Bits:
-    """All that a program can tell of a tensor: NaN payloads and the sign of zero, strides, conj and neg bits."""
+    """Every property of a tensor that a program can observe: NaN payloads, the sign of zero, strides, conj and neg bits."""
 
     dtype: torch.dtype
     layout: torch.layout
@@ -64,7 +64,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sample gave: the operator's outputs, first and second gradients; or the error."""
+    """Outcome of a sample: the operator's outputs, its first and second gradients; or its error."""
 
     error: str = ""
     outputs: tuple[Bits | None, ...] = ()
@@ -83,12 +83,12 @@ def bits_of(tensors: Sequence[Tensor | None]) -> tuple[Bits | None, ...]:
 
 
 def differentiable(op: Any, device_type: str, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """Those of `dtypes` that torch has a gradient of the operator for."""
+    """Return the members of `dtypes` for which torch has a gradient of the operator."""
     return [dtype for dtype in dtypes if op.supports_autograd and dtype in op.supported_backward_dtypes(device_type)]
 
 
 def samples_of(op: Any, device_type: str, dtype: torch.dtype, at_most: int, *, requires_grad: bool = True) -> list[Any]:
-    """The first, the last, and what lies evenly between, as neighbours are alike; of the first `LOOKED_AT`."""
+    """Return the first, the last, and evenly spaced ones between, as neighbours are alike; of the first `LOOKED_AT`."""
     samples = list(islice(op.sample_inputs(device_type, dtype, requires_grad=requires_grad), LOOKED_AT))
     if len(samples) <= at_most:
         return samples
@@ -125,7 +125,7 @@ def run(
                 again = [torch.randn_like(root) for root in roots]
                 second = bits_of(torch.autograd.grad(roots, [*leaves, *directions], again, allow_unused=True))
     except Exception as error:  # noqa: BLE001 - whatever it is, it has to be the same everywhere
-        # Torch holds what it was differentiating, until the thread's next backward.
+        # Torch holds the graph being differentiated until the thread's next backward.
         outcome = Outcome(error=f"{type(error).__name__}: {error}")
     else:
         return Outcome("", outputs, first, second)
@@ -134,14 +134,14 @@ def run(
 
 
 def _seed() -> None:
-    """`torch.manual_seed`, without the stack trace that it formats for each kind of device that is not there."""
+    """Call `torch.manual_seed` without the stack trace that it formats for each absent kind of device."""
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(0)
 
 
 def _forward(op: Any, sample: Any, leaves: list[Tensor]) -> tuple[list[Tensor], tuple[Bits | None, ...]]:
-    """Where to start backward from, and the outputs as bits. Holds no input and no output any more."""
+    """Return the tensors from which backward starts, and the outputs as bits. No input or output is held afterwards."""
     args, kwargs = tree_map(
         lambda x: _activation(x, leaves) if isinstance(x, Tensor) else x, ((sample.input, *sample.args), sample.kwargs)
     )
@@ -153,7 +153,7 @@ def _forward(op: Any, sample: Any, leaves: list[Tensor]) -> tuple[list[Tensor], 
 
 
 def _activation(t: Tensor, leaves: list[Tensor]) -> Tensor:
-    """A copy of `t`, its storage and layout, that came out of an operator; of a new leaf if `t` requires a gradient."""
+    """Return a copy of `t`, its storage and layout, as an operator's result; of a new leaf if `t` requires a gradient."""
     if t.layout is not torch.strided:  # stays on the device in any case
         leaf = t.detach().clone()
         if t.requires_grad:

@@ -1,4 +1,4 @@
-"""Ways to run a sample of an operator, each to give what plain eager gives; and the sweep of an operator's samples over them.
+"""Ways to run a sample of an operator, all with plain eager's outcome; and the sweep of an operator's samples over them.
 
     ways = ways_of(SimDevice)                       # by name, each with a device of its own
     sweep("mul", ways, dtypes=(torch.float32,), samples=2, twice=1)
@@ -41,7 +41,7 @@ OTHER_UNDER_A_MODE = {
     "ormqr": "gradient: its strides",
     "prod": "gradient: zeros are not looked for, products of what is before and behind instead of a quotient",
 }
-"""Operators of which autograd computes a gradient by another formula under any dispatch mode, even one that does nothing."""
+"""Operators whose gradient autograd computes by another formula under any dispatch mode, even one that does nothing."""
 
 OTHER_FORWARD_UNDER_A_MODE = {
     "__rmatmul__": "as matmul",
@@ -52,19 +52,19 @@ OTHER_FORWARD_UNDER_A_MODE = {
     "matmul": "of what needs no gradient, one of the batches being one matrix: a product, instead of one for each of the batch",
     "norm_nuc": "as linalg_svdvals",
 }
-"""Operators that torch takes apart otherwise under any dispatch mode, before the mode sees them: in a recorded step, too."""
+"""Operators that torch decomposes differently under any dispatch mode, before the mode sees them: in a recorded step, too."""
 
 PLAIN_RUNS = 6
-"""Of a sample whose outcomes differ, before eager is found to give one outcome always."""
+"""Number of eager runs of a sample whose outcomes differ, before eager counts as deterministic."""
 
 FORWARD_DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 
 SESSION_STEPS = 2
-"""Of one sample in a session: one that is recorded, one that follows its plan."""
+"""Steps per sample in a session: the first is recorded, the second follows its plan."""
 
 
 class Way:
-    """How a sample runs. `mode`: whether a dispatch mode is on in its backward; `records`: whether one is in its forward."""
+    """Way to run a sample. `mode`, `records`: True if a dispatch mode is on in its backward, in its forward."""
 
     mode = records = False
 
@@ -88,7 +88,7 @@ class Way:
         return None
 
     def close(self) -> None:
-        """Nothing runs in it any more."""
+        """End the way; no sample runs in it afterwards."""
 
 
 class InCompute(Way):
@@ -110,7 +110,7 @@ class Recorded(Way):
 
 
 class SweepingExecutor(Executor):
-    """Swaps every storage, gives its HBM back at every look, and counts the saves that it swaps."""
+    """Swap every storage, return its HBM at every look, and count the saves that swap."""
 
     def __init__(self, device: Device) -> None:
         self.pool = cm.PinnedPool("64MiB", device=device, chunk_bytes=1 << 20)
@@ -147,12 +147,12 @@ class Swapped(Way):
 
     def close(self) -> None:
         totals = self.executor.metrics.totals
-        moved = totals.bytes_swapped_out > 0  # not in: what the caller holds stays, and is copied
+        moved = totals.bytes_swapped_out > 0  # not in: storages that the caller holds stay, and are copied
         assert moved == (self.executor.swapped > 0), f"{self.executor.swapped} saves were to move"
 
 
 class SwappedInCompute(Swapped):
-    """The same on a device that looks at every operator: what is used before it is back would be poison, or an error."""
+    """Variant on a device that sees every operator: a use before the copy back would read poison, or raise."""
 
     mode = True
 
@@ -180,7 +180,7 @@ class SavedOnCpu(Way):
 
 
 class InSession(Way):
-    """Steps of a session that has no room for what is saved: one that is recorded, then what it planned from that."""
+    """Steps of a session without room for saved tensors: the first is recorded, the second follows a plan made from it."""
 
     records = True
 
@@ -227,7 +227,7 @@ ON_CUDA: dict[str, Callable[[], Way]] = {
 
 
 def run_plain(op: Any, sample: Any, *, twice: bool) -> tuple[Outcome, Callable[[Outcome], Outcome]]:
-    """Eager's outcome, and what of an outcome torch says that it gives again."""
+    """Return eager's outcome, and a function that selects the parts that torch declares reproducible."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         outcome = run(op, sample, twice=twice)
@@ -237,7 +237,7 @@ def run_plain(op: Any, sample: Any, *, twice: bool) -> tuple[Outcome, Callable[[
 
 
 def plain_varies(op: Any, sample: Any, plain: Outcome, *, twice: bool) -> bool:
-    """Whether eager gives several outcomes of this sample, with other garbage in the memory that it is given each time."""
+    """True if eager gives several outcomes of this sample when its memory holds different garbage each time."""
     for attempt in range(PLAIN_RUNS):
         garbage = [torch.full((n,), -1.5 if attempt % 2 else float("nan")) for n in (1, 3, 7, 12, 25, 50, 100, 200, 1000) * 4]
         del garbage
@@ -247,7 +247,7 @@ def plain_varies(op: Any, sample: Any, plain: Outcome, *, twice: bool) -> bool:
 
 
 def reads_what_nobody_wrote(op: Any, sample: Any, *, twice: bool) -> bool:
-    """Whether eager's outcome is another where torch fills the memory of `empty` and its like before it hands it out."""
+    """True if eager's outcome changes when torch fills the memory of `empty` and similar factories before returning it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic  # a module whose attributes are properties
     filled_before = memory.fill_uninitialized_memory
@@ -318,7 +318,7 @@ def _compare(what: str, name: str, sample: Any, plain: Outcome, outcome: Outcome
 
 
 def differs_under_a_mode(name: str, dtypes: Sequence[torch.dtype], at_most: int) -> bool:
-    """Whether some sample gives something else under a dispatch mode that does nothing, and the same again without."""
+    """True if a dispatch mode that does nothing changes some sample, and eager without it gives the same outcome again."""
     op = OPS[name]
     for twice, requires_grad in ((False, False), (False, True), (True, True)):
         for dtype in differentiable(op, "cpu", dtypes):

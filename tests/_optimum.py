@@ -1,4 +1,4 @@
-"""The least time that any plan of a small step can take: a mixed-integer program, solved by scipy's HiGHS. For tests.
+"""Least time of any plan of a small step: a mixed-integer program, solved by scipy's HiGHS. For tests.
 
 least_step_us(problem, budget, cost)       a bound from below, within `gap` of what its own best solution takes
 
@@ -22,7 +22,7 @@ from chameleon_mm.plan.problem import Problem
 from chameleon_mm.plan.timing import LinkCost
 
 UNIT = 512
-"""Bytes are counted in these: numbers of like size are what keeps the solver exact."""
+"""Unit of the byte counts: the solver is exact only with numbers of similar size."""
 
 
 def least_step_us(problem: Problem, budget: int, cost: LinkCost, *, gap: float = 0.002, limit_s: float = 30.0) -> float | None:
@@ -36,7 +36,7 @@ class Program:
     def __init__(self) -> None:
         self._high: list[float] = []
         self.whole: list[int] = []
-        """Of each variable: 1 if it is a whole number."""
+        """For each variable: 1 if it is an integer."""
         self._rows: list[tuple[list[tuple[int, float]], float]] = []
 
     def _var(self, high: float, *, whole: bool = False) -> int:
@@ -48,7 +48,7 @@ class Program:
         self._rows.append((list(terms), bound))
 
     def _least_sum(self, *variables: int, **options: float) -> Any:
-        """What HiGHS finds for the least sum of `variables`."""
+        """Return the solution that HiGHS finds for the least sum of `variables`."""
         objective = np.zeros(len(self._high))
         objective[list(variables)] = 1.0
         values = [(factor, row, var) for row, (terms, _) in enumerate(self._rows) for var, factor in terms]
@@ -66,7 +66,7 @@ class _Program(Program):
         slowest = min(cost.d2h_gbps, cost.h2d_gbps) * 1e3
         pieces = sum(-(-n // cost.piece_bytes) for n in problem.nbytes)
         self._ever = problem.total_us + 2 * (pieces * cost.copy_us + sum(problem.nbytes) / slowest) + 1
-        """Microseconds by which everything is over, whatever the plan."""
+        """Microseconds after which the step has ended under any plan."""
         self._much = 4.0 * max(problem.peak_bytes, budget) / UNIT
         self._over = [(int(level) - budget) // UNIT for level in problem.level]
         self._over_at_hook = [(int(level) - budget) // UNIT for level in problem.at_hook]

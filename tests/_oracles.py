@@ -1,4 +1,4 @@
-"""A step under a plan carried out one action after the other, without arrays: what the planner's arithmetic is compared with.
+"""Step under a plan, carried out one action after the other, without arrays: the reference for the planner's arithmetic.
 
 carried_out(trace, plan)                    device memory at every tick and pinned memory at most, one block at a time
 timed_one_by_one(trace, plan, cost)         when compute reaches every tick, waits, and both copy engines
@@ -19,20 +19,20 @@ from tests._trace_records import hooks_of, ops_of, tensors_of
 
 
 class Timed(NamedTuple):
-    """One step in time."""
+    """Timing of a step."""
 
     step_us: float
     tick_us: list[float]
     head_copy_us: float
     out_stalls_us: dict[int, float]
-    """By tensor; 0 where compute does not wait."""
+    """Keyed by tensor; 0 where compute does not wait."""
     in_stalls_us: dict[int, float]
     out: CopyEngine
     back: CopyEngine
 
 
 def timed_one_by_one(trace: Trace, plan: SwapPlan, cost: LinkCost) -> Timed:
-    """The order of a hook is written out here as plan.py says it, and time is compute's own, not how late compute is."""
+    """The order of a hook is written out here as plan.py states it, and time is compute's own, not compute's delay."""
     at = {name: _by_hook(plan, name) for name in ("out_at", "reclaim_at", "in_at", "use_at")}
     stays_us = {a.tensor: (int(trace.tensor_bytes[a.tensor]) - a.nbytes) / (cost.hbm_gbps * 1e3) for a in plan.actions}
     out, back = CopyEngine.pair(cost)
@@ -86,7 +86,7 @@ def _by_hook(plan: SwapPlan, name: str) -> dict[int, list[Action]]:
 
 
 def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
-    """The most allocated during each tick, and of the host at once: with one entry for every block, taken and given back."""
+    """Maximum bytes allocated during each tick, and on the host: with one entry for every block, taken and given back."""
     blocks: dict[tuple[str, int], int] = {}
     untouched = trace.start_bytes - sum(round_up(t.nbytes, 512) for t in tensors_of(trace) if t.born < 0)
     last_use = {hook.tensor: k for k, hook in enumerate(hooks_of(trace)) if hook.use}

@@ -1,4 +1,4 @@
-"""Programs that go wrong where one ordering rule is missing, for a simulated device and for CUDA alike.
+"""Programs that fail if one ordering rule is missing, for a simulated device and for CUDA alike.
 
 machine = OnSim(check_races=True) or OnCuda()
 one_training_step(machine)            # raises AssertionError for other bits than eager's
@@ -30,7 +30,7 @@ from tests._programs import deep, swapping_executor
 from tests.observed import unchecked
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
-"""So slow that no copy is ever complete by luck when somebody should wait for it."""
+"""Slow enough that no copy completes by luck before a required wait."""
 
 BYTES = 64 * 1024
 
@@ -55,7 +55,7 @@ class OnSim:
 
 
 class OnCuda:
-    """The first CUDA device, be it a GPU or the stand-in's."""
+    """First CUDA device: a GPU or the stand-in's."""
 
     torch_device = torch.device("cuda", 0)
 
@@ -104,7 +104,7 @@ def one_training_step(machine: Machine) -> None:
 
 
 def memory_that_an_operator_has_just_used(machine: Machine) -> None:
-    """A storage comes back in memory that an operator, which may still run, wrote last."""
+    """Bring a storage back into memory that an operator, which may still run, wrote last."""
     device = machine.device
     swapper = executor(machine, cm.PinnedPool("1MiB", device=device))
     with device.compute():
@@ -140,7 +140,7 @@ def host_copy_read_from_another_stream(machine: Machine) -> None:
 
 
 def host_block_reused_from_another_stream(machine: Machine) -> None:
-    """A block whose last use was a copy back that only another stream waited for is filled again from the first."""
+    """Refill a block from the first stream, although only another stream waited for its last use, a copy back."""
     device = machine.device
     swapper = executor(machine, cm.PinnedPool(BYTES, device=device))
     other = machine.other_stream()
@@ -161,7 +161,7 @@ def host_block_reused_from_another_stream(machine: Machine) -> None:
 
 
 def saved(machine: Machine, swapper: Executor, t: Tensor) -> SwappedView:
-    """Save `t` as an op would whose end the next hook can see: the sequence number moves on."""
+    """Save `t` as an op would whose end the next hook can see: the sequence number advances."""
     handle = swapper.save(t)
     assert isinstance(handle, SwappedView)
     torch.ones(1, requires_grad=True, device=machine.torch_device).exp()
@@ -179,7 +179,7 @@ WAITS: dict[tuple[str, str], Scenario] = {
 
 
 def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every reclaim drop the device memory behind a copy out that nobody has waited for."""
+    """Make every reclaim drop the device memory after a copy out without waiting for the copy."""
 
     def reclaim(self: SavedStorage) -> None:
         assert self.copy is not None
@@ -190,7 +190,7 @@ def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def release_without_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every release of a host block say that nobody uses it any more."""
+    """Make every release of a host block claim that its last use is over."""
     release = cm.PinnedBlock.release
     monkeypatch.setattr(cm.PinnedBlock, "release", lambda self, after=None: release(self))
 

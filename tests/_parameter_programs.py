@@ -1,4 +1,4 @@
-"""Programs that train small models and touch their parameters in every way that people do.
+"""Programs that train small models and access their parameters in every way that users do.
 
     seen = PROGRAMS["tied"](Plain(at))                # nothing of ours around it
     seen = PROGRAMS["tied"](Swapped(device, ...))     # the same lines in a session that swaps parameters
@@ -69,11 +69,11 @@ class Swapped(Plain):
     """The same in a session that swaps parameters, which begins with the first step."""
 
     def __init__(self, device: Device, room_bytes: int, *, with_optimizer: bool = True, **given: Any) -> None:
-        """`room_bytes`: budget beside what is on the device when the session begins and is no parameter's."""
+        """`room_bytes`: budget in addition to the memory that the device holds when the session begins, parameters excluded."""
         super().__init__(device.torch_device)
         self.device, self._room_bytes, self._given = device, room_bytes, given
         self.budget: int | None = None
-        """Budget, in place of what `room_bytes` comes to."""
+        """Budget that replaces the one computed from `room_bytes`."""
         self._with_optimizer = with_optimizer
         self.session: cm.SwapSession | None = None
         self._stack = ExitStack()
@@ -90,7 +90,7 @@ class Swapped(Plain):
     def opened(self) -> cm.SwapSession:
         if self.session is None:
             assert self.trained is not None
-            # By their sizes alone: whoever holds a storage keeps its parameter on the device.
+            # Keeps sizes, not storages: a reference to a storage would keep its parameter on the device.
             sizes = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in self.trained.parameters()}
             movable = sum(allocated_size(nbytes) for nbytes in sizes.values() if nbytes >= hosted.MIN_BYTES)
             budget = self.device.allocated_bytes() - movable + self._room_bytes
@@ -152,7 +152,7 @@ def train(
 
 
 def go_on(loop: Plain, steps: int, loss_of: Loss | None = None) -> list[Tensor]:
-    """Train what `loop` has for some steps more. `loss_of` None: a mean of squares."""
+    """Train the model of `loop` for some more steps. `loss_of` None: a mean of squares."""
     model, optimizer = loop.trained, loop.stepped
     assert model is not None
     assert optimizer is not None
@@ -262,7 +262,7 @@ PROGRAMS["checkpointed, reentrant"] = lambda loop: _checkpointed(loop, reentrant
 
 
 class Held(torch.autograd.Function):
-    """A function that holds its weight past autograd, and uses it in backward."""
+    """Function that holds its weight outside of autograd, and uses it in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def _penalty(loop: Plain) -> list[Tensor]:
 
 
 class Mixed(nn.Module):
-    """Modules whose code reads parameters in ways of its own."""
+    """Modules with their own ways of reading parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ def _read(loop: Plain) -> list[Tensor]:
 
 @program("replaced")
 def _replaced(loop: Plain) -> list[Tensor]:
-    """Parameters whose data, and gradients which, become others; a parameter that becomes another."""
+    """Replace the data of parameters, gradients, and a parameter itself."""
     model, optimizer = loop.model(mlp), loop.optimizer()
     layers = linears(model)
     seen = []
@@ -430,7 +430,7 @@ def _replaced(loop: Plain) -> list[Tensor]:
 
 @program("scaled")
 def _scaled(loop: Plain) -> list[Tensor]:
-    """A gradient scaler that finds what is not finite, and skips a step for it."""
+    """Use a gradient scaler that finds infinite gradients, and skips a step for them."""
     model, optimizer = loop.model(mlp), loop.optimizer()
     scaler = torch.amp.GradScaler(loop.at.type, init_scale=64.0, growth_interval=2)
     seen = []

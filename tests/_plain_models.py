@@ -1,4 +1,4 @@
-"""Tiny models of well-known families with random weights, and the loss that each is trained on.
+"""Tiny models of well-known families with random weights, and the loss of each.
 
     case = CASES["llama"]
     model = case.build()                          # Hugging Face's own code, a few layers of it; no weights are loaded
@@ -23,15 +23,15 @@ VOCABULARY = 97
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and what it is trained on."""
+    """Model and its training data."""
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
     steps: int = 4
-    """More than two: the first is recorded, and one that is like it follows a plan."""
+    """More than two: the first is recorded, and a similar one follows a plan."""
     micro_batches: int = 1
     autocast: bool = False
-    """Forward runs in bfloat16 where torch thinks it can."""
+    """True if forward runs in bfloat16 where autocast permits it."""
     learning_rate: float = 1e-2
 
 
@@ -100,7 +100,7 @@ def unet() -> nn.Module:
 
 
 def denoising(model: nn.Module) -> Tensor:
-    """What a diffusion model learns: the noise that was added."""
+    """Return the loss of a diffusion model, which predicts the added noise."""
     clean, noise, when = torch.randn(4, 2, 8, 8), torch.randn(4, 2, 8, 8), torch.randint(1000, (4,))
     share = (when / 1000).view(-1, 1, 1, 1)
     return F.mse_loss(model((1 - share) * clean + share * noise, when).sample, noise)
@@ -130,7 +130,7 @@ class Experts(nn.Module):
 
 
 def fixed_batch(model: nn.Module) -> Tensor:
-    """The same rows in every step: what experts get, and so the sequence, changes little from one to the next."""
+    """Use the same rows in every step: the experts' share of them, and so the sequence, changes little between steps."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         ids = tokens(4, 24)

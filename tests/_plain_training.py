@@ -1,4 +1,4 @@
-"""Training as plain PyTorch does it, and the same under swapping. The oracle has nothing of ours around it.
+"""Training in plain PyTorch, and the same under swapping. The oracle has nothing of ours around it.
 
     plain = trained_plainly(case, CUDA)                   # no mode, no hooks, no device of ours: torch alone
     swapped, report = trained_in_session(case, 0.5, CUDA)     # a budget that has room for half of what forward leaves
@@ -26,18 +26,18 @@ Image = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bytes]
 Outcome = dict[str, Image]
 
 MIN_BYTES = 256
-"""Small enough for nearly all that models of this size save."""
+"""Small enough for nearly all saved tensors of models of this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Where a case is trained. `torch_type`: where its tensors lie."""
+    """Kind of device on which a case is trained. `torch_type`: the torch device type of its tensors."""
 
     torch_type: str
     make: Callable[[], Device]
 
     def placed(self) -> AbstractContextManager[object]:
-        """What factories make inside is on this kind of device."""
+        """Return a context in which factories make tensors on this kind of device."""
         return nullcontext() if self.torch_type == "cpu" else torch.device(self.torch_type)
 
 
@@ -59,7 +59,7 @@ def image(t: Tensor) -> Image:
 
 
 def differences(expected: Outcome, got: Outcome) -> list[str]:
-    """What is not the same bit for bit, in the order in which it came about."""
+    """Return the names of the values that differ bitwise, in the order in which they were computed."""
     assert list(expected) == list(got)
     return [name for name, value in expected.items() if got[name] != value]
 
@@ -116,7 +116,7 @@ def trained_plainly(case: Case, kind: Kind = SIM) -> Outcome:
 
 
 def check_session(case: Case, kind: Kind = SIM) -> None:
-    """Trains `case` in sessions of ever larger budgets until one has a plan to follow: in each, the bits are the same."""
+    """Train `case` in sessions of ever larger budgets until one has a plan to follow: in each, the bits are the same."""
     plain = trained_plainly(case, kind)
     for room in (0.5, 1.0, 2.0):
         swapped, report = trained_in_session(case, room, kind)
@@ -129,7 +129,7 @@ def check_session(case: Case, kind: Kind = SIM) -> None:
 
 
 def trained_in_session(case: Case, room: float, kind: Kind = SIM, *, recompute: bool = True) -> tuple[Outcome, cm.SwapReport]:
-    """Within a budget that has room for this share of what forward leaves for backward."""
+    """Train in a session whose budget has room for this share of the storages that forward leaves for backward."""
     budget = budget_of(case, room, kind)
     device = kind.make()
     with device.compute():
@@ -166,7 +166,7 @@ def trained_with_save_on_cpu(case: Case, kind: Kind = SIM) -> tuple[Outcome, int
 
 
 def budget_of(case: Case, room: float, kind: Kind = SIM) -> int:
-    """A step's peak without swapping, less the share of what its forward leaves that is to have no room."""
+    """Return a step's unswapped peak, minus the share of forward's saved storages that shall have no room."""
     device = kind.make()
     with device.compute():
         training = Training(case, kind)

@@ -17,12 +17,12 @@ from chameleon_mm.units import MIB
 FORWARD, BACKWARD, OPTIMIZER = StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER
 
 SAVED_PER_1000, HOOKS_PER_1000 = 25, 150
-"""Of a thousand operators of a dense decoder in eager mode, forward and backward together."""
+"""Counts per 1,000 operators of a dense decoder in eager mode, over forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One decoder layer on one GPU. The defaults are those of a 7B model, in two bytes a value."""
+    """Decoder layer on one GPU. The defaults are those of a 7B model, with two bytes a value."""
 
     tokens: int = 4096
     hidden: int = 4096
@@ -33,7 +33,7 @@ class LayerShape:
     """Sustained by everything else, of device memory."""
 
     def parts(self) -> list[tuple[str, float, int]]:
-        """Forward's operators: name, microseconds, bytes of what it saves."""
+        """Forward's operators: name, microseconds, bytes saved."""
         row, wide = 2 * self.tokens * self.hidden, 2 * self.tokens * self.ffn
         square = 2.0 * self.tokens * self.hidden * self.hidden / self.flops_per_us
         mlp = 2.0 * self.tokens * self.hidden * self.ffn / self.flops_per_us
@@ -47,7 +47,7 @@ class LayerShape:
 
 
 def layer_chain(shape: LayerShape, layers: int) -> Trace:
-    """One step: each operator of each layer saves what it makes, and backward, twice as long, uses it in reverse."""
+    """Step in which each operator of each layer saves its result. Backward takes twice as long and runs in reverse."""
     step = _Step(start_bytes=64 * MIB)
     parts = shape.parts()
     for _ in range(layers):
@@ -60,7 +60,7 @@ def layer_chain(shape: LayerShape, layers: int) -> Trace:
 
 
 def pipeline_chain(shape: LayerShape, micro_batches: int, layers: int) -> Trace:
-    """As `layer_chain`, for `micro_batches` of the shape: forward of all, then backward of all, of the first one first."""
+    """Variant of `layer_chain` with `micro_batches` of the shape: all forwards, then all backwards in the same order."""
     step = _Step(start_bytes=64 * MIB)
     parts = shape.parts() * layers
     for _ in range(micro_batches):
@@ -73,7 +73,7 @@ def pipeline_chain(shape: LayerShape, micro_batches: int, layers: int) -> Trace:
 
 
 def step_of(operators: int) -> Trace:
-    """One step of `operators` operators, as many hooks and saved storages as a dense decoder has to so many."""
+    """Step of `operators` operators, with as many hooks and saved storages as a dense decoder has for that number."""
     step = _Step(start_bytes=64 * MIB)
     saves = max(1, operators * SAVED_PER_1000 // 1000)
     others = operators * HOOKS_PER_1000 // 1000 - 2 * saves
@@ -91,14 +91,14 @@ def step_of(operators: int) -> Trace:
 
 
 class _Step:
-    """A step under way: what it saved and has not used."""
+    """Step being built: its saved storages that were not used yet."""
 
     def __init__(self, start_bytes: int) -> None:
         self._builder = TraceBuilder(device="none: made up", simulated=True, start_bytes=start_bytes)
         self._builder.tensor(start_bytes, TensorKind.PARAMETER, born=-1)
         self._saved: list[int] = []
         self._held: list[int] = []
-        """Saved, and what made them or uses them next is not over."""
+        """Saved storages whose writer or next reader has not ended."""
         self._fresh: list[int] = []
         """Saved, and no hook came since."""
 
@@ -114,7 +114,7 @@ class _Step:
         self._saved.append(made)
 
     def backward(self, name: str, us: float, which: int = -1) -> None:
-        """`which`: of what was saved; by default the last that was not used, and no other way after that."""
+        """`which`: index of a saved storage. Default: the last unused one; after a default, only defaults may follow."""
         b = self._builder
         used = self._saved[which] if which >= 0 else self._saved.pop()
         self._release()
@@ -124,7 +124,7 @@ class _Step:
         b.dies(used)
 
     def filler(self, *, hooked: bool, forward: bool) -> None:
-        """An operator of a microsecond whose result is gone after it, and a hook call that is nobody's where asked for."""
+        """Add an operator of 1 us whose result dies after it and, if `hooked`, a hook call without a storage."""
         b = self._builder
         made = b.tensor(MIB)
         b.op("aten::view", 3, FORWARD if forward else BACKWARD, 1.0, writes=(made,))

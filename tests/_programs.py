@@ -1,4 +1,4 @@
-"""A program that several tests run, what swaps it, and threads to run it on.
+"""Program that several tests run, executors and sessions to swap it, and threads to run it on.
 
 deep(x)                    a chain whose every link saves something that nobody else keeps
 leaf(device), opened(device)  what it runs on, and a session in which all that it saves may move
@@ -26,7 +26,7 @@ from chameleon_mm.units import MIB
 
 
 def deep(x: Tensor, links: int = 4) -> Tensor:
-    """A chain whose every link saves two tensors that nobody else keeps."""
+    """Chain in which each link saves two tensors that only autograd keeps."""
     for _ in range(links):
         x = torch.tanh(x * 1.5).exp() - 1
     return x
@@ -48,13 +48,13 @@ def opened(device: Device) -> cm.SwapSession:
 def swapping_executor(
     device: Device, pool: cm.PinnedPool, limits: Limits | None = None, *, min_bytes: int = 0, **given: Any
 ) -> Executor:
-    """An executor by the default rule. Compute waits for every copy out at the next hook, unless `limits` say otherwise."""
+    """Executor of the default rule. Compute waits for every copy out at the next hook, unless `limits` say otherwise."""
     limits, protected = limits or Limits(leaving_bytes=0), ProtectedStorages()
     return Executor(device, pool, rule=DefaultRule(min_bytes=min_bytes), limits=limits, protected=protected, **given)
 
 
 def at_once(works: Iterable[Callable[[], object]]) -> None:
-    """Run each of `works` to its end on a thread of its own, all from one moment on. Raise what the first to fail raised."""
+    """Run each of `works` to its end on a thread of its own, all started at once. Raise the first error."""
     works, raised = list(works), list[BaseException]()
     start = threading.Barrier(len(works))
 
@@ -75,7 +75,7 @@ def at_once(works: Iterable[Callable[[], object]]) -> None:
 
 
 def on_a_thread(work: Callable[[], object]) -> None:
-    """Run `work` on a thread to its end. Raise what it raised."""
+    """Run `work` on a thread to its end. Raise its error."""
     at_once([work])
 
 

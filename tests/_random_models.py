@@ -1,4 +1,4 @@
-"""Small random models on simulated GPUs that are the bound, and steps of them with and without swapping.
+"""Small random models on simulated GPUs that are the bottleneck, and steps of them with and without swapping.
 
     device = far_ahead()                                            # a slow GPU whose host takes no time
     steps, parameters = train(seed, device)                         # nothing swapped
@@ -37,31 +37,31 @@ from tests._programs import swapping_executor
 SLOW_GPU = dataclasses.replace(
     SPECS["h200"], bf16_tflops=0.5, fp32_tflops=0.5, hbm_gbps=20.0, h2d_gbps=2.0, d2h_gbps=2.0, duplex_gbps=3.0
 )
-"""So slow that operators of some 10,000 elements take longer than their launch does."""
+"""GPU so slow that operators of some 10,000 elements take longer than their launch."""
 
 FULL_DUPLEX_GPU = dataclasses.replace(SLOW_GPU, duplex_gbps=4.0)
 """Neither direction takes anything from the other."""
 
 
 def link_of(spec: GpuSpec) -> LinkCost:
-    """The link of such a GPU as it is. A copy within device memory reads and writes every byte, at 0.85 of its rate."""
+    """Link of such a GPU, unchanged. A copy within device memory reads and writes every byte, at 0.85 of its rate."""
     return LinkCost(
         d2h_gbps=spec.d2h_gbps, h2d_gbps=spec.h2d_gbps, duplex_gbps=spec.duplex_gbps, hbm_gbps=spec.hbm_gbps * 0.85 / 2
     )
 
 
 NO_LIMIT = 1 << 40
-"""A budget that nothing here comes near."""
+"""Budget far above the memory of all models here."""
 
 
 def seeds(first: int, *, of: Sequence[int]) -> list[ParameterSet]:
-    """Seeds of models, of which every run takes the first ones; the others are `thorough`."""
+    """Seeds of models, the first of which every run takes; the others are `thorough`."""
     thorough = [pytest.mark.slow, pytest.mark.thorough]
     return [pytest.param(seed, marks=() if number < first else thorough) for number, seed in enumerate(of)]
 
 
 def far_ahead(spec: GpuSpec = SLOW_GPU) -> cm.SimDevice:
-    """Its host takes no time at all, so the device never waits for it."""
+    """Device whose host takes no time at all, so the device never waits for it."""
     free = dict.fromkeys(("launch_us", "view_us", "event_us", "copy_us", "triton_launch_us", "packed_tensor_us"), 0.0)
     return cm.SimDevice(spec, cost=CostModel(spec=spec, matmul_efficiency=1.0, shortest_kernel_us=1e-3, **free))
 
@@ -75,7 +75,7 @@ def planning(
     thresholds: Thresholds | None = None,
     verify: bool = False,
 ) -> Executor:
-    """An executor that records its first step and plans the next ones. Unless told otherwise, each move is its own call."""
+    """Executor that records its first step and plans the next ones. By default, each move is its own call."""
     pool = pool or cm.PinnedPool(1 << 30, device=device)
     limits, thresholds = Limits(hbm_budget_bytes=hbm_budget), thresholds or Thresholds.direct()
     executor = swapping_executor(device, pool, limits, min_bytes=1024, thresholds=thresholds, verify=verify)
@@ -84,7 +84,7 @@ def planning(
 
 
 def adaptation_of(executor: Executor) -> Adaptation:
-    """What `planning` gave it."""
+    """Return the adaptation that `planning` gave to `executor`."""
     assert isinstance(executor.director, PlanFollower)
     return executor.director.adaptation
 
@@ -134,15 +134,15 @@ class RandomNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One training step as the device saw it."""
+    """Training step as the device saw it."""
 
     loss: float
     peak_bytes: int
     step_us: float
     plan: SwapPlan | None = None
-    """That it went by, hook for hook; None: it did not, or there was none."""
+    """Plan that the step followed, hook for hook. None if there was no plan or the step did not follow it."""
     trace: Trace | None = None
-    """That the plan is for."""
+    """Trace that the plan is for."""
 
 
 def train(

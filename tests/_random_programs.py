@@ -26,7 +26,7 @@ SIDE = 8
 """Every value is a SIDE x SIDE tensor of float32: 256 bytes."""
 
 BUFFER_PARTS = 3
-"""So few that each is more than a quarter of its buffer, and is not moved alone."""
+"""Few enough that each part exceeds a quarter of its buffer, and is therefore not moved alone."""
 
 # --- what programs are made of
 
@@ -49,7 +49,7 @@ class SavesBoth(torch.autograd.Function):
 
 
 class WritesWhatItSaved(torch.autograd.Function):
-    """A backward that uses its saved tensor as scratch space, as hand-written memory savers do."""
+    """Function whose backward uses its saved tensor as scratch space, as hand-written memory savers do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -66,10 +66,10 @@ class WritesWhatItSaved(torch.autograd.Function):
 
 
 class FillsAPart(torch.autograd.Function):
-    """Fills its part of a buffer that others fill too, behind autograd's back, and saves it: a memory planner's kernel.
+    """Fill a part of a buffer that others fill too, unseen by autograd, and save it, as a memory planner's kernel does.
 
-    `way` 0: it saves a view of the buffer, whose version counter no such write moves. 1: a view with a counter of its own.
-    2: all that was filled up to here.
+    `way` 0: save a view of the buffer, whose version counter no such write moves. 1: save a view with its own counter. 2: save
+    all that was filled so far.
     """
 
     @staticmethod
@@ -91,12 +91,12 @@ def block(x: Tensor, y: Tensor) -> Tensor:
 
 
 def chunks(x: Tensor) -> Tensor:
-    """In-place operators on chunks of one storage, each with a version counter of its own, each saved."""
+    """In-place operators on chunks of one storage; each chunk is saved and has its own version counter."""
     return torch.cat([chunk.tanh_() * 1.5 for chunk in (x * 2).unsafe_chunk(4, 1)], 1)
 
 
 def gated(x: Tensor, y: Tensor) -> Tensor:
-    """One half of a storage is saved while the other is written."""
+    """Save one half of a storage while the other is written."""
     a, b = torch.cat((x, y), 1).unsafe_split(SIDE, 1)
     return F.silu(a) * b.mul_(2)
 
@@ -109,7 +109,7 @@ def cell(x: Tensor, y: Tensor) -> Tensor:
 
 
 def storage_of(x: Tensor) -> Tensor:
-    """Another tensor on the storage of `x`, which knows nothing of its version counter."""
+    """Other tensor on the storage of `x`, independent of its version counter."""
     t = x.new_empty(0)
     with torch.no_grad():
         t.set_(x.detach().untyped_storage(), x.storage_offset(), x.size(), x.stride())
@@ -135,7 +135,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "indices": lambda x: torch.gather(x, 0, x.argsort(0)),
     "chunks": chunks,
     "chain": lambda x: (x * 2).add_(1).neg_().tanh_().mul_(0.5),
-    "chain refused": lambda x: (x * 0.5).exp_().add_(1),  # what exp saved is gone: backward refuses
+    "chain refused": lambda x: (x * 0.5).exp_().add_(1),  # exp's saved tensor was overwritten: backward refuses
     "inplace": lambda x: F.dropout(F.silu(F.leaky_relu(x * 2, 0.3, inplace=True), inplace=True), 0.2, inplace=True),
 }
 VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -183,7 +183,7 @@ NAMES += ["halves", "halves", "buffer", "buffer", "buffers", "buffers", "data mu
 NAMES += ["backward", "retain", "retain", "double", "double", "train", "outside"]
 
 WRITING = {*INPLACE, "no_grad write", "train", "buffer", "buffers", "backward", "retain", "double"}
-"""What can change bytes that were there before."""
+"""Instructions that can change bytes that existed before."""
 
 Instruction = tuple[str, int, int, int]
 """A name, two operands and the slot for the result."""
@@ -196,13 +196,13 @@ programs = st.lists(st.tuples(st.sampled_from(NAMES), operands, operands, st.int
 
 
 class Mark:
-    """Tells whether a node of autograd's is still there."""
+    """True while a node of autograd exists."""
 
 
 class Run:
-    """One run of a program: its tensors, and everything that could be seen of it from outside.
+    """Run of a program: its tensors, and everything observable from outside.
 
-    A result goes into a slot, and what was there is dropped: most of what is saved is then held by the graph alone.
+    A result replaces the earlier tensor of its slot. Most saved tensors are therefore held by the graph alone.
     """
 
     def __init__(self, device: torch.device, manager: AbstractContextManager[object]) -> None:
@@ -222,7 +222,7 @@ class Run:
         """Runs all but the instructions `left_out`, and calls `after` with number and name of each one that ran."""
         endings = [("retain", slot, slot, slot) for slot in range(SLOTS)]  # they share graphs
         for number, instruction in enumerate([*program, *endings]):
-            # The manager is entered and left again and again: what is saved inside is used outside, and the other way round.
+            # The manager is entered and left repeatedly: tensors saved inside are used outside, and the other way round.
             inside = self._inside and number < len(program)
             if number not in left_out:
                 with self._manager if inside else nullcontext():
@@ -231,8 +231,8 @@ class Run:
         for t in self._slots:
             self._look(t)
         self._slots.clear()
-        # A GPU's backward runs on a thread of autograd's, which lets go of a node when it takes the next, the latest op first:
-        # after this one nothing is left there of a backward that raised.
+        # A GPU's backward runs on a thread of autograd's. That thread frees a node when it takes the next one, the latest op
+        # first. After this one, it holds nothing of a backward that raised.
         self._oldest.backward()
 
     @property
@@ -305,7 +305,7 @@ class Run:
             self._look(leaf.grad)
 
     def _fill(self, x: Tensor, *, way: int, again: bool) -> Tensor:
-        """Fills the next part of the buffer, or the latest one `again`. A full buffer is left to the graphs that saved it."""
+        """Fill the next part of the buffer, or the latest one `again`. A full buffer is left to the graphs that saved it."""
         if self._buffer is None:
             self._buffer, self._part = torch.zeros(BUFFER_PARTS * SIDE, SIDE, device=self._device), 0
         elif not again:
@@ -347,7 +347,7 @@ def bits(t: Tensor) -> bytes:
 
 
 def normalised(message: str) -> str:
-    """Without the name of the op that wrote: of a tensor that nobody holds, only eager knows the latest."""
+    """Remove the name of the op that wrote: if no tensor holds the storage any more, only eager knows its latest writer."""
     return re.sub(r", which is output \d+ of [\w:]+,", "", message)
 
 

@@ -1,4 +1,4 @@
-"""What ranks say of their budgets and reports, on the two that torchrun started: run as a program, once for each rank.
+"""Budgets and reports of two ranks that torchrun started: run as a program, once for each rank.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests._rank_checks FOLDER
 
@@ -30,7 +30,7 @@ def session(hbm_budget: int, host_budget: int | None) -> cm.SwapSession:
 
 
 def problems(hbm_budget: int, host_budget: int | None) -> list[str]:
-    """What is said before the first step: rank 0 enters first."""
+    """Return the problems reported before the first step. Rank 0 enters first."""
     if dist.get_rank() == 1:
         dist.barrier()
     with session(hbm_budget, host_budget) as entered:

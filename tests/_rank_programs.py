@@ -1,4 +1,4 @@
-"""Programs that several ranks train together, with the engines people have: built here, and run by `tests/_rank_runs.py`.
+"""Programs that several ranks train together, with the common engines: built here, and run by `tests/_rank_runs.py`.
 
     training = ON_TWO["ddp_views"]()  # the same weights on each rank
     losses = training.step()         # forward and backward, micro-batches included; the optimizer is the caller's
@@ -30,7 +30,7 @@ scatter_sum = getattr(functional, "reduce_scatter_single_autograd", None) or fun
 """Collectives under the names that torch has for them since 2.13; before, under others."""
 
 PATIENCE = timedelta(hours=2)
-"""Time after which gloo gives up on a rank that does not come: more than any test has, so that a slow machine is no failure."""
+"""Time after which gloo gives up on an absent rank: more than any test has, so that a slow machine is no failure."""
 
 WIDTH, ROWS, LAYERS, MICRO_BATCHES = 32, 256, 4, 4
 
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Talking(nn.Module):
-    """A block whose forward talks to the other ranks, functionally and in place, and saves what comes back."""
+    """Block whose forward talks to the other ranks, functionally and in place, and saves the results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def blocks(count: int = LAYERS, kind: Callable[[], nn.Module] = Block) -> nn.Seq
 
 
 def checkpointed_blocks() -> nn.Sequential:
-    """Blocks of which every other one is recomputed by torch's own checkpoint."""
+    """Blocks, every other one of which torch's own checkpoint recomputes."""
     return nn.Sequential(*(Block(checkpointed=bool(number % 2)) for number in range(LAYERS)))
 
 
@@ -102,7 +102,7 @@ def loss_of(out: Tensor) -> Tensor:
 
 
 class Training:
-    """A model that forward and backward run over, one batch a step."""
+    """Model and its forward and backward, one batch a step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -118,7 +118,7 @@ class Training:
 
 
 class Accumulating(Training):
-    """Micro-batches, of which only the last exchanges gradients (`no_sync`)."""
+    """Micro-batches, the last of which alone exchanges gradients (`no_sync`)."""
 
     def step(self) -> list[Tensor]:
         model = self.model
@@ -133,7 +133,7 @@ class Accumulating(Training):
 
 
 class Pipelined(Training):
-    """One stage of a pipeline, whose micro-batches run one forward, one backward."""
+    """Pipeline stage whose micro-batches run one forward, one backward."""
 
     def __init__(self, stage_model: nn.Module, number: int, count: int, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(stage_model)
@@ -167,7 +167,7 @@ def tensor_parallel(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def tensor_parallel_throughout(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    """As above, but what lies between the two products stays a `DTensor`, and is saved as one."""
+    """Variant of `tensor_parallel`: the value between the two products stays a `DTensor`, and is saved as one."""
     for block in model:
         parallelize_module(
             block,
@@ -238,7 +238,7 @@ def ddp_and_pipeline() -> Training:
 
 
 def fsdp_and_tp_locally() -> Training:
-    """As above, with a parameter that the model takes the local part of."""
+    """Variant of `fsdp_and_tp` with a parameter of which the model takes the local part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = blocks(kind=Scaled)
     for layer in model:
@@ -266,4 +266,4 @@ ON_FOUR = {
     build.__name__: build
     for build in (pipeline, fsdp_and_tp, fsdp_and_tp_locally, hybrid_sharded, ddp_and_pipeline)
 }  # fmt: skip
-"""Programs for four ranks: mixtures, and what differs with more than one neighbour."""
+"""Programs for four ranks: mixtures, and programs that differ with more than one neighbour."""

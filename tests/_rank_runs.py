@@ -28,7 +28,7 @@ from tests.observed import observe_all
 STEPS = 6
 
 ROOM = 0.3
-"""Share of the memory which swapping by the default rule saves that a tight budget leaves."""
+"""Share of the memory saved by the default rule that a tight budget leaves."""
 
 SWAPS_ALONE = ("ddp", "tp", "pipeline")
 """Programs that run with plans that recompute nothing as well."""
@@ -69,7 +69,7 @@ def trained(build: Callable[[], Training], make_session: Callable[[Training], cm
 
 
 def run(build: Callable[[], Training], *, swaps_alone: bool) -> dict[str, Any]:
-    """One program: plainly, then with room for everything, by the default rule with none, and by plans with little."""
+    """Run a program plainly, with room for everything, by the default rule with no room, and by plans with little."""
     plain, _ = trained(build, None)
     outcome: dict[str, Any] = {}
     peaks: dict[str, int] = {}

@@ -43,7 +43,7 @@ def skips(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
 
 
 def writes(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """By hand, with gradients that become zeros and are never gone."""
+    """Update by hand. Gradients are zeroed and never freed."""
     for p in model.parameters():
         assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
         with torch.no_grad():

@@ -29,7 +29,7 @@ from tests._mixes import Mix, Proofs, mixed, totals_of
 from tests._relied_on_programs import PROGRAMS, Program, When
 
 STEPS = 6
-"""One is recorded, one is written in every fourth, and two come after it."""
+"""Steps of a run: the first is recorded, every fourth contains a write, and two follow the first write."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def named_error(self) -> bool:
-        """Whether a step that writes may end with the named error."""
+        """True if a step that writes may end with the named error."""
         if self.when is When.EACH or self.program.eager_refuses:
             return False
         allowed = self.program.named_error
@@ -66,7 +66,7 @@ class Refused:
 
     @property
     def in_place(self) -> bool:
-        """Whether it is eager's refusal of a write."""
+        """True if this is eager's refusal of an in-place write."""
         return self.kind == "RuntimeError" and "modified by an inplace operation" in self.text
 
 
@@ -76,7 +76,7 @@ Step = tuple[bytes | None, ...] | Refused
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Memory for this share of what an unswapped step takes besides what the model does, and a link."""
+    """Link, and memory as a share of the bytes that an unswapped step takes in addition to the model."""
 
     share: float
     link: str = "slow"
@@ -102,7 +102,7 @@ _HOST = ("launch_us", "view_us", "event_us", "copy_us", "triton_launch_us", "pac
 
 
 def device_of(link: str, kind: str = "sim") -> Device:
-    """A simulated H200 with its link, or with slower ones: then small steps recompute, as large ones do on a GPU. Or CUDA."""
+    """Simulated H200 with its link, or with slower ones: small steps then recompute, as large ones do on a GPU. Or CUDA."""
     if kind == "cuda":
         torch.cuda.empty_cache()
         return cm.CudaDevice()
@@ -117,7 +117,7 @@ def device_of(link: str, kind: str = "sim") -> Device:
 
 @dataclasses.dataclass
 class Trained:
-    """What came of a run."""
+    """Result of a run."""
 
     steps: list[Step]
     states: list[list[Tensor]]
@@ -125,10 +125,10 @@ class Trained:
     recomputed: int = 0
     """Storages that were dropped, to be recomputed."""
     proofs: int = 0
-    """Recipes that ran beside an original, which was used."""
+    """Number of recipes that ran while their original was held and used."""
     peak_bytes: int = 0
     base_bytes: int = 0
-    """What the model takes."""
+    """Bytes that the model takes."""
 
 
 def named_error() -> str:
@@ -145,12 +145,12 @@ def plainly(case: Case, kind: str = "sim") -> Trained:
 
 @cache
 def roomy(case: Case, link: str, kind: str = "sim", steps: int = STEPS) -> Trained:
-    """A session that has room for everything."""
+    """Train in a session that has room for everything."""
     return _in_session(case, link, kind, lambda device, model, base: _planned(device, model, base + ROOMY_BYTES), steps)
 
 
 def taken_bytes(case: Case, link: str, kind: str) -> int:
-    """Memory that an unswapped step takes beyond what the model does."""
+    """Memory that an unswapped step takes in addition to the model."""
     unswapped = roomy(Case(case.program, case.program.whens[-1]), link, kind, steps=2)
     return unswapped.peak_bytes - unswapped.base_bytes
 
@@ -213,14 +213,14 @@ def _train(case: Case, model: Program, steps: int, session: cm.SwapSession | Non
             if plain is None:
                 done.states.append([t.detach().to("cpu", copy=True) for t in state])  # kept: no later test finds them
             model.zero_grad()
-        # Autograd lets go of what a backward that raised had in hand when the next one begins.
+        # When the next backward begins, autograd releases the tensors of a backward that raised.
         (torch.ones((), requires_grad=True) * 1).backward()
     return done
 
 
 def complaint(case: Case, got: Trained, *, kind: str = "sim", named: bool | None = None) -> str | None:
-    """What of the promise is broken, or None. `named`: whether a step that writes may end with the named error, if not as the
-    case says."""
+    """Return the broken part of the promise, or None. `named` overrides the case: True if a step that writes may end with the
+    named error."""
     allowed = case.named_error if named is None else named
     broken = []
     for number, (right, step) in enumerate(zip(plainly(case, kind).steps, got.steps, strict=False)):

@@ -1,4 +1,4 @@
-"""Small programs that write what autograd does not rely on, and what a recomputation might: each right in plain PyTorch.
+"""Small programs that write tensors that autograd does not rely on but a recomputation might: each is right in plain PyTorch.
 
     program.step(number, write=True)                 # a forward that writes at some point, and a backward
     PROGRAMS                                         # all of them
@@ -63,19 +63,19 @@ class Program(nn.Module):
     """True if torch dispatches an operator for each write, where that counts: any but `.data` on other threads and in hooks."""
     eager_refuses: ClassVar[bool] = False
     named_error: ClassVar[bool | None] = None
-    """Whether the named error may end a step that writes, if only some do; None: where the write is unseen."""
+    """True if the named error may end a step that writes, when only some steps do. None: true if the write is unseen."""
     whens: ClassVar[tuple[When, ...]] = (When.EACH, When.FOURTH)
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(16, SIDE) / 4)
         self.write = False
-        """Whether this step writes: for hooks, which are made once."""
+        """True if this step writes. Read by hooks, which are made once."""
         self.number = 0
 
     @classmethod
     def writes_in(cls, number: int, when: When) -> bool:
-        """Whether it writes in that step."""
+        """True if the program writes in that step."""
         return when.writes(number)
 
     def step(self, number: int, write: bool) -> None:
@@ -89,13 +89,13 @@ class Program(nn.Module):
         return torch.randn(shape or (ROWS, 16), generator=generator)
 
     def embedded(self, which: int = 0) -> Tensor:
-        """An activation in float16 that cannot be recomputed, and of which autograd saves nothing."""
+        """Return an activation in float16 that cannot be recomputed and of which autograd saves nothing."""
         h: Tensor = apply(Embed, self.batch(which), self.weight)
         return h
 
 
 def waves(h: Tensor, scales: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)) -> Tensor:
-    """Of this autograd saves what is made of `h`, in float32, and not `h`."""
+    """Apply functions of which autograd saves results made of `h`, in float32, and not `h`."""
     return torch.stack([torch.sin(h.float() * k).mean() for k in scales]).sum()
 
 
@@ -121,7 +121,7 @@ class Way(NamedTuple):
     write: Callable[[Tensor], Any]
     seen: bool = False
     replaces: bool = False
-    """Whether what it returns is read from then on."""
+    """True if the returned tensor replaces the written one."""
 
 
 def _moves_the_counter(h: Tensor) -> None:
@@ -160,7 +160,7 @@ READS[1].later = (1.5,)  # type: ignore[attr-defined]  # a program that reads
 
 
 class JoinedBeforeBackward(Program):
-    """By an operator on a thread that runs beside the rest of forward and is joined before backward."""
+    """Write by an operator on a thread that runs during the rest of forward and is joined before backward."""
 
     seen = True
 
@@ -214,7 +214,7 @@ class UndoneByData(Undone):
 
 
 class BetweenMadeAndRead(Program):
-    """Writes an intermediate between the operator that made it and the one that reads it; neither saves it."""
+    """Write an intermediate between the operator that made it and the one that reads it; neither saves it."""
 
     scaled = staticmethod(scale)
 
@@ -233,7 +233,8 @@ class DataBetweenMadeAndRead(BetweenMadeAndRead):
 
 
 class BetweenMadeAndSaved(Program):
-    """Writes an activation between the operator that made it and the one that saves it. Autograd saved the bytes after that."""
+    """Write an activation between the operator that made it and the one that saves it. Autograd saved the bytes after the
+    write."""
 
     def written(self, made: Tensor) -> Tensor:
         scale(made, 0.5)
@@ -250,7 +251,7 @@ class BetweenMadeAndSaved(Program):
 
 
 class FunctionBetweenMadeAndSaved(BetweenMadeAndSaved):
-    """The same within a custom Function that marks what it wrote."""
+    """Variant with a custom Function that marks its write."""
 
     def written(self, made: Tensor) -> Tensor:
         halved: Tensor = apply(ScaleMarked, made, 0.5)
@@ -271,7 +272,7 @@ class MicroBatches(Program):
 
 
 class MicroBatchesInFlight(Program):
-    """Both micro-batches' forwards, a write of what the first one read, then both backwards."""
+    """Run both micro-batches' forwards, a write of a tensor that the first one read, then both backwards."""
 
     seen = True
 
@@ -314,7 +315,7 @@ class CheckpointedReentrant(Checkpointed):
 
 
 class Rotated(Program):
-    """An in-place rotary kernel on q and k, of which others were made before."""
+    """In-place rotary kernel on q and k, from which others were made before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +371,7 @@ class ResidualByOperator(ResidualByPointer):
 
 
 class LossOverLogits(Program):
-    """A fused cross entropy that writes its gradient over the logits, of which a z-loss was made before."""
+    """Fused cross entropy that writes its gradient over the logits, from which a z-loss was made before."""
 
     pointer: ClassVar[bool] = True
 
@@ -394,7 +395,7 @@ class LossOverLogitsByData(LossOverLogits):
 
 
 class GateOverSaved(Program):
-    """A gate whose backward writes over what it saved, while another activation was made of the same tensor."""
+    """Gate whose backward writes over its saved tensor, from which another activation was made before."""
 
     pointer: ClassVar[bool] = True
 
@@ -418,7 +419,7 @@ class GateOverSavedByOperator(GateOverSaved):
 
 
 class Hidden(Program):
-    """Hidden states in a list, which are scaled by operators in a hook of what came last, as backward begins."""
+    """Hidden states in a list. A hook on the last one scales them by operators as backward begins."""
 
     seen = True
 
@@ -511,7 +512,7 @@ class Book(Program):
 
 
 class BookByData(Book):
-    """The same through `.data`: what a trial of the library had wrong bits with, so that it has to be right and no error."""
+    """Variant through `.data`. A trial of the library had wrong bits here: it must be right, without an error."""
 
     named_error = False
 
@@ -727,7 +728,7 @@ class ActorCriticFused(ActorCritic):
 
 
 class SavedByOperator(Program):
-    """An operator writes what autograd saved."""
+    """Write a tensor that autograd saved, by an operator."""
 
     seen = True
     eager_refuses = True
@@ -744,7 +745,7 @@ class SavedByOperator(Program):
 
 
 class SavedMarked(SavedByOperator):
-    """A custom Function writes what autograd saved, and marks it."""
+    """Write a tensor that autograd saved, by a custom Function that marks it."""
 
     seen = False
 
@@ -753,7 +754,7 @@ class SavedMarked(SavedByOperator):
 
 
 class SavedThenVersion(SavedByOperator):
-    """A kernel writes what autograd saved, and moves the version counter."""
+    """Write a tensor that autograd saved, by a kernel that moves the version counter."""
 
     seen = False
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a process left."""
+    """Result of a process."""
 
     code: int
     out: str
@@ -23,7 +23,7 @@ class Ended:
 
     @property
     def own_err(self) -> str:
-        """What the script itself wrote on stderr: without the lines of the report, and the one that says a GPU is simulated."""
+        """Lines of stderr that the script itself wrote: without the report, and without the line about the simulated GPU."""
         lines = self.err.partition("chameleon-mm run: ")[0].splitlines(keepends=True)
         return "".join(line for line in lines if not line.startswith("chameleon_mm: no CUDA found: simulating"))
 
@@ -34,7 +34,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def python(arguments: Sequence[str], folder: Path, stdin: str = "") -> Ended:
-    """Run `python arguments` in `folder`, with nothing of ours but what `arguments` name."""
+    """Run `python arguments` in `folder`, with no other code of ours than `arguments` name."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder, env=environment(), input=stdin, capture_output=True, text=True, check=False,

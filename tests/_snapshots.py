@@ -38,8 +38,8 @@ KINDS = {
     "parameters": ("AdamW, foreach", "AdamW, fused", "SGD, momentum"),
     "neither": ("SGD",),
 }
-"""What a session swaps beside activations, and the optimizers that are tried with it. A session that does not know its
-optimizer's state leaves it to the caller, so one that has none."""
+"""Parts that a session swaps in addition to activations, and the optimizers tried with each. A session that does not know its
+optimizer's state leaves it to the caller, so its optimizer has none."""
 
 RUNS = [(kind, name) for kind, names in KINDS.items() for name in names]
 
@@ -69,7 +69,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def outcome(self) -> list[Tensor]:
-        """Parameters, buffers, gradients, state and random states, on the host. State is read as anybody reads it."""
+        """Parameters, buffers, gradients, state and random states, on the host. State is read by the public API."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         tensors += [p.grad for p in self.model.parameters() if p.grad is not None]
         for state in self.optimizer.state_dict()["state"].values():
@@ -118,7 +118,7 @@ def away(session: cm.SwapSession, training: Training) -> tuple[int, int]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, by torch's own way to read it."""
+    """Read a checkpoint by torch's own functions."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "all.pt")
         dcp_to_torch_save(path, file)

@@ -66,7 +66,7 @@ class Runtime:
         self.call("cudaStreamWaitEvent", c_void_p(stream), c_void_p(event), 0)
 
     def order(self, before: int | None, after: int | None) -> None:
-        """What is queued on `after` from now on runs after what `before` holds now."""
+        """Make later work of `after` wait for the work that `before` holds now."""
         event = self.event()
         self.record(event, before)
         self.wait(after, event)
@@ -96,7 +96,7 @@ class Runtime:
 
 
 class Graph:
-    """Captures what is queued on a stream, and what joins it, into a graph: `with Graph(cuda, stream) as graph: ...`."""
+    """Capture the work of a stream, and of streams that join it, into a graph: `with Graph(cuda, stream) as graph: ...`."""
 
     def __init__(self, cuda: Runtime, stream: int, mode: int = GLOBAL) -> None:
         self.cuda, self.stream, self.mode = cuda, stream, mode
@@ -195,7 +195,7 @@ def random_program(cuda: Runtime, seed: int, steps: int = 150, nbytes: int = 48)
 
 
 def random_copies(cuda: Runtime, seed: int) -> tuple[str, list[str]]:
-    """Runs copies at random on three streams with few waits: what the memory then holds depends on the mode alone."""
+    """Run copies at random on three streams with few waits: the final memory depends on the mode alone."""
     dice = random.Random(seed)
     streams, nbytes = [cuda.stream() for _ in range(3)], 256
     device, host = cuda.malloc(nbytes), cuda.pinned(nbytes)

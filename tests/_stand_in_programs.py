@@ -1,4 +1,4 @@
-"""Programs that the tests of the stand-in's runtime start in other processes: wrong ones, with the right one beside each.
+"""Programs that the tests of the stand-in's runtime start in other processes: wrong ones, each with the right one.
 
     program(cuda, right=False); cuda.violations()   # one line, with the words that the program returns
     program(cuda, right=True); cuda.violations()    # none
@@ -93,7 +93,7 @@ def registered_memory_given_back(cuda: Runtime, right: bool) -> list[str]:
 
 
 def device_memory_freed(_: Runtime, right: bool) -> list[str]:
-    """Torch's allocator gives a segment back: cudaFree waits for the device, but nobody's stream had waited for the copy."""
+    """Torch's allocator frees a segment: cudaFree waits for the device, but no stream had waited for the copy."""
     side, source = torch.cuda.Stream(), torch.empty(WIDE, dtype=torch.uint8, pin_memory=True)
     x = torch.full((WIDE,), 3, dtype=torch.uint8, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
@@ -107,7 +107,7 @@ def device_memory_freed(_: Runtime, right: bool) -> list[str]:
 
 
 def block_handed_out(_: Runtime, right: bool) -> list[str]:
-    """A copy into it is pending on another stream, and torch's allocator gives the block to the next who asks."""
+    """A copy into a block is pending on another stream, and torch's allocator gives the block to its next owner."""
     side, source = torch.cuda.Stream(), torch.empty(4096, dtype=torch.uint8, pin_memory=True)
     x = torch.empty(4096, dtype=torch.uint8, device="cuda")
     place = x.data_ptr()
@@ -165,7 +165,7 @@ PROGRAMS: list[Callable[[Runtime, bool], list[str]]] = [
 
 
 def run_programs() -> dict[str, list[list[str]]]:
-    """For each program: what it has to say, the wrong one's violations, the right one's."""
+    """Return for each program: the text to expect, the wrong one's violations, the right one's."""
     torch.cuda.init()
     cuda, outcomes = Runtime(), {}
     for program in PROGRAMS:

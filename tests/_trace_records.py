@@ -1,4 +1,4 @@
-"""Records of a trace, made of its columns: what tests compare, one operator, storage or hook at a time.
+"""Records of a trace, made of its columns, for comparison in tests: one operator, storage or hook each.
 
 ops_of(trace)[0].name, tensors_of(trace)[3].nbytes, hooks_of(trace)[-1].use
 """
@@ -12,7 +12,7 @@ from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRecord:
-    """One operator that ran. Fields are the columns `op_*` of a `Trace`."""
+    """Operator that ran. Fields are the columns `op_*` of a `Trace`."""
 
     tick: int
     name: str
@@ -26,7 +26,7 @@ class OpRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
-    """One storage. Fields are the columns `tensor_*` of a `Trace`."""
+    """Storage of a step. Fields are the columns `tensor_*` of a `Trace`."""
 
     nbytes: int
     kind: TensorKind
@@ -38,7 +38,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookRecord:
-    """One call of autograd's two hooks. Fields are the columns `hook_*` of a `Trace`."""
+    """Call of one of autograd's two hooks. Fields are the columns `hook_*` of a `Trace`."""
 
     tick: int
     use: bool

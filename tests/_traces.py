@@ -1,4 +1,4 @@
-"""Made-up steps and plans, for tests of everything that reads a trace.
+"""Made-up steps and plans, for tests of all readers of a trace.
 
 chain(layers=8)                a transformer-like chain: each layer saves a few tensors, backward uses them in reverse order
 chain(micro_batches=3)         forward and backward in turn
@@ -37,10 +37,10 @@ def chain(
     temporary_bytes: int = 2 * MIB,
     fingerprint: int = 0xC4A1,
 ) -> Trace:
-    """One step of a chain of equal layers. A layer runs `ops_per_save` operators for each of its saved tensors, its backward
-    twice as long; each layer has one parameter with a gradient and two moments, and the optimizer runs an operator for each.
+    """Step of a chain of equal layers. A layer runs `ops_per_save` operators for each saved tensor; its backward takes twice as
+    long. Each layer has one parameter with a gradient and two moments. The optimizer runs one operator for each parameter.
 
-    What a layer saves is released once the next saved tensor was made from it, as in a chain nobody else holds it then.
+    A saved tensor is released once the next saved tensor was made from it: in a chain, nothing else holds it then.
     """
     state_bytes = 4 * parameter_bytes * layers
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=state_bytes)
@@ -101,7 +101,7 @@ def pipeline(
     saved_bytes: Callable[[], int] = lambda: 8 * MIB,
     op_us: float = 170.0,
 ) -> Trace:
-    """One step in GPipe's order, each operator of forward saving what it makes, backward twice as long.
+    """Step in GPipe's order. Each operator of forward saves its result; backward takes twice as long.
 
     saved_bytes: asked for each.
     """
@@ -193,20 +193,20 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
 
 
 def between(trace: Trace, share: float) -> int:
-    """A budget: that share of the way from the least to what the step takes without swapping."""
+    """Return a budget: `share` of the way from the least one to the bytes that the step takes without swapping."""
     least = smallest_budget(trace)
     return max(1, least + int((peak_memory(trace).nbytes - least) * share))
 
 
 def away_before_first_uses_alone(trace: Trace) -> Trace:
-    """`trace` as somebody recorded it who does not look at what is held between two uses."""
+    """Return `trace` as recorded by a recorder that ignores storages held between two uses."""
     return replace(trace, hook_released=np.full_like(trace.hook_released, NEVER))
 
 
 def random_plan(random: Random, trace: Trace, *, share: float = 0.8) -> SwapPlan:
-    """Of each candidate, with a chance of `share`, some action: whole or in part, early or late. It promises nothing.
+    """Plan with random actions, one per candidate with probability `share`: whole or in part, early or late. Promises nothing.
 
-    In every other plan many meet at one hook, where their order counts.
+    In every other plan, many actions meet at one hook, where their order counts.
     """
     candidates = Candidates.of(trace)
     actions = []

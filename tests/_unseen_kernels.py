@@ -1,4 +1,4 @@
-"""Ways to write over a tensor of which torch knows little or nothing: what kernels, extensions and aliases do.
+"""Ways to write over a tensor unknown or hardly known to torch, as kernels, extensions and aliases do.
 
     overwrite(x, new)                   # through pointers: no operator, no version counter; on CUDA in stream order
     OPERATORS.scale_unsaid(x, 0.5)      # an operator whose schema says that it reads x
@@ -67,19 +67,19 @@ LIBRARY.impl("scale_said_", scale, "CompositeExplicitAutograd")
 
 @torch.library.custom_op("relied_on::custom_unsaid", mutates_args=())
 def custom_unsaid(x: Tensor, by: float) -> Tensor:
-    """Writes what it says it reads."""
+    """Write an argument that the schema declares as read."""
     scale(x, by)
     return x.mean()
 
 
 @torch.library.custom_op("relied_on::custom_said", mutates_args={"x"})
 def custom_said(x: Tensor, by: float) -> None:
-    """Writes what it says it writes."""
+    """Write an argument that the schema declares as written."""
     scale(x, by)
 
 
 class Embed(torch.autograd.Function):
-    """A product in float16 with a scatter, so nobody recomputes its result. Saves `x` alone, which needs no gradient."""
+    """Product in float16 with a scatter, so its result is never recomputed. Saves `x` alone, which needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class FusedCrossEntropy(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """silu(a) * b, whose backward writes the gradients over what it saved, where `over`: by pointer, or by operators."""
+    """silu(a) * b. If `over`, its backward writes the gradients over its saved tensors: by pointer, or by operators."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, over: bool, pointer: bool) -> Tensor:

@@ -1,14 +1,14 @@
-"""Which writes of a random program change a tensor that is saved, behind autograd's back, before backward uses it.
+"""Find the writes of a random program that change a saved tensor, unseen by autograd, before backward uses it.
 
     left_out = unseen_writes(program, device)     # numbers of instructions; without them no such write matters
 
-A write through `.data`, or through another tensor with a version counter of its own, is not noticed by autograd: plain PyTorch
-goes on with the new bytes, and a copy that was taken before has the old ones. That is a documented limit, and the only
-difference that programs may not have. Writes BEFORE a tensor is saved are none, whatever was saved of that storage earlier, nor
-are writes to what is never used, nor to a leaf, which stays where it is.
+Autograd does not notice a write through `.data`, or through another tensor with its own version counter. Plain PyTorch
+continues with the new bytes; a copy taken before has the old ones. This documented limit is the only difference that programs
+may have. Three kinds of writes do not count: writes before a tensor is saved (whatever was saved of that storage earlier),
+writes to a tensor that is never used, and writes to a leaf, which stays on the device.
 
-Found on plain tensors, with hooks that hand back what they were given and make autograd's own check of version counters, which
-hooks switch off.
+The search runs on plain tensors, with hooks that return their argument and make autograd's own check of version counters, which
+hooks disable.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from tests._random_programs import WRITING, Instruction, bits, run
 
 
 class Saved:
-    """What autograd holds for a saved tensor: the tensor itself, without its node, and what its bytes were."""
+    """Saved tensor as autograd holds it: the tensor itself, without its node, and its bytes when saved."""
 
     def __init__(self, t: Tensor) -> None:
         self.t = t.detach()  # same storage, same version counter
         self.version = t._version
         self.stays = t.is_leaf and t.requires_grad
         self.raw: bytes | None = None
-        """Once the instruction that saved it is over: its operator may fill what it saved after saving it."""
+        """Bytes once the saving instruction is over: its operator may fill the tensor after saving it."""
         self.written_by: int | None = None
         """The first instruction that changed its bytes, and not its version counter."""
 
     @property
     def changed(self) -> bool:
-        """Whether its bytes are others, and its version counter is not."""
+        """True if its bytes changed and its version counter did not."""
         return self.raw is not None and self.t._version == self.version and bits(self.t) != self.raw
 
 
 class Watch:
-    """Hooks that can be entered again and again, and see what is done to saved tensors between instructions."""
+    """Reusable hooks that record changes of saved tensors between instructions."""
 
     def __init__(self) -> None:
         self.harmful: int | None = None
@@ -86,7 +86,7 @@ class Watch:
 
 
 def unseen_writes(program: list[Instruction], device: torch.device) -> frozenset[int]:
-    """One at a time, because what is left out decides what the others do."""
+    """Find the writes one at a time: each one left out changes what the others do."""
     left_out: frozenset[int] = frozenset()
     while True:
         watch = Watch()

@@ -50,13 +50,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # A busy machine is not a failing test. Each run draws other examples.
     settings.register_profile("chameleon_mm", deadline=None, max_examples=50)
     settings.load_profile("chameleon_mm")
-    # What is said once per process must not be said in the middle of whichever test comes first.
+    # Messages that appear once per process must not appear in the middle of the first test.
     logger = logging.getLogger("chameleon_mm.device")
     logger.disabled = True
     if not torch.cuda.is_available():
         resolve_device(None)
     logger.disabled = False
-    # What this machine's user has built is none of the tests'.
+    # Tests ignore the helpers that this machine's user has built.
     if config.getoption("--native"):
         native.CACHE = BUILDS
         for name in native.useful():
@@ -88,8 +88,8 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_mode_stays() -> Iterator[None]:
-    """A dispatch mode of ours that outlives its test would see the later ones, and what they take for plain PyTorch would run
-    under it: a recorder, or the simulated device of a session that nobody closed."""
+    """Fail a test that leaves one of our dispatch modes, such as a recorder or an open session's simulated device, and remove
+    the mode: later tests would run their plain PyTorch programs under it."""
     yield
     stay = [mode for mode in _get_current_dispatch_mode_stack() if type(mode).__module__.startswith("chameleon_mm.")]
     for mode in stay:
@@ -102,7 +102,7 @@ def _no_mode_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _current_stream_stays() -> Iterator[None]:
-    """A stream that a test leaves current would be that of later tests in this thread, and not in others."""
+    """Fail a test that leaves another stream current, and restore the default: only this thread's later tests would use it."""
     yield
     if torch.cuda.is_initialized() and (left := torch.cuda.current_stream()) != (default := torch.cuda.default_stream()):
         torch.cuda.set_stream(default)
@@ -148,7 +148,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """No garbage collection during the test: what is still alive at its end is held by a reference, what is gone was let go."""
+    """Disable garbage collection during the test: an object alive at its end is held by a reference."""
     was_enabled = gc.isenabled()
     gc.collect()  # the litter of earlier tests is not this test's
     gc.disable()
@@ -180,8 +180,8 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def flags_of_modes() -> Iterator[None]:
-    """Torch has one set of flags for the modes of all threads. If those of two threads are left in the order in which they were
-    entered, it stays True, and dynamo then compiles anew in each step of any later test."""
+    """Restore the mode flags: torch has one set for all threads. If the modes of two threads are left in the order in which
+    they were entered, a flag stays True, and dynamo compiles again in each step of any later test."""
     names = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
     before = {name: getattr(_python_dispatch, name) for name in names}
     yield
@@ -193,8 +193,8 @@ def flags_of_modes() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_blocks() -> Iterator[None]:
-    """Empties torch's caching allocator, whose blocks bring along the streams that used them, and forgets what the stand-in has
-    to say; and again at the end, where a mutant has been wrong on purpose."""
+    """Empty torch's caching allocator, whose blocks keep the streams that used them, and discard the stand-in's violations; and
+    again at the end, where a mutant has been wrong on purpose."""
     _forget_blocks()
     yield
     _forget_blocks()

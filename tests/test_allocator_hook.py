@@ -1,5 +1,5 @@
-"""Storages on their way out that the device's allocator reclaims itself, in the middle of an allocation: on the simulator, and
-with torch's own allocator on CUDA. The reference is plain PyTorch on a device with enough memory."""
+"""Storages on their way out that the device's allocator itself reclaims during an allocation: on the simulator, and with
+torch's own allocator on CUDA. The reference is plain PyTorch on a device with enough memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CAPACITY = {"sim": 12 * MIB, "cuda": 10 * MIB}
 
 
 class Training:
-    """A step of it saves a tensor a layer, and in the last step makes one, for a moment, that nobody foresees."""
+    """Training that saves a tensor per layer. The last step also makes a temporary tensor that no plan foresees."""
 
     def __init__(self, at: torch.device) -> None:
         torch.manual_seed(0)
@@ -74,7 +74,7 @@ def plainly(at: torch.device) -> Training:
 
 @contextmanager
 def cuda(monkeypatch: pytest.MonkeyPatch, *, hook: bool) -> Iterator[CudaDevice]:
-    """A GPU of which the process may hold 10 MiB."""
+    """GPU of whose memory the process may hold 10 MiB."""
     if hook:
         helper("reclaim", monkeypatch)
     else:
@@ -127,7 +127,7 @@ def test_a_step_that_would_run_out_between_two_hooks_does_not(
 
 
 def failures() -> list[int]:
-    """How often torch's allocator tried again after it gave its cache back, and how often it ran out of memory."""
+    """Return how often torch's allocator retried after it released its cache, and how often it ran out of memory."""
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.memory_stats()[name] for name in ("num_alloc_retries", "num_ooms")]
@@ -195,7 +195,7 @@ def swapper(machine: OnSim | OnCuda) -> Iterator[Executor]:
 
 
 def test_nothing_is_lent_once_another_stream_may_have_worked_with_it(machine: OnSim | OnCuda, swapper: Executor) -> None:
-    """Only that stream would wait for the copy, and the other one's kernels may still read."""
+    """Only that stream would wait for the copy, and the other stream's kernels may still read."""
     handle = lent(machine, swapper, randn(machine, 128, 128).clone())
     other = machine.other_stream()
     other.wait(machine.device.current_stream().record())
@@ -223,7 +223,7 @@ def test_a_lent_storage_is_used_and_dropped_like_any_other(end: str, machine: On
 
 
 def test_a_storage_of_which_a_part_stays_is_not_lent(machine: OnSim | OnCuda, swapper: Executor) -> None:
-    """The allocator would take all of it, and its first bytes are nowhere else."""
+    """The allocator would reclaim all of it, and its first bytes are nowhere else."""
     kept = randn(machine, 128, 128)
     handle = saved(machine, swapper, kept.clone())
     storage = handle.claim.saved
@@ -237,7 +237,7 @@ def test_a_storage_of_which_a_part_stays_is_not_lent(machine: OnSim | OnCuda, sw
 
 
 def test_a_save_of_a_lent_storage_takes_it_back(machine: OnSim | OnCuda, swapper: Executor) -> None:
-    """The session has one tensor over it more, of which the allocator was not told."""
+    """The session has one more tensor over the storage, unknown to the allocator."""
     kept = randn(machine, 128, 128).clone()
     first = lent(machine, swapper, kept)
     kept.add_(1)

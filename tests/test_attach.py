@@ -1,4 +1,4 @@
-"""`attach`: steps of any loop are found, the bits are those of plain PyTorch, and nothing is left behind."""
+"""`attach` finds the steps of any loop, with the bits of plain PyTorch, and leaves nothing installed."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def skipped_steps(where: torch.device, attach: Attach) -> list[Tensor]:
 
 
 def two_optimizers(where: torch.device, attach: Attach) -> list[Tensor]:
-    """One optimizer for weights, another for all else: a step ends with the second, from the second step on."""
+    """Train with an optimizer for weights, another for all else. From the second step on, the second one ends a step."""
     model = layers(where)
     weights = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
@@ -153,7 +153,7 @@ def closures(where: torch.device, attach: Attach) -> list[Tensor]:
 
 
 def adversaries(where: torch.device, attach: Attach) -> list[Tensor]:
-    """A second model, with an optimizer of its own that ends no step, reads what the first one made."""
+    """A second model, whose own optimizer ends no step, reads the first one's results."""
     maker, judge = layers(where), layers(where, drop=0.0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in (maker, judge)]
     attach(maker)
@@ -208,7 +208,7 @@ def by_hand(where: torch.device, attach: Attach) -> list[Tensor]:
 
 
 def thawed_later(where: torch.device, attach: Attach) -> list[Tensor]:
-    """The optimizer has nothing of the model at first, and gets its parameters after two steps."""
+    """The optimizer has no parameter of the model at first, and gets them after two steps."""
     model, head = layers(where), nn.Linear(128, 128).to(where)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     model.requires_grad_(requires_grad=False)
@@ -239,7 +239,7 @@ def tangents(where: torch.device, attach: Attach) -> list[Tensor]:
 
 
 def inner_loops(where: torch.device, attach: Attach) -> list[Tensor]:
-    """Steps within a step, by `autograd.grad` and `functional_call`, which puts results in the place of parameters."""
+    """Steps within a step, by `autograd.grad` and by `functional_call`, which replaces parameters by results."""
     model = layers(where, drop=0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     attach(model)
@@ -369,7 +369,7 @@ def test_what_is_no_model_and_what_no_session_takes_is_refused_with_nothing_atta
 
 
 class Elsewhere(Tensor):
-    """Says that it is on a device that need not be there, as a real tensor there does."""
+    """Tensor that reports an absent device, as a real tensor there does."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch names no types
@@ -477,7 +477,7 @@ def test_steps_of_a_module_whose_children_alone_are_called_are_found(together: s
 
 
 def trains(called: nn.Module, owner: nn.Module) -> None:
-    """Three steps of an optimizer of `owner`'s parameters, while `called` is what runs."""
+    """Run three steps of an optimizer of `owner`'s parameters, while `called` runs."""
     optimizer = torch.optim.SGD([*owner.parameters()] or [torch.zeros(1)], lr=1e-2)
     for _ in range(3):
         loss = called(torch.randn(512, 128)).square().mean()

@@ -1,5 +1,5 @@
-"""The GPU suite without a GPU: parts that pass, fail, crash and hang, what is kept of them, what never counts as passed, and
-the rehearsal on the CUDA stand-in."""
+"""GPU suite without a GPU: parts that pass, fail, crash and hang; the results kept; the results that never count as passed.
+Also the rehearsal on the CUDA stand-in."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RECORD = {
 
 
 def part(theme: str, code: str, *, record: dict[str, Any] | None = RECORD, cap_s: float = 60, **more: Any) -> Part:
-    """A part that writes `record` (if any) and then runs `code`, in which `out` is its file."""
+    """Part that writes `record` (if any) and then runs `code`, in which `out` is its file."""
     return scripted_part(theme, record, code, cap_s=cap_s, **more)
 
 
@@ -98,7 +98,7 @@ def test_a_part_that_hangs_is_ended_with_its_children_and_its_record_kept(tmp_pa
 
 
 def ended(pid: int) -> bool:
-    """Whether the process is gone, or a zombie that nobody has collected. It has a moment for it: a signal takes its time."""
+    """True if the process is gone or an uncollected zombie. Waits up to 5 s: a signal takes time."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
@@ -165,7 +165,7 @@ def test_time_is_kept_for_later_parts() -> None:
     first, second = (Part(theme=theme, command=[], cap_s=100, least_s=30) for theme in ("a", "b"))
     assert allotted_s(first, 500, [second]) == 100
     assert allotted_s(first, 110, [second]) == 80
-    assert allotted_s(first, 59, [second]) == 30  # not enough for both: who comes first runs
+    assert allotted_s(first, 59, [second]) == 30  # not enough for both: the first to come runs
     assert allotted_s(second, 59, []) == 59
     assert allotted_s(second, 29, []) == 0
     for least_s in (0.0, 20.0):
@@ -358,7 +358,7 @@ def test_every_part_of_the_suite_runs_on_the_stand_in(tmp_path: Path) -> None:
     records = {theme: record for theme, record in written["records"].items() if theme != "tests"}
     for theme, record in records.items():
         assert (record["stand_in"], is_stand_in(record["device"])) == (True, True), theme
-    records.pop("hooks")  # the host's own times, which the stand-in does tell
+    records.pop("hooks")  # the host's own times, which the stand-in does measure
     records["training"]["tables"].pop("small model")
     assert not [found for record in records.values() for found in figures(record) if found["unit"] not in UNITLESS]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: samples, figures, waived cells, tables and the environment beside them."""
+"""Shared parts of the benchmarks: samples, figures, waived cells, tables and the environment shown with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench pinned`: the recorded steps and what the pool promises of them, torch's rule, the command and its verdicts."""
+"""`bench pinned`: the recorded steps and the pool's bounds on them, torch's rule, the command and its verdicts."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def rows(results: Any) -> dict[str, Any]:
 
 
 def is_measured(cell: dict[str, Any]) -> bool:
-    """Whether it is a GPU's figure, or says that the CUDA stand-in has none."""
+    """True if the cell is a GPU's figure, or says that the CUDA stand-in has none."""
     if is_stand_in(resolve_device("cuda").name):
         return cell == {"waived": NOT_MEASURED}
     return cell.get("simulated") is False
@@ -107,7 +107,7 @@ def test_simulated_copies_cost_the_host_and_hide_but_for_that() -> None:
         assert 0.9 < cells["kept"]["median"] <= 1.0
         assert cells["gbps"]["median"] > 30
     (packed,) = tables["packed"].values()
-    assert 0.3 < packed["kept"]["median"] <= 1.0  # at these sizes the host's time to pack is what limits
+    assert 0.3 < packed["kept"]["median"] <= 1.0  # at these sizes the host's time to pack is the limit
     assert packed["slowdown"]["median"] >= 1.0
     assert packed["gbps"] == tables["saturated"]["gemm, D2H"]["gbps"]
 
@@ -174,7 +174,7 @@ def test_every_way_is_measured_and_what_it_says_leaves_the_device(device: Device
     for name, cell in left.items():
         assert isinstance(cell, Figure)
         if name in LEAVES:
-            # By plan: all but the share that the budget leaves, and some that a plan keeps beside the first and the last.
+            # A plan moves all but the share that the budget leaves, and may keep some besides the first and the last.
             assert 50 < cell.median <= 100, name
         else:
             assert cell.median == 0, name
@@ -198,7 +198,7 @@ def test_bounds_are_told_for_what_was_measured(sim: SimDevice, monkeypatch: pyte
 
 
 def test_what_is_written_says_what_lies_beneath(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is measured is the other test's: here it would only take time.
+    # Another test checks the measurements; here they would only take time.
     monkeypatch.setattr(hooks, "peers", lambda device, saves: {IDENTITY: lambda: Sample(1.0, 1.0, 0.0)})
     target = tmp_path / "hooks.json"
     name = "sim" if device.simulated else "cuda"

@@ -1,4 +1,4 @@
-"""`bench timeline`: the picture of a planned step shows what the simulator ran, and the README's shows what it says."""
+"""`bench timeline`: the picture of a planned step shows the simulator's run, and so does the README's."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_picture_says_that_it_is_simulated(which: str, found: Comparison) -> N
 
 
 def texts(svg: str) -> list[str]:
-    """The words of a picture, axes included."""
+    """Texts of a picture, axes included."""
     return ["".join(text.itertext()) for text in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 

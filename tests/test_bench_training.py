@@ -36,7 +36,7 @@ SMALL = [
     "--device=sim", "--layers=2", "--width=64", "--heads=2", "--ffn=224", "--seq=64", "--batch=2", "--steps=1",
 ]  # fmt: skip
 DEEP = ["--device=sim", "--layers=6", "--width=128", "--heads=2", "--ffn=256", "--seq=256", "--batch=8", "--steps=1"]
-"""Every activation is worth moving, and the quarter of them is more than what must be there at once."""
+"""Every activation is worth moving, and a quarter of them is more than the bytes needed at once."""
 PLANNING = [f"swap_session_{share}{way}" for share in ("half", "quarter", "eighth") for way in ("", "_swap_only")]
 """Keys of the sessions that plan."""
 
@@ -202,7 +202,7 @@ def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     assert (record["simulated"], record["theme"]) == (True, "training")
     cells = {row["peer"]: row["cells"] for row in record["tables"]["peers"]["rows"]}
     assert list(cells) == [peer.key for peer in peers(SimDevice())]
-    for peer in PLANNING[4:]:  # an eighth of so few blocks is less than what one needs at once
+    for peer in PLANNING[4:]:  # an eighth of so few blocks is less than one of them needs at once
         assert {cell["waived"] for cell in cells.pop(peer).values()} == {_planned.NO_PLAN.reason}
     for peer, row in cells.items():
         assert row["equal_losses"]["median"] == 1.0, peer
@@ -260,7 +260,7 @@ def test_nothing_beats_the_bound_and_plans_come_nearer_to_it(record: dict[str, A
     assert {"half, planned", "half, swap only", "quarter, planned", "quarter, swap only"} <= set(reached)
     assert all(share <= 1.001 for share in reached.values())
     assert reached["quarter, unplanned"] <= reached["quarter, swap only"]
-    for share in ("half", "quarter"):  # what may also recompute has the lower bound
+    for share in ("half", "quarter"):  # a plan that may also recompute has the lower bound
         assert rows[f"{share}, planned"]["ideal"]["median"] < rows[f"{share}, swap only"]["ideal"]["median"]
     assert rows["quarter, unplanned"]["budget"]["median"] == rows["quarter, planned"]["budget"]["median"]
 
@@ -299,14 +299,14 @@ def test_a_small_models_steps_have_nothing_to_swap(monkeypatch: pytest.MonkeyPat
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
-    """Run these peers alone, behind those that they are compared with."""
+    """Run these peers alone, after those that they are compared with."""
     needed = {"no_swap", "checkpoint", *keys}
     needed |= {"swap_session_quarter_swap_only"} & {key.replace("unplanned", "swap_only") for key in keys}
     monkeypatch.setattr(training, "peers", lambda device: tuple(peer for peer in peers(device) if peer.key in needed))
 
 
 def with_result(monkeypatch: pytest.MonkeyPatch, key: str, change: Any) -> None:
-    """Replace what the peer `key` gives: an exception to raise, or a function of the run's result."""
+    """Replace the result of the peer `key` by an exception to raise, or by a function of the run's result."""
     real = run_peer
 
     def fake(peer: Peer, *args: Any, **kwargs: Any) -> PeerRun:

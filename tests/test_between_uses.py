@@ -1,4 +1,4 @@
-"""Steps that use what they saved several times, as two backwards over one graph do: what is idle between two uses may be away.
+"""Steps that use saved tensors several times, as two backwards over one graph do: a storage idle between two uses may be away.
 
 The planner's arithmetic is compared with a step carried out one action after the other; then training within budgets for which
 something has to be away between two uses is compared with what is simulated, and with plain PyTorch, which knows of no device
@@ -84,7 +84,7 @@ def used_again(random: Random, most: int = 10) -> Trace:
 
 
 def random_actions(random: Random, trace: Trace) -> SwapPlan:
-    """A plan by which some of what is idle is away, before a first use or between two. It promises nothing."""
+    """Plan by which some idle storages are away, before a first use or between two. It promises nothing."""
     candidates = Candidates.of(trace, between_uses=True)
     rows = sorted((i for i in range(len(candidates)) if random.random() < 0.8), key=lambda i: int(candidates.use[i]))
     tensors = [int(candidates.tensor[i]) for i in rows]
@@ -186,7 +186,7 @@ def test_a_program_copies_out_once_and_frees_without_a_copy_after_that() -> None
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 1.0), slow=st.booleans())
-@example(seed=1118, share=0.0, slow=True)  # what is away between uses comes back after the last first use
+@example(seed=1118, share=0.0, slow=True)  # storages away between uses come back after the last first use
 def test_a_plan_keeps_its_budget_exactly_as_simulated(seed: int, share: float, slow: bool) -> None:
     trace, cost = used_again(Random(seed)), SLOW_LINK if slow else H200_LINK
     budget = between(trace, share)
@@ -238,7 +238,7 @@ def test_a_host_budget_holds_or_the_error_names_both_ways_out(seed: int, share: 
 
 
 def test_what_is_used_all_the_time_is_not_said_to_be_something_else() -> None:
-    """What autograd saved is the peak, and the program holds it from one use to the next."""
+    """The peak is the saved tensors, which the program holds from one use to the next."""
     trace = away_before_first_uses_alone(two_rounds())
     trace = replace(trace, tensor_released=np.full_like(trace.tensor_released, NEVER))
     assert Problem.of(trace, between_uses=True).least_bytes == 4096
@@ -249,7 +249,7 @@ def test_what_is_used_all_the_time_is_not_said_to_be_something_else() -> None:
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6))
 def test_a_picture_has_the_waits_that_are_simulated(seed: int) -> None:
-    """Of what is away twice each wait is where compute waits. Operators and waits take all of the step."""
+    """Each wait of storages that leave twice is a wait of compute. Operators and waits take the whole step."""
     trace = used_again(Random(seed))
     plan = generate_plan(trace, smallest_budget(trace), None, SLOW_LINK, drafts=0)
     timeline = simulate(trace, plan, SLOW_LINK)
@@ -303,7 +303,7 @@ def test_a_recorder_notes_until_when_what_was_used_is_held(sim: cm.SimDevice) ->
 
 
 def budget_of(seed: int, share: float, backwards: int) -> tuple[int, bool]:
-    """A budget for the model of `seed`, and whether first uses alone are not enough for it."""
+    """Return a budget for the model of `seed`, and whether absences before first uses alone are too few for it."""
     device = far_ahead()
     steps, _ = train(seed, device, planning(device), steps=2, backwards=backwards)
     trace = steps[-1].trace
@@ -316,7 +316,7 @@ def budget_of(seed: int, share: float, backwards: int) -> tuple[int, bool]:
 @pytest.mark.parametrize("seed", seeds(2, of=range(6)))
 @pytest.mark.parametrize(("share", "backwards"), [(0.02, 2), (0.4, 2), (0.1, 3)])
 def test_the_executor_does_what_was_simulated(seed: int, share: float, backwards: int) -> None:
-    """Device memory to the byte, time closely, and the numbers of the same steps with nothing swapped."""
+    """Check device memory to the byte, time closely, and the numbers of the same steps without swapping."""
     budget, is_between_uses = budget_of(seed, share, backwards)
     device = far_ahead()
     pool = cm.PinnedPool("64MiB", device=device)
@@ -339,7 +339,7 @@ def test_the_executor_does_what_was_simulated(seed: int, share: float, backwards
 
 
 def without_first_actions(plan: SwapPlan) -> list[Action]:
-    """What was to be away before is on the device alone when it is to be dropped: it has to be copied out then."""
+    """Return the second actions alone. Their storages are then on the device alone when dropped, and must be copied out."""
     return [action for action in plan.actions if action.again]
 
 
@@ -378,7 +378,7 @@ def test_a_wrong_plan_costs_time_alone(
 
 
 class Keeps(torch.autograd.Function):
-    """Holds what it saved until its own backward runs again."""
+    """Function that holds its saved tensors until its own backward runs again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A budget that is changed in the middle of training: it holds from the next step on, nothing is recorded again, the bits are
+"""Budget that changes in the middle of training: it holds from the next step on, nothing is recorded again, the bits are
 eager's. Of device memory first, then of the host's."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARES = (0.55, 0.62, 0.7, 0.8, 0.9, 1.1)
 
 
 SHARE = 0.7
-"""Of the unswapped peak: the budget of device memory where it stays."""
+"""Budget of device memory, where it stays the same, as a share of the unswapped peak."""
 ENOUGH = 512 * KIB
 """Host budget that plans which only swap can do with."""
 
@@ -66,15 +66,15 @@ class Training:
         return self.device.peak_allocated_bytes()
 
     def assert_exact(self) -> None:
-        """The steps so far gave what plain PyTorch gives."""
+        """Assert that the steps so far have plain PyTorch's results."""
         losses, parameters = plainly(self.works[: len(self.losses)])
         assert self.losses == losses
         assert all(torch.equal(a, b) for a, b in zip(self.model.parameters(), parameters, strict=True))
 
 
 def pinned_in_step(training: Training) -> int:
-    """Run the next step, within the budget of device memory. Returns the most pinned memory that there was at its allocations
-    and its end."""
+    """Run the next step, within the budget of device memory. Return the maximum of pinned memory at its allocations and its
+    end."""
     pool = training.session.pool
     seen = [pool.stats().reserved_bytes]
     note = training.model.register_forward_hook(lambda *_: seen.append(pool.stats().reserved_bytes))
@@ -84,7 +84,7 @@ def pinned_in_step(training: Training) -> int:
 
 
 HOST_SIZES: dict[bool, tuple[int | str, ...]] = {True: (0, 64 * KIB, MIB, "64MiB"), False: (ENOUGH, MIB, "20MiB", "64MiB")}
-"""By whether steps may recompute."""
+"""Host budgets, keyed by whether steps may recompute."""
 
 
 @pytest.mark.parametrize(("recompute", "steps"), [(True, 100), (False, 40)])
@@ -188,7 +188,7 @@ def test_a_change_inside_of_a_step_or_after_the_session_is_refused(which: str) -
 
 
 def test_what_was_restored_goes_where_the_budget_is_passed_already() -> None:
-    """An input that somebody allocates between two checks: what the host has, too, makes room for it."""
+    """An input is allocated between two checks. Storages that the host also holds make room for it."""
     device = cm.SimDevice()
     model, x = nn.Sequential(*(nn.Tanh() for _ in range(6))), torch.randn(256, 256, requires_grad=True)
     expected = torch.autograd.grad(model(x).sum(), x)[0]
@@ -289,7 +289,7 @@ def test_less_than_plans_need_is_refused_with_nothing_changed_and_what_is_named_
 
 
 def test_what_is_still_saved_keeps_its_pinned_memory_until_it_is_used() -> None:
-    """A graph of the step before lives on: nothing of it is lost, nothing else is pinned meanwhile, and then its chunk goes."""
+    """A graph of the step before lives on: no data is lost, nothing is pinned meanwhile, and then its chunk is freed."""
     x = torch.randn(256, 256)
 
     def models() -> list[nn.Sequential]:

@@ -56,7 +56,7 @@ def watched() -> Iterator[AnyWatch]:
 
 
 def story(watch: AnyWatch, program: Program) -> list[Any]:
-    """What `watch` knows of each tensor that `program` returns. Names of operators that differ below a mode are one."""
+    """Return the notes of `watch` on each tensor that `program` returns. Operators whose names differ below a mode are one."""
     torch.manual_seed(3)
     with watch:
         results = program()
@@ -156,7 +156,7 @@ def settings() -> list[Tensor]:
 
 
 def written_unseen() -> list[Tensor]:
-    """Where nobody looks, and once by a tensor that is gone then."""
+    """Write with modes and notes off, through an alias that is gone afterwards."""
     a, b = torch.randn(8) * 2, torch.randn(8) * 2
     for t in (a, b):
         with _disable_current_modes(), unnoted():
@@ -214,7 +214,7 @@ def test_a_write_to_what_somebody_relies_on_is_told_of_before_and_an_error_then_
             x.sin()
             y.add_(1)
             torch._foreach_add_([y, x.view(2, 2)], 1.0)
-            x.detach().add_(1)  # a new value, that nobody relies on
+            x.detach().add_(1)  # a new value, which no recipe relies on
             with pytest.raises(torch.OutOfMemoryError, match="of ours"):
                 z.add_(1)
             assert float(z[0]) == 5
@@ -259,7 +259,7 @@ def test_each_setting_of_products_is_noted_as_it_changes(number: int) -> None:
         pytest.skip(f"no other value than {value!r} may be written here")
 
 
-# --- what is not noted
+# --- events without a note
 
 
 def test_pauses_backwards_and_what_comes_after_the_end_are_not_noted(watched: AnyWatch) -> None:
@@ -424,7 +424,7 @@ def test_notes_and_values_go_without_the_collector(no_gc: None) -> None:
                 del watch
     assert totals_of(session).recomputed > 0
     assert refs[0]() is None
-    watch = watch_calls(Unwatched(), nothing)  # one that nobody ends
+    watch = watch_calls(Unwatched(), nothing)  # never ended explicitly
     with watch:
         value = watch.given(x * 2)
     dropped = weakref.ref(watch)

@@ -34,8 +34,8 @@ LAYERS, EXPERTS, WIDTH = 4, 3, 48
 ROWS, LONG_ROWS = 192, 288
 MIN_BYTES = 8 << 10
 SMALL_SHARE = 0.62
-"""Of the unswapped peak. Where a block is left out there is no plan below 0.61: parameters, optimizer state and what one
-operator needs are that much of it."""
+"""Budget as a share of the unswapped peak. Where a block is left out, no plan exists below 0.61: parameters, optimizer state
+and one operator's memory are that much of it."""
 
 
 class Block(nn.Module):
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, then experts of which each step takes some."""
+    """Blocks, then experts, some of which each step takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one step does."""
+    """Work of a step."""
 
     rows: int = ROWS
     skip: tuple[int, ...] = ()
@@ -115,9 +115,9 @@ class Run:
     losses: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
-    """By step, of device memory."""
+    """Peak of device memory in each step."""
     recorded: list[int] = field(default_factory=list)
-    """By step: how many recordings it ended with, 0 or 1."""
+    """Number of recordings that ended in each step, 0 or 1."""
     report: cm.SwapReport | None = None
 
 
@@ -162,7 +162,7 @@ def step(model: Net, optimizer: torch.optim.Optimizer, work: Work, generator: to
 
 
 def assert_exact_within(works: Sequence[Work], share: float) -> Run:
-    """Swapped within `share` of the unswapped peak: the same bits, never more memory. Returns the swapped run."""
+    """Train swapped within `share` of the unswapped peak, with the same bits and never more memory. Returns the swapped run."""
     expected = run(works)
     budget = int(max(expected.peaks) * share)
     got = run(works, budget)
@@ -209,12 +209,12 @@ def test_many_steps(kinds: Sequence[str], steps: int) -> None:
 
 
 def test_what_a_proof_had_kept_comes_back_beside_all_that_its_plan_has_then() -> None:
-    """The plan drops it, and has it recomputed earlier, for something else: at its use the plan has no room for it."""
+    """The plan drops it, and recomputes it earlier as another's source: at its use the plan has no room for it."""
     assert_exact_within([Work(skip=(2,)), Work(skip=(3,))], SMALL_SHARE)
 
 
 def test_a_plan_whose_memory_others_hold() -> None:
-    """Every block but the last ones is frozen or not: up to there the hooks are the same, and what else is allocated is not."""
+    """Every block except the last ones is frozen or not: up to there the hooks are equal, and the other allocations are not."""
     works = [Work(frozen=frozen) for frozen in (2, 2, 1, 2, 0, 1, 0, 2, 2, 0, 1, 0, 0)]
     got = assert_exact_within(works, 0.6)
     assert got.report is not None
@@ -269,7 +269,7 @@ def test_lengths_change_with_the_routing() -> None:
 
 
 class Skipping(LengthModel):
-    """Leaves out blocks as the data says: hardly two steps run the same operators."""
+    """Model that leaves out blocks depending on the data: hardly two steps run the same operators."""
 
     vocabulary = 64
 
@@ -291,7 +291,7 @@ def test_recordings_that_nothing_comes_of_are_bounded() -> None:
     shapes = [(2, 128)] * 48
     budget = share_of_unswapped(Skipping, (2, 128), 0.8)
     run = check(Skipping, shapes, budget)
-    # The first step is recorded whatever it is; of 48 the share allows one.
+    # The first step is always recorded; of 48 the share allows one.
     assert report_of(run).detailed_steps <= 1 + UNUSED_RECORDINGS + RECORDED_SHARE * len(shapes)
 
 

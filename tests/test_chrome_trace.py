@@ -1,4 +1,4 @@
-"""The trace file: what Perfetto needs of it, what it holds against the report's numbers, and its clock.
+"""Trace file: the fields that Perfetto needs, agreement with the report's numbers, and its clock.
 
 report -> save_trace -> JSON -> tracks and counters
 """
@@ -40,7 +40,7 @@ def report() -> cm.SwapReport:
 
 
 def events_of(path: Path) -> list[Event]:
-    """Events of a trace, each with what the format asks of its kind."""
+    """Return the events of a trace. Each has the fields that the format requires of its kind."""
     document = json.loads(path.read_text(encoding="utf-8"))
     events = document["traceEvents"]
     assert document["displayTimeUnit"] == "ms" and isinstance(events, list)
@@ -131,7 +131,7 @@ def test_readings_are_as_long_after_their_steps_begin_as_the_host_was() -> None:
 
 
 def test_the_last_step_has_no_readings_of_the_next_one(sim: cm.SimDevice) -> None:
-    """A report in the middle of a step: its readings would lie behind the step before, as if memory rose there."""
+    """A report in the middle of a step: its readings would come after the step before, as if memory rose there."""
     x = torch.randn(256, 256, requires_grad=True)
     session = cm.SwapSession("64MiB", "64MiB", sim, min_bytes=0)
 
@@ -168,7 +168,7 @@ def test_zero_is_where_the_first_step_began_on_the_wall_clock(device: Device, tm
 
 
 def test_on_a_device_the_tightest_bound_puts_it_on_the_clock(tmp_path: Path) -> None:
-    """The device was 500 us behind the host in the first step, and 3 us in the second."""
+    """The device lags the host by 500 us in the first step, and by 3 us in the second."""
     zero_ns = 1_700_000_000_000_000_000
     first = StepSpan(0, "recorded", 0.0, 90.0, 0.0, zero_ns - 500_000)
     steps = (first, StepSpan(1, "planned", 1000.0, 1090.0, 0.0, zero_ns + 997_000))
@@ -186,7 +186,7 @@ def test_on_a_device_the_tightest_bound_puts_it_on_the_clock(tmp_path: Path) -> 
 
 
 def allocated_over(snapshot: dict[str, Any]) -> list[int]:
-    """Bytes allocated after each event. What is allocated at the end and by no event was there from the beginning."""
+    """Bytes allocated after each event. Memory allocated at the end without an event existed from the beginning."""
     events = snapshot["device_traces"][0]
     alive = {b["address"]: b["size"] for seg in snapshot["segments"] for b in seg["blocks"] if b["state"] == "active_allocated"}
     grows = [{"alloc": 1, "free_completed": -1}.get(event["action"], 0) * event["size"] for event in events]

@@ -1,4 +1,4 @@
-"""The command line: what it understands, what it says, and its exit codes."""
+"""Command line: what it accepts, its output, and its exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests._run_scripts import python
 
 Run = Callable[[argparse.Namespace, Console], int]
 REPEATING = ("copy", "hooks", "overlap", "pack", "pinned", "profiler")
-"""Themes that measure as often as they are told."""
+"""Themes that measure a requested number of times."""
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
@@ -205,7 +205,7 @@ def test_a_benchmark_gets_its_arguments_and_names_the_files_that_it_wrote(
 
 @pytest.mark.parametrize("columns", [10, 40, 80])
 def test_no_table_has_a_number_in_two_parts(columns: int) -> None:
-    """Where it is piped there are 80 columns; then as where a terminal is narrow."""
+    """Piped output has 80 columns; the other widths are those of narrow terminals."""
     numbers = [f"{n}23456.789 ({n}23451.1..{n}23459.9)" for n in range(1, 8)]
     shown = io.StringIO()
     table = Table("name", *(Column(f"column {n}", justify="right") for n in range(7)))

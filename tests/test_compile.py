@@ -1,4 +1,4 @@
-"""`torch.compile` around, inside and beside swapping: the bits of the same compiled program without it, or torch's own error.
+"""`torch.compile` around, inside and next to swapping: the bits of the same compiled program without it, or torch's own error.
 
     expected = run(compiled program)
     got      = run(compiled program, under hooks | entering hooks itself)
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # else importing it is part of whichever test comes first
+import torch._dynamo  # else the first test would include its import
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -29,11 +29,11 @@ from tests._fakes import Unwatched
 from tests._programs import assert_same, deep
 
 pytestmark = [
-    # Dynamo looks at `.grad` of whatever lives across a graph break, and torch warns of that in the user's name.
+    # Dynamo reads `.grad` of any tensor that lives across a graph break, and torch warns of that in the user's name.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     # Flex attention recommends compiling it.
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
-    # ... and says what it breaks its graph at, when it meets the hooks being installed.
+    # ... and reports its graph break when it meets the hooks being installed.
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
 
@@ -139,8 +139,8 @@ def test_compiled_training_is_bit_identical_in_a_session(model: str, backend: st
 
 
 def test_compiled_steps_are_planned_once_nothing_is_compiled_any_more(unwatched: Device) -> None:
-    """The step in which dynamo compiles is no measure of those that follow: the next one is recorded. Nothing it had compiled
-    is compiled again for the recorder's sake, and nothing is run by eager instead."""
+    """A step in which dynamo compiles is no measure of later ones: the next step is recorded. For the recorder's sake, dynamo
+    compiles nothing again, and nothing runs by eager instead."""
     torch.manual_seed(2)
     net = Mixed("aot_eager").to(unwatched.torch_device)
     batch = torch.randn(16, 32, device=unwatched.torch_device)
@@ -240,7 +240,7 @@ PROGRAMS: dict[str, Build] = {"enters and leaves": enters_and_leaves, "breaks it
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "inside another's hooks"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_compiled_function_that_meets_hooks_half_way(program: str, nested: bool, backend: str, unwatched: Device) -> None:
-    """Where dynamo breaks its graph, it would compile whatever is called next: our hooks too, if they did not say no."""
+    """After a graph break, dynamo would compile the next calls, our hooks among them, if they did not refuse."""
     manager = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
     outer = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
     x = torch.randn(16, 16, device=unwatched.torch_device, requires_grad=True)
@@ -272,7 +272,7 @@ def test_a_compiled_function_that_trains(what: str, unwatched: Device) -> None:
             out.backward()
         else:
             half = deep(x)
-            torch._dynamo.graph_break()  # what is saved last is not worth a copy: its use is the next that happens
+            torch._dynamo.graph_break()  # the last saved tensor is not worth a copy: its use comes next
             deep(half).sum().backward()
 
     x = torch.randn(16, 16, device=unwatched.torch_device, requires_grad=True)
@@ -300,7 +300,7 @@ def test_fullgraph_works_under_hooks_and_refuses_to_enter_them(unwatched: Device
     (got,) = torch.autograd.grad(out, x)
     assert torch.equal(got, expected)
     assert manager.pool.stats().peak_live_bytes > 0
-    # Nothing of the refused attempt is left: outside, nobody acts.
+    # The refused attempt leaves nothing: outside, no hooks act.
     after = manager.pool.stats().peak_live_bytes
     deep(torch.randn(512, 512, device=unwatched.torch_device, requires_grad=True)).sum().backward()
     assert manager.pool.stats().peak_live_bytes == after
@@ -308,8 +308,7 @@ def test_fullgraph_works_under_hooks_and_refuses_to_enter_them(unwatched: Device
 
 # --- swapping that is built within a compiled function
 
-# Dynamo compiles whatever is called after a graph break, constructors too. On CUDA a stream that is made in compiled code is a
-# `torch.Stream`, which has no `cuda_stream`: nothing of ours may be compiled.
+# Records for each new stream whether dynamo compiles the code that makes it.
 
 
 class Noticing(cm.SimDevice):

@@ -84,7 +84,7 @@ BLOCKS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
 
 
 def saved_by(block: nn.Module, args: tuple[Tensor, ...]) -> tuple[Counter[tuple[torch.dtype, int]], Tensor, list[torch.Size]]:
-    """What a forward of `block` saves: how many tensors of each dtype and size. Its result, and the shapes of all gradients."""
+    """Return how many tensors of each dtype and size a forward of `block` saves, its result, and all gradients' shapes."""
     saved: list[Tensor] = []
 
     def note(t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operators with a composite kernel beside one of the device's own: the latter runs, as it does without any dispatch mode."""
+"""Operators with both a composite and a device kernel: the device kernel runs, as without any dispatch mode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_composite_kernel() -> list[str]:
 
 
 def kernel_that_runs(name: str, key: str) -> str:
-    """As the dispatcher's own table has it, in its words."""
+    """Return the line of the dispatcher's own table for `key`."""
     return next(line for line in torch._C._dispatch_dump_table(name).splitlines() if line.startswith(f"{key}: "))
 
 
@@ -55,7 +55,7 @@ def test_the_list_is_what_a_cuda_build_has() -> None:
 
 
 def test_the_list_is_what_torchs_own_declarations_say() -> None:
-    """Of the version of torch that is installed. A structured operator has the kernels of the overload that it delegates to."""
+    """Compare with the installed torch. A structured operator has the kernels of the overload that it delegates to."""
     text = (files("torchgen") / "packaged/ATen/native/native_functions.yaml").read_text(encoding="utf-8")
     blocks = {block.split("(")[0]: block for block in re.split(r"^- func: ", text, flags=re.MULTILINE)[1:]}
 
@@ -77,7 +77,7 @@ RUNNERS: dict[str, Runner] = {"compute": lambda: cm.SimDevice().compute(), "reco
 
 @pytest.fixture
 def two_kernels() -> Iterator[Any]:
-    """An operator whose composite kernel gives something else than the CPU's own: which one ran does not hang on rounding."""
+    """Operator whose composite kernel has another result than the CPU's own: which one ran does not depend on rounding."""
     library = torch.library.Library("chameleon_mm_test", "DEF")
     try:
         library.define("twofold(Tensor x) -> Tensor")
@@ -133,7 +133,7 @@ def test_nested_tensors_run_kernels_of_their_own(within: Runner) -> None:
 
 
 class Gated(nn.Module):
-    """What Llama's kind is made of: an RMS norm, a gate, a residual."""
+    """Block in the style of Llama: an RMS norm, a gate, a residual."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class Side:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Its work comes after what the current stream was given so far."""
+        """Make this stream current. Its work comes after all present work of the stream that was current."""
         self._stream.wait(self._device.current_stream().record())
         with (
             self._device.stream(self._stream) if isinstance(self._device, cm.SimDevice) else torch.cuda.stream(self._stream.raw)
@@ -50,11 +50,11 @@ class Side:
             yield
 
     def follows(self) -> None:
-        """What it is given from now on comes after all that the current stream has."""
+        """Order later work of this stream after all present work of the current stream."""
         self._stream.wait(self._device.current_stream().record())
 
     def joined(self) -> None:
-        """What the current stream is given from now on comes after all that this one has."""
+        """Order later work of the current stream after all present work of this stream."""
         self._device.current_stream().wait(self._stream.record())
 
 
@@ -77,7 +77,7 @@ def test_forward_on_one_stream_and_backward_on_another(forward_aside: bool, devi
                     with side.current():
                         (got,) = torch.autograd.grad(out, x, retain_graph=True)
                     side.joined()
-                side.follows()  # each gets back what it made, which the other may have used
+                side.follows()  # each stream gets back its own memory, which the other may have used
                 del out
                 assert torch.equal(got, expected)
     assert session.report().bytes_swapped_in > 0
@@ -85,7 +85,7 @@ def test_forward_on_one_stream_and_backward_on_another(forward_aside: bool, devi
 
 
 def test_two_streams_taking_turns(device: Device) -> None:
-    """Each has a graph of its own in flight; the hooks of one advance what the other saved."""
+    """Each stream has a graph of its own in flight. The hooks of one advance the other's copies."""
     x, y = leaf(device), leaf(device)
     expected = [gradient(device, t) for t in (x, y)]
     session = opened(device)
@@ -140,7 +140,7 @@ def trained(device: Device, session: cm.SwapSession | None, *, streams: int) -> 
                     p.sub_(sum(parts), alpha=0.1)
                     del parts
             for side in sides:
-                side.follows()  # its next micro-batch reads what was written here, and it gets back what is dropped here
+                side.follows()  # the stream's next micro-batch reads data written here, and gets back memory dropped here
             del gradients, p
     return [*losses, *(p.detach() for p in parameters)]
 

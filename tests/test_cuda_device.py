@@ -1,4 +1,4 @@
-"""The real GPU: what the protocol promises, on the hardware; and, with the runtime played by functions, what needs none.
+"""Real GPU: the protocol's promises on the hardware; and tests without a GPU, on a runtime played by functions.
 
 copies are exact at every size, events order and time, memory is counted, a refused pin leaves no error behind
 """
@@ -250,7 +250,7 @@ def test_packing_is_exact(cuda: CudaDevice, by: str, where: str) -> None:
         for source, offset in zip(sources, offsets, strict=True):
             want[offset : offset + source.numel()] = source.cpu()
         assert torch.equal(staging.cpu(), want)
-        stream.unpack(back[1::2], staging, offsets[1::2])  # a part of what was packed
+        stream.unpack(back[1::2], staging, offsets[1::2])  # a part of the packed buffers
         compute.wait(stream.record())
         assert all(torch.equal(*pair) for pair in zip(sources[1::2], back[1::2], strict=True))
 
@@ -276,7 +276,7 @@ def test_a_kernel_is_launched_on_its_stream(cuda: CudaDevice) -> None:
 
 @pytest.mark.gpu
 def test_what_does_not_fit_is_refused(cuda: CudaDevice) -> None:
-    """One of each check, which the simulator makes as well: `test_sim_memory.py` and `test_sim_pack.py` have them all."""
+    """Test each check once. The simulator makes them as well: `test_sim_memory.py` and `test_sim_pack.py` test all cases."""
     stream, buffer = cuda.new_stream("side"), torch.zeros(5, dtype=torch.uint8, device=cuda.torch_device)
     with pytest.raises(ValueError, match=r"^copy: expected equal sizes, got 5 bytes into 4"):
         stream.copy(buffer[:4], buffer)

@@ -1,4 +1,4 @@
-"""The demo: its parts, then the whole command on the simulator, with differences forced where none may be."""
+"""Demo: its parts, then the whole command on the simulator, with forced differences where none are allowed."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_the_budget_that_the_demo_asks_for_is_enough(capsys: pytest.CaptureFixtu
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[RunResult, bool], RunResult]) -> None:
-    """Let `change(result, swapped?)` alter what each run gives."""
+    """Let `change(result, swapped?)` alter each run's result."""
     real = training.train
 
     def fake(config: GPTConfig, rows: Rows, device: Any, *more: Any, **kwargs: Any) -> RunResult:

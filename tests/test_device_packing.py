@@ -1,4 +1,4 @@
-"""Packing by kernels: which kernel is launched with what, and that copies do it where no kernel can.
+"""Packing by kernels: the kernel of each launch and its arguments, and copies where no kernel can run.
 
 The kernels are played by their references. Under Triton's interpreter, in a process of its own, they run.
 """
@@ -57,7 +57,7 @@ def buffers_of(sizes: Sequence[int]) -> list[Tensor]:
 
 
 def pack_and_unpack(packer: Packer, first: int = 0) -> bool:
-    """Whether `packer` packed behind `first` bytes and unpacked, exactly, and wrote nothing else."""
+    """True if `packer` packed and unpacked after `first` bytes, exactly, and wrote nothing else."""
     sources, back = buffers_of(SIZES), [torch.zeros_like(t) for t in buffers_of(SIZES)]
     offsets, total = packed_offsets(SIZES)
     offsets = [first + offset for offset in offsets]

@@ -31,7 +31,7 @@ from tests._run_scripts import python
 
 
 class FakeDriver:
-    """Keeps a list of what it was asked, and refuses what it is told to."""
+    """Driver that records its calls and refuses those that the test selects."""
 
     def __init__(self, *refuses: str) -> None:
         self.refuses = refuses
@@ -288,7 +288,7 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 class TellingDriver(FakeDriver):
-    """Writes each call to stderr at once: at the end of the interpreter there is nobody left to ask."""
+    """Write each call to stderr at once: the interpreter's end leaves no code to read a log."""
 
     def _asked(self, call: str) -> None:
         os.write(2, f"{call} in {'parent' if os.getpid() == PARENT else 'child'}\n".encode())
@@ -297,11 +297,11 @@ class TellingDriver(FakeDriver):
 
 PARENT = os.getpid()
 KEPT: list[object] = []
-"""What is alive until the interpreter clears this module."""
+"""Objects that are alive until the interpreter clears this module."""
 
 
 def _reserve(address: int, nbytes: int) -> bool:
-    """Map something else exactly there; whether that worked."""
+    """Map other memory exactly there. Return True if that worked."""
     map_fixed_noreplace = 0x100000
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -313,8 +313,8 @@ def _reserve(address: int, nbytes: int) -> bool:
 
 
 def _in_a_child() -> None:
-    """Everything that was pinned goes in a forked child, where something else lies at its address by then; so does a view of
-    what was unpinned before."""
+    """Drop pinned memory in a forked child, where its address may hold other data. Also drop a view of memory unpinned
+    before."""
     locker = PageLocker(TellingDriver().calls())
     memory, unpinned = locker.pin(64 * MIB), locker.pin(64 * MIB)
     address = unpinned.data_ptr()
@@ -349,7 +349,7 @@ def _in_a_child() -> None:
 
 
 def _at_exit() -> None:
-    """Pinned memory is alive in every way: in a module, in a cycle, in a locker that is gone."""
+    """Pinned memory is alive in every way: in a module, in a cycle, in a freed locker."""
     locker = PageLocker(TellingDriver().calls())
     KEPT.append((locker, locker.pin(4096)))
     cycle: list[object] = [PageLocker(TellingDriver().calls())]

@@ -1,4 +1,4 @@
-"""The doctor: it says what is there, says why something is not and what mends it, and never falls over either."""
+"""Doctor: it reports each part, or why the part is missing and how to fix it, and never fails itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests._fakes import UnsimulatedDevice, file_tree, refusing
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the doctor keeps what it measured in the user's home, which is here for the tests."""
+    """Set HOME to a folder of the tests: on a GPU the doctor keeps its measurements there."""
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
 

@@ -30,7 +30,7 @@ BASELINE_BYTES = 2 * 4608
 
 
 class Fault(RuntimeError):
-    """What an injected failure raises."""
+    """Error of an injected failure."""
 
 
 SITES: dict[str, tuple[type, str]] = {
@@ -45,7 +45,7 @@ SITES: dict[str, tuple[type, str]] = {
     "pack": (SimStream, "pack"),
     "unpack": (SimStream, "unpack"),
 }
-"""Every call that the swap path makes of a device. Events are recorded after copies: those fail with the copy under way."""
+"""Calls of the swap path to a device. Events are recorded after copies: those fail with the copy under way."""
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def faults_at(site: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.1, d2h_gbps=0.1, duplex_gbps=0.15)
-"""So slow that small storages wait for each other, and travel together."""
+"""Slow enough that small storages wait for each other, and travel together."""
 
 
 MODES = ("plain", "packed")
@@ -72,7 +72,7 @@ MODES = ("plain", "packed")
 
 
 class Trainer:
-    """A small step that swaps out, reclaims, prefetches and swaps in on demand, with a graph that is dropped besides."""
+    """Small step that swaps out, reclaims, prefetches and swaps in on demand, and drops a graph."""
 
     def __init__(self, mode: str) -> None:
         self.device = cm.SimDevice(SLOW_LINK if mode == "packed" else "h200", hbm_bytes="1GiB")
@@ -98,13 +98,13 @@ class Trainer:
         return grad
 
     def step(self) -> bool:
-        """Whether the gradient is right."""
+        """Run a step. Return True if the gradient is right."""
         with self.session.step():
             return torch.equal(self._gradient(), self.expected)
 
 
 def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, fail_at: int, mode: str) -> bool:
-    """One run with the N-th call failing. Returns whether there was an N-th call."""
+    """Run once with the N-th call failing. Return True if there was an N-th call."""
     monkeypatch.setattr(swap_outs, "GROUP_BYTES", 8 * KIB)
     trainer = Trainer(mode)
     with faults_at(site, monkeypatch) as faults, trainer.session:
@@ -116,7 +116,7 @@ def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPat
                 caught.__traceback__ = None  # its frames hold the graph
                 del caught
         with suppress(Fault, KeyboardInterrupt):
-            trainer.session.report()  # what came up as a dropped graph was cleared away is raised here, at the latest
+            trainer.session.report()  # an error caught while a dropped graph was cleared away is raised here, at the latest
         reached = faults.over
         faults.fail_at = None
         assert trainer.step(), f"{site} {fail_at}: the next step is wrong"
@@ -127,8 +127,8 @@ def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPat
 
 
 EACH_UP_TO, STRIDE = 12, 7
-"""Calls of a site that are made to fail one by one, and the stride behind them: no divisor of the calls that an operator or a
-step makes of it."""
+"""Calls of a site that fail one by one, and the stride for the calls after them. The stride divides neither an operator's nor a
+step's number of calls."""
 
 ONLY_IN = {"allocation": "packed", "free": "packed", "pack": "packed", "unpack": "packed"}
 QUICK = {"allocation", "copy", *ONLY_IN}

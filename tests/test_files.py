@@ -1,4 +1,4 @@
-"""Files that are written whole, and files of a cache, which may be anything when they are read again."""
+"""Files that are written whole, and cache files, which may contain anything when they are read again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests._fakes import UnsimulatedDevice, refusing
 from tests.test_report import made_up
 
 GOOD = json.dumps({"about": _about(UnsimulatedDevice()), "values": {"d2h_gbps": 1.0}}).encode()
-"""What would be taken if it were followed."""
+"""Valid content, which is accepted if a link to it is followed."""
 NOBODY = 65534
 CONTENTS = {
     **{f"cut at {at}": GOOD[:at] for at in (0, 1, 5, len(GOOD) // 2, len(GOOD) - 1)},

@@ -1,4 +1,4 @@
-"""Hugging Face's `kernels` works beside us: two packages of one name's ending, and its layers are swapped as any other."""
+"""Hugging Face's `kernels` works with this library: both packages' names end alike, and its layers are swapped like others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def hugging_faces() -> Any:
-    """The package `kernels` that is installed. In a checkout's own folder, that name is the folder's beside it."""
+    """Return the installed package `kernels`. In a checkout's own folder, the name is that of a folder there."""
     path = sys.path
     sys.path = [entry for entry in path if Path(entry).resolve() != ROOT]
     sys.modules.pop("kernels", None)
@@ -37,7 +37,7 @@ CALLS: list[int] = []
 
 
 class Fast(nn.Module):
-    """What a kernel repository offers in place of a layer."""
+    """Replacement of a layer, as a kernel repository offers it."""
 
     has_backward = True
 

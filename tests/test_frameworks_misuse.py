@@ -1,4 +1,4 @@
-"""Wrong uses of the callbacks are one sentence each, said as early as it can be known; what raised leaves nothing."""
+"""Wrong uses of the callbacks raise one sentence each, as early as they can be known; they leave nothing installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALLBACKS = [hf.SwapCallback, lightning.SwapCallback]
 
 
 class Fails(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """Does something at the end of the second step: raises, unless told otherwise."""
+    """Act at the end of the second step: by default, raise."""
 
     def __init__(self, act: Callable[[], object] | None = None) -> None:
         self._act = act

@@ -25,7 +25,7 @@ SwapCallback = cm.integrations.transformers.SwapCallback
 
 
 class Notes(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
-    """Notes what `Trainer` logs of each step."""
+    """Record the logs of `Trainer` in each step."""
 
     def __init__(self, seen: Seen) -> None:
         self._seen = seen
@@ -43,7 +43,7 @@ def examples(rows: int, columns: int = 24) -> list[dict[str, torch.Tensor]]:
 
 
 def settings(folder: Path, **args: Any) -> dict[str, Any]:
-    """Arguments of a trainer, with `args` beside them or in their place."""
+    """Return arguments of a trainer, extended or overridden by `args`."""
     return {
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
         "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-3, "seed": 5,
@@ -152,7 +152,7 @@ TrlCallback = cm.integrations.trl.SwapCallback
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One word for each token, made here: none is downloaded."""
+    """Make a tokenizer of one token per word: none is downloaded."""
     words = {f"w{number}": number for number in range(VOCABULARY)}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), pad_token="w1", eos_token="w2")
 
@@ -169,7 +169,7 @@ def tuning(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) ->
 
 
 def preferring(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -> Any:
-    """Direct preference optimization, whose reference model runs beside the one that is trained."""
+    """Direct preference optimization, whose reference model runs next to the trained one."""
     columns = {"prompt": words(24, 0, 6), "chosen": words(24, 6, 9), "rejected": words(24, 15, 9)}
     config = DPOConfig(**settings(folder, max_grad_norm=0.5, **args))
     return DPOTrainer(
@@ -183,7 +183,7 @@ def preferring(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any
 
 
 def reinforcing(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -> Any:
-    """Group-relative policy optimization: the model generates, within a step of training, what it is trained on."""
+    """Group-relative policy optimization: within a training step, the model generates its own training data."""
 
     def lengths(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text) % 7) for text in completions]

@@ -38,7 +38,7 @@ DTYPES = [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.fl
 
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
-    """A view of random bits: dimensions narrowed, skipped over, permuted, repeated by stride 0, of any dtype."""
+    """Random view of random bits: dimensions narrowed, strided, permuted, repeated by stride 0, of any dtype."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     dtype = draw(st.sampled_from(DTYPES))
     count = torch.Size(shape).numel()
@@ -103,7 +103,7 @@ def saved(swapper: Executor, t: Tensor) -> SwappedView:
 
 
 def gathered(swapper: Executor, *rows: int | tuple[int, slice]) -> tuple[list[Tensor], list[SwappedView]]:
-    """Rows of a large storage that nobody else holds, saved before an operator that has ended: their bytes and handles."""
+    """Save rows of a large storage that nothing else holds, before an operator that has ended. Return bytes and handles."""
     big = torch.randn(ROWS, ROW, device=swapper.device.torch_device)
     expected, handles = [big[row].clone() for row in rows], [saved(swapper, big[row]) for row in rows]
     del big
@@ -112,7 +112,7 @@ def gathered(swapper: Executor, *rows: int | tuple[int, slice]) -> tuple[list[Te
 
 
 def next_op(swapper: Executor) -> None:
-    """A differentiable op and a hook after it: what was saved before may now be gathered and copied."""
+    """Run a differentiable op and a hook: tensors saved before may now be gathered and copied."""
     torch.ones(1, device=swapper.device.torch_device, requires_grad=True).exp()
     swapper.save(torch.ones(1, device=swapper.device.torch_device))
 

@@ -30,14 +30,14 @@ SMALL = Shape(layers=8, width=64, heads=2, ffn=192, seq=128, batch=16, dtype="fl
 MEDIUM = Shape(layers=8, width=128, heads=2, ffn=384, seq=256, batch=16, dtype="float32")
 """A third of a GiB of activations."""
 LARGE = Shape(layers=16, width=768, heads=12, ffn=2048, seq=1024, batch=32, dtype="bfloat16")
-"""20 GiB of activations beside 1 GiB of parameters, gradients and moments."""
+"""20 GiB of activations, with 1 GiB of parameters, gradients and moments."""
 
 SEGMENT_BYTES = 20 * MIB
-"""Reserved by the caching allocator at a time, for requests of 1 to 10 MiB."""
+"""Bytes that the caching allocator reserves at a time, for requests of 1 to 10 MiB."""
 
 
 class Dropping(nn.Module):
-    """The stack with dropout behind every block, so that a step draws random numbers."""
+    """Stack with dropout after every block, so that a step draws random numbers."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         super().__init__()
@@ -106,8 +106,8 @@ def test_a_quarter_of_the_peak_is_enough_for_the_caching_allocator(shape: Shape)
     plain = train(device, shape, hbm_budget=None)
     quarter = device.peak_allocated_bytes() // 4
     free_unused()
-    # What is bounded is what the allocator reserves, of which blocks in use are a part: two segments more, and a part of the
-    # quarter, are for its gaps.
+    # The limit applies to the memory that the allocator reserves, which includes blocks in use. Two more segments, and a part
+    # of the quarter, are for its gaps.
     with fraction_of_memory(held + quarter + 2 * SEGMENT_BYTES, device.index):
         with pytest.raises(torch.OutOfMemoryError):
             train(device, shape, hbm_budget=None, steps=1)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 
 
 class Captures(cm.SimDevice):
-    """A simulated device whose test says when it is captured. Notes what is asked of it meanwhile."""
+    """Simulated device whose test controls the capture. Records the calls made to it meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
         noted(SimEvent, name)
     for name in ("alloc_pinned", "alloc_pageable", "free_pinned", "allocated_bytes", "read_memory", "synchronize"):
         noted(cm.SimDevice, name)
-    device.is_capturing = True  # the notes see what is asked
+    device.is_capturing = True  # the notes see every call
     device.read_memory()
     device.current_stream().record().query()
     assert device.asked == ["SimDevice.read_memory", "SimStream.record", "SimEvent.query"]
@@ -78,7 +78,7 @@ def expected(captures: Captures, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def session(captures: Captures, expected: Tensor) -> Iterator[cm.SwapSession]:
-    """At its end no block of it is left, and nothing was asked of the device in a capture."""
+    """At its end no block of it is live, and the device was not queried in a capture."""
     session = opened(captures)
     yield session
     assert captures.asked == []
@@ -99,7 +99,7 @@ def test_what_is_saved_in_a_capture_stays_and_nothing_is_asked(
 
 
 def test_a_capture_in_the_middle_of_a_step(captures: Captures, x: Tensor, expected: Tensor, session: cm.SwapSession) -> None:
-    """Copies of what was saved before are pending: they go on when the capture is over."""
+    """Copies of tensors saved before are pending: they continue when the capture is over."""
     with session:
         for _ in range(2):  # the second step has learned an order, and prefetches
             with session.step():
@@ -117,7 +117,7 @@ def test_a_capture_in_the_middle_of_a_step(captures: Captures, x: Tensor, expect
 def test_a_step_with_a_capture_in_it_makes_no_plan_and_those_without_do(
     captures: Captures, x: Tensor, expected: Tensor, session: cm.SwapSession
 ) -> None:
-    """Its operators are replayed by nobody's hooks: what was recorded is not what comes."""
+    """No hooks see the captured operators, so the recorded step is not the one that follows."""
     plans = []
     with session:
         for step in range(5):

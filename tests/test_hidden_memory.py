@@ -1,4 +1,4 @@
-"""Steps whose hooks are alike and whose memory is not: what no hook tells of is noticed, planned for, and forgotten again."""
+"""Steps with equal hooks and different memory: memory that no hook shows is noticed, planned for, and forgotten again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPU = dataclasses.replace(
 
 
 class Net(nn.Module):
-    """One layer of a kind."""
+    """Linear layers with one hidden part, selected by `kind`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ class Run:
     losses: list[float] = dataclasses.field(default_factory=list)
     peaks: list[int] = dataclasses.field(default_factory=list)
     hits: list[int] = dataclasses.field(default_factory=list)
-    """By step: how many until then had a plan."""
+    """Number of steps with a plan, after each step."""
     report: cm.SwapReport | None = None
 
     @property
     def kinds(self) -> list[str]:
-        """What the session's steps were."""
+        """Kinds of the session's steps."""
         return [] if self.report is None else [step.kind.value for step in self.report.step_figures]
 
 
@@ -87,7 +87,7 @@ def batch(number: int, kind: str) -> Tensor:
 def run(
     kinds: Sequence[str], budget: int | None = None, *, held: Sequence[int] = (), held_bytes: int = 0, on: Device | None = None
 ) -> Run:
-    """`held`: the steps during which somebody else holds that much of the device. `on`: None: a simulated one."""
+    """`held`: the steps in which other tensors hold that much of the device. `on`: None: a simulated one."""
     device = on or cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
@@ -129,7 +129,7 @@ def test_memory_that_no_hook_tells_of_passes_the_budget_once(plain: str, hidden:
 
 @pytest.mark.parametrize("share", [0.95, 0.85])
 def test_a_little_that_is_kept_at_each_hook_is_noticed_and_planned_for(share: float) -> None:
-    """Less than the plan's room between any two hooks; all together it is more."""
+    """Each allocation is smaller than the plan's room between any two hooks; their sum is larger."""
     kinds = [*["plain"] * 4, *["keeps a little"] * 12]
     budget = int(max(run(["plain"] * 2).peaks) * share)
     got = run(kinds, budget)
@@ -144,7 +144,7 @@ def test_a_little_that_is_kept_at_each_hook_is_noticed_and_planned_for(share: fl
 @pytest.mark.parametrize("has_model", [True, False])
 @pytest.mark.parametrize("later", ["held", "kept", "held and kept", "some kept"])
 def test_gradients_are_there_as_a_step_begins_if_they_are_and_not_if_as_much_is(later: str, has_model: bool) -> None:
-    """From the fifth step on, as many bytes as the gradients have are held by somebody, or gradients are zeroed and stay."""
+    """From the fifth step on, either other tensors hold as many bytes as the gradients, or gradients are zeroed and kept."""
 
     def train(budget: int | None) -> tuple[list[float], list[int], cm.SwapReport | None]:
         device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
@@ -186,7 +186,7 @@ def test_gradients_are_there_as_a_step_begins_if_they_are_and_not_if_as_much_is(
 
 
 def test_parameters_that_the_simulator_counts_at_first_sight_count_once() -> None:
-    """Those of a model that was made before the session."""
+    """The model was made before the session."""
     torch.manual_seed(0)
     model, device = Net(), cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
     budget = int(max(run(["plain"] * 2).peaks) * 0.85)
@@ -207,7 +207,7 @@ def test_memory_that_somebody_held_once_is_planned_without_again() -> None:
     budget = int(max(expected.peaks) * 0.85)
     got = run(kinds, budget, held=[5], held_bytes=300 * KIB)
     assert got.losses == expected.losses
-    assert got.kinds == ["recorded", *["planned"] * 4, "by_rule", *["planned"] * (len(kinds) - 6)]  # not with so much beside it
+    assert got.kinds == ["recorded", *["planned"] * 4, "by_rule", *["planned"] * (len(kinds) - 6)]  # no room for the plan
     assert got.report is not None
     assert ["300.0 KiB more device memory allocated than its plan has" in text for text in got.report.warnings] == [True]
     assert all(peak <= budget for number, peak in enumerate(got.peaks) if number != 5)
@@ -250,7 +250,7 @@ SEEN = ("saves more", "more rows", "fewer rows")
 @pytest.mark.parametrize("at", [1, 5])
 @pytest.mark.parametrize("odd", [*HIDDEN, *SEEN])
 def test_one_odd_step_leaves_the_plan_of_the_others(odd: str, at: int, share: float) -> None:
-    """No plan has room for the hidden ones: the budget is a share of what the others take without swapping."""
+    """No plan has room for the hidden ones: the budget is a share of the other steps' unswapped memory."""
     kinds = [*["plain"] * at, odd, *["plain"] * (15 - at)]
     budget = int(max(run(["plain"] * 2).peaks) * share)
     got = run(kinds, budget)
@@ -317,7 +317,7 @@ def test_odd_steps_that_no_plan_has_room_for_go_by_the_default_rule_alone() -> N
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("share", [0.95, 0.83, 0.77])
 def test_steps_that_add_to_the_gradients_that_they_keep_hold_the_budget(share: float, micro_batches: int) -> None:
-    """Each new gradient is there for a moment beside the one that it is added to, which the recorded step does not show."""
+    """Each new gradient briefly coexists with the one that it is added to. The recorded step does not show this."""
 
     def train(budget: int | None) -> tuple[list[int], list[Tensor], cm.SwapReport | None]:
         torch.manual_seed(0)

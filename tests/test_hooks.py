@@ -64,7 +64,7 @@ def test_what_stays_goes_the_short_way_in_planned_steps(device: Device, long_way
 
 
 class Twice(torch.autograd.Function):
-    """Runs differentiable operators of its own before it saves what it returns."""
+    """Run differentiable operators of its own before saving its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def test_a_write_to_what_stays_is_eagers_error(by_session: bool, device: Device)
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_what_is_no_plain_tensor_is_kept(sim: cm.SimDevice) -> None:
-    """Beside small plain ones, of which some may go later: these may not."""
+    """Small plain tensors may go later; these may not."""
     odd = {
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True),
         "sparse": torch.eye(4).to_sparse().requires_grad_(),
@@ -203,7 +203,7 @@ class HookPath(NamedTuple):
 
 
 def counted(kind: str, hook: Callable[[Any], Any], paths: list[HookPath]) -> Callable[[Any], Any]:
-    """`hook`, which appends what it called to `paths`."""
+    """Wrap `hook` to append the functions that it called to `paths`."""
 
     def run(argument: Any) -> Any:
         calls: Counter[tuple[str, str]] = Counter()
@@ -224,12 +224,12 @@ def counted(kind: str, hook: Callable[[Any], Any], paths: list[HookPath]) -> Cal
 
 
 def of_device(frame: FrameType) -> bool:
-    """Whether the device called it."""
+    """True if the device called it."""
     return frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(DEVICE)
 
 
 def planned_hooks(device: Device) -> list[HookPath]:
-    """The hooks of one step of six blocks that follows a plan by which most activations move, and none is recomputed."""
+    """Return the hooks of a step of six blocks whose plan moves most activations and recomputes none."""
     torch.manual_seed(0)
     with device.compute(), torch.device(device.torch_device.type):
         blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
@@ -258,11 +258,11 @@ def test_a_hook_of_a_planned_step_crosses_no_more_than_it_did() -> None:
         assert max(path.num_files for path in of_kind) <= most_files
 
 
-# --- in the profiler's traces, and nothing changes when nobody profiles
+# --- in the profiler's traces, and nothing changes without a profiler
 
 
 def profiled_steps(*, profiled: bool) -> tuple[list[Tensor], Counter[str]]:
-    """Gradients of three steps, and how often each range of ours came in the last one."""
+    """Return gradients of three steps, and the number of times that each range of ours came in the last one."""
     device = far_ahead()
     torch.manual_seed(0)
     with device.compute():
@@ -279,7 +279,7 @@ def profiled_steps(*, profiled: bool) -> tuple[list[Tensor], Counter[str]]:
     return gradients, names
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the profiler's own, about what it will do in later versions
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the profiler's own warning, about later versions
 def test_copies_and_waits_are_ranges_of_the_profilers_trace() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 64, requires_grad=True)

@@ -1,5 +1,5 @@
-"""What host memory is left, read from files as the kernel writes them; and where tensors go when no more of it can be pinned:
-they stay on the device while the budget allows it, then go to pageable memory, then an error says so.
+"""Host memory that is left, read from files as the kernel writes them. Placement of tensors when no more can be pinned: on the
+device while the budget allows it, then in pageable memory, then an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chameleon_mm.units import GIB, KIB, MIB
 from tests._fakes import ManualClock, file_tree, refusing
 from tests._programs import assert_same
 
-UNLIMITED_V1 = 9223372036854771712  # what version 1 writes for "no limit"
+UNLIMITED_V1 = 9223372036854771712  # version 1's text for "no limit"
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:         1000000 kB\nMemAvailable:   33554432 kB\nBuffers:          1 kB\n"
 
 
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[str | None, dict[str, str], int]] = {
         GIB,
     ),
 }  # fmt: skip
-"""What `/proc/self/cgroup` says, other files, bytes available."""
+"""Text of `/proc/self/cgroup`, other files, available bytes."""
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -185,7 +185,7 @@ def test_auto_is_half_of_what_is_left_for_each_rank_and_grows_with_the_machine(
 
 
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A virtual machine that starts small and is given memory as it uses it; a limit that was given stays."""
+    """Virtual machine that starts small and gets memory as it uses it; a given limit stays."""
     available = [8 << 20]
     monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: available[0])
     monkeypatch.setattr("chameleon_mm.pool.host_memory.FRESH_S", 0)

@@ -90,19 +90,28 @@ except ImportError as error:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """How the interpreters of all tests ended."""
+    """How the interpreters of most tests ended."""
     folder = tmp_path_factory.mktemp("imports")
     codes = {
         "cupy": "sys.modules['cupy'] = sys" + _REPORT,
         **{name: code + _REPORT for name, code in _LIGHT.items()},
-        "transformers": "import chameleon_mm as cm; cm.integrations.transformers.SwapCallback" + _REPORT,
         "pool": "import chameleon_mm as cm; cm.PinnedPool; print(*sorted(set(sys.modules) - torchs_own))",
         **{
             f"no {name}": f"sys.modules[{name!r}] = None; import chameleon_mm as cm; cm.integrations.{name}"
             for name in _FRAMEWORKS
         },
-        **{name: _PROGRAM.format(case=case) for name, case in _CASES.items()},
         "broken": _BROKEN,
+    }
+    return forks(_BEGIN, codes, folder, folder / "notes")
+
+
+@pytest.fixture(scope="module")
+def slowly_ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """... and those that import transformers or dynamo."""
+    folder = tmp_path_factory.mktemp("imports")
+    codes = {
+        "transformers": "import chameleon_mm as cm; cm.integrations.transformers.SwapCallback" + _REPORT,
+        **{name: _PROGRAM.format(case=case) for name, case in _CASES.items()},
     }
     return forks(_BEGIN, codes, folder, folder / "notes")
 
@@ -155,8 +164,9 @@ def test_the_public_names_are_there_and_listed() -> None:
         _ = cm.integrations.keras
 
 
-def test_an_integration_loads_its_framework_and_none_beside(ended: dict[str, Ended]) -> None:
-    loaded = reported(ended["transformers"])["heavy"]
+@pytest.mark.slow
+def test_an_integration_loads_its_framework_and_none_beside(slowly_ended: dict[str, Ended]) -> None:
+    loaded = reported(slowly_ended["transformers"])["heavy"]
     assert isinstance(loaded, list)
     assert "transformers" in loaded and not {"lightning", "trl"} & set(loaded)
 
@@ -171,7 +181,7 @@ def test_a_missing_framework_is_one_sentence_that_names_the_extra(name: str, end
 
 @pytest.mark.parametrize("module", ["numpy.exceptions", "numpy.dtypes", "torch._tensor"])
 def test_an_interrupt_while_it_is_imported_is_not_lost(module: str, tmp_path: Path) -> None:
-    """torch ignores one that comes while it imports NumPy, and what it left half imported fails where it is needed."""
+    """Torch ignores an interrupt while it imports NumPy; a half-imported module then fails where it is needed."""
     code = f"""
 import os, signal, sys
 
@@ -193,10 +203,12 @@ else:
     assert (done.code, done.out) == (0, "interrupted\n"), done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", _CASES)
-def test_what_needs_dynamo_first_keeps_none_of_its_callers_variables(case: str, ended: dict[str, Ended]) -> None:
-    assert ended[case].code == 0, ended[case].err
-    before, imported, is_kept, num_live = json.loads(ended[case].out)
+def test_what_needs_dynamo_first_keeps_none_of_its_callers_variables(case: str, slowly_ended: dict[str, Ended]) -> None:
+    done = slowly_ended[case]
+    assert done.code == 0, done.err
+    before, imported, is_kept, num_live = json.loads(done.out)
     if before:
         pytest.skip("torch has imported dynamo by itself")
     assert imported

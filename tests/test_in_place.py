@@ -77,7 +77,7 @@ Holder = Callable[[Tensor], Any]
 
 
 class Hidden(torch.autograd.Function):
-    """Keeps what it is given on its context, which autograd knows nothing of."""
+    """Keep an argument on the context, unknown to autograd."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def by_other_hooks(y: Tensor) -> Any:
 
 
 def in_a_bucket(y: Tensor) -> Any:
-    """As DDP keeps views of one flat tensor."""
+    """Return views of one flat tensor, as DDP keeps them."""
     flat = y.detach().view(-1)
     return [flat[: SIDE * 4].view(4, SIDE), flat[SIDE * 4 :]]
 
@@ -165,7 +165,7 @@ def test_what_somebody_holds_is_never_empty_and_goes_once_nobody_does(name: str,
 
 
 def ddp_steps(device: Device) -> list[Tensor]:
-    """Gradients of steps whose loss is of the gradients that the step before left in the buckets."""
+    """Return gradients of steps whose loss is of the gradients that the step before left in the buckets."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE), nn.Tanh()).to(device.torch_device)
     model = DistributedDataParallel(layers, gradient_as_bucket_view=True)
@@ -195,7 +195,7 @@ def test_steps_that_save_what_lies_in_ddps_buckets_are_plain_pytorchs(sim: cm.Si
 
 
 def test_the_result_of_a_use_counts_as_a_holder(sim: cm.SimDevice) -> None:
-    """A node, or a hook on it, may keep what it is given."""
+    """A node, or a hook on it, may keep the result that it receives."""
     with sim.compute():
         swapper = executor(sim)
         y = made(sim)
@@ -227,14 +227,14 @@ def test_all_views_come_back_with_one_copy(sim: cm.SimDevice) -> None:
         hook(swapper, times=2)
         assert handles[0].claim.saved.state is State.ON_HOST
         used = [swapper.use(handle) for handle in handles]
-        assert {t.untyped_storage()._cdata for t in used} == {storage}  # the one that was saved
+        assert {t.untyped_storage()._cdata for t in used} == {storage}  # the saved storage
         for t, (value, *geometry) in zip(used, expected, strict=True):
             assert torch.equal(t, value)
             assert [t.stride(), t.storage_offset(), t.is_conj(), t.is_neg()] == geometry
 
 
 def test_a_storage_that_had_no_object_in_python_goes_too() -> None:
-    """The object that we make for it counts as one reference for ever."""
+    """The Python object that we make for it counts as one reference for ever."""
     t = torch.empty(8)
     alias = t.detach()
     holder = SimpleNamespace(storage=t.untyped_storage())
@@ -246,7 +246,7 @@ def test_a_storage_that_had_no_object_in_python_goes_too() -> None:
 
 
 def test_nobody_else_holds_it_under_dynamos_evaluator_either() -> None:
-    """Calls hold more references to their arguments there."""
+    """Under dynamo's evaluator, calls hold more references to their arguments."""
     holder = SimpleNamespace(storage=torch.empty(8).untyped_storage())
 
     def asked() -> bool:
@@ -285,7 +285,7 @@ def test_memory_that_torch_did_not_allocate_stays_and_is_counted(name: str, sim:
         assert swapper.metrics.totals.kept_by_reason == {"borrowed": 1}
         assert torch.equal(swapper.use(handle), y)
         swapper, y, expected, later = one_saved(sim)
-        y.numpy()  # what NumPy was given after its save stays, too
+        y.numpy()  # an array made by NumPy after the save stays, too
         del y
         hook(swapper, times=2)
         assert later.claim.saved.state is State.RESTORED

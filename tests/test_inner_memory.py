@@ -34,7 +34,8 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 aten = torch.ops.aten
 
 SCORES = (2, 3, 40, 40)
-"""Of attention, float32: 38,400 bytes. Inside: a bool for each element 9,600, one for each row 240, a scalar; rounded up."""
+"""Shape of attention's scores, 38,400 bytes of float32. Inside: bools per element (9,600) and row (240), a scalar; rounded
+up."""
 SCORES_BYTES, SCORES_INSIDE = 38_400, 9_728 + 512 + 512
 
 
@@ -88,7 +89,7 @@ def test_what_the_norm_of_many_tensors_holds() -> None:
 
 
 class RefusesSizes(Tensor):
-    """A subclass that does not say how large it is."""
+    """Subclass that does not report its size."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,7 +99,7 @@ class RefusesSizes(Tensor):
 
 
 def symbolic(*shape: int) -> Tensor:
-    """A tensor whose sizes are symbols without a number that they stand for."""
+    """Tensor whose sizes are symbols without a value."""
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes):
         return torch.empty([shapes.create_unbacked_symint() for _ in shape])
@@ -242,7 +243,7 @@ def test_what_an_operator_keeps_is_no_memory_inside_it() -> None:
 
 
 class Counters:
-    """A device of which somebody says what it counts."""
+    """Device whose counters a test sets."""
 
     def __init__(self) -> None:
         self.allocated = self.cumulative = 0
@@ -322,9 +323,9 @@ class GPT(nn.Module):
 class Run:
     peaks: list[int] = field(default_factory=list)
     numbers: list[Image] = field(default_factory=list)
-    """Of losses and gradients."""
+    """Images of losses and gradients."""
     recorded: list[bool] = field(default_factory=list)
-    """By step: whether it was recorded to its end."""
+    """Per step: True if it was recorded to its end."""
     hits: int = 0
 
 

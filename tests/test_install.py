@@ -1,4 +1,4 @@
-"""`cm.install()` puts ours in the place of torch's `save_on_cpu`, which others offer as an option, and takes it away again."""
+"""`cm.install()` replaces torch's `save_on_cpu`, which other libraries offer as an option, and restores it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests._plain_models import Case, language, llama
 from tests._plain_training import CUDA, SIM, differences, trained_plainly
 
 TORCHS_OWN = (torch.autograd.graph.save_on_cpu,)
-"""In a tuple, where nobody replaces it."""
+"""Torch's own class, in a tuple, where nothing replaces it."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def ours() -> type[InstalledSaveOnCpu]:
 
 
 def check_ours_is_used(plain: Case, offloading: Case, device: Device) -> None:
-    """Once ours is installed, training of `offloading` goes by the host and has the bits of `plain`."""
+    """Check that, with ours installed, training of `offloading` moves data to the host and has the bits of `plain`."""
     kind = SIM if device.simulated else CUDA
     expected = trained_plainly(plain, kind)
     cm.install(device=device, min_bytes=256)
@@ -137,7 +137,7 @@ def test_classes_made_of_it_and_managers_made_before_go_on(sim: cm.SimDevice) ->
     with before:
         z = y * 2
     with sim.compute():
-        z.sum().backward()  # saved by ours, used after it is gone
+        z.sum().backward()  # saved by our class, used after it is uninstalled
     same = x.detach().clone().requires_grad_()
     (same.exp().sin().cos() * 2).sum().backward()
     assert x.grad is not None and same.grad is not None and torch.equal(x.grad, same.grad)

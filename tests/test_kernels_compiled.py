@@ -1,4 +1,4 @@
-"""Every kernel compiled ahead of time, with no GPU: how wide its accesses are, its registers, and that nothing spills.
+"""Every kernel compiled ahead of time, without a GPU: the width of its accesses, its registers, and no spills.
 
 The compiler runs in a process of its own: it would leave its mark on every other test of this one. So does the interpreter,
 which runs the kernels' numerics.
@@ -97,7 +97,7 @@ def test_what_a_kernel_was_compiled_to(compiled: dict[str, dict[str, Any]], name
     assert (wide.count("ld"), wide.count("st")) == (loads, stores), "accesses of the aligned path are sixteen bytes wide"
     assert name == "checksum" or re.findall(r"\b(?:ld|st)\.shared\S*", ptx) == [], "packing needs no shared memory"
     assert 0 < usage["REG"] <= registers
-    assert usage["STACK"] == usage["LOCAL"] == 0  # where the assembler would put what registers cannot hold
+    assert usage["STACK"] == usage["LOCAL"] == 0  # the place for values that registers cannot hold
     assert sizes
     # Neither by their value (1, a multiple of 16), nor by whether they fit 32 bits: the annotation settles that.
     assert set(map(tuple, sizes.values())) <= {(True, "i64"), (True, "i32")}, "sizes do not recompile"

@@ -1,5 +1,5 @@
-"""What each kernel computes, exactly, under Triton's interpreter or on a GPU: pack and unpack at every size and alignment, not
-a byte beside it; the checksum as torch's operators and Python's integers give it, and no change of bytes unseen.
+"""Exact results of each kernel, under Triton's interpreter or on a GPU. Pack and unpack write no other byte, at every size and
+alignment. The checksum equals that of torch's operators and of Python's integers, and shows every change of bytes.
 
 Tests with the parameter "interpreter" exist only where Triton's interpreter is on: test_kernels_compiled runs them.
 """
@@ -32,7 +32,7 @@ CANARY_BYTES = 64
 
 
 def filled(nbytes: int, shift: int, place: str) -> tuple[Tensor, Tensor]:
-    """Random bytes, canaries included, and a buffer amid them, so far behind a 16-byte boundary."""
+    """Return random bytes, canaries included, and a buffer among them that begins `shift` bytes after a 16-byte boundary."""
     memory = torch.randint(0, 256, (nbytes + 2 * CANARY_BYTES + 32,), dtype=torch.uint8).to(place)
     begin = -memory.data_ptr() % 16 + CANARY_BYTES + shift
     return memory, memory[begin : begin + nbytes]
@@ -96,7 +96,7 @@ def test_sources_may_overlap_and_repeat(place: str) -> None:
 
 
 class Guarded:
-    """Memory whose neighbours cannot be touched: pages without access in front of it and behind it."""
+    """Memory with pages without access before and after it."""
 
     def __init__(self, nbytes: int) -> None:
         page = mmap.PAGESIZE

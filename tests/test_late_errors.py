@@ -1,4 +1,4 @@
-"""Errors in finalisers have one way out: raised once, by whoever enters next, with nothing left behind and nothing printed."""
+"""Errors in finalisers are raised once, by the next entry, and neither leaked nor printed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 
 @pytest.fixture
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException | None]]:
-    """What the interpreter would have printed as "Exception ignored in"."""
+    """Collect the exceptions that the interpreter would print as "Exception ignored in"."""
     seen: list[BaseException | None] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda told: seen.append(told.exc_value))
     yield seen
@@ -33,7 +33,7 @@ def unraisable(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException |
 
 @contextmanager
 def failing_ends() -> Iterator[list[str]]:
-    """Every saved tensor that autograd lets go of inside fails once it is given back; yields the errors' texts."""
+    """Make every saved tensor that autograd releases inside fail after its release; yield the errors' texts."""
     made: list[str] = []
     retire = SavedStorage.retire
 
@@ -92,7 +92,7 @@ def test_it_is_raised_at_the_next_entry_and_once(entry: str, sim: cm.SimDevice, 
         note = ""
         try:
             work()
-        except SimRaceError as error:  # not pytest.raises, which keeps frames, and what was saved there
+        except SimRaceError as error:  # not pytest.raises, which keeps frames, and with them the saved tensors
             note = f"{error}: {error.__notes__}"
         assert note.startswith("number 0") and "given back" in note
 

@@ -24,7 +24,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[1]
 _TOP_LEVEL_FOLDERS = {"bench", "kernels"}
 
-# A bench measures what CUDA itself does, below every layer of ours: going through them would measure something else.
+# A bench measures CUDA itself, below every layer of ours: a measurement through them would be another one.
 _MAY_USE_TORCH_CUDA = re.compile(r"chameleon_mm/(device/cuda/\w+|bench/_reclaim_gap)\.py")
 _MAY_ASK_FOR_CUDA = re.compile(r"chameleon_mm/(device/(cuda/)?\w+|bench/_reclaim_gap)\.py")
 
@@ -64,11 +64,11 @@ def _torch_cuda_uses(source: str) -> list[int]:
 MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 60, 8
 
 _HAS_MANY_PARAMETERS = {"SwapSession"}
-"""Classes whose constructor is what users say, by name."""
+"""Classes whose constructor parameters are the user's settings, by name."""
 
 
 def _too_long(source: str) -> list[str]:
-    """What is longer than it may be."""
+    """Return the functions and parameter lists that exceed their limits."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
@@ -123,7 +123,7 @@ def _ignores_without_reason(source: str) -> list[int]:
 def _breaches(
     rule: Callable[[str], Sequence[object]], sources: dict[str, str], *, but: re.Pattern[str] | None = None
 ) -> list[str]:
-    """What `rule` finds, as `path: what`, in every file except those that `but` matches."""
+    """Return the findings of `rule`, as `path: finding`, in every file except those that `but` matches."""
     checked = sorted(path for path in sources if but is None or not but.fullmatch(path))
     return [f"{path}: {found}" for path in checked for found in rule(sources[path])]
 

@@ -1,4 +1,4 @@
-"""The light profiler: what it tells apart, what it must not, and where it sees phases begin."""
+"""Light profiler: the steps that it distinguishes, those that it must not, and the beginnings of phases."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 
 
 class Watch:
-    """The light profiler in autograd's hooks, as an executor calls it: told whose storage was saved before."""
+    """Light profiler in autograd's hooks, as an executor calls it: with the number of a storage's earlier save."""
 
     def __init__(self) -> None:
         self.light = LightProfiler()
         self.expected: list[bool] = []
-        """By hook of the last step, whether the followed one had the same."""
+        """Per hook of the last step: True if the followed step had the same hook."""
         self._saves: list[tuple[Tensor, int]] = []
 
     def save(self, t: Tensor) -> tuple[Tensor, int]:
@@ -132,7 +132,7 @@ def test_what_ran_between_steps_and_in_other_threads_does_not_show() -> None:
 
 
 def test_threads_in_turn_count_their_own_operators() -> None:
-    """A thread's operators are counted from its own last save, whatever another thread saved meanwhile."""
+    """A thread's operators are counted from its own last save, not from another thread's."""
     light, turn = LightProfiler(), threading.Barrier(2)
     x = leaf()
     own: list[Hashable] = []
@@ -201,7 +201,7 @@ def test_an_operator_more_changes_the_next_save_of_each_storage_that_is_saved_ag
     plain, edited = seen(lambda: run(False)), seen(lambda: run(True))
     looks = (Tensor, cos.shape, torch.float32)
     assert saves(plain)[1:] == [(*looks, 1, since) for since in (0, *[2] * 8)]
-    # The tanh saves its output; behind it cos and sin were saved one hook longer ago, once each.
+    # The tanh saves its output. In the hooks after it, cos and sin were saved one hook longer ago, once each.
     assert saves(edited)[:6] == saves(plain)[:6]
     assert saves(edited)[6:9] == [(*looks, 1, since) for since in (0, 3, 3)]
     assert saves(edited)[9:] == saves(plain)[8:]
@@ -270,7 +270,7 @@ def test_a_step_that_is_the_followed_one_is_its_record() -> None:
     assert micro_batches(known) == 2
     assert watch.step(many_phases, known) is known
     assert watch.expected == [True] * known.num_hooks
-    other = watch.step(many_phases)  # whether it was followed makes no difference to what it is
+    other = watch.step(many_phases)  # following the step does not change its record
     assert other is not known
     assert facts(other) == facts(known)
 

@@ -1,4 +1,4 @@
-"""The link's rates from copies that were timed: exact where the copies are, kept where there are too few."""
+"""Rates of the link from timed copies: exact where the copies are, kept where there are too few."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ QUICK = [CopySpan("out", i * 1e3, i * 1e3 + 6.3, 1 << 62) for i in range(8)]
         ([], None),
         (spans("out", 3, gbps=30.0), None),  # three pieces are too few
         (spans("out", 4, gbps=30.0), 30.0),
-        (spans("out", 50, nbytes=1024, gbps=30.0), None),  # tells of the fixed cost alone
+        (spans("out", 50, nbytes=1024, gbps=30.0), None),  # shows the fixed cost alone
         ([*spans("out", 9, gbps=30.0), CopySpan("out", 1e6, 2e6, 8 * MIB)], 30.0),  # one stalled
         (QUICK, None),
     ],
@@ -68,7 +68,7 @@ def test_each_direction_alone() -> None:
 
 
 def test_both_ways_at_once() -> None:
-    """One direction at 30, the other at 25 beside it, after each was alone at 40 and 50."""
+    """Each direction is alone at 40 and 50. Then one runs at 30 and the other at 25, at the same time."""
     took = 1_000.0
 
     def beside(out_gbps: float, in_gbps: float) -> list[CopySpan]:
@@ -138,7 +138,7 @@ def test_what_the_link_was_long_ago_does_not_count() -> None:
 
 
 def test_after_hours_the_rates_are_as_exact_as_at_first() -> None:
-    """Spans are on one clock that goes on; what is near each other on it is told apart as ever."""
+    """Spans are on one clock that goes on. Neighbouring times on it remain distinguishable."""
     hour_us = 3_600e6
     alone = [*spans("out", 6, gbps=40.0), *spans("in", 6, gbps=50.0, start_us=1e5)]
     beside = [CopySpan(way, 1e6 + 5.0 * (way == "in"), 1e6 + 1_000.0, int(25e6)) for way in ("out", "in")]
@@ -203,7 +203,7 @@ def test_the_simulators_rates_are_its_links_the_same_every_time_and_nothing_is_l
     # 32 MiB pieces: 3355 and 1678 us at 10 and 20 GB/s, and 3.1 us fixed.
     assert figures["h2d_gbps"] == pytest.approx(10.0, rel=0.01)
     assert figures["d2h_gbps"] == pytest.approx(20.0, rel=0.01)
-    # The first piece was issued before anything ran beside it, and keeps its own rate: hence no closer.
+    # The first piece was issued before the other direction began, and keeps its own rate: hence the tolerance.
     assert figures["duplex_gbps"] == pytest.approx(25.0, rel=0.1)
     assert figures["duplex_gbps"] > 20.0
     one, other = [0.0, 100.0, 200.0], [50.0, 250.0, 450.0]
@@ -216,7 +216,7 @@ ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=20.0, duplex_
 
 
 class _Short(CountingDevice):
-    """A device that pins one buffer and no more."""
+    """Device that pins a single buffer."""
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         if self.num_pinned:
@@ -255,7 +255,7 @@ RATES = {"h2d_gbps": 50.0, "d2h_gbps": 49.0, "duplex_gbps": 80.0}
 def test_what_was_kept_is_there_for_its_device_driver_and_torch_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = UnsimulatedDevice("CUDA driver 13.0, runtime 13.0")
     assert kept(device, "link") is None
-    assert not keep(SimDevice(), "link", RATES)  # what is simulated is neither kept nor found
+    assert not keep(SimDevice(), "link", RATES)  # simulated rates are neither kept nor found
     assert list(home.iterdir()) == []
     assert keep(UnsimulatedDevice("simulated"), "link", RATES)
     assert kept(SimDevice(), "link") is None

@@ -1,4 +1,4 @@
-"""What the simulator says of a training step's memory, against torch's caching allocator in the CUDA build.
+"""Memory of a training step in the simulator, compared with torch's caching allocator in the CUDA build.
 
 The same step makes the same tensors on both, in the same order, and both round each up to 512 bytes. So without swapping
 
@@ -64,12 +64,12 @@ class Seen:
 
     @property
     def above_bytes(self) -> int:
-        """What the step adds at its peak."""
+        """Bytes that the step adds at its peak."""
         return self.peak_bytes - self.start_bytes
 
     @property
     def least_above_bytes(self) -> int:
-        """What it would add if all were away that swapping can move."""
+        """Bytes that it would add if everything that swapping can move were away."""
         return smallest_budget(self.trace) - self.trace.start_bytes
 
 
@@ -90,7 +90,7 @@ def unswapped(device: Device, make: Callable[[], Job]) -> Seen:
 
 
 def bounds(simulated: Trace, real: Trace) -> tuple[int, int]:
-    """How far below and above the simulated peak of a step its real one may lie, without swapping."""
+    """Bounds of the difference between a step's real and simulated peak, without swapping."""
     return -(inner_bytes(simulated) + foreign_bytes(simulated, real)), inner_bytes(real) + foreign_bytes(real, simulated)
 
 
@@ -115,7 +115,7 @@ def _there_at_peak(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 def _begin(device: Device) -> int:
     """The bytes allocated now, when steps begin that count."""
     device.synchronize()
-    free_unused()  # what earlier jobs left is not this one's memory
+    free_unused()  # memory that earlier jobs left is not this one's
     device.reset_peaks()
     return device.allocated_bytes()
 
@@ -137,7 +137,7 @@ def test_peaks_without_swapping_agree(name: str) -> None:
     low, high = bounds(simulated.trace, allocated.trace)
     assert simulated.above_bytes + low <= allocated.above_bytes <= simulated.above_bytes + high
     if name in SAME_OPERATORS:
-        # Nothing is forgiven but what operators hold inside themselves.
+        # The only tolerance is the memory that operators hold inside themselves.
         assert (-low, high) == (inner_bytes(simulated.trace), inner_bytes(allocated.trace))
 
 

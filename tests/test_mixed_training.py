@@ -1,4 +1,4 @@
-"""Training drawn at random, as users mix it: plain PyTorch's bits, its memory at the end, and a budget that holds or a reason.
+"""Random training as users mix it: plain PyTorch's bits, its memory at the end, and a budget that holds or a reason.
 
     mixed = Mixed(way="attach", blocks=(("attention", "selective"), ("lstm", "plain")), micro_batches=2, ...)
     found = trained(mixed, inside=None)                      # plain PyTorch: nothing of ours around it
@@ -113,7 +113,7 @@ class Model(nn.Module):
 
 
 class Both(nn.Module):
-    """Two models that are trained together, the second on what the first makes."""
+    """Two models trained together, the second on the first one's results."""
 
     def __init__(self, models: list[Model]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Both(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
-    """A program and how it is swapped."""
+    """Program, and the way in which it is swapped."""
 
     way: str
     blocks: tuple[tuple[str, str], ...]
@@ -137,7 +137,7 @@ class Mixed:
     optimizer: str
     half: bool
     room: float
-    """Share of what the first micro-batch's forward leaves that the budget has room for."""
+    """Share of the first micro-batch's saved storages that the budget has room for."""
     recompute: bool
 
 
@@ -161,7 +161,7 @@ def _drawn() -> st.SearchStrategy[Mixed]:
 
 @dataclass
 class Run:
-    """A program's training, and what could be seen of it."""
+    """Training of a program, and its observable results."""
 
     mixed: Mixed
     kind: Kind
@@ -212,7 +212,7 @@ class Run:
 
 @dataclass
 class Found:
-    """What a run gave, beside its bits."""
+    """Results of a run."""
 
     seen: list[Image]
     left_bytes: int
@@ -256,7 +256,7 @@ Reported = Callable[[], cm.SwapReport | None]
 def _entered(
     mixed: Mixed, run: Run, device: Any, budget: int | None, at_end: ExitStack
 ) -> tuple[Callable[[], AbstractContextManager[object]], Reported]:
-    """Enter what swaps until `at_end` closes. Returns what each step is in, and the report."""
+    """Enter the swapping hooks or session until `at_end` closes. Return the context of each step, and the report."""
     if budget is None:
         return nullcontext, lambda: None
     if mixed.way == "save_on_cpu":
@@ -276,7 +276,7 @@ def _entered(
 
 
 def budget_of(mixed: Mixed, kind: Kind, peak: int) -> int:
-    """A plain step's peak, less the share of what a forward leaves that is to have no room."""
+    """Return a plain step's peak, minus the share of forward's saved storages that shall have no room."""
     device = kind.make()
     with device.compute():
         run = Run(mixed, kind)

@@ -13,7 +13,7 @@ from chameleon_mm.record.recorder import ModuleNames
 
 
 class Asks(nn.Module):
-    """Notes its name as the stack tells it."""
+    """Record its name as given by the stack."""
 
     def __init__(self, names: list[ModuleNames]) -> None:
         """`names`: one, once there is a model to name modules of."""
@@ -104,7 +104,7 @@ def test_looking_keeps_no_tensor_and_no_module_alive() -> None:
 
 
 def test_the_line_is_the_programs_own() -> None:
-    """Not torch's, nor a compiled one's: the innermost of its own, here the module's forward."""
+    """The line is that of the innermost frame that is neither torch's nor of compiled code: here the module's forward."""
     names, said = ModuleNames(None), list[str]()
 
     class Own(nn.Module):

@@ -1,4 +1,4 @@
-"""The C++ loop of planned steps: its steps are eager's, and whatever it hands over goes on in Python.
+"""C++ loop of planned steps: its steps are eager's, and Python continues whatever it hands over.
 
 The reference is plain PyTorch. What the tests of the Python loop say holds with the helper, too: `make test-native` runs them.
 """
@@ -49,7 +49,7 @@ def native_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have no plan be tried, or made anew, because of times: those of the machine that runs the test."""
+    """Keep measured times from trying or replacing plans: they are those of the machine that runs the test."""
     monkeypatch.setattr(Adaptation, "_learn_times", lambda self: None)
     monkeypatch.setattr(PlannedStep, "is_decided", True)
 
@@ -58,7 +58,7 @@ def _keep_first_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Step:
-    """What a step has beside its leaf: its number, what it holds from one to the next, the session."""
+    """State of a step besides its leaf: its number, tensors held between steps, the session."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -114,7 +114,7 @@ def views(s: Step) -> Found:
 
 def held_by_the_model(s: Step) -> Found:
     held: list[Tensor] = []
-    first = 0 if s.number < LAST - 1 else 2  # the plan knows nothing of those that it holds in the end
+    first = 0 if s.number < LAST - 1 else 2  # the tensors held at the end are unknown to the plan
     y = chain(s, 20, lambda i, y: held.append(y) if i % 3 == first else y.untyped_storage())
     before = [t.detach().clone() for t in held]
     return [s.grad(y), *before, *held]
@@ -205,7 +205,7 @@ def another_stream(s: Step) -> Found:
 
 
 def kept_use_on_another_stream(s: Step) -> Found:
-    """Behind the use of what stays, copies back are due."""
+    """Copies back are due after the use of a tensor that stays."""
     y, before = chain(s, 10), torch.cuda.current_stream()
     (s.leaf[1, :60] * 1.0).sin().sin()
     row = s.leaf[0, :60] * 1.0
@@ -221,7 +221,7 @@ def kept_use_on_another_stream(s: Step) -> Found:
 
 
 def goes_on_on_another_stream(s: Step) -> Found:
-    """The helper comes back where it may be: not behind a save that stays, and is on another stream than the step."""
+    """The helper comes back where it may: not after a save that stays on another stream than the step's."""
     s.leaf.grad = None
     chain(s, 12).sum().backward()
     before = torch.cuda.current_stream()
@@ -237,7 +237,7 @@ def goes_on_on_another_stream(s: Step) -> Found:
 
 
 def collected_as_it_is_handed_over(s: Step) -> Found:
-    """Python 3.11 collects as it allocates, and what is being told of may then be gone."""
+    """Python 3.11 collects as it allocates. The tensor being handed over may then be gone."""
     y = chain(s, 8)
     ring: list[object] = [sines(y, 6)]
     ring.append(ring)
@@ -327,7 +327,7 @@ class Session:
         self.entered: list[int] = []
         """Steps whose hooks the helper took."""
         self.hooks: list[int] = []
-        """Of each step, the latest hook of the loop's."""
+        """Latest hook of the loop in each step."""
 
     def run(self, during: Callable[[cm.SwapSession, Step, int], None] | None = None) -> list[list[Image | str]]:
         found, step = [], Step()
@@ -347,7 +347,7 @@ class Session:
                 if native is not None and native.latest_step == session._executor.parts.registry.epoch:
                     self.entered.append(step.number)
             step.graph = None
-            gc.collect()  # what an error's frames hold
+            gc.collect()  # objects held by an error's frames
             self.device.synchronize()
             self.report, self.live = session.report(), session.pool.stats().live_bytes
             assert not session._executor.parts.context.held and not len(session._executor.parts.registry)

@@ -1,4 +1,4 @@
-"""The reading of the allocator's memory in C++ (`device/memory.cpp`), beside torch's own."""
+"""Reading of the allocator's memory in C++ (`device/memory.cpp`), compared with torch's own."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ EVERYTHING = 1 << 40
 
 
 class Driver:
-    """A driver whose events are numbers. It logs what it is asked to do."""
+    """Driver whose events are numbers. It logs its calls."""
 
     def __init__(self, module: ModuleType) -> None:
         self.complete: set[int] = set()
@@ -216,7 +216,7 @@ STEPS = 24
 
 
 class Lent(NamedTuple):
-    """A storage that was lent, and what its host copy must have."""
+    """Lent storage, and the expected content of its host copy."""
 
     held: Any
     alias: Tensor
@@ -228,7 +228,7 @@ class Lent(NamedTuple):
 
 
 class Program:
-    """Random allocations, frees and loans on one device, against a model of what is allocated."""
+    """Random allocations, frees and loans on one device, compared with a model of the allocated blocks."""
 
     def __init__(self, module: ModuleType, device: CudaDevice, hosts: Sequence[Tensor], zeros: Tensor, seed: int) -> None:
         self.random = Random(seed)
@@ -255,7 +255,7 @@ class Program:
     def allocate(self) -> None:
         value = self.random.randrange(1, 255)
         nbytes = self.random.choice(SIZES) + self.random.randrange(64)
-        t = self.zeros[:nbytes] + value  # an operator's result: what a copy may be overtaken by is a write in place
+        t = self.zeros[:nbytes] + value  # an operator's result: only an in-place write may overtake a copy
         self.live.append((t, value))
 
     def free(self) -> None:
@@ -291,19 +291,19 @@ class Program:
             assert int(lent.alias.min()) == int(lent.alias.max()) == lent.value
 
     def check_bytes(self) -> None:
-        """Compare what is allocated with the model: live tensors, and what was lent and not reclaimed."""
+        """Compare the allocated bytes with the model: live tensors, and loans not reclaimed."""
         sizes = {t.data_ptr(): t.numel() for t, _ in self.live}
         sizes |= {lent.address: lent.nbytes for lent in self.lent if not lent.held.reclaimed}
         assert torch.cuda.memory_allocated() - self.before == sum(map(allocated_size, sizes.values()))
 
 
 def is_late() -> bool:
-    """Whether copies run on the stand-in only when something forces them."""
+    """True if copies run on the stand-in only when something forces them."""
     return control.is_loaded() and control.mode() == "late"
 
 
 def run_programs(module: ModuleType, seeds: range) -> tuple[int, int]:
-    """Run random programs. Returns the number of storages that the allocator has reclaimed, and of those behind a wait."""
+    """Run random programs. Return the numbers of storages that the allocator reclaimed, in all and after a wait."""
     device, reclaimed, waits = CudaDevice(), 0, 0
     hosts = torch.empty(STEPS * MIB, dtype=torch.uint8, pin_memory=True).split(MIB)
     zeros = torch.zeros(MIB, dtype=torch.uint8, device="cuda")

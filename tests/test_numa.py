@@ -1,4 +1,4 @@
-"""Which CPUs are near the device, and that pages are populated there."""
+"""CPUs near the device, and pages that are populated there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Odd uses of sessions and hooks: each has a defined result, exact to the bit, or an error that says what to do.
+"""Odd uses of sessions and hooks: each has a defined result, bitwise exact, or an error that names the fix.
 
 threads that leave what another entered, or never leave; generators that are dropped inside; nesting, of one's own and with
 other people's hooks; tensors of two devices; checkpoints; torch.func
@@ -35,7 +35,7 @@ def swapping(device: Device) -> cm.save_on_cpu:
 
 
 def hooks_act(pool: cm.PinnedPool, x: Tensor) -> bool:
-    """Whether something that is saved now, on this thread, moves to `pool`."""
+    """True if a tensor saved now, on this thread, moves to `pool`."""
     before = pool.stats().num_live
     out = deep(x)
     after = pool.stats().num_live
@@ -97,7 +97,7 @@ def test_a_thread_that_ends_without_leaving_a_session() -> None:
 
     on_a_thread(enters)
     assert torch.equal(torch.autograd.grad(made.pop(), x)[0], expected)
-    with swapping(device) as _, session.step():  # still open, for whoever holds it
+    with swapping(device) as _, session.step():  # still open for every holder
         pass
     session.__exit__(None, None, None)  # its hooks ended with the thread: nothing is taken from this one
     assert session.report().steps == 1
@@ -168,9 +168,9 @@ def test_a_generator_that_is_dropped_inside_a_step(device: Device) -> None:
 
 @pytest.mark.parametrize("at", [0, 1], ids=["recorded", "planned"])
 def test_an_exception_that_ends_a_session_before_the_generator_of_its_steps(at: int, device: Device) -> None:
-    """The loop's body raises, and the generator that holds the step is let go of only after the session was left.
+    """The loop's body raises, and the generator that holds the step is freed only after the session was left.
 
-    Torch keeps what was on when a recorder's dispatch mode was entered, and takes it for true again as the mode is left.
+    Torch stores the mode flag when a recorder's dispatch mode is entered, and restores it when the mode is left.
     """
     before = is_in_torch_dispatch_mode()
     session = opened(device)
@@ -197,7 +197,7 @@ def test_an_exception_that_ends_a_session_before_the_generator_of_its_steps(at: 
 
 
 def test_two_generators_that_leave_in_the_order_they_entered(device: Device) -> None:
-    """Torch takes the innermost hooks away, whoever leaves: exact all the same, and nothing is installed in the end."""
+    """Torch removes the innermost hooks, regardless of which generator leaves. Results are exact and no hooks remain."""
     managers = swapping(device), swapping(device)
     x = leaf(device)
     expected = gradient(device, x)
@@ -241,7 +241,7 @@ OTHERS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_hooks_inside_a_session_act_on_what_they_cover(name: str, device: Device) -> None:
-    """The innermost acts, and gets what it returned itself: that of "another tensor" is its author's, wrong on purpose."""
+    """The innermost hooks act, and get back their own result. Those of "another tensor" return a wrong one on purpose."""
     others = OTHERS[name]
     x = leaf(device)
 
@@ -328,7 +328,7 @@ def dense(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def program_with(kind: str, inner: Callable[[], AbstractContextManager[object]]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Two checkpoints, one inside another; hooks may be entered within what is computed again."""
+    """Two checkpoints, one inside another. Hooks may be entered within the recomputed function."""
 
     def again(x: Tensor, weight: Tensor) -> Tensor:
         with inner():
@@ -380,7 +380,7 @@ def test_checkpoints_around_and_inside(kind: str, where: str, early_stop: bool, 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_session_inside_a_checkpoint_is_computed_again(kind: str, device: Device) -> None:
-    """What is entered anew each time is a new session, so a function that makes its own may be computed again."""
+    """Each recomputation enters a new session, so a function that makes its own session may be computed again."""
     x, weight = leaf(device), leaf(device)
 
     def swapped(t: Tensor, weight: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ def test_a_session_inside_a_checkpoint_is_computed_again(kind: str, device: Devi
 
 
 class HalfOfThem(cm.SimDevice):
-    """A device that owns what is of single precision: the rest stands for tensors of another one."""
+    """Device that owns single-precision tensors; all others stand for tensors of another device."""
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.dtype is torch.float32 and super().owns(tensor)
@@ -485,7 +485,7 @@ def test_transforms_that_refuse_hooks_say_so_in_torchs_words_and_leave_the_sessi
 
 
 class _Cube(torch.autograd.Function):
-    """Its backward is a function of its own, which saves what it is given."""
+    """Function whose backward is another custom function, which saves its arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

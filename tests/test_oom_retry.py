@@ -1,4 +1,4 @@
-"""Operators that find no memory: simulated at every allocation of a step, training is bitwise what it is with enough of it."""
+"""Operators that find no memory, simulated at every allocation of a step: training has the same bits as with enough memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def square() -> Tensor:
 
 
 class Short(TorchDispatchMode):
-    """Below the recorder: the `nth` operator that makes a tensor fails `times` times, after it ran, as one does half-way."""
+    """Mode below the recorder: the `nth` operator that makes a tensor fails `times` times, after it ran."""
 
     def __init__(self, nth: int, times: int, *, mutating: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
@@ -55,7 +55,7 @@ class Short(TorchDispatchMode):
 
 
 class Frees:
-    """What frees: so many times, then no more."""
+    """Callback that frees memory a given number of times, then no more."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -83,7 +83,7 @@ class Net(nn.Module):
 
 
 def train(short: Short | None, free: Callable[[int, Sequence[torch.UntypedStorage]], bool] | None) -> list[Tensor]:
-    """Everything a step leaves behind: loss, gradients, weights, state of the generator."""
+    """Return everything that a step changes: loss, gradients, weights, state of the generator."""
     torch.manual_seed(5)
     device = SimDevice()
     with device.compute():
@@ -103,7 +103,7 @@ def train(short: Short | None, free: Callable[[int, Sequence[torch.UntypedStorag
 
 @pytest.fixture(scope="module")
 def allocations() -> int:
-    """How many operators of the step may fail, and run again."""
+    """Number of operators of the step that may fail and run again."""
     short = Short(-1, 0)
     train(short, None)
     return short.seen
@@ -122,7 +122,7 @@ def expected() -> list[Tensor]:
 def test_a_shortage_at_every_allocation_changes_no_bit(
     expected: list[Tensor], allocations: int, shortages: int, every: int
 ) -> None:
-    """One is over at the plain retry; more need something freed."""
+    """A single shortage ends at the plain retry; more shortages need memory to be freed."""
     assert allocations > 50
     failed = set()
     for nth in range(1, allocations + 1, every):
@@ -160,7 +160,7 @@ def test_it_raises_once_nothing_is_freed_any_more() -> None:
 
 
 def test_a_device_that_is_too_small_trains_once_something_goes(no_gc: None) -> None:
-    """By capacity: a retry fits because somebody else's memory went, never the operator's own."""
+    """A capacity limits the device: a retry fits because other memory was freed, never the operator's own."""
     device = SimDevice(hbm_bytes=5 * KB)
     with device.compute():
         ballast = [square() for _ in range(2)]
@@ -192,7 +192,7 @@ def test_a_device_that_is_too_small_trains_once_something_goes(no_gc: None) -> N
 
 
 def test_a_failure_holds_no_tensor_while_something_is_freed(sim: SimDevice, no_gc: None) -> None:
-    """Its traceback would: what the failed attempt had made must be gone by then."""
+    """The failure's traceback would hold tensors: the results of the failed attempt must be freed by then."""
     made: list[weakref.ref[torch.UntypedStorage]] = []
 
     def fails_twice() -> Tensor:
@@ -217,7 +217,7 @@ def test_a_failure_holds_no_tensor_while_something_is_freed(sim: SimDevice, no_g
 
 
 def test_an_error_that_goes_on_leaves_nothing_behind(no_gc: None) -> None:
-    """It holds the frame that raised it, and with it the operator's tensors: for as long as it is handled, no longer."""
+    """The error holds the frame that raised it, and so the operator's tensors: only as long as it is handled."""
     device = SimDevice(hbm_bytes=2 * KB)
     with device.compute():
         x, y = square(), square()

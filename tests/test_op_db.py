@@ -1,4 +1,4 @@
-"""Torch's own database of operators: what each returns and all its gradients, bit for bit as plain eager gives them.
+"""Torch's own database of operators: results and all gradients, bit for bit as in plain eager.
 
 The reference has nothing of ours around it. Against it: the simulator's compute, recorded steps, hooks that swap everything,
 `save_on_cpu`, and steps of a session, recorded and planned. `tests/_op_sweep.py` says what may differ, and measures it.
@@ -33,7 +33,8 @@ pytestmark = [
 ]
 
 SAMPLES = {torch.float32: 2, torch.complex128: 1, torch.bfloat16: 1}
-"""Of each operator, by dtype, in the order in which dtypes are tried; the first sample is differentiated a second time, too.
+"""Samples per operator, by dtype, in the order in which dtypes are tried. The first sample is also differentiated twice. A run
+of CI takes the first dtype of which torch has a gradient: swapping knows no dtype.
 
 A run of CI takes the first dtype of which torch has a gradient: swapping knows no dtype."""
 DTYPES = tuple(SAMPLES)
@@ -126,8 +127,7 @@ def test_what_is_listed_does_differ_under_a_mode_that_does_nothing(name: str) ->
 
 
 def one_product_differs_from_each() -> bool:
-    """Whether a batch of matrices times one matrix has other bits than a product for each, which `matmul` becomes under a
-    mode."""
+    """True if a batch of matrices times one matrix has other bits than one product each, which `matmul` uses under a mode."""
     random = torch.Generator().manual_seed(0)
     for rows, inner, columns in itertools.product((1, 5, 10), repeat=3):
         batch, one = torch.randn(10, rows, inner, generator=random), torch.randn(inner, columns, generator=random)

@@ -1,4 +1,4 @@
-"""The sweep of torch's operators against plain eager goes red where something is wrong, on any CPU, however it rounds."""
+"""The sweep of torch's operators fails for wrong results, on any CPU, regardless of its rounding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def operator_of(f: Callable[..., Any], x: Tensor) -> Any:
 
 @pytest.fixture
 def norms(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An operator whose gradient has the strides of what it saved."""
+    """Add an operator whose gradient has the strides of its saved tensor."""
     name = "norms of columns"
     monkeypatch.setitem(OPS, name, operator_of(lambda x: torch.linalg.vector_norm(x.t(), 1, dim=0), torch.randn(4, 6)))
     return name

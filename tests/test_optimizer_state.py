@@ -1,4 +1,4 @@
-"""Optimizer state that is in host memory between steps: training, checkpoints and whoever reads it see what plain PyTorch has.
+"""Optimizer state in host memory between steps: training, checkpoints and readers of it see plain PyTorch's values.
 
 The reference is plain PyTorch on the same device, with nothing of ours around it.
 """
@@ -46,7 +46,7 @@ BUCKET_BYTES = 80 * KIB
 
 
 class Counting(torch.optim.Optimizer):
-    """An optimizer of somebody's own, which counts its steps for all parameters: it must not be taken apart."""
+    """User's own optimizer, which counts its steps for all parameters: it must not be taken apart."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {"steps": 0})
@@ -160,18 +160,18 @@ def test_no_state_is_on_the_device_between_steps(device: Device) -> None:
                 with session.step():
                     training.step(number)
                 peaks.append(device.peak_allocated_bytes())
-        # Parameters, gradients, three buckets and a step's own temporaries: never all moments beside the gradients.
+        # Parameters, gradients, three buckets and a step's own temporaries: never all moments in addition to the gradients.
         assert max(peaks) < before + moments // 2
         assert same(training.outcome(), expected)
 
 
 def test_a_step_that_would_not_fit_with_its_state_does(device: Device) -> None:
-    """State is made part by part in the first step, and the budget below what plain training takes is held."""
+    """State is made part by part in the first step. The budget, which is below plain training's memory, is held."""
     with device.compute():
         start = device.allocated_bytes()
         training = Training(OPTIMIZERS["AdamW"], device.torch_device)
         model_bytes = device.allocated_bytes() - start
-        budget = device.allocated_bytes() + 5 * model_bytes // 2  # gradients, what a part of the step takes, and no more
+        budget = device.allocated_bytes() + 5 * model_bytes // 2  # gradients, the memory of a part of the step, and no more
         session = session_of(training, device, budget=budget, plans=False)
         with session.pool, session:
             device.reset_peaks()
@@ -181,7 +181,7 @@ def test_a_step_that_would_not_fit_with_its_state_does(device: Device) -> None:
             assert plain_peak > budget
 
 
-# --- whoever reads or writes it
+# --- readers and writers of the state
 
 
 def trained(device: Device, make: Make = OPTIMIZERS["AdamW"]) -> tuple[Training, cm.SwapSession]:

@@ -40,12 +40,12 @@ from tests.observed import SimLifetimeError, SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
-    # A mutant also breaks what runs when its graph is dropped, where an error can only be reported.
+    # A mutant also breaks code that runs when its graph is dropped, where an error can only be reported.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 NAMED = {OnSim: "not ordered after", OnCuda: "no event orders"}
-"""What the machine's detector says where an order is missing."""
+"""Message of the machine's detector for a missing order."""
 
 MACHINES = [OnSim, pytest.param(OnCuda, marks=pytest.mark.gpu)]
 BYTES_ALONE = partial(OnSim, check_races=False)
@@ -53,9 +53,9 @@ BYTES_ALONE = partial(OnSim, check_races=False)
 
 @pytest.fixture(autouse=True)
 def _far_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA no event is found complete by luck, which would make the wait on it needless: the device is always behind.
+    """On CUDA no event completes by luck, which would make the wait on it needless: the device always lags.
 
-    A GPU would mostly be right by luck: the stand-in alone is asked."""
+    A GPU would mostly be right by luck: only the stand-in is tested."""
     if request.node.get_closest_marker("gpu") is not None:
         from chameleon_mm.device.cuda.cuda_stream import CudaEvent
 
@@ -66,7 +66,7 @@ def _far_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def red(scenario: Scenario, machine: Machine) -> str:
-    """What says that `scenario` goes wrong: the race, or "other numbers"; empty: nothing does."""
+    """Return the evidence that `scenario` goes wrong: the race, or "other numbers"; empty if there is none."""
     said = ""
     try:
         scenario(machine)

@@ -1,4 +1,4 @@
-"""Other people's offloading inside a session: torch's `save_on_cpu` is a hint, what else moves activations is refused by name.
+"""Other libraries' offloading inside a session: torch's `save_on_cpu` is a hint, others of activations are refused by name.
 
 model without offload, in plain PyTorch   ==   model with offload=True, in a session, within the budget
 """
@@ -39,7 +39,7 @@ def block() -> nn.Module:
 
 
 class Offloads(nn.Module):
-    """As Hugging Face's `activation_checkpointing_enable(offload=True)` does: `save_on_cpu` around each checkpoint."""
+    """`save_on_cpu` around each checkpoint, as in Hugging Face's `activation_checkpointing_enable(offload=True)`."""
 
     def __init__(self, inner: nn.Module, *, offload: bool, checkpointed: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The ten packages: one table in pyproject, which the layers, the packages and the documents repeat."""
+"""Ten packages: one table in pyproject, which the layers, the packages and the documents repeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an installation holds: one top-level name, real files behind the links, no figures, the same wheel from the sdist.
+"""Contents of an installation: one top-level name, real files in place of links, no figures, the same wheel from the sdist.
 
     copy of the checkout + a planted result  ->  sdist, wheel  ->  wheel out of the unpacked sdist  ->  compare the three
 
@@ -36,7 +36,7 @@ def _build(kind: str, source: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout, so that building leaves nothing behind in the real one, with one measured figure in it."""
+    """Copy of the checkout with one measured figure in it, so that building leaves the real one unchanged."""
     pytest.importorskip("build", reason="the packaging tests need `build` and `hatchling`: pip install -e '.[dev]'")
     pytest.importorskip("hatchling", reason="the packaging tests need `build` and `hatchling`: pip install -e '.[dev]'")
     copy = tmp_path_factory.mktemp("checkout") / "chameleon_mm"

@@ -35,14 +35,14 @@ from tests.observed import SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
-    # The mutants also break what runs when a handle is dropped, where an error can only be reported.
+    # The mutants also break code that runs when a handle is dropped, where an error can only be reported.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.01, d2h_gbps=0.01, duplex_gbps=0.015)
 SMALL = 8 * KIB
 LARGEST = 12_000
-"""Of what travels packed."""
+"""Bytes of the largest storage that travels packed."""
 GROUP_BYTES = 64 * KIB
 
 
@@ -88,7 +88,7 @@ class Swapping:
         self.executor.save(torch.nn.Parameter(torch.ones(1)))
 
     def save_small(self, count: int, nbytes: int = SMALL) -> tuple[list[SwappedView], list[Tensor]]:
-        """Small tensors that nobody holds, and what they were."""
+        """Save small tensors that nothing else holds. Return their handles and expected values."""
         saved = [torch.randn(nbytes // 4) for _ in range(count)]
         expected = [t.clone() for t in saved]
         handles = [self.save(t) for t in saved]
@@ -323,7 +323,7 @@ ACTIONS = st.lists(
 
 
 def live(swapping: Swapping, alive: list[tuple[SwappedView, Tensor]], what: str, number: int) -> None:
-    """One thing that happens to small storages."""
+    """Apply one event to small storages."""
     if what == "save":
         t = torch.randint(0, 256, (number,), dtype=torch.uint8)
         alive.append((swapping.save(t), t.clone()))
@@ -406,7 +406,7 @@ def test_staging_too_small_for_a_tensor_is_refused() -> None:
 
 
 def test_a_group_ends_though_its_members_are_saved_again(swapping: Swapping) -> None:
-    """As a double backward does: the copy of each begins again, and the group has one member less."""
+    """A double backward saves its members again: the copy of each begins again, and the group has one member less."""
     handles, expected = swapping.save_small(4)
     used = [swapping.executor.use(handle) for handle in handles]
     again = [swapping.save(t) for t in used]
@@ -418,7 +418,7 @@ def test_a_group_ends_though_its_members_are_saved_again(swapping: Swapping) -> 
 def test_room_for_what_is_unpacked_is_made_in_blocks_of_the_allocator(
     slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storages of 64 bytes take 512 each: the room that is made for them is no less than they take."""
+    """Storages of 64 bytes take 512 each: the room made for them is no less than that."""
     swapping = Swapping(slow, limits=Limits(hbm_budget_bytes=8 * MIB))
     asked, taken = list[int](), list[int]()
     make_room, unpack = Budget.make_room, PackedGroup.unpack

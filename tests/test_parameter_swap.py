@@ -1,4 +1,4 @@
-"""Parameters that are on the device in their turn: training, and whoever touches a parameter, have what plain PyTorch has.
+"""Parameters that are on the device in turn: training, and any access to a parameter, have plain PyTorch's values.
 
 The reference is plain PyTorch on the same device, with nothing of ours around it.
 """
@@ -51,7 +51,7 @@ def equal(got: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def left(loop: Plain) -> list[Tensor]:
-    """What a program leaves: parameters, buffers, gradients, optimizer state."""
+    """Return the tensors after a program: parameters, buffers, gradients, optimizer state."""
     assert loop.trained is not None
     tensors: list[Any] = [*loop.trained.parameters(), *loop.trained.buffers(), *(p.grad for p in loop.trained.parameters())]
     state = {} if loop.stepped is None else loop.stepped.state_dict()["state"]
@@ -60,7 +60,7 @@ def left(loop: Plain) -> list[Tensor]:
 
 
 HOLDING = ("gradient penalty", "gradients that are used and have graphs", "modules of many kinds", "read between steps")
-"""Programs that hold more on the device by themselves than the budget that all are given."""
+"""Programs that hold more on the device by themselves than the budget."""
 
 
 def away(loop: Swapped) -> list[Tensor]:
@@ -128,7 +128,7 @@ def deep() -> nn.Module:
 
 
 def test_a_model_four_times_the_device_trains_on_it() -> None:
-    """The device has a quarter of what plain training takes: the model is built on the host, and never all on the device."""
+    """The device has a quarter of plain training's memory: the model is built on the host, and never all on the device."""
     plain = cm.SimDevice()
     with plain.compute():
         expected = train(Plain(plain.torch_device), OPTIMIZERS["AdamW, fused"], deep)
@@ -265,7 +265,7 @@ def without_order(self: HostedStorage) -> bool:
 
 
 def without_write(self: HostedStorage) -> None:
-    """Takes a gradient and a parameter for what the host has, whatever was written meanwhile."""
+    """Mutant: a gradient or a parameter counts as equal to its host copy despite writes."""
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # freed unordered as well, in a finaliser
@@ -279,7 +279,7 @@ def test_a_missing_order_is_seen(what: str, mutant: Callable[..., Any], monkeypa
     with device.compute():
         with pytest.raises(SimRaceError):
             train(loop)
-        with suppress(Exception):  # whatever the mutant left behind
+        with suppress(Exception):  # the mutant may leave errors
             loop.close()
 
 
@@ -356,7 +356,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("kind", CONVERSIONS)
 def test_a_conversion_by_swapped_tensors_is_refused_with_nothing_changed(device: Device, kind: str) -> None:
-    """Of the model that is swapped alone; plain PyTorch, in the same program, does not convert."""
+    """Only the swapped model refuses. Plain PyTorch, in the same program, does not convert."""
 
     def made() -> nn.Module:
         torch.manual_seed(0)

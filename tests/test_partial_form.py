@@ -1,4 +1,4 @@
-"""A storage that moves in part, at every place of its life: its head stays, both are whole again, nothing is left behind."""
+"""Storage that moves in part, at every point of its life: its head stays, both parts are whole again, and no memory leaks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.observed import SimLifetimeError, SimRaceError, poison
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 broken_on_purpose = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""A mutant also breaks what runs when its storage is dropped, where an error can only be reported."""
+"""A mutant also breaks code that runs when its storage is dropped, where an error can only be reported."""
 
 NBYTES, LAST = 64 << 10, 40 << 10
 HEAD = NBYTES - LAST
 
 
 class Life:
-    """One saved storage on its way, in a device of its own."""
+    """Saved storage on its way, in a device of its own."""
 
     def __init__(self, *, verify: bool = False, hbm_bytes: int | None = None) -> None:
         self.device = cm.SimDevice("h200", hbm_bytes=hbm_bytes)
@@ -228,7 +228,7 @@ def forgets_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_it_after_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is given back first: what is copied then is what the next owner finds."""
+    """Mutant: the memory is given back first, so the copy reads the next owner's bytes."""
     keep = PartialForm.keep
 
     def late(self: PartialForm, storage: torch.UntypedStorage, alloc_stream: Any) -> None:

@@ -1,6 +1,6 @@
-"""Memory that runs out: at every allocation of a step; on a device of a quarter of what the step takes; just at the budget.
+"""Memory that runs out: at every allocation of a step; on a device with a quarter of the step's memory; just at the budget.
 
-Counted are all allocations: those of torch's operators and those of the executor itself. At the end: what goes first.
+All allocations count: those of torch's operators and those of the executor itself. At the end: what goes first.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 class Net(nn.Module):
-    """Normalised over the batch and dropped out, so that a second run finds other statistics and draws other numbers.
+    """Model with batch norm and dropout: a second run has other statistics and draws other numbers.
 
-    `plain`: not so, and a step that failed leaves nothing behind but how many batches there were.
+    `plain`: momentum and dropout are 0, and a failed step leaves no trace except the number of batches.
     """
 
     def __init__(self, *, plain: bool) -> None:
@@ -127,7 +127,7 @@ class Run:
 
 
 def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:
-    """Of the step that will run short; asserts that it is one in which storages move."""
+    """Return the number of allocations of the step that will run short. Asserts that storages move in that step."""
     run.train(shortage, None, again=again)
     report = run.session.report()
     assert report.steps_by_phase in ({"recorded": 1, "planned": run.short_step + 1}, {"by_rule": run.short_step + 2})
@@ -155,7 +155,7 @@ def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
         assert report.steps == short_step + 2
         runs_again += report.steps_run_again
         oom_retries += report.oom_retries
-    if short_step == RECORDED:  # as a rule the operator alone is run again; what writes to its arguments may not be
+    if short_step == RECORDED:  # as a rule the operator alone runs again; one that writes to its arguments may not
         assert 0 < runs_again < oom_retries
     else:
         assert runs_again > count / 2
@@ -185,7 +185,7 @@ def test_after_a_step_that_ran_out_of_memory_the_next_is_right_and_nothing_leaks
     if short_step == RECORDED:  # batch norm writes statistics past its schema, so it is never run twice
         assert 0 < escaped < 10
         assert retried > count / 2
-    else:  # an operator's shortage goes on; a swap-in's own does not, whether somebody waits for it or not
+    else:  # an operator's shortage is handled; a swap-in's own is not, whether it is waited for or not
         assert count / 2 < escaped <= count - retried - plans
         assert plans or retried > 0
 
@@ -228,7 +228,7 @@ class GptRun:
 
 @pytest.fixture(scope="module")
 def unswapped() -> tuple[int, list[Tensor]]:
-    """Peak of the run without swapping, and what came of it."""
+    """Return the peak and the results of the run without swapping."""
     run = GptRun(cm.SimDevice())
     with run.device.compute():
         for row in run.rows:
@@ -302,11 +302,11 @@ class Holding:
         self.executor = swapping_executor(self.device, pool, Limits(), min_bytes=KIB)
         with self.device.compute():
             self.handles = {mib: self._save(mib) for mib in sizes}
-            self._save(0)  # a hook after the last operator: at it goes what that one saved
+            self._save(0)  # a hook after the last operator: the storage saved by that one leaves here
 
     def _save(self, mib: int) -> SwappedView:
         handle = self.executor.save(torch.full((mib * MIB,), mib, dtype=torch.uint8))
-        torch.zeros((), requires_grad=True) * 1.0  # another operator: the one that saved is over
+        torch.zeros((), requires_grad=True) * 1.0  # another operator: the saving one has ended
         return handle  # type: ignore[return-value]  # of nothing it is another handle, which nobody asks
 
     def hook(self) -> None:

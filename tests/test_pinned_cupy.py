@@ -1,4 +1,4 @@
-"""The pool as CuPy's pinned allocator: against a stand-in for what it meets of CuPy, and with CuPy where there is a GPU."""
+"""Pool as CuPy's pinned allocator: against a stand-in for the parts of CuPy that it uses, and with CuPy on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chameleon_mm.units import MIB
 
 
 class PinnedMemoryPointer:
-    """As CuPy's: `mem` is any object with `ptr` and `size`; a buffer of the bytes from `ptr` on (here by NumPy's interface)."""
+    """Equivalent of CuPy's: `mem` has `ptr` and `size`. A buffer of the bytes from `ptr` on (here by NumPy's interface)."""
 
     def __init__(self, mem: Any, offset: int) -> None:
         self.mem = mem
@@ -36,7 +36,7 @@ class PinnedMemoryPointer:
 
 
 class CUDARuntimeError(RuntimeError):
-    """As CuPy's: made from a status."""
+    """Equivalent of CuPy's error, made from a status."""
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -44,7 +44,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class PinnedMemory:
-    """What `cupy.cuda` has of pinned memory: a current allocator, whose result must be a `PinnedMemoryPointer`."""
+    """Pinned memory of `cupy.cuda`: a current allocator, whose result must be a `PinnedMemoryPointer`."""
 
     def __init__(self) -> None:
         self.allocator: Any = None

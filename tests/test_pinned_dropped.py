@@ -1,4 +1,4 @@
-"""A pool tensor that is dropped while a stream copies from it: who gets its bytes next waits for that copy.
+"""Pool tensor that is dropped while a stream copies from it: the next owner of its bytes waits for that copy.
 
     staged = pool.empty(...); side.copy(target, staged); del staged; again = pool.empty(...); again.fill_(2)
 
@@ -41,7 +41,7 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
     "numpy's dlpack": np.from_dlpack,
     "a capsule": lambda t: t.__dlpack__(),
 }
-"""What may be the last that holds the bytes."""
+"""Objects that may be the last holder of the bytes."""
 
 
 def start_copy(device: Device, staged: Tensor, side: Stream) -> Tensor:
@@ -252,7 +252,7 @@ def test_where_the_driver_has_no_such_event_the_host_waits(monkeypatch: pytest.M
 
 @pytest.mark.gpu
 def test_a_stream_that_torch_does_not_know_is_waited_for() -> None:
-    """A stream of the runtime's own, as other libraries make them, which is gone by the time that the bytes are used again."""
+    """The stream is the runtime's own, as other libraries make them, and is destroyed before the bytes are used again."""
     from chameleon_mm.device.cuda import CudaDevice
 
     device = CudaDevice()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # the first dispatch mode imports it, and what that import leaves in cycles holds its callers
+import torch._dynamo  # the first dispatch mode imports it, and cycles left by that import hold its callers
 from torch import Tensor
 
 from chameleon_mm.api.save_on_cpu import save_on_cpu
@@ -39,7 +39,7 @@ class Machine:
         self.h2d = device.new_stream("h2d")
         self.d2h = device.new_stream("d2h")
         self.other = device.new_stream("d2h")
-        self.held: list[Tensor] = []  # what copies may use until the machine goes
+        self.held: list[Tensor] = []  # memory that copies may use until the machine goes
 
     def hbm(self, value: int, nbytes: int = SIZE) -> Tensor:
         """Device memory full of `value`, as every stream sees it from now on."""
@@ -95,7 +95,7 @@ def reused(m: Machine) -> None:
 
 
 def reused_and_waited_for_later(m: Machine) -> None:
-    """The same, where the block is allocated before it is known which stream will use it."""
+    """Variant in which the block is allocated before the stream that will use it is known."""
     source, (target, event) = m.hbm(2), m.released()
     second = m.pool.allocate(SIZE)
     assert second.pending_events == (event,) or event.query()
@@ -106,7 +106,7 @@ def reused_and_waited_for_later(m: Machine) -> None:
 
 
 def reused_after_a_late_event(m: Machine) -> None:
-    """The same, where the first owner told of its last use by an event that is recorded once somebody asks."""
+    """Variant of `reused` in which the first owner's last use is an event that is recorded only on request."""
     source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
     target, event = m.load(first, m.h2d)
     first.release(after=LateEvent(lambda: (event,)))
@@ -118,7 +118,7 @@ def reused_after_a_late_event(m: Machine) -> None:
 
 
 def split(m: Machine) -> None:
-    """One released block becomes two; both wait for its event."""
+    """Split a released block in two. Both halves wait for its event."""
     source, (target, _) = m.hbm(2), m.released()
     halves = [m.pool.allocate(SIZE, stream=stream) for stream in (m.d2h, m.other)]
     for half, stream in zip(halves, (m.d2h, m.other), strict=True):
@@ -129,7 +129,7 @@ def split(m: Machine) -> None:
 
 
 def coalesced(m: Machine) -> None:
-    """Two released blocks become one, which waits for both events, each of a stream of its own."""
+    """Merge two released blocks into one, which waits for both events, each of a stream of its own."""
     source = m.hbm(3, 2 * SIZE)
     first, second = m.outbound(SIZE, 1), m.outbound(SIZE, 2)
     loaded = [m.load(first, m.h2d), m.load(second, m.other)]
@@ -153,7 +153,7 @@ def passed_on_unused(m: Machine) -> None:
 
 
 def passed_on_unmet(m: Machine) -> None:
-    """An owner in between, which never waited for anything, hands the event on beside its own."""
+    """An owner in between, which never waited for anything, hands the event on together with its own."""
     source, (target, _) = m.hbm(2), m.released()
     between = m.pool.allocate(2 * SIZE)
     between.release(after=m.other.record())
@@ -189,7 +189,7 @@ def touched_by_the_host_after_a_streams_wait(m: Machine) -> None:
 
 
 def closed(m: Machine) -> None:
-    """The memory goes while a copy may still read it."""
+    """Free the memory while a copy may still read it."""
     target, _ = m.released()
     m.pool.close()
     m.check(target, 1)
@@ -327,7 +327,7 @@ def test_a_pool_that_forgets_one_rule_is_caught(
     machine = Machine(sim)
     with pytest.raises(expected):
         scenario(machine)
-    sim.synchronize()  # ends what the mutant left under way, before the memory goes
+    sim.synchronize()  # ends the work that the mutant left, before the memory goes
 
 
 # --- what a block knows of its events

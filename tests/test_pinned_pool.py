@@ -105,7 +105,7 @@ def test_nothing_is_reserved_before_the_first_block_and_chunks_come_as_needed(po
 
 
 def test_past_the_limit_the_error_says_what_and_the_pool_stays_usable(pool: PinnedPool) -> None:
-    blocks = [pool.allocate(12 * KIB) for _ in range(4)]  # one in each chunk, a page left beside it
+    blocks = [pool.allocate(12 * KIB) for _ in range(4)]  # one in each chunk, with a page left over
     before = pool.stats()
     with pytest.raises(HostMemoryExhausted) as caught:
         pool.allocate(5000)

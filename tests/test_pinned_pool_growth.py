@@ -1,4 +1,4 @@
-"""How the pinned pool gets memory: sizes of chunks, a full pool, and every registration that may fail."""
+"""Memory of the pinned pool: sizes of chunks, a full pool, and every registration that may fail."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Scripted(CountingDevice):
 
 
 class Large(SimDevice):
-    """Hands out chunks of any size: addresses alone, which nobody may touch."""
+    """Return chunks of any size: addresses alone, without accessible memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_allocations_that_fit_do_not_wait_for_a_chunk_under_way_and_others_are_s
 
 
 def test_threads_that_need_memory_at_once_stay_within_the_limit(scripted: Scripted) -> None:
-    """What is being pinned counts: two threads that each find room for one chunk must not both take it."""
+    """Memory being pinned counts: two threads that each find room for one chunk must not both take it."""
     with PinnedPool(2 * CHUNK, scripted, CHUNK) as pool:
         first = pool.allocate(CHUNK)
         scripted.gate.clear()

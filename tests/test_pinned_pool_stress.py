@@ -147,11 +147,11 @@ WITH_LINES = {node.lineno for node in ast.walk(ast.parse(inspect.getsource(growt
 
 
 class Interrupt:
-    """Raises `KeyboardInterrupt` before the n-th line that runs in `growth`, or in `Chunks.pin`, which it calls.
+    """Raise `KeyboardInterrupt` before the n-th line that runs in `growth`, or in `Chunks.pin`, which it calls.
 
-    A line `with lock:` is told of twice, before the lock is taken and before it is given back. CPython looks for signals after
-    calls, on entry to functions and on jumps back, so never between the end of the block and the call that gives the lock
-    back: the second time does not count.
+    A line `with lock:` is traced twice: before the lock is taken and before it is released. CPython checks for signals after
+    calls, on function entry and on backward jumps, so never between the end of the block and the release: the second time does
+    not count.
     """
 
     def __init__(self, n: int) -> None:
@@ -195,7 +195,7 @@ def use(pool: PinnedPool) -> None:
 
 
 def interrupted(pool: PinnedPool, work: Callable[[PinnedPool], object], n: int) -> bool:
-    """Whether `work` came to its n-th line, and was interrupted there."""
+    """True if `work` reached its n-th line and was interrupted there."""
     interrupt, before = Interrupt(n), sys.gettrace()
     sys.settrace(interrupt)
     try:

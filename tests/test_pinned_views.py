@@ -235,7 +235,7 @@ def test_the_simulator_orders_a_view_and_the_raw_buffer_as_one_memory(sim: SimDe
         d2h.wait(sim.current_stream().record())
         d2h.copy(block.buffer, source)
         with sim.compute(), pytest.raises(SimRaceError):
-            view.fill_(1)  # the host writes what the copy writes
+            view.fill_(1)  # the host writes the bytes that the copy writes
         with sim.compute():
             neighbour.tensor((100,), torch.uint8).fill_(1)
         d2h.record().synchronize()

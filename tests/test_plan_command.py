@@ -1,4 +1,4 @@
-"""`chameleon-mm plan`: a step that never ran needs what it needs when it runs, and every wrong question is answered."""
+"""`chameleon-mm plan`: a predicted step needs what it needs when it runs, and every wrong question is answered."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_what_is_below_min_bytes_never_moves() -> None:
 
 
 def saved_dtypes(build: Build, **options: Any) -> dict[str, set[int]]:
-    """By operator: bytes of a number in what it writes, of 64 x 64 numbers."""
+    """Return the bytes per number of each operator's results, which have 64 x 64 numbers."""
     trace = recorded_with(build, **options).trace
     return {
         op.name: {int(trace.tensor_bytes[tensor]) // 64**2 for tensor in op.writes}
@@ -255,7 +255,7 @@ def recorded_with(build: Build, autocast: torch.dtype | None = None) -> Recorded
     ("function", "product"), [("amp", 2), ("amp_by_name", 2), ("amp_decorated", 2), ("amp_half", 2), ("amp_off", 4)]
 )
 def test_autocast_for_cuda_casts_without_a_gpu(models: str, function: str, product: int) -> None:
-    """Products in two bytes; what CUDA's autocast has in float32, four, though the CPU's has it not."""
+    """Products have two bytes. Functions that CUDA's autocast runs in float32 have four, though the CPU's autocast does not."""
     source = source_of(f"{models}:{function}", batch=None, seq=None, dtype=torch.float32)
     written = saved_dtypes(source)
     assert written["aten::addmm"] == {product}
@@ -335,7 +335,7 @@ def test_without_recomputation_the_command_only_swaps(models: str, tmp_path: Pat
 
 
 def said_budgets(outcome: Prediction) -> tuple[int, int]:
-    """The smallest budget of all and the one that hides all copies, as somebody reads them."""
+    """Return the smallest budget of all, and the one that hides all copies, as parsed from the output."""
     lines = [line for line in verdicts(outcome) if line.startswith("smallest budget")]
     assert len(lines) == 1
     found = re.search(r": ([\d.]+ \w+) with any plan, ([\d.]+ \w+) with all copies hidden", lines[0])
@@ -525,7 +525,7 @@ def test_a_budget_that_no_plan_meets_exits_with_1(models: str, tmp_path: Path, c
         (["gpt2", "--seq", "1025"], ["1024 tokens at most", "1025"]),
         (["gpt2", "--optimizer", "adam"], ["--optimizer", "adamw-fused"]),
         (["gpt2", "--json", "no/such/folder.json"], ["--json", "existing folder"]),
-        (["{models}:fails", "--json", "."], ["--json", "a folder"]),  # not what the function fails with
+        (["{models}:fails", "--json", "."], ["--json", "a folder"]),  # not the function's error
         (["{models}:fails", "--json", ""], ["--json", "a folder"]),
         ([""], ["MODEL", "llama-7b", "module:function", "got ''"]),
         (["llama7b"], ["llama-7b", "'llama7b'"]),
@@ -607,7 +607,7 @@ def test_a_path_to_nothing_is_told_as_one(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    os.mkfifo("fifo.json")  # which nobody writes: a reader would wait for ever
+    os.mkfifo("fifo.json")  # without a writer: a reader would wait for ever
     assert main(["plan", path]) == 2
     said = capsys.readouterr().err
     assert f"expected a file or folder with a Hugging Face configuration, got {path!r}, which is neither" in said

@@ -1,4 +1,4 @@
-"""What steps were measured to take corrects what was assumed: a wrong model of the link costs some steps, not the training."""
+"""Measured step times correct the assumed ones: a wrong model of the link costs some steps, not the training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRUE = link_of(SLOW_GPU)
 
 
 def trained(seed: int, link: LinkCost, share: float, *, keeps_measuring: bool = True) -> tuple[list[Step], Executor]:
-    """Under the budget that lies at `share` between the smallest possible and what the model needs."""
+    """Train within a budget at `share` between the smallest possible and the model's unswapped peak."""
     device = far_ahead()
     executor = planning(device)
     train(seed, device, executor, steps=1)
@@ -46,7 +46,7 @@ def settled_us(steps: list[Step]) -> float:
 @pytest.mark.parametrize("seed", seeds(1, of=(0, 3, 4)))
 @pytest.mark.parametrize("times", [0.5, 2.0, 8.0])
 def test_a_link_that_was_assumed_wrong_costs_little_in_the_end(seed: int, times: float) -> None:
-    """Copies of the first, recorded step tell the rates before anything is planned."""
+    """Copies of the first, recorded step show the rates before anything is planned."""
     wrong = dataclasses.replace(
         TRUE, d2h_gbps=TRUE.d2h_gbps * times, h2d_gbps=TRUE.h2d_gbps * times, duplex_gbps=TRUE.duplex_gbps * times
     )
@@ -77,7 +77,7 @@ def test_operators_that_were_timed_wrong_cost_little_in_the_end(
 
 @pytest.mark.parametrize("seed", seeds(1, of=(0, 3, 4)))
 def test_stalls_that_nobody_foresaw_lead_to_plans_with_more_lead(seed: int) -> None:
-    """Without rates that are measured, the stalls alone tell that copies take longer than planned."""
+    """Without measured rates, only the stalls show that copies take longer than planned."""
     wrong = dataclasses.replace(TRUE, d2h_gbps=8.0, h2d_gbps=8.0, duplex_gbps=12.0)
     steps, executor = trained(seed, wrong, 0.4, keeps_measuring=False)
     planned = adaptation_of(executor).latest

@@ -1,4 +1,4 @@
-"""A running step among the known ones: phases, another that takes over in the middle, strays, and what goes by no plan."""
+"""Running step among the known ones: phases, a switch to another in the middle, strays, and storages without a plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Training:
-    """Steps that are told by a word: each letter an operator."""
+    """Steps described by a word: each letter is an operator."""
 
     def __init__(self) -> None:
         self.device = far_ahead()
@@ -55,7 +55,7 @@ class Training:
         self.adaptation = adaptation_of(self.executor)
 
     def step(self, word: str, *, completed: bool = True) -> bool:
-        """Exact to the bit, with nothing left behind. Returns whether it was expected to be a step that has a plan."""
+        """Run a step; check that it is exact and leaves nothing allocated. Return True if the expected step had a plan."""
         with self.device.compute():
             x = torch.randn(SIDE, SIDE, requires_grad=True)
             (expected,) = torch.autograd.grad(self._run(x, word), x)
@@ -94,7 +94,7 @@ def test_a_new_step_is_recorded_once_and_known_from_then_on() -> None:
     training = Training()
     for word in ("tsecst", "tsecst", "ttttss"):
         training.step(word)
-    assert training.counts[0] == 1  # it was expected to be the known one: nobody was recording
+    assert training.counts[0] == 1  # the known step was expected, so there was no recorder
     training.step("ttttss")
     assert training.counts[0] == 2
     before = training.counts
@@ -133,7 +133,7 @@ def test_a_sequence_that_is_never_expected_is_recorded_once_too(words: Sequence[
 
 
 def test_another_known_step_takes_over_in_the_middle() -> None:
-    """Whichever was expected: the plan of the one that it turns out to be is followed from there on."""
+    """The plan of the step that it turns out to be is followed from there on, regardless of the expected step."""
     training = Training()
     for _ in range(3):
         training.step("tsecst")

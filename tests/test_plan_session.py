@@ -144,7 +144,7 @@ def test_memory_that_nobody_writes_is_never_there() -> None:
     [(gpt, BOTH, 4.0, "adamw-fused"), (gpt, BOTH, 3.0, "adamw"), (llama, BOTH, 2.5, "sgd"), (llama, STATE, 2.0, "adamw-fused")],
 )
 def test_the_predicted_run_is_the_computed_one(build: Build, swapped: Swapped, ratio: float, optimizer: str) -> None:
-    """By the virtual clock, the first step included: the same to the microsecond, and to the byte."""
+    """Times on the virtual clock agree to the microsecond, and peaks to the byte, the first step included."""
     request = within(build, swapped, ratio, optimizer)
     run = run_session(request)
     times, peaks = computed(request, len(run.steps))
@@ -183,7 +183,7 @@ def test_what_lies_beside_the_window_is_what_a_session_records(
     # A session's plans know nothing of buckets of state, which come and go while nothing is recorded.
     predicted, recorded = beside(replace(step, largest_bucket_bytes=0), BOTH), recorded_by_a_session(request, monkeypatch)
     assert peak_memory(predicted).nbytes == peak_memory(recorded).nbytes - window
-    # What is idle between two uses is known to the session alone.
+    # Only the session knows the storages that are idle between two uses.
     assert least_memory(predicted).nbytes == least_memory(away_before_first_uses_alone(recorded)).nbytes - window
     assert peak_memory(predicted).idle_bytes == peak_memory(recorded).idle_bytes
 

@@ -46,13 +46,13 @@ from tests._traces import away_before_first_uses_alone, plan_of, random_plan
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 TIME_SHARE = 0.02
-"""How much longer or shorter than simulated a step may take."""
+"""Largest relative difference of a step's time from the simulated time."""
 
 Planner = Callable[[Trace, LinkCost], Sequence[SwapPlan]]
 
 
 def plan_by(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
-    """Executors follow what `planner` says instead."""
+    """Make executors follow the plans of `planner`."""
 
     def plans(trace: Trace, hbm_budget: int, host_budget: int, link: LinkCost, **_: Any) -> Sequence[SwapPlan]:
         return planner(trace, link)
@@ -61,8 +61,8 @@ def plan_by(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
 
 
 def budgets_of(seed: int, shares: Sequence[float]) -> list[int]:
-    """Budgets for the model of `seed`, from the smallest for which there is a plan (0) to what it needs unswapped (1). Nothing
-    is away between two uses, as in the first step, which goes by the default rule."""
+    """Return budgets for the model of `seed`, from the smallest with a plan (0) to the unswapped peak (1). Nothing is away
+    between two uses, as in the first step, which follows the default rule."""
     device = far_ahead()
     executor = planning(device)
     train(seed, device, executor, steps=1)
@@ -79,7 +79,7 @@ def assert_exact_and_clean(
     thresholds: Thresholds | None = None,
     steps: int = 5,
 ) -> tuple[list[Step], Executor]:
-    """Train by plans as without: the same bits. Nothing is left behind. Returns the swapped steps."""
+    """Train by plans, with the bits of training without. Nothing remains allocated. Return the swapped steps."""
     plain, device = far_ahead(spec), far_ahead(spec)
     pool = cm.PinnedPool("64MiB", device=device)
     executor = planning(device, budget, pool=pool, thresholds=thresholds)
@@ -122,7 +122,7 @@ def test_planned_steps_are_as_simulated(seed: int) -> None:
 
 @pytest.mark.parametrize(("slack_bytes", "part_left"), [(0, SPARE_PART), (256, SPARE_PART), (1 << 20, SLACK_PART)])
 def test_a_plan_leaves_room_for_blocks_that_are_larger_than_asked_for(slack_bytes: int, part_left: int) -> None:
-    """Budgets here are a few MiB: of four blocks' slack there is no more than the part that may be left."""
+    """Budgets here are a few MiB: the slack of four blocks is limited to the part that may be left."""
     seed, peaks = 0, []
     (budget,) = budgets_of(seed, (0.3,))
     for slack in (slack_bytes, 0):
@@ -167,13 +167,13 @@ def test_small_copies_that_share_a_call_take_as_long(seed: int) -> None:
 
 
 def test_a_session_on_a_gpu_with_a_host_does_as_its_plan_says() -> None:
-    """Products long enough that a host of 5 us for each operator is ahead. The memory is an H200's, as a session takes it to be
-    until it knows better: nobody measures copies within it."""
+    """Products are long enough that a host of 5 us per operator is ahead. The memory is an H200's, as a session assumes until
+    it has measurements: copies within it are not measured."""
     spec = dataclasses.replace(SLOW_GPU, hbm_gbps=SPECS["h200"].hbm_gbps)
     device = cm.SimDevice(spec, cost=CostModel(spec=spec, matmul_efficiency=1.0))
     with device.compute():
         model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6)))
-    # To the byte, without the audits of what is recomputed: each leaves what it found on the device until the next step.
+    # To the byte, without the audits of recomputed storages: each keeps its original on the device until the next step.
     session = cm.SwapSession(device.allocated_bytes() + (5 << 20) // 2, "64MiB", device, 1024, model=model, recompute=False)
     peaks = []
     with session:
@@ -223,8 +223,8 @@ def in_the_order_of_uses(plan: SwapPlan) -> SwapPlan:
 
 @pytest.mark.parametrize("seed", seeds(2, of=range(60)))
 def test_a_plan_in_the_order_of_uses_takes_the_time_that_was_simulated(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies out keep the order in which they were queued, whichever compute waits for. On a link that nobody shares: where
-    directions share it, its rate depends on which of two copies was handed over first, and one that nobody waits for yet is
+    """Copies out keep their queue order, regardless of the one that compute waits for. Directions do not share this link. On a
+    shared link, the rate depends on which of two copies was submitted first, and a copy that compute does not wait for yet is
     held back. The planner's own plans are as close on both."""
     rng = Random(seed)
     plan_by(
@@ -238,7 +238,7 @@ def test_a_plan_in_the_order_of_uses_takes_the_time_that_was_simulated(seed: int
 
 
 def shuffled_hooks(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
-    """Every action at hooks drawn anew."""
+    """Return every action at newly drawn hooks."""
 
     def hooks() -> list[int]:
         return sorted(rng.randrange(plan.num_hooks) for _ in range(4))
@@ -247,20 +247,20 @@ def shuffled_hooks(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
 
 
 def swapped_tensors(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
-    """Each action for another's tensor."""
+    """Return each action for another action's tensor."""
     tensors = [action.tensor for action in plan.actions]
     rng.shuffle(tensors)
     return [dataclasses.replace(action, tensor=tensor) for action, tensor in zip(plan.actions, tensors, strict=True)]
 
 
 def any_tensors(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
-    """Parameters, temporaries, what nobody saved."""
+    """Return actions on parameters, temporaries and unsaved tensors."""
     tensors = rng.sample(range(len(trace.tensor_bytes)), len(plan.actions))
     return [dataclasses.replace(action, tensor=tensor) for action, tensor in zip(plan.actions, tensors, strict=True)]
 
 
 def of_another_model(rng: Random, trace: Trace, plan: SwapPlan) -> list[Action]:
-    """As far as the numbers are storages here too."""
+    """Return another model's actions, as far as their numbers are storages here too."""
     return [action for action in another_plan().actions if action.tensor < len(trace.tensor_bytes)]
 
 

@@ -1,4 +1,4 @@
-"""Which of a step's plans is followed: each is tried, the faster kept; unforeseen stalls want a better one."""
+"""Choice among a step's plans: each is tried, the faster is kept; unforeseen stalls request a better one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def follow(
     stalls_us: dict[int, float] | None = None,
     out_stalls_us: dict[int, float] | None = None,
 ) -> list[float]:
-    """Steps under whatever is current. `step_us`: what each takes, by what its plan foresaw. Returns which were followed."""
+    """Run steps under the current plan. `step_us`: actual by predicted time. Return the followed plans' predicted times."""
     followed = []
     for _ in range(steps):
         current = made.current
@@ -227,7 +227,7 @@ def test_what_a_step_allocates_between_its_hooks() -> None:
 
 
 def test_growth_is_foreseen_until_memory_is_checked_again() -> None:
-    """Where a parameter or a small tensor is saved it is not."""
+    """Memory is not checked where a parameter or a small tensor is saved."""
     trace = dataclasses.replace(TRACE, hook_tensor=np.where(np.arange(len(TRACE.hook_tick)) % 3 == 0, TRACE.hook_tensor, -1))
     checked = [hook for hook, tensor in enumerate(trace.hook_tensor.tolist()) if tensor >= 0]
     made, curve = PlannedStep(planned().record, trace), memory_curve(trace)

@@ -1,4 +1,4 @@
-"""The default rule, the limits, what is learned of memory and of order: arithmetic, tested without a tensor."""
+"""Default rule, limits, and learned memory and order: arithmetic, tested without a tensor."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_larger_step_is_noticed_and_answered_in_proportion() -> None:
     headroom.record(30)  # twice as much again
     assert headroom.need() == 270
     headroom.end_step()
-    assert headroom.need() == 30  # the next step is measured by this one as it was
+    assert headroom.need() == 30  # the next step uses this step's measurements as they were
 
 
 def test_proportions_are_rounded_up() -> None:
@@ -146,7 +146,7 @@ def test_a_climb_where_none_was_foreseen_leaves_the_rest_unknown() -> None:
 
 @given(climb=st.integers(1, 1 << 40), looks=st.integers(2, 30), times=st.integers(1, 8))
 def test_a_step_larger_throughout_is_covered_from_its_second_look_on(climb: int, looks: int, times: int) -> None:
-    """What a longer batch does to a sequence of like climbs."""
+    """A longer batch scales a sequence of equal climbs."""
     headroom = learned(*[climb] * looks)
     headroom.record(times * climb)
     for _ in range(looks - 1):
@@ -187,7 +187,7 @@ def test_a_repeated_step_is_covered_even_when_shifted(growth: list[int], shift: 
 
 
 STEPS = st.lists(st.tuples(st.lists(st.integers(0, 12)), st.booleans()), max_size=4)
-"""What each step used, and whether it ended."""
+"""Numbers that each step used, and whether it ended."""
 
 
 @example([([0, 1, 2], True), ([], True)])
@@ -210,4 +210,4 @@ def test_the_next_step_uses_what_the_latest_that_ended_did_and_else_last_saved_f
         for index in unknown:
             assert list(order.upcoming(index, at_most)) == list(reversed(range(index)))[:at_most]
     for sooner, later in (*pairwise(known), *pairwise(unknown), *((one, other) for one in unknown if one for other in known)):
-        assert order.rank(sooner) < order.rank(later)  # what is not known is taken for sooner: kept longest
+        assert order.rank(sooner) < order.rank(later)  # unknown ones rank as sooner: kept longest

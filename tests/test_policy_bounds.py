@@ -1,4 +1,4 @@
-"""What no plan can beat, and what plans that do not plan come to."""
+"""Bounds that no plan can beat, and the results of rules that do not plan."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_ideal_of_a_small_step() -> None:
     assert (bound.step_us, bound.swapped_bytes, bound.recomputed_us) == (250.0, 50 * KIB, 0.0)
     # 100 KiB: out in 100 us, back in 50. Tick 3: 100 + 180 + 20.
     assert ideal(trace, 100 * KIB, LINK).step_us == 300.0
-    # 1 byte over what fits: no time.
+    # 1 byte too much: no time.
     assert ideal(trace, 200 * KIB - 1, LINK).step_us == 240.0
     assert ideal(trace, 200 * KIB, LINK) == ideal(trace, 10**12, LINK)
     assert ideal(trace, 200 * KIB, LINK).step_us == trace.duration_us == 240.0
@@ -83,7 +83,7 @@ def test_the_ideal_with_recomputation() -> None:
 
 
 def late_peak() -> Trace:
-    """As `two_saved`, but with 1 KiB more during the operator of tick 7, when both are idle and compute alone is at 100 us."""
+    """Variant of `two_saved` with 1 KiB more in the operator of tick 7, when both are idle and compute alone is at 100 us."""
     trace = two_saved()
     return replace(
         trace,
@@ -250,7 +250,7 @@ def test_where_the_bound_itself_hides_it_is_the_smallest() -> None:
     def empty(budget: int) -> SwapPlan:
         return plan_of(trace)
 
-    # A link on which nothing crosses: only the unswapped step hides what it copies.
+    # A link that carries nothing: only the unswapped step hides its copies.
     none = LinkCost(d2h_gbps=1e-9, h2d_gbps=1e-9, duplex_gbps=1e-9, hbm_gbps=1e15)
     assert smallest_hidden_budget(trace, none, empty) == peak_memory(trace).nbytes
 

@@ -1,4 +1,4 @@
-"""Plans that keep, swap, recompute or hold: within the budgets, no slower than what only swaps, no faster than the bound."""
+"""Plans that keep, swap, recompute or hold: within the budgets, no slower than swap-only plans, no faster than the bound."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class _Program(Program):
 ALL = DEFAULT | PRODUCTS
 
 SLOW_LINK = LinkCost(d2h_gbps=0.7, h2d_gbps=0.9, duplex_gbps=1.2)
-"""A link on which what `random_hybrid_step` saves takes about as long as it takes to make."""
+"""Link on which the storages saved by `random_hybrid_step` take about as long as their operators."""
 
 _traces: dict[tuple[str, int, int, str], Trace] = {}
 
@@ -129,18 +129,18 @@ def traced(model: str, batch: int, seq: int, gpu: str) -> Trace:
 
 
 def one_part_in(trace: Trace, parts: int) -> int:
-    """Budget that leaves one part in so many of what is idle at the peak, beside what never moves."""
+    """Budget that leaves 1 / `parts` of the bytes idle at the peak, in addition to those that never move."""
     peak = peak_memory(trace)
     return max(smallest_budget(trace), peak.nbytes - peak.idle_bytes + peak.idle_bytes // parts)
 
 
 def bytes_beside(trace: Trace, plan: SwapPlan) -> int:
-    """Bytes of copies and checksums that what the plan recomputes needs."""
+    """Return the bytes of copies and checksums that the plan's recomputations need."""
     return rewritten_for(Recipes.of(trace, None), plan).recomputations.bytes_beside(trace) if plan.recomputed else 0
 
 
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
-    """What a plan says of itself is what `simulate` says, and its memory that of a walk that knows no rewritten traces."""
+    """Check the plan's figures against `simulate`, and its memory against a walk that knows no rewritten traces."""
     timeline = simulate(trace, plan, cost)
     assert timeline.peak_bytes + bytes_beside(trace, plan) == plan.peak_bytes <= plan.hbm_budget_bytes
     assert (timeline.host_bytes, timeline.recompute_us) == (plan.host_bytes, plan.recompute_us)
@@ -218,7 +218,7 @@ def test_where_swapping_costs_no_time_nothing_is_recomputed() -> None:
 
 
 def test_the_best_plan_that_only_swaps_comes_second() -> None:
-    """Where it is at most a quarter slower: with long rows. With short ones it is twice as slow, and is not worth a trial."""
+    """Its limit is a quarter more time: met with long rows. With short ones it takes twice as long and is not worth a trial."""
     cost = link_of(spec_by_name("h100"))
     for tokens, rows, parts, near in ((32768, 1, 4, True), (4096, 4, 8, False)):
         trace = traced("llama-7b", rows, tokens, "h100")
@@ -250,7 +250,7 @@ def test_a_host_that_is_too_small_for_swapping_is_told_of_recomputation() -> Non
 
 
 def test_prices_rise_along_the_path() -> None:
-    """More is dropped for a dearer byte, at more time for each; what is between two prices lies between their choices."""
+    """A higher price per byte drops more, at more time for each byte. Choices for prices between two lie between theirs."""
     trace = traced("llama-7b", 4, 4096, "h100")
     recipes, problem = Recipes.of(trace, ALL), Problem.of(trace)
     path = ChoicePath.of(recipes, problem.level, one_part_in(trace, 8))
@@ -322,7 +322,7 @@ def test_a_larger_budget_never_takes_longer(gpu: str) -> None:
 
 
 def test_a_slower_link_is_another_plan() -> None:
-    """A plan for another link still keeps the budget; it takes longer than the one that was made for this one."""
+    """A plan for another link still keeps the budget, but takes longer than the plan for this one."""
     trace, cost = traced("llama-7b", 4, 4096, "h100"), link_of(spec_by_name("h100"))
     slow = replace(cost, d2h_gbps=30.0, h2d_gbps=30.0, duplex_gbps=45.0)
     budget = one_part_in(trace, 4)

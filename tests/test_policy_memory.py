@@ -1,4 +1,4 @@
-"""A step's memory, nothing swapped: the curve, its peak by kind, and what swapping can reach at the least."""
+"""Memory of a step without swapping: the curve, its peak by kind, and the least that swapping can reach."""
 
 from __future__ import annotations
 

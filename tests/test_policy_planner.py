@@ -1,4 +1,4 @@
-"""The planner: budgets hold exactly, errors name what would do, no simpler plan is better, and for small steps hardly any."""
+"""Planner: budgets hold exactly, errors name sufficient ones, no simpler plan is better, and for small steps hardly any."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from tests._traces import H200_LINK, between, chain, pipeline, plan_of, random_s
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 
 SLOW_LINK = LinkCost(d2h_gbps=0.5, h2d_gbps=0.6, duplex_gbps=0.8, copy_us=1.0, piece_bytes=20_000, hbm_gbps=20.0)
-"""So slow that random steps stall, so shared that both directions hinder each other, in pieces that cut most storages."""
+"""Link so slow that random steps stall, so shared that both directions hinder each other. Its pieces cut most storages."""
 
 FREE_LINK = LinkCost(d2h_gbps=1.0, h2d_gbps=1.2, duplex_gbps=2.2, copy_us=2.0)
-"""Neither direction takes from the other: what `least_step_us` can say exactly."""
+"""Neither direction slows the other: `least_step_us` is exact for this link."""
 
 
 def stack(random: Random, most: int) -> Trace:
@@ -103,7 +103,7 @@ def any_step(seed: int) -> Trace:
 
 
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
-    """What the plan says of itself is what `simulate` says, and a step carried out one by one; and it keeps its budget."""
+    """Check the plan's figures against `simulate` and against a step carried out one by one; the plan keeps its budget."""
     told = simulate(trace, plan, cost)
     assert told.peak_bytes == plan.peak_bytes <= plan.hbm_budget_bytes
     assert told.host_bytes == plan.host_bytes
@@ -114,7 +114,7 @@ def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
 
 
 def delay_us(problem: Problem, moves: ActionColumns, cost: LinkCost) -> float:
-    """Microseconds by which the step is longer with `moves`."""
+    """Microseconds that `moves` add to the step."""
     walked = walk(moves, in_order(moves), problem.time_us, cost)
     return walked.stall_us + walked.head_copy_us
 
@@ -401,7 +401,7 @@ def reclaims(plan: SwapPlan) -> dict[int, int]:
 
 
 def test_stalls_are_told_by_tensor() -> None:
-    """What a session compares with what it measures: each wait at a reclaim, each at a use, in all what the plan says."""
+    """A session compares these with its measurements: waits at reclaims and at uses. Their sum is the plan's stall."""
     trace = chain(layers=16, op_us=60.0)
     plan = generate_plan(trace, between(trace, 0.25), None, H200_LINK)
     told = simulate(trace, plan, H200_LINK)
@@ -461,7 +461,7 @@ def test_swapping_everything_is_one_of_the_drafts(seed: int, depth: int, cost: L
 
 
 def sizes(random: Random | None) -> Callable[[], int]:
-    """Of saved storages: all alike, or any."""
+    """Sizes of saved storages: all alike if `random` is None, else random."""
     return (lambda: MIB) if random is None else lambda: 512 * random.randint(1, 4000)
 
 
@@ -482,7 +482,7 @@ def test_all_forwards_before_all_backwards_is_never_worse_than_swapping_everythi
 
 
 def never_worse_than_everything(trace: Trace, shares: Sequence[float], *, at_least: float) -> None:
-    """Nor far from what no plan can beat."""
+    """Assert that the plan is not far from the bound, either."""
     everything = [swap_all(trace, H200_LINK, depth=depth) for depth in (0, 1, 2, 3, 4, 8, 16)]
     for share in shares:
         budget = between(trace, share)
@@ -509,7 +509,7 @@ def test_a_cover_that_is_spread_evenly_keeps_both_engines_busy(share: float) -> 
 
 
 def lopsided(random: Random) -> LinkCost:
-    """One direction 10 to 50 times as fast as the other; what is left out of the program costs next to nothing."""
+    """Link with one direction 10 to 50 times as fast as the other. Costs outside the optimisation program are negligible."""
     slow, times = 10 ** random.uniform(-1, 1), random.uniform(10, 50)
     rates = random.choice(((slow, slow * times), (slow * times, slow)))
     return LinkCost(d2h_gbps=rates[0], h2d_gbps=rates[1], duplex_gbps=sum(rates), copy_us=2.0, hbm_gbps=1e6)
@@ -585,14 +585,14 @@ def test_a_long_step_is_planned_by_the_same_rules() -> None:
     assert len(plan.actions) > 500
 
 
-# --- steps in the shape of a 7B decoder, and of a pipeline's stage, beside T* and fixed rules: the ratios of docs/policy.md
+# --- steps in the shape of a 7B decoder, and of a pipeline's stage, against T* and fixed rules: the ratios of docs/policy.md
 
 
 LAYERS, MICRO_BATCHES = 32, 8
 
 
 def within(trace: Trace, less: int) -> int:
-    """Bytes that leave `less` times fewer for what is saved."""
+    """Return the budget that leaves `less` times fewer bytes for saved storages."""
     activations = int(memory_curve(trace).max()) - trace.start_bytes
     return max(smallest_budget(trace), trace.start_bytes + activations // less)
 

@@ -1,4 +1,4 @@
-"""Traces rewritten for what is dropped and held: what is recomputed, when, from what, and how much memory that takes."""
+"""Traces rewritten for dropped and held storages: the recomputations, their times, their sources and their memory."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 
 
 class Step:
-    """A step of a few operators of 10 us: saves and uses hold nothing else; what is dead is so at once."""
+    """Step of a few operators of 10 us: saves and uses hold nothing else, and dead storages die at once."""
 
     def __init__(self) -> None:
         self.b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
         self.w = self.b.tensor(4 * KIB, TensorKind.PARAMETER, born=-1)
 
     def op(self, name: str, *reads: int, kib: int = 4, writes: tuple[int, ...] | None = None, us: float = 10.0) -> int:
-        """An operator with one result of so many KiB, unless it writes something. Returns what it writes first."""
+        """Add an operator with one result of `kib` KiB, unless it writes storages. Return its first written storage."""
         out = writes if writes is not None else (self.b.tensor(kib * KIB),)
         self.b.op(f"aten::{name}", 0, FORWARD, us, reads=reads, writes=out)
         return out[0]
 
     def save(self, x: int) -> int:
-        """Save `x`; at the next hook, of something else, it may be sent and nobody else holds it."""
+        """Save `x`. At the next hook, for something else, it is sendable and has no other holder."""
         self.b.kind(x, TensorKind.ACTIVATION)
         self.b.save(x, 0)
         self.b.released(x)
@@ -87,7 +87,7 @@ def test_a_dropped_storage_is_recomputed_at_its_use() -> None:
     rewritten = recomputed(trace, [y])
     assert ran(rewritten) == [(hook, (1,), (y,), (x,))]
     assert rewritten.recompute_us == 10.0
-    # x is read before its use: a hook of its own right behind that of y's use, and then the operator.
+    # x is read before its use: a hook of its own follows that of y's use, and then the operator.
     new = rewritten.trace
     assert len(new.hook_tick) == len(trace.hook_tick) + 1
     early = int(rewritten.hook_of[hook]) + 1
@@ -134,7 +134,7 @@ def test_results_of_one_operator_are_made_together() -> None:
     s.use(x)
     trace = s.finish()
     assert ran(recomputed(trace, [y, mask])) == [(at_mask, (1,), (y, mask), (x,))]
-    # One of them alone: the other one's second copy goes with the operator.
+    # Only `y`: the second copy of `mask` dies with the operator.
     alone = recomputed(trace, [y])
     assert ran(alone) == [(at_y, (1,), (y,), (x,))]
     copies = [t.nbytes for t in tensors_of(alone.trace)[len(trace.tensor_bytes) :]]
@@ -214,7 +214,7 @@ def test_an_operator_of_forward_that_also_writes_elsewhere_recomputes_nothing() 
 
 
 def held_step() -> tuple[Trace, int, int, int, int]:
-    """x, which nobody saves, and y, twice its size, made of it; x is let go after a hook. Two uses, the second one of y."""
+    """Step with x, unsaved, and y, made of x and twice its size. x is released after a hook. Of two uses, the second is y's."""
     s = Step()
     x = s.op("attention", s.w, kib=16)
     y = s.save(s.op("_to_copy", x, kib=32))
@@ -250,13 +250,13 @@ def test_a_held_storage_lives_until_the_recomputation_and_may_be_swapped() -> No
     plan = plan_of(trace, (swap, *actions))
     timeline = simulate(trace, plan, H200_LINK)
     assert timeline.allocated_bytes.tolist() == carried_out_recomputing(trace, plan)
-    assert timeline.allocated_bytes[trace.hook_tick[2] + 1] == 12 * KIB  # w, the sum and what is saved last
+    assert timeline.allocated_bytes[trace.hook_tick[2] + 1] == 12 * KIB  # w, the sum and the last saved storage
     assert (plan.swaps, plan.recomputed, plan.held) == ((swap,), actions[:1], actions[1:])
     assert plan.moved_bytes == 16 * KIB
 
 
 def test_a_held_storage_is_known_by_its_last_write_even_if_nobody_can_recompute_it() -> None:
-    """What made `x` reads something that is written later, so that `x` has to be held."""
+    """The operator that made `x` reads a storage that is written later, so that `x` has to be held."""
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
     b.save(-1, 0)
     changed = b.tensor(512)
@@ -333,7 +333,7 @@ def test_what_is_held_must_be_the_sessions_alone_before_anything_is_dropped_for_
 
 
 def test_a_large_input_that_others_may_write_is_no_source() -> None:
-    """A parameter or a buffer of more than 64 KiB that autograd does not save: what reads it is not recomputed."""
+    """A parameter or a buffer of more than 64 KiB that autograd does not save: an operator that reads it is not recomputed."""
     for nbytes, in_backward, expected in ((64 * KIB, False, True), (65 * KIB, False, False), (65 * KIB, True, True)):
         s = Step()
         book = s.b.tensor(nbytes, TensorKind.BUFFER, born=-1)
@@ -359,7 +359,7 @@ def test_what_was_used_before_the_recomputation_that_reads_it_lives_on() -> None
 
 
 def test_what_is_needed_before_it_could_be_dropped_is_not() -> None:
-    """Its one recomputation would be at the very hook at which nobody else holds it any more."""
+    """Its only recomputation would be at the hook after which nothing else holds it."""
     s = Step()
     x = s.op("mm", s.w)
     s.b.save(x, 0)

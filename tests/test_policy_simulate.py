@@ -1,4 +1,4 @@
-"""What a plan comes to. Small timelines are computed by hand; random ones hold to what must hold of any."""
+"""Result of a plan. Small timelines are computed by hand; random ones must satisfy the general properties."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ X = 0
 
 
 def small() -> Trace:
-    """One storage x of 100 KiB, and hooks around it. Ticks 0, 2, 4, ... are operators, 1, 3, 5, ... hooks. Compute alone:
+    """Trace with a storage x of 100 KiB and hooks. Ticks 0, 2, 4, ... are operators; 1, 3, 5, ... are hooks. Compute alone:
 
     operator    100 us makes x   50 us reads x   200 us   100 us   30 us   40 us: 520 in all
     hook                0 saves x       1 sendable      2       3       4 uses x
@@ -136,7 +136,7 @@ def test_two_that_go_in_part_at_one_hook_go_in_the_plans_order() -> None:
     large_one = act(2, 2, 3, tensor=1, nbytes=2 * SIZE, use_at=3)
     tick = int(trace.hook_tick[2])
     both = 4 * SIZE
-    # The first one's head beside both; then the second one's beside itself and what is left of the first.
+    # First: both storages and the first head. Second: the second storage, its head, and the rest of the first.
     after_small = both - SIZE + heads[0]
     after_large = both - 3 * SIZE + heads[1]
     for order, most in (

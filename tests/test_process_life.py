@@ -38,21 +38,21 @@ from tests._run_scripts import ROOT, python
 from tests.observed import observe_all
 
 CHILD_SECONDS = 60
-"""Most that a case may take: what takes longer hangs."""
+"""Time limit of a case: beyond it, the case hangs."""
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
 
 KEPT: list[object] = []
-"""What a case leaves alive until the interpreter itself clears this module."""
+"""Objects that a case keeps alive until the interpreter itself clears this module."""
 
 
 class Case(NamedTuple):
-    """What a process does before it ends, and how it must end."""
+    """Work of a process before it ends, and how it must end."""
 
     work: Callable[[], None]
     exit_code: int = 0
     last_line: str = ""
-    """Of stderr, which is empty but for a traceback that the case asks for."""
+    """Last line of stderr, which is empty except for a traceback that the case requests."""
 
 
 CASES: dict[str, Case] = {}
@@ -196,7 +196,7 @@ def an_exception_that_nobody_handles_inside_a_step() -> None:
 
 
 def forbid_the_device_in_children() -> None:
-    """From now on a forked child that calls a device dies of it: on a GPU it would, for CUDA does not outlive a fork."""
+    """Make a forked child that calls a device die from now on: on a GPU it would, for CUDA does not survive a fork."""
     parent = os.getpid()
 
     def guarded(kind: type, name: str) -> None:
@@ -220,7 +220,7 @@ def forbid_the_device_in_children() -> None:
 
 
 def forked(work: Callable[[], None]) -> None:
-    """Run `work` in a forked child that ends without cleaning up, as those of multiprocessing do; it must end well."""
+    """Run `work` in a forked child that ends without cleaning up, as multiprocessing's children do. It must end well."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -235,7 +235,7 @@ def forked(work: Callable[[], None]) -> None:
 
 
 class Training:
-    """A graph in the middle of a step, blocks live and copies pending (`moves`), and what its gradient must be."""
+    """Graph in the middle of a step, blocks live and copies pending (`moves`), and its expected gradient."""
 
     def __init__(self, session: cm.SwapSession, *, moves: bool = True) -> None:
         self.session = session
@@ -360,7 +360,7 @@ def a_child_is_forked_in_a_recorded_step_and_in_planned_ones() -> None:
 
 @case()
 def a_child_is_forked_while_another_thread_records() -> None:
-    """The recorder's lock is held for ever in the child, which runs operators under it and drops what was saved."""
+    """The recorder's lock is held for ever in the child, which runs operators under it and drops saved tensors."""
     forbid_the_device_in_children()
     gc.disable()
     with a_session() as session, session.step():
@@ -435,7 +435,7 @@ def main(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def became(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     """Exit code and stderr of each case."""
-    # Newer Pythons remark on every fork of a process that has threads: that a fork is survived is what is tested here.
+    # Newer Pythons warn on every fork of a process that has threads; the tests check that the process survives it.
     silent = ["-W", "ignore:This process:DeprecationWarning"]
     ended = python([*silent, str(Path(__file__)), str(tmp_path_factory.mktemp("lives"))], ROOT)
     assert (ended.code, ended.err) == (0, "")
@@ -473,6 +473,6 @@ y.sum().backward()
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(4))
 def test_a_program_may_end_as_soon_as_a_backward_has_returned(number: int) -> None:
-    """Autograd's thread lets go of what that backward held after it has returned: most such programs of plain torch abort."""
+    """Autograd's thread frees a backward's objects after it has returned: most such programs of plain torch abort."""
     ended = python(["-c", ENDS_AFTER_A_BACKWARD], ROOT)
     assert (ended.code, ended.err) == (0, "")

@@ -1,4 +1,4 @@
-"""What a session tells of each step: figures that add up to the report, lines and calls; and no bit changes."""
+"""Figures that a session gives of each step: they add up to the report. Also its lines and calls; no bit changes."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Training:
 
 
 def line_of(figures: StepFigures) -> str:
-    """Line that says what a step took, as plain text."""
+    """Line on a step's cost, as plain text."""
     return "  ".join(text for text, _ in parts_of(figures))
 
 
 def session_on(device: Device, **settings: Any) -> cm.SwapSession:
-    """A session in which everything that is saved moves, but for plans that let it stay."""
+    """Return a session in which every saved tensor moves unless a plan keeps it."""
     budget = device.allocated_bytes() + 8 * MIB
     return cm.SwapSession(device=device, **{"hbm_budget": budget, "host_budget": "32MiB", "min_bytes": 0, **settings})
 
@@ -226,7 +226,7 @@ def test_the_hidden_share_is_what_compute_did_not_wait_for(
     [
         (10, [(15, 12)], Peak(15, 15)),  # this step went further than any before it
         (10, [(10, 7)], Peak(7, 10)),
-        (10, [(8, 7)], Peak(8, None)),  # somebody reset it
+        (10, [(8, 7)], Peak(8, None)),  # the program reset it
         (10, [(8, 7), (12, 3)], Peak(12, None)),  # and it was higher later on
         (10, [(14, 7), (9, 3), (14, 3)], Peak(14, None)),
     ],

@@ -54,7 +54,7 @@ def assert_exact(run: LengthRun, make: Callable[[], LengthModel], shapes: Sequen
 
 
 def share_of_unswapped(make: Callable[[], LengthModel], longest: Shape, share: float) -> int:
-    """That share of what such a step takes unswapped."""
+    """Return `share` of the peak bytes of such a step without swapping."""
     return int(max(run_lengths(make, [longest] * 2, None).peaks) * share)
 
 
@@ -118,7 +118,7 @@ def test_a_wrong_prediction_costs_time_alone(factor: float, monkeypatch: pytest.
 def test_recorded_steps_of_two_lengths_have_the_operators_of_the_model_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What swapping runs when autograd lets go of a storage, outside of hooks, is none of them."""
+    """Operators that swapping runs outside of hooks, when autograd releases a storage, are not recorded."""
     traces: list[Trace] = []
     note = Structure.note
 
@@ -155,7 +155,7 @@ def test_a_predicted_step_says_whose_storages_are_saved_again(monkeypatch: pytes
 
 
 class Padded(LengthModel):
-    """Pads what it gets to a multiple of 64: a size that follows from no other."""
+    """Pads its input to a multiple of 64: a size that follows from no other."""
 
     vocabulary = 128
 
@@ -193,7 +193,7 @@ def test_hundreds_of_random_lengths(make: Callable[[], LengthModel], distributio
 
 
 class _EachAlone(Structures):
-    """Steps of which none tells anything of another."""
+    """Structures that relate no step to another."""
 
     def of(self, record: StepRecord) -> Structure | None:
         return None

@@ -47,16 +47,16 @@ KIB = 1 << 10
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a program is swapped."""
+    """Setting under which a program is swapped."""
 
     min_bytes: int
     pool_bytes: int
     slow_link: bool
     leaving_bytes: int
     room_bytes: int
-    """The session's budget, beside what a program begins with."""
+    """Budget of the session above the memory that a program begins with."""
     short: bool
-    """Whether there is no room for anything that could be on the host."""
+    """True if there is no room for anything that could be on the host."""
     packs: bool
     collect: bool
 
@@ -64,7 +64,7 @@ class Setting:
 def settings_drawn() -> st.SearchStrategy[Setting]:
     return st.builds(
         Setting,
-        min_bytes=st.sampled_from([0, 0, 300]),  # 300: only what is larger than one value moves
+        min_bytes=st.sampled_from([0, 0, 300]),  # 300: only storages larger than one value move
         pool_bytes=st.sampled_from([1 << 20, 1 << 20, 16 * KIB]),  # 16 KiB: four blocks, and then everything stays
         slow_link=st.booleans(),
         leaving_bytes=st.sampled_from([0, 1 << 20]),
@@ -78,7 +78,7 @@ def settings_drawn() -> st.SearchStrategy[Setting]:
 def fresh(kind: str, setting: Setting) -> Device:
     if kind == "cuda":
         return cm.CudaDevice()
-    # In about half of the programs the allocator reclaims whatever is lent to it, at once.
+    # In about half of the programs the allocator reclaims lent memory at once.
     return (cm.SimDevice if setting.packs else GreedyDevice)(SLOW_LINK if setting.slow_link else "h200")
 
 
@@ -128,7 +128,7 @@ def collecting(*, always: bool) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Tally:
-    """What many programs did, so that a test can tell that it tested something."""
+    """Totals over many programs, which show that a test tested something."""
 
     programs: int = 0
     restricted: int = 0
@@ -161,7 +161,7 @@ def check(program: list[Instruction], setting: Setting, kind: str, tally: Tally)
                     swapped = swap(program, device, manager, left_out, session=session, collect=setting.collect)
                     live = pool.stats().num_live
                 assert swapped.seen == plain.seen
-                # Where torch itself leaves something behind (after a failed double backward, or garbage in cycles), so may we.
+                # Torch itself may leave tensors (after a failed double backward, or as garbage in cycles); then so may we.
                 assert live == 0 or not gone
                 del swapped
             adaptation = manager.adaptation
@@ -216,7 +216,7 @@ def swapping(device: Device) -> cm.save_on_cpu:
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_write_between_a_first_and_a_double_backward_is_noticed(alive: bool, device: Device) -> None:
-    """What backward saves again came out of our hook: it must carry the version counter of what went in."""
+    """A tensor that backward saves again came out of our hook: it must carry the version counter of the original."""
     said = []
     for manager in (nullcontext(), swapping(device)):
         x = torch.ones(64, device=device.torch_device, requires_grad=True)
@@ -245,7 +245,7 @@ def test_a_backward_that_writes_its_saved_tensor_cannot_run_twice(device: Device
 
 
 def test_a_storage_emptied_before_its_copy_is_left_to_who_emptied_it(sim: cm.SimDevice) -> None:
-    """As FSDP does with what it gathers: emptied after forward, filled again before backward."""
+    """FSDP does this to gathered parameters: they are emptied after forward and filled again before backward."""
     x = torch.randn(64, requires_grad=True)
     with sim.compute():
         (expected,) = torch.autograd.grad((x * 2).sin().exp().sum(), x)
@@ -287,7 +287,7 @@ def forward(x: Tensor, w: Tensor) -> Tensor:
 def test_what_is_remembered_stays_flat_without_steps(
     session: bool, keep_one: bool, backward: bool, sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody says where a step ends, and one graph may be kept for ever: 500 iterations must not pile anything up."""
+    """Steps have no marked end, and one graph may be kept for ever. 500 iterations must not accumulate anything."""
     monkeypatch.setattr("chameleon_mm.swap.executor.LONGEST_UNNAMED_STEP", 256)
     weight = nn.Parameter(torch.randn(8, 8) * 0.1)
     manager = cm.SwapSession("1MiB", "1MiB", sim, min_bytes=0) if session else swapping(sim)

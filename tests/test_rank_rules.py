@@ -50,12 +50,12 @@ def alone() -> Iterator[dist.ProcessGroup]:
 
 
 def talk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Forward of a model that talks to others and saves what comes back, from functional collectives and from one in place."""
+    """Forward of a model that talks to other ranks and saves the results of functional and in-place collectives."""
     total = functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.sin().detach(), "sum", group.group_name))
     rows = functional.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x.cos().detach(), 1, group.group_name))
     in_place = x.tanh().detach()
     dist.all_reduce(in_place)
-    # Squares save what they are given, and products both factors: dropped, each would have to be recomputed.
+    # Squares save their argument, and products both factors: if dropped, each would have to be recomputed.
     out: Tensor = (x * total).square() + (x * rows).square() + (x * in_place).square()
     return out
 
@@ -65,7 +65,7 @@ def collectives_of(group: dist.ProcessGroup, mix: Mix | None) -> tuple[Counter[s
     torch.manual_seed(3)
     x = torch.randn(64, 64, requires_grad=True)
     session = None if mix is None else mixed(mix)
-    with torch.autograd.profiler.profile() as profile:  # whoever calls them: gloo itself tells
+    with torch.autograd.profiler.profile() as profile:  # gloo itself records them, for any caller
         if session is None:
             for _ in range(3):
                 talk(x * 1.5, group).sum().backward()
@@ -137,7 +137,7 @@ class Fails:
 def test_out_of_memory_repeats_nothing_that_may_talk(
     operator: str, count: int, runs: int, sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A custom operator may be a collective that nobody knows of: among several ranks it runs once."""
+    """A custom operator may be an unknown collective: among several ranks it runs once."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: count)
     facts = {
@@ -211,7 +211,7 @@ def test_what_dtensors_hold_may_be_dropped_and_recomputed(alone: dist.ProcessGro
 
 
 def test_a_collective_is_waited_for_before_its_result_is_copied(alone: dist.ProcessGroup) -> None:
-    """Its operator does so only when it runs, after autograd has saved what it is given."""
+    """Its operator waits only when it runs, after autograd has saved its argument."""
     result = functional.AsyncCollectiveTensor(torch.ops._c10d_functional.all_reduce(torch.ones(4), "sum", alone.group_name))
     assert not result.completed
     parts = unwrapped(result)
@@ -275,7 +275,7 @@ def test_a_store_that_is_gone_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_rank_that_never_comes_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but `add` and `compare_set` is asked of a store: neither waits for a key."""
+    """Only `add` and `compare_set` are called on the store: neither waits for a key."""
     store = HashStore()
     store.set_timeout(timedelta(milliseconds=1))
     assert Elsewhere(monkeypatch, store).enter(1, GIB) == ()

@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 def run(*arguments: str) -> str:
-    """What Python with these arguments writes. It and all that it starts are gone when this returns."""
+    """Run Python with these arguments and return its output. The process and its children have ended on return."""
     command = [sys.executable, *arguments]
     parent = subprocess.Popen(
         command,
@@ -50,13 +50,13 @@ def run(*arguments: str) -> str:
 
 
 def outcomes(ranks: int, module: str, folder: Path) -> list[dict[str, Any]]:
-    """What each of so many ranks of `module` wrote, which torchrun starts."""
+    """Run `module` on `ranks` ranks by torchrun. Return what each rank wrote."""
     run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module, str(folder))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def wrong(programs: dict[str, Any]) -> list[str]:
-    """What is wrong with the sessions of one rank."""
+    """Return the faults of one rank's sessions."""
     found = []
     for name, ways in programs.items():
         for way, outcome in ways.items():
@@ -80,11 +80,11 @@ def test_each_rank_has_the_bits_that_it_has_without_a_session(ranks: int, tmp_pa
         programs = outcome["programs"]
         assert wrong(programs) == [], f"rank {rank}"
         for name in {"tp", "tp_dtensors", "fsdp_and_tp"} & programs.keys():
-            # What `DTensor`s hold is a leaf to torch, and moves all the same: nearly half of the peak is left.
+            # Torch treats the contents of a `DTensor` as a leaf, but they move all the same: nearly half of the peak is left.
             peaks = {way: programs[name][way]["report"]["peak_hbm_bytes"] for way in ("roomy", "by rule")}
             assert peaks["by rule"] < peaks["roomy"] // 2, name
             assert programs[name]["tight"]["report"]["kept_by_reason"].keys() == {"parameter"}
-        if "fsdp_and_tp_locally" in programs:  # FSDP2 frees what lies in its parameters: nothing of it is copied
+        if "fsdp_and_tp_locally" in programs:  # FSDP2 frees the memory of its parameters: nothing of it is copied
             assert programs["fsdp_and_tp_locally"]["by rule"]["report"]["kept_by_reason"].keys() == {"parameter"}
 
 

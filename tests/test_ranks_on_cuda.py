@@ -19,7 +19,7 @@ RANKS = 2
 
 
 def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
-    """What all wrote. The first that fails ends the others, which would wait for it."""
+    """Return the output of all ranks. The first that fails ends the others, which would wait for it."""
     with ThreadPoolExecutor(len(ranks)) as threads:
         ends = {threads.submit(rank.communicate): rank for rank in ranks}
         try:
@@ -34,7 +34,7 @@ def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 @pytest.mark.timeout(3000)  # of a test that hangs
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_each_rank_has_the_bits_that_it_has_without_swapping(way: str, tmp_path: Path) -> None:
-    """By gloo: NCCL is a library of NVIDIA's that the stand-in does not have."""
+    """Uses gloo: the stand-in does not have NVIDIA's library NCCL."""
     if not control.is_loaded() and torch.cuda.device_count() < RANKS:
         pytest.skip(f"needs {RANKS} GPUs")
     ranks = [

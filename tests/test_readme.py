@@ -1,4 +1,4 @@
-"""What README, docs and examples show: Python that runs as it stands, output that is whole, links that lead somewhere."""
+"""Examples in README, docs and examples: Python that runs as it stands, complete output, links that lead somewhere."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 EXAMPLE_PAGES = sorted((ROOT / "docs/examples").glob("*.md"))
 MOST_LINES = 120
-"""Of the README: whatever is longer belongs into docs/."""
+"""Limit of the README: longer text belongs into docs/."""
 
 
 class Snippet(NamedTuple):
-    """Python of one page that imports the library; what does not is an excerpt."""
+    """Python code of one page that imports the library. Code without the import is an excerpt."""
 
     page: str
     text: str
 
     @property
     def first_call(self) -> str:
-        """What tells it from the others of its page."""
+        """First call of the snippet, which tells it from the others of its page."""
         found = re.search(r"cm\.(attach|install|SwapSession|save_on_cpu|PinnedPool|SimDevice)", self.text)
         assert found is not None
         return found[1]
@@ -46,10 +46,10 @@ SNIPPETS = [
 def test_a_snippet_runs_as_it_stands(
     snippet: Snippet, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # for what it writes
+    monkeypatch.chdir(tmp_path)  # for its output
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(snippet.text, snippet.page, "exec"), namespace)
-    if "handle" in namespace:  # what is attached to a program's end would be to that of all tests
+    if "handle" in namespace:  # a handle attached until the program's end would stay attached in all tests
         namespace["handle"].detach()
     said = capsys.readouterr().out
     for call, printed in re.findall(r"print\((.*)\)  # (\d+)", snippet.text):

@@ -1,6 +1,6 @@
 """CUDA's caching allocator runs out of memory inside a step: operators and steps are run again, and the bits are torch's own.
 
-The reference is torch alone on a device with enough memory. What is short is real: `set_per_process_memory_fraction`.
+The reference is torch alone on a device with enough memory. The shortage is real: `set_per_process_memory_fraction`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH, STEPS = 12, 4
 
 
 class Training:
-    """A GPT that draws random numbers, and what its steps gave."""
+    """GPT that draws random numbers, and the results of its steps."""
 
     def __init__(self, device: CudaDevice) -> None:
         torch.manual_seed(1)
@@ -56,7 +56,7 @@ class Plain(NamedTuple):
     """The run by torch alone."""
 
     peak_bytes: int
-    """Above what was there before it."""
+    """Bytes above those allocated before the run."""
     outcome: list[object]
 
 
@@ -73,7 +73,7 @@ def plain() -> Plain:
 
 @contextmanager
 def short_of_memory(peak_bytes: int) -> Iterator[CudaDevice]:
-    """A device on which the process may reserve four tenths of `peak_bytes` more than it has."""
+    """Device on which the process may reserve four tenths of `peak_bytes` more than it has."""
     free_unused()
     device = CudaDevice()
     with fraction_of_memory(torch.cuda.memory_reserved(device.index) + peak_bytes * 4 // 10, device.index):
@@ -115,8 +115,8 @@ class Chain:
 def test_an_operator_without_memory_is_run_again_after_something_was_swapped(
     segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recorded step of a session that has learned what steps take, and so keeps what its budget has room for: the memory is
-    gone all the same, as where another process takes it. Torch alone needs 19 activations at a time."""
+    """A recorded step of a session that knows its steps' memory and so keeps as much as its budget has room for. The memory is
+    missing all the same, as when another process takes it. Torch alone needs 19 activations at a time."""
     free_unused()
     device = CudaDevice()
     plain = Chain(device)

@@ -1,4 +1,4 @@
-"""Buffers on their way out: oldest first, nothing that is not copied without a wait, nothing that went another way."""
+"""Buffers on their way out: oldest first, none that is not copied without a wait, none that left by another way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chameleon_mm.swap.reclaim import ReclaimQueue
 
 
 class Way(enum.Enum):
-    """How a buffer left the device, if it did."""
+    """Way in which a buffer left the device, if it did."""
 
     PENDING = "pending"
     SWEPT = "swept"

@@ -99,8 +99,8 @@ def test_gradients_of_several_micro_batches_accumulate(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout transformer", "autocast"])
 def test_a_budget_that_evicts_what_was_recomputed(name: str) -> None:
-    """Restored storages go again under pressure, and are recomputed for their next use. What comes back has the checksum of
-    what went."""
+    """Restored storages leave again under pressure, and are recomputed for their next use. They come back with the same
+    checksum."""
     mix = Mix(0, drop=0.7, held=0.2, proofs=Proofs.FIRST, admitted=ALL)
     device = cm.SimDevice()
 
@@ -137,7 +137,7 @@ Outcome = list[list[bytes]] | str
 
 
 def outcome(program: Program, steps: int, session: cm.SwapSession | None = None) -> Outcome:
-    """The bits of what each step gave, or the error."""
+    """Return the bits of each step's results, or the error."""
     torch.manual_seed(5)
     seen: list[list[bytes]] = []
     try:
@@ -265,7 +265,7 @@ def result_written() -> list[Tensor]:
 
 
 def batch_written(side: int) -> Program:
-    """A batch, or a bias, that nobody saves is written to after forward."""
+    """Write after forward to a batch, or a bias, that autograd did not save."""
 
     def program() -> list[Tensor]:
         x, batch = leaf(side, side), outside(side, side)
@@ -345,7 +345,7 @@ class ScalesWhatItSaved(torch.autograd.Function):
 
 
 def written_by_its_own_node() -> list[Tensor]:
-    """One backward comes to the function, and a later one to what was made from its input."""
+    """An early backward reaches the function, and a later one the tensors made from its input."""
     x = leaf(LARGE, LARGE)
     source = x * 2
     early = ScalesWhatItSaved.apply(source)  # type: ignore[no-untyped-call]  # torch's own
@@ -414,7 +414,7 @@ def function_of_ones_own() -> list[Tensor]:
 
 
 class WritesUnseen(torch.autograd.Function):
-    """Doubles its input through raw memory, of which no counter tells."""
+    """Double the input through raw memory, which moves no counter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -467,7 +467,7 @@ def deterministic_since() -> list[Tensor]:
 
 
 def own_generator() -> list[Tensor]:
-    """By name, and by position, as this operator takes it."""
+    """Pass the generator by name, and by position, as this operator takes it."""
     generator = torch.Generator()
     generator.manual_seed(3)
     x = leaf()
@@ -642,12 +642,12 @@ def test_an_odd_program_gives_what_plain_pytorch_gives(program: Program, held: f
 
 @pytest.mark.parametrize("program", [of_no_elements, result_written], ids=lambda program: program.__name__)
 def test_what_nothing_can_be_dropped_of_gives_the_same(program: Program) -> None:
-    """Of a result that is written eager raises, and so do we, in its words."""
+    """If the result is written, eager raises an error; so do we, with the same text."""
     check(program, drops=program is not of_no_elements)
 
 
 def test_proofs_leave_a_write_alone_that_nobody_tells_of() -> None:
-    """A custom Function writes through raw memory to what another operator made: only the proof can find it."""
+    """A custom Function writes through raw memory to another operator's result: only the proof can find it."""
     session = check(written_unseen, proofs=Proofs.FIRST, drops=False)
     assert totals_of(session).not_recomputed_by_reason["other bits than the original"] > 0
 
@@ -708,7 +708,7 @@ def test_a_mismatch_comes_behind_the_callbacks_of_others() -> None:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: called.append("theirs"))
 
     x = leaf()
-    x.register_hook(queues)  # behind ours, which the first use queued
+    x.register_hook(queues)  # after ours, which the first use queued
     with dropping() as session, pytest.raises(cm.RecomputeMismatch), session.step():
         mismatched(x, queues).backward()
     assert called == ["theirs", "theirs"]
@@ -749,7 +749,7 @@ def test_a_mismatch_keeps_nothing_alive(no_gc: None) -> None:
 
 
 def test_what_a_backward_that_raised_has_recomputed_is_compared_as_the_step_ends() -> None:
-    """No callback of autograd's runs then. The program goes on with what gradients it has."""
+    """No callback of autograd runs then. The program continues with the gradients that it has."""
     ends: list[bool] = []
 
     def raises(gradient: Tensor) -> None:
@@ -842,7 +842,7 @@ def test_a_parameter_that_is_resharded_is_in_no_recipe(fetched: bool, filled: bo
     def program() -> list[Tensor]:
         model.fetch()
         x = leaf(LARGE, LARGE)
-        z = (x + model.shift).sin().exp().tanh()  # nobody saves the parameter
+        z = (x + model.shift).sin().exp().tanh()  # the parameter is not saved
         model.free()
         if fetched:
             model.fetch(filled=filled)
@@ -882,7 +882,7 @@ def external() -> list[Tensor]:
 
 
 def filled_unseen() -> list[Tensor]:
-    """Memory that something fills of which no operator tells, a kernel of the user's say."""
+    """Memory filled without an operator, such as by a user's kernel."""
     x = leaf()
     y = torch.empty(SIDE, SIDE)
     y.numpy()[:] = 3
@@ -903,7 +903,7 @@ def test_what_the_model_holds_and_a_hook_writes_is_in_no_recipe() -> None:
 
 
 def test_a_batch_that_a_hook_writes_in_backward_is_in_no_recipe() -> None:
-    """Nobody watches a backward, and autograd does not save the batch."""
+    """Writes in backward are not watched, and autograd does not save the batch."""
 
     def program() -> list[Tensor]:
         x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
@@ -916,7 +916,7 @@ def test_a_batch_that_a_hook_writes_in_backward_is_in_no_recipe() -> None:
 
 
 def test_a_held_storage_that_only_an_alias_is_left_of_is_not_held() -> None:
-    """Without the tensor that it was made as, no counter tells of writes: held, its new bytes would be read."""
+    """Without the tensor as which it was made, no counter shows writes: if held, its new bytes would be read."""
 
     def program() -> list[Tensor]:
         x = leaf()
@@ -960,7 +960,7 @@ def test_a_graph_of_an_earlier_step_is_used_in_a_later_one() -> None:
 
 @pytest.mark.parametrize("last_first", [True, False])
 def test_handles_may_go_in_any_order(last_first: bool) -> None:
-    """Sources' handles before those of what is made from them, and the other way round."""
+    """Sources' handles before those of tensors made from them, and the other way round."""
     session = mixed(Mix(1, drop=1.0, held=0.3, proofs=Proofs.NEVER, admitted=ALL))
     executor = executor_of(session)
     with session, session.step():
@@ -985,12 +985,12 @@ def test_handles_may_go_in_any_order(last_first: bool) -> None:
 
 
 KEPT = {"StepFigures", "CopySpan", "Access", "Extent"}
-"""Types of what is kept of each step, and of what the simulator lists: copies, and accesses to a page of checksums until it is
-set to zero."""
+"""Types of objects kept of each step, and of those that the simulator lists: copies, and accesses to a page of checksums until
+it is set to zero."""
 
 
 def live_objects() -> int:
-    """Tensors, and objects and functions of ours but for `KEPT`."""
+    """Number of tensors, and of our objects and functions except `KEPT`."""
     found = 0
     for one in gc.get_objects():
         module = one.__module__ if type(one) is FunctionType else type(one).__module__
@@ -1011,12 +1011,12 @@ def test_no_memory_grows_without_the_collector(name: str, no_gc: None) -> None:
                 case.loss(model).backward()
                 model.zero_grad()
             device.synchronize()
-            nbytes.append(device.allocated_bytes())  # settles what died meanwhile
+            nbytes.append(device.allocated_bytes())  # handles storages that died meanwhile
             if number % 5 == 4:
                 objects.append(live_objects())
     assert totals_of(session).recomputations > 30
     assert max(nbytes[10:]) <= max(nbytes[:10])
-    # One that stays in each step would be 10. The first ten fill caches.
+    # An object that stays in each step would add 10. The first ten steps fill caches.
     assert max(objects[4:]) < max(objects[2:4]) + 5
     assert executor_of(session)._registry.all() == []
     assert session.pool.stats().num_live == 0
@@ -1076,7 +1076,7 @@ def test_a_watch_does_not_stay_where_another_thread_hooks_in_the_middle_of_a_bac
     with session:
         for _ in range(2):
             with session.step():
-                # The uses of what follows it come before it in backward: they leave the watch, which autograd puts back.
+                # In backward, the uses of tensors made after it come before it: they leave the watch, which autograd restores.
                 _HookOfAnotherThread.apply((x * 2).sin()).exp().tanh().sum().backward()  # type: ignore[no-untyped-call]  # torch's
     assert not [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, CallWatch)]
 

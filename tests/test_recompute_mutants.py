@@ -1,4 +1,4 @@
-"""Each rule that keeps recomputation exact is taken away once, and a test of it must go red.
+"""Remove each rule that keeps recomputation exact once: a test of it must fail.
 
 check(program)                 # as it is: plain PyTorch's bits
 without(rule); check(program)  # other bits, or an error that plain PyTorch does not have
@@ -30,7 +30,7 @@ from tests.test_recompute_exact import ALL, LARGE, SIDE, Program, grads, leaf, o
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc", "each_watch"),
-    # A mutant also breaks what runs when its graph is dropped, where an error can only be reported.
+    # A mutant also breaks code that runs when its graph is dropped, where an error can only be reported.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -38,7 +38,7 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 
 def unproven(admitted: frozenset[str] = ALL) -> Mix:
-    """Everything is dropped, and nothing stands beside the original first."""
+    """Return a mix that drops everything, without running a recipe against its original first."""
     return Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=admitted)
 
 
@@ -80,12 +80,12 @@ def while_others_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def after_autograd_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is recomputed as autograd lets go of a source that others hold: rule 2."""
+    """Recompute nothing when autograd releases a source that others hold: rule 2."""
     monkeypatch.setattr(Rescue, "let_go", nothing)
 
 
 def after_autograds_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is recomputed at autograd's last use of a source, nor before a function of the user's is given it: rule 2."""
+    """Recompute nothing at autograd's last use of a source, or before a user's function receives it: rule 2."""
     monkeypatch.setattr(Rescue, "hand_out", nothing)
     monkeypatch.setattr(Rescue, "let_go", nothing)
 
@@ -175,7 +175,7 @@ def normalised() -> list[Tensor]:
 @pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize("refused", [True, False])
 def test_statistics_that_would_move_twice(refused: bool, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch norm with running statistics is refused, and what it writes is known though its schema says nothing: red without
+    """Batch norm with running statistics is refused, and its writes are known though its schema omits them: red without
     both."""
     if not refused:
         monkeypatch.setattr("chameleon_mm.swap.recomputing.running_statistics", nothing)
@@ -214,8 +214,8 @@ SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duple
 
 
 def recomputed_aside_and_used_here() -> None:
-    """A source is overwritten on a second stream, so what is made from it is recomputed there; the first stream uses that. In
-    plain PyTorch the first one has nothing to wait for."""
+    """A source is overwritten on a second stream, so its result is recomputed there; the first stream uses it. In plain PyTorch
+    the first stream has nothing to wait for."""
     device = cm.SimDevice(SLOW_LINK)
     x = torch.randn(LARGE, LARGE, requires_grad=True)
     expected = torch.autograd.grad((x * 2 + 1).sin().sum(), x)[0]

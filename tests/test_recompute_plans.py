@@ -251,7 +251,7 @@ def test_between_steps_nothing_is_watched() -> None:
 
 
 def differing(monkeypatch: pytest.MonkeyPatch, *, in_proof: bool) -> list[Original]:
-    """Has the first comparison, of a proof or of what was used, find another bit."""
+    """Make the first comparison, of a proof or of a used storage, find another bit."""
     changed: list[Original] = []
     add = Comparisons.add
 

@@ -34,7 +34,7 @@ def rounded(trace: Trace) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def curve(trace: Trace) -> list[int]:
-    """Allocated bytes at each tick, and after the last: what there was, with each storage from its birth to its death."""
+    """Return the allocated bytes at each tick and after the last: the start bytes, and each storage while it lives."""
     change = np.zeros(trace.num_ticks + 2, np.int64)
     here = trace.tensor_born >= 0
     np.add.at(change, trace.tensor_born[here], rounded(trace)[here])
@@ -105,7 +105,7 @@ CASES = {
 
 
 class Training:
-    """A loop as users write it: the loss and the output of a step live on into the next."""
+    """Loop as users write it: the loss and the output of a step live on in the next one."""
 
     def __init__(self, case: Case, device: SimDevice) -> None:
         torch.manual_seed(3)
@@ -316,7 +316,7 @@ def test_what_was_saved_is_told_with_its_ticks(sim: SimDevice) -> None:
     of_a, of_b = (tensors_of(trace)[op.writes[0]] for op in (exp, sin))
     assert [hook.tensor for hook in hooks_of(trace)[:3]] == [exp.writes[0], exp.writes[0], sin.writes[0]]
     assert (of_a.born, of_b.born) == (exp.tick, sin.tick)
-    # `a` is let go of after cos ran; `b` when `held` goes, which is after the product.
+    # `a` is released after cos ran; `b` when `held` goes, after the product.
     assert (of_a.released, of_b.released) == (cos.tick, mul.tick)
     # The operator that saved it is over by the next hook of another: of cos, and in backward.
     assert (of_a.sendable, of_b.sendable) == (1, 3)

@@ -1,4 +1,4 @@
-"""A recorder among all that users do inside a step: the bits of the run without a session, nothing leaked, then a plan.
+"""Recorder in combination with all that users do inside a step: the bits of the run without a session, no leaks, then a plan.
 
 expected = three steps of a program, without a session
 got      = the same in a session: the first is recorded, the others follow its plan
@@ -45,7 +45,7 @@ pytestmark = [
 STEPS = 3
 
 Step = Callable[[Tensor], list[Tensor]]
-"""One step on a leaf: all that it computes."""
+"""Step on a leaf. Returns all that it computes."""
 
 
 def trained(x: Tensor, program: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -83,7 +83,7 @@ def recomputed(x: Tensor, **how: Any) -> list[Tensor]:
 
 
 def beside_a_thread(x: Tensor) -> list[Tensor]:
-    """As replicas of a model do: another thread runs forward and backward of its own, outside of any hooks."""
+    """Run forward and backward on another thread, outside of any hooks, as replicas of a model do."""
     found: list[Tensor] = []
     out = deep(x)
     on_a_thread(lambda: found.extend(trained(x.detach().requires_grad_(), deep)))
@@ -120,7 +120,7 @@ def _raises(grad: Tensor) -> None:
 
 
 class Counts(TorchDispatchMode):
-    """A user's own mode: counts some of what comes by, and runs operators of its own."""
+    """User's own mode, which counts some operators and runs its own."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
@@ -145,7 +145,7 @@ def counted(x: Tensor) -> list[Tensor]:
 
 
 class Doubles(TorchFunctionMode):
-    """A user's own mode, one level up: `tanh` is twice what it is."""
+    """User's own mode, one level up, which doubles `tanh`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -325,7 +325,7 @@ def test_a_recorded_step_and_those_that_follow_its_plan(
     session = opened(sim)
     with caplog.at_level(logging.WARNING, logger="chameleon_mm"):
         assert_same(expected, run(sim, PROGRAMS[name], session))
-    # Nothing that could not be written down.
+    # No warning that something could not be recorded.
     assert [record.message for record in caplog.records if record.name.startswith("chameleon_mm")] == []
     report = session.report()
     assert (report.detailed_steps, report.plan_cache_hits) == (1, STEPS - 1)
@@ -337,8 +337,8 @@ def test_a_recorded_step_and_those_that_follow_its_plan(
 
 @pytest.mark.parametrize("device", [cm.SimDevice, Unwatched], ids=["simulated", "unwatched"])
 def test_a_double_backward_in_recorded_and_planned_steps(device: Callable[[], cm.SimDevice]) -> None:
-    """What is saved again after its use is known by its storage where it stayed, and is another where it was away: a step that
-    moves it and one that does not are two steps to whoever compares them."""
+    """A storage that is saved again after its use is known if it stayed, and new if it was away. A step that moves it therefore
+    compares as another step than one that does not."""
     expected = run(device(), twice, None, steps=6)
     sim = device()
     session = opened(sim)
@@ -354,7 +354,7 @@ TIGHT = ("vmap and jvp", "checkpoint, not reentrant", "evaluation", "a dispatch 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name in TIGHT])
 def test_plans_that_move_what_was_recorded_in_company(name: str) -> None:
-    """Four fifths of what the first step takes, and what the steps return stays: something has to go."""
+    """The budget is four fifths of the first step's memory, and the steps' results stay: some storages have to leave."""
     plain = cm.SimDevice()
     expected = run(plain, PROGRAMS[name], None)
     sim = cm.SimDevice()
@@ -378,7 +378,7 @@ def backward_elsewhere(x: Tensor) -> list[Tensor]:
 
 
 def test_a_backward_on_another_thread_is_left_to_the_default_rule() -> None:
-    """Of its operators nobody tells. After some attempts the step is not recorded any more."""
+    """No mode sees its operators. After some attempts, the step is not recorded any more."""
     steps = RECORDINGS + 3
     device = Unwatched()  # a simulated device's own mode is not on that thread either
     expected = run(Unwatched(), backward_elsewhere, None, steps=steps)
@@ -410,7 +410,7 @@ class Counting:
 
 
 class Fails(TorchDispatchMode):
-    """Below the recorder: an operator that raises, as often as it is told to."""
+    """Mode below the recorder: an operator raises as often as configured."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
@@ -463,7 +463,7 @@ def test_a_recorded_step_that_does_not_end(where: str, error: type[BaseException
 
 
 def test_an_interrupt_that_is_handled_inside_the_step_spoils_the_trace_alone() -> None:
-    """Whether the operator ran, and what was made by then, nobody knows."""
+    """It is unknown if the operator ran, and which tensors existed by then."""
     steps: list[int] = []
 
     def step(x: Tensor) -> list[Tensor]:
@@ -487,7 +487,7 @@ def test_an_interrupt_that_is_handled_inside_the_step_spoils_the_trace_alone() -
 
 
 class Opaque(Tensor):
-    """A wrapper whose storage nobody can look at, and which is a plain tensor as far as operators know."""
+    """Wrapper with an inaccessible storage, which operators treat as a plain tensor."""
 
 
 def test_a_tensor_that_cannot_be_looked_at_costs_the_trace_and_not_the_step(
@@ -517,7 +517,7 @@ def test_a_tensor_that_cannot_be_looked_at_costs_the_trace_and_not_the_step(
 
 
 def test_tracers_pass_through_a_recorder(sim: cm.SimDevice) -> None:
-    """What they run is fake, or traced: the trace is that of the step without them."""
+    """Their operators are fake or traced: the trace is that of the step without them."""
 
     def step(recorder: Recorder, tracer: Callable[[Tensor], object]) -> int:
         with sim.compute(), recorder, RecordingHooks(recorder):
@@ -541,7 +541,7 @@ def test_tracers_pass_through_a_recorder(sim: cm.SimDevice) -> None:
 
 
 def test_a_recorder_is_left_by_identity() -> None:
-    """Whoever is left first, and whoever is above: torch itself would take the innermost away."""
+    """The order of leaving does not matter, nor do the modes above: torch itself would remove the innermost mode."""
     recorder = Recorder(Unwatched())
     above: Any = Counts()
     recorder.__enter__()
@@ -561,7 +561,7 @@ def test_a_recorder_is_left_by_identity() -> None:
     recorder.__enter__()
     below.__exit__(None, None, None)  # takes the recorder away
     assert (is_on(recorder), is_on(below)) == (False, True)
-    recorder.__exit__(None, None, None)  # so what is left is the other's
+    recorder.__exit__(None, None, None)  # removes the remaining mode, the other's
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not is_in_torch_dispatch_mode()
 
@@ -627,12 +627,12 @@ def running_product_in_place(x: Tensor) -> Tensor:
 
 
 def filled(x: Tensor) -> Tensor:
-    """The gradient of what is filled in is a sum over the mask; only that of `masked_fill`'s value is another formula's."""
+    """The gradient of the filled value is a sum over the mask; only that of `masked_fill`'s value has another formula."""
     return (torch.tanh(x).masked_fill(x > 0.25, torch.sin(x[0, 0])) * 3).sin()
 
 
 def filled_last(x: Tensor) -> Tensor:
-    """Nothing is saved after it: the recorder is left by the hook that hands the mask back."""
+    """Save nothing after the mask: the recorder is left by the hook that returns it."""
     return torch.tanh(x).masked_fill(x > 0.25, torch.sin(x[0, 0])) / 3
 
 
@@ -684,7 +684,7 @@ def test_the_second_gradient_has_eagers_bits_and_no_recorder_comes_back() -> Non
 
 @pytest.mark.parametrize("within", ["begin", "end"])
 def test_a_step_that_begins_or_ends_within_a_backward_leaves_the_modes_as_they_were(within: str) -> None:
-    """Autograd takes away what was entered within a backward, and puts back what was left there."""
+    """Autograd removes modes that were entered within a backward, and restores those that were left there."""
     device = cm.SimDevice()
     x = torch.rand(64, 64, requires_grad=True)
     session = cm.SwapSession("64MiB", "16MiB", device, 1)
@@ -711,8 +711,8 @@ def test_a_step_that_begins_or_ends_within_a_backward_leaves_the_modes_as_they_w
 
 
 def overflowing_product(x: Tensor) -> Tensor:
-    """Two factors are too large to be multiplied, so that the formulas differ by more than how they round: the product over a
-    factor is infinite, that of the others is not."""
+    """Two factors are too large to be multiplied, so that the formulas differ by more than rounding: the product over a factor
+    is infinite, that of the others is not."""
     return (x + torch.tensor([1e30, 1e30, 0, 0, 0, 0, 0])).prod(1)
 
 

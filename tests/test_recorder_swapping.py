@@ -1,4 +1,4 @@
-"""What whoever swaps tells the recorder: storages that come back in other memory, claims that end, waits, wrappers, pauses."""
+"""Messages of the swapper to the recorder: storages that return in other memory, claims that end, waits, wrappers, pauses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_claim_that_ends_unused_ends_the_storage(sim: SimDevice) -> None:
 
 
 def test_a_storage_that_dies_under_its_claim_is_released_then(sim: SimDevice) -> None:
-    """A handle that dropped its memory while the model still held the tensor: what comes later is known by a weak reference."""
+    """A handle dropped its memory while the model still held the tensor: its later release is seen by a weak reference."""
     with sim.compute():
         recorder = Recorder(sim)
         with recorder:
@@ -146,7 +146,7 @@ def test_a_subclass_is_recorded_by_what_it_wraps(sim: SimDevice) -> None:
 
 
 def test_composites_are_taken_apart(sim: SimDevice) -> None:
-    """In inference mode they arrive whole, and what they allocate inside would not be seen."""
+    """In inference mode composites arrive whole, and their inner allocations would not be seen."""
     with sim.compute(), torch.inference_mode():
         x, w = square(), square()
         sim.reset_peaks()
@@ -211,7 +211,7 @@ def test_what_the_step_never_touches_is_in_what_it_began_with(sim: SimDevice) ->
             square()
             model.weight.grad = None  # gone without any operator
             square()
-            del aside  # and so is what nobody named
+            del aside  # and so is the unnamed tensor
             square()
         trace = recorder.finish()
     assert trace.start_bytes == 3 * KB
@@ -298,7 +298,7 @@ class _Held:
 
 
 def test_a_step_recorded_under_swapping_is_the_step_without() -> None:
-    """The same operators, storages and lifetimes, whatever swapping drops, copies and allocates meanwhile."""
+    """The operators, storages and lifetimes are equal, regardless of what swapping drops, copies and allocates meanwhile."""
 
     def record(*, swapping: bool) -> Trace:
         device = device_bound()

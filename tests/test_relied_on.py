@@ -1,4 +1,4 @@
-"""What is dropped and recomputed has plain PyTorch's bits, whatever wrote what it was made of in between.
+"""Recomputed storages have plain PyTorch's bits, regardless of writes to their sources in between.
 
     Pointers, kernels of extensions, aliases, hooks and optimizers write activations and buffers that autograd did not save.
     Eager is right, so a session is right: see `complaint` for what "right" is.
@@ -118,7 +118,7 @@ SETTINGS: tuple[Setting, ...] = (*(Budget(share, link) for link in LINKS for sha
 
 
 def problem(case: Case, setting: Setting, kind: str = "sim", *, named: bool | None = None) -> str | None:
-    """What is wrong with a case, in words."""
+    """Return a description of a case's fault, or None."""
     steps = MIXED_STEPS if isinstance(setting, Mixed) else STEPS
     broken = complaint(case, trained(case, setting, kind, steps), kind=kind, named=named)
     return None if broken is None else f"{case}, {setting}: {broken}"
@@ -153,7 +153,7 @@ def test_a_write_that_eager_allows_changes_no_bit_at_any_budget_on_any_link_and_
 @pytest.mark.parametrize("seed", range(10, 13))
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_without_proofs_a_write_is_recomputed_or_named(case: Case, seed: int) -> None:
-    """`Proofs.NEVER`: nothing stood beside the original, so what an unseen write changed in each step may end in the error."""
+    """With `Proofs.NEVER` no original is compared, so a step with an unseen write may end in the error."""
     unseen = not case.program.seen and not case.program.eager_refuses
     assert problem(case, Mixed(seed, Proofs.NEVER), named=case.named_error or unseen) is None
 
@@ -187,11 +187,11 @@ def test_the_programs_are_plain_pytorchs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)  # some 180 trainings, which take minutes on a busy machine
 def test_most_programs_recompute() -> None:
-    """In a budget or with a mix of the diagonal; what does not tests nothing."""
+    """Within a budget or with a mix of the diagonal. A program that recomputes nothing tests nothing."""
 
     def ran_recipes(case: Case, setting: Setting) -> bool:
         done = trained(case, setting)
-        # With a proof each time nothing is dropped: recipes run beside the originals.
+        # With a proof each time nothing is dropped: recipes run while the originals are held.
         return bool(done.proofs if isinstance(setting, Mixed) and setting.proofs is Proofs.EACH else done.recomputed)
 
     pairs = [pair for number in range(len(PROGRAMS)) for pair in diagonal(number)]

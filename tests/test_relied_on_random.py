@@ -49,7 +49,7 @@ FACTORS = (0.5, 0.75, 1.25, 1.5)
 
 @dataclass(frozen=True)
 class Write:
-    """A writer, what it multiplies by, in which steps, and whether in a hook of backward."""
+    """Writer, its factor, the steps in which it writes, and whether it writes in a hook of backward."""
 
     how: str
     by: float
@@ -90,7 +90,7 @@ class RandomProgram(Program):
 
     @classmethod
     def in_each(cls) -> bool:
-        """Whether all of its writes are in each step."""
+        """True if all of its writes are in each step."""
         return all(one.write is None or one.write.every == 1 for one in cls.instructions)
 
     def forward(self) -> Tensor:

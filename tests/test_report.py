@@ -1,4 +1,4 @@
-"""The report: every figure in the dict, honest words, JSON that parses, a page without surprises."""
+"""Report: every figure in the dict, true statements, JSON that parses, and a page without surprises."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_memory_is_read_in_timed_steps_on_the_hosts_clock(swapped: cm.SwapReport
     assert 0 < max(reading.host_bytes for reading in memory) <= swapped.peak_host_bytes
 
 
-# --- the metrics behind it
+# --- the metrics of the report
 
 
 class Lane:
@@ -341,7 +341,7 @@ def test_an_overtaken_move_is_not_charged_for_what_overtook_it(sim: cm.SimDevice
     sim.synchronize()
     lane.metrics.resolve()
     assert lane.move.next_byte == 3 * MIB + 500
-    assert 0 < lane.metrics.totals.copy_us < 200  # 57 us at 54.9 GB/s, and what launching costs the host
+    assert 0 < lane.metrics.totals.copy_us < 200  # 57 us at 54.9 GB/s, and the host's launch time
 
 
 def test_waits_are_the_stall(sim: cm.SimDevice) -> None:
@@ -356,7 +356,7 @@ def test_waits_are_the_stall(sim: cm.SimDevice) -> None:
     lane.metrics.wait(compute, done, "in")  # complete by now: nothing more to wait for
     sim.synchronize()
     lane.metrics.resolve()
-    assert lane.metrics.totals.stall_us - first < 2  # what two records and a wait cost the host
+    assert lane.metrics.totals.stall_us - first < 2  # the host's time for two records and a wait
 
 
 def test_an_untimed_step_records_no_timed_event(sim: cm.SimDevice) -> None:

@@ -1,4 +1,4 @@
-"""The report's page in a headless Chromium: what is drawn is what the report and the plan say, and it can be used.
+"""Report's page in a headless Chromium: its drawings show the report and the plan, and its controls work.
 
 report -> page -> Chromium -> coordinates of paths, text of cells, what is left after clicks
 """
@@ -41,7 +41,7 @@ _FLAGS = (
 
 @contextmanager
 def browser() -> Iterator[Any]:
-    """A driver, whose log has what pages print and what they ask the network for."""
+    """Driver whose log has the pages' console output and network requests."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="the pages are opened by selenium: pip install -e '.[dev]'")
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     driver_path = shutil.which("chromedriver")

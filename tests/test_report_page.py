@@ -1,4 +1,4 @@
-"""The report's page as text and as plain data: what it shows is what the plan, its simulation and the report say."""
+"""Report's page as text and as plain data: it shows the plan, its simulation and the report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def picture(report: cm.SwapReport) -> StepPicture:
 
 
 class Page(HTMLParser):
-    """Checks that what opens closes, in order, and keeps tags, text and what the script works with."""
+    """Check that tags close in order; keep tags, text and the data of the script."""
 
     VOID = frozenset({"meta", "input"})
 

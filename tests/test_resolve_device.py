@@ -1,4 +1,4 @@
-"""Which device a name stands for, what is said about a name that stands for none, and the figures of the simulated ones."""
+"""Device of each name, the errors for other names, and the figures of the simulated devices."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ with cm.SwapSession(device="sim", hbm_budget="64MiB", min_bytes=0):
 
 @without_cuda
 def test_a_script_is_told_once_that_a_gpu_is_simulated_and_that_its_steps_are_not_seen() -> None:
-    """By a script that sets up no logging and makes errors of warnings."""
+    """Checked in a script that sets up no logging and turns warnings into errors."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", SAID], capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
     assert [lines[0], lines[2], lines[4]] == ["asked for", "found", "trained"], done.stderr

@@ -1,4 +1,4 @@
-"""`chameleon-mm run`: a script as it is has the output, files and exit code that it has by Python alone, and is swapped."""
+"""`chameleon-mm run`: an unchanged script has the output, files and exit code that it has by Python alone, and is swapped."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Trained = tuple[Path, dict[str, Ended], dict[str, Any]]
-"""Folder with what each way to train left, alone and swapped; how the swapped ones ended; their reports."""
+"""Folder with the files of each way to train, alone and swapped; how the swapped ones ended; their reports."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`session.run_step`: what a second run finds, when there is none, and what becomes of the budget."""
+"""`session.run_step`: the state that a second run finds, when there is none, and the budget afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = "out of memory: injected. Tried to allocate 1.00 MiB."
 
 
 class Fails:
-    """A step whose first `times` runs find no memory, after what `body` does."""
+    """Step whose first `times` runs find no memory, after `body` has run."""
 
     def __init__(self, times: int, body: Callable[[], object] = lambda: None) -> None:
         self.times = times
@@ -120,7 +120,7 @@ class Branches(nn.Module):
 
 
 def test_gradients_buffers_and_random_states_are_as_they_were(device: Device) -> None:
-    """Whatever the step had done to them: written, replaced, dropped or added."""
+    """The step may write, replace, drop or add them."""
     at = device.torch_device
     with device.compute():
         model = Branches(at)
@@ -166,7 +166,7 @@ def test_gradients_buffers_and_random_states_are_as_they_were(device: Device) ->
 
 
 def test_a_gradient_that_is_still_there_is_filled_again_in_its_place(model: nn.Module) -> None:
-    """As one in a bucket, which others hold."""
+    """A gradient in a bucket is held by others, too."""
     bucket = torch.arange(16.0 * 16 + 8)
     weight = model.get_parameter("0.weight")
     weight.grad = held = bucket[8:].view(16, 16)

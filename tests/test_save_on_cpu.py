@@ -153,7 +153,7 @@ def test_hooks_act_on_the_innermost_manager(device: Device, x: Tensor) -> None:
 
 
 def test_device_memory_is_bounded_while_the_graph_is_alive(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One link's activation is A. Every link of `deep` makes three and saves two; nothing but autograd holds them.
+    """A link's activation is A. Every link of `deep` makes three and saves two; only autograd holds them.
 
     Unswapped, a graph of n links holds 2nA (tanh's result and exp's result), and the chain's own result beside it.
     Swapped, what is held once forward is over is
@@ -163,7 +163,7 @@ def test_device_memory_is_bounded_while_the_graph_is_alive(sim: cm.SimDevice, mo
     """
     nbytes, links = MIB, 24
     leaving_bytes = 8 * nbytes
-    # By its module's full name: in the package that name is the class.
+    # Needs the module's full name: in the package that name is the class.
     monkeypatch.setattr(importlib.import_module("chameleon_mm.api.save_on_cpu"), "LEAVING_BYTES", leaving_bytes)
     x = torch.randn(nbytes // 4, requires_grad=True)
     with sim.compute():
@@ -209,7 +209,7 @@ class Convolutions(nn.Module):
 
 
 class Gated(nn.Module):
-    """Halves of one storage, and the last position of a sequence: the rest of a storage comes back with what was saved."""
+    """Halves of one storage, and the last position of a sequence: the rest of a storage comes back with the saved part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ MODELS: dict[str, tuple[Make, Batch]] = {
     **{f"random {seed}": random_model(seed) for seed in (18, 19, 20)},
 }
 ROWS = (2, 2, 3, 1)
-"""Of the batch of each step: the third is larger than what the first two have shown."""
+"""Rows of each step's batch: the third is larger than the first two have shown."""
 
 
 def train(
@@ -319,9 +319,9 @@ class Synchronous(torch.autograd.graph.saved_tensors_hooks):
         """Bytes of the storages below `min_bytes` that this pass saved. Parameters are there in any case."""
         self.most_small_bytes = 0
         self._saved: dict[int, dict[int, int]] = {}
-        """By the number of the operator, by storage: its bytes."""
+        """Bytes of each storage, keyed by the operator's number and by the storage."""
         self._used: dict[int, int] = {}
-        """By the node of backward: bytes of storages beyond those of the views that it uses."""
+        """Bytes of storages beyond those of the views used, keyed by backward's node."""
         super().__init__(self._pack, self._unpack)
 
     def __enter__(self) -> None:
@@ -357,7 +357,7 @@ class Synchronous(torch.autograd.graph.saved_tensors_hooks):
 
 @dataclass(frozen=True)
 class Takes:
-    """What synchronous hooks take of a model's steps."""
+    """Memory that synchronous hooks take for a model's steps."""
 
     peak_bytes: int
     bound_bytes: int
@@ -392,7 +392,7 @@ def test_it_fits_where_synchronous_hooks_fit_with_plain_eagers_bits(name: str, m
 
 
 def test_what_earlier_passes_have_shown_is_used(sim: cm.SimDevice) -> None:
-    """Of a device with room for half of the activations a second pass uses more than the first, which knows nothing."""
+    """With room for half of the activations, the second pass uses more memory than the first, which knows nothing."""
     held = []
     device = cm.SimDevice(hbm_bytes=24 * MIB)
     with device.compute():
@@ -407,6 +407,6 @@ def test_what_earlier_passes_have_shown_is_used(sim: cm.SimDevice) -> None:
             y.sum().backward()
             del y
             held.append(device.peak_allocated_bytes())
-    # x, its gradient, an operator's input and result, what it saved, and the gradient that goes back: at most 6 of them
+    # x, its gradient, an operator's input, result and saved tensor, and the gradient that goes back: at most 6 of them
     assert held[0] <= 6 * MIB
     assert held[0] < held[1] <= 24 * MIB * DEFAULT_BUDGET_SHARE

@@ -1,4 +1,4 @@
-"""What selective checkpoints keep: swapped where torch shows it to hooks, counted and told where not; always eager's bits.
+"""Tensors that selective checkpoints keep: swapped where torch shows them to hooks, else counted and reported; eager's bits.
 
 expected = a model with selective checkpoints, in plain PyTorch
 got      = the same in a session
@@ -35,7 +35,7 @@ STEPS, BLOCKS, ROWS, WIDTH = 4, 4, 1024, 64
 KEPT_BYTES = BLOCKS * ROWS * 5 * WIDTH * 4
 """Results of the two products of each block."""
 MODE: Any = torch.utils.checkpoint._CachingTorchDispatchMode
-any_checkpoint: Any = checkpoint  # what it takes differs among releases of torch
+any_checkpoint: Any = checkpoint  # its arguments differ among releases of torch
 
 PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 
@@ -52,12 +52,12 @@ Wrap = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 
 
 def called(block: nn.Module, **how: Any) -> Callable[[Tensor], Tensor]:
-    """As a model that holds a partial from long before the session, such as Hugging Face's."""
+    """Return a checkpointed block as a partial that may precede the session, such as Hugging Face's."""
     return partial(any_checkpoint, block, **{"use_reentrant": False, "context_fn": contexts(), **how})
 
 
 class Writes(nn.Module):
-    """A block that writes what the policy keeps."""
+    """Block that writes the tensors that the policy keeps."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def train(
                     y = y + one(y)
                 loss = y.square().mean()
                 loss.backward()
-                with _disable_current_modes():  # what the test keeps is no memory of the device
+                with _disable_current_modes():  # the test's own copies are on no device
                     seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
                 optimizer.step()
                 optimizer.zero_grad()
@@ -148,7 +148,7 @@ def peak_bytes(wrap: Wrap) -> int:
 def test_what_they_keep_is_planned_where_torch_shows_it_and_told_where_not(
     name: str, device: Callable[[], cm.SimDevice]
 ) -> None:
-    """Within a budget that is too little for what they keep, unless that may leave."""
+    """The budget is too small for the kept tensors, unless they may leave."""
     expected = train(WRAPS[name])
     session = cm.SwapSession(peak_bytes(WRAPS[name]) * 3 // 4, "64MiB", device(), min_bytes=4 * KIB)
     assert_same(expected, train(WRAPS[name], session))
@@ -180,7 +180,7 @@ def test_what_may_not_leave_stays_and_is_told(name: str) -> None:
 
 
 def test_steps_over_the_budget_by_what_they_keep_are_planned_once() -> None:
-    """A plan over the budget is no reason to plan again in each step, as one that turned out too small is."""
+    """A plan above the budget is, unlike one that turned out too small, no reason to plan again in each step."""
     wrap = STAY["False by the user"] if SHOWS else WRAPS["a partial"]
     expected = train(wrap, steps=8)
     session = cm.SwapSession(peak_bytes(wrap) * 5 // 8, "64MiB", cm.SimDevice(), min_bytes=4 * KIB)

@@ -1,4 +1,4 @@
-"""A session's phases and errors, its budget at every step, what it learns, and what it leaves behind: nothing."""
+"""Phases and errors of a session, its budget at every step, and what it learns. Afterwards nothing of it remains."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_report_from_another_thread_in_the_middle_of_a_step(device: Device) ->
         del out
 
 
-# --- what it leaves behind
+# --- remains of a session
 
 
 def test_an_exception_in_a_step_leaves_no_block_and_the_next_step_is_right(device: Device) -> None:
@@ -259,7 +259,7 @@ def block() -> nn.Module:
 
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=1.0, d2h_gbps=1.0, duplex_gbps=1.5)
-"""A copy takes far longer than the op beside it: what is on its way out stays until somebody waits for it."""
+"""Slow enough that a copy takes far longer than the operator next to it: a storage on its way out stays until a wait."""
 
 LINKS = {"fast link": SPECS["h200"], "slow link": SLOW_LINK}
 
@@ -269,7 +269,7 @@ TRANSFORMER = Workload(lambda: nn.Sequential(*(block() for _ in range(6))), (32,
 
 @dataclass
 class Trained:
-    """What each step did."""
+    """Figures of each step."""
 
     session: cm.SwapSession | None
     peaks: list[int]
@@ -379,11 +379,11 @@ def test_the_second_step_prefetches_what_the_first_fetched_on_demand(sim: cm.Sim
     swapped = train(MLP, cm.SimDevice(), hbm_budget=budget, plans=False)
     assert swapped.prefetches[0] == 0 < swapped.prefetches[1]
     assert swapped.on_demand[1] < swapped.on_demand[0]
-    assert swapped.prefetches[1:] == [swapped.prefetches[1]] * 3  # a repeated step repeats what it learned
+    assert swapped.prefetches[1:] == [swapped.prefetches[1]] * 3  # a repeated step repeats the learned order
 
 
 def test_an_order_that_is_not_the_reverse_is_learned(sim: cm.SimDevice) -> None:
-    """Two graphs, the first one's backward first, as pipelines do: where it ends, reverse order names nothing to come."""
+    """Two graphs, the first one's backward first, as in pipelines: at its end, the reverse order predicts no further use."""
     x, y = (torch.randn(512, 512, requires_grad=True) for _ in range(2))
     session = cm.SwapSession(12 * MIB, "64MiB", sim, plans=False)
     on_demand: list[int] = []

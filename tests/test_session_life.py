@@ -1,4 +1,4 @@
-"""Everything of a session goes by reference count alone, with every option, however the session ends."""
+"""Everything of a session is freed by reference counts alone, with every option, however the session ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Training:
         return loss
 
     def refs(self) -> dict[str, weakref.ref[Any]]:
-        """What is not to outlive the training."""
+        """Objects that must not outlive the training."""
         weight = next(self.model.parameters())
         return {"model": weakref.ref(self.model), "optimizer": weakref.ref(self.optimizer), "weight": weakref.ref(weight)}
 
@@ -87,8 +87,8 @@ WAYS = [in_steps, with_an_error, with_a_snapshot]
 
 
 def left_after(run: Callable[[], dict[str, weakref.ref[Any]]], device: Device) -> tuple[list[str], int]:
-    """Names of what outlived `run`, and the bytes of device memory that it left."""
-    alive_after(run())  # with it what torch makes once, such as cuBLAS's workspace
+    """Return the names of objects that outlived `run`, and the bytes of device memory that it left."""
+    alive_after(run())  # includes objects that torch makes once, such as cuBLAS's workspace
     before = device.allocated_bytes()
     alive = alive_after(run())
     device.synchronize()
@@ -96,7 +96,7 @@ def left_after(run: Callable[[], dict[str, weakref.ref[Any]]], device: Device) -
 
 
 def alive_after(refs: dict[str, weakref.ref[Any]]) -> list[str]:
-    """Names of what stays alive: autograd's own thread lets go of a backward some time after that has returned."""
+    """Return the names of live objects: autograd's own thread frees a backward some time after it has returned."""
     for _ in range(200):
         if all(ref() is None for ref in refs.values()):
             break

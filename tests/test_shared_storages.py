@@ -1,4 +1,4 @@
-"""Storages that several saved tensors share without sharing a version counter: each comes back as it was when it was saved.
+"""Storages shared by several saved tensors without a shared version counter: each comes back as it was when it was saved.
 
 The reference is plain PyTorch: the same program on plain tensors, with none of our code and no dispatch mode around it.
 """
@@ -24,8 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 ROWS, COLUMNS = 16, 32
 
 Program = Callable[[], list[Tensor]]
-"""Builds its tensors from a seed, runs forward under the hooks that are installed, and returns the loss and what requires
-gradients."""
+"""Program that builds its tensors from a seed, runs forward under the installed hooks, and returns the loss and the leaves."""
 
 
 def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -70,7 +69,7 @@ def set_over_one_storage() -> list[Tensor]:
 
 
 class FillsItsSlice(torch.autograd.Function):
-    """Saves one slice of a buffer that it fills without telling the version counter, as a kernel of one's own does."""
+    """Function that saves one slice of a buffer, which it fills without moving the version counter, as a user's kernel does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffer: Tensor, number: int) -> Tensor:
@@ -93,7 +92,7 @@ def buffer_filled_slice_by_slice() -> list[Tensor]:
 
 
 def buffer_of_many_slices() -> list[Tensor]:
-    """So many that each is gathered alone, until the rest of the buffer moves in one copy."""
+    """Save so many slices that each is gathered alone, until the rest of the buffer moves in one copy."""
     x = _leaf(4, COLUMNS)
     buffer, y = torch.zeros(24, 4, COLUMNS), x
     for number in range(len(buffer)):
@@ -109,7 +108,7 @@ def half_written_by_the_operator_that_saves_the_other() -> list[Tensor]:
 
 
 class WritesBetweenOperators(torch.autograd.Function):
-    """Saves what it wrote since an operator that it called, which is the last one that autograd has counted."""
+    """Save the tensor written after the operator that it called, which is the last one that autograd has counted."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, other: Tensor) -> Tensor:
@@ -127,7 +126,7 @@ class WritesBetweenOperators(torch.autograd.Function):
 
 
 class WritesUnseenBetweenOperators(WritesBetweenOperators):
-    """As above, behind autograd's back: no version tells."""
+    """Variant that autograd does not see: no version counter moves."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, other: Tensor) -> Tensor:
@@ -173,7 +172,7 @@ PROGRAMS: dict[str, Program] = {
 def run(
     program: Program, hooks: Callable[[], AbstractContextManager[Any]], copied: Callable[[], None] = lambda: None
 ) -> list[Tensor]:
-    """Loss and gradients. `copied` waits for copies: what is used after it comes from them, not from where they began."""
+    """Return loss and gradients. `copied` waits for copies: later uses read the copies, not their sources."""
     torch.manual_seed(0)
     with hooks():
         loss, *leaves = program()
@@ -230,7 +229,7 @@ def _red(sim: cm.SimDevice) -> list[str]:
 
 
 def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version numbers of different counters compared, as if they said something."""
+    """Mutant: compares version numbers of different counters."""
 
     def by_number(self: SavedBytes, later: SavedBytes, *, same_bytes: bool = False) -> bool:
         return self.expected == later.expected and not self.moved
@@ -243,7 +242,7 @@ def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch
 def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(
     sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who made a tensor, taken for an answer to when it was written."""
+    """Mutant: the operator that made a tensor is taken for its last writer."""
 
     def by_maker(self: Slot, saved: SavedBytes, t: Tensor) -> bool:
         if self.began_in is None:
@@ -256,13 +255,13 @@ def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(
 
 
 def test_without_the_place_that_called_it_an_operator_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd's number alone, which a function of one's own shares with the last operator that it ran."""
+    """Mutant: uses autograd's number alone, which a custom function shares with the last operator that it ran."""
     monkeypatch.setattr("chameleon_mm.swap.slot.call_site", lambda: None)
     assert "written unseen between operators" in _red(sim)
 
 
 def test_a_thread_has_a_number_that_no_earlier_one_had() -> None:
-    """The system's own are used again: an operator of a thread that ended would be one of its successor's."""
+    """The system's thread numbers are reused: an operator of an ended thread would be one of its successor's."""
     numbers: list[int] = []
     for _ in range(20):
         thread = Thread(target=lambda: numbers.append(current_operator()[0]))
@@ -272,7 +271,7 @@ def test_a_thread_has_a_number_that_no_earlier_one_had() -> None:
 
 
 def test_without_the_rule_of_bytes_it_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of other bytes under the same counter taken for one of these."""
+    """Mutant: takes a copy of other bytes under the same counter for one of these."""
     monkeypatch.setattr(SavedBytes, "covers", lambda self, other: True)
     assert {"slice through .data", "buffer"} <= set(_red(sim))
 
@@ -281,7 +280,7 @@ def test_without_the_rule_of_bytes_it_goes_red(sim: cm.SimDevice, monkeypatch: p
 
 
 def bytes_out(sim: cm.SimDevice, forward: Callable[[Tensor], Tensor]) -> int:
-    """Bytes that `save_on_cpu` copies out for what `forward` makes of a leaf."""
+    """Return the bytes that `save_on_cpu` copies out for the tensors that `forward` makes of a leaf."""
     with cm.PinnedPool("64MiB", device=sim) as pool, sim.compute():
         hooks = cm.save_on_cpu(device=sim, min_bytes=0, pool=pool)
         x = _leaf(ROWS, COLUMNS)
@@ -312,7 +311,7 @@ def test_what_one_operator_saves_of_a_storage_is_one_copy(sim: cm.SimDevice) -> 
         return up * gate.sin()
 
     assert bytes_out(sim, both_in_one) == WHOLE
-    # Whichever half the product saves first: the copy for the gate begins at its first hook. And what sin returns.
+    # The product may save either half first: the copy for the gate begins at its first hook. The other storage is sin's result.
     assert bytes_out(sim, gated) == bytes_out(sim, gated_in_turn) == WHOLE + WHOLE // 2
 
 
@@ -327,7 +326,7 @@ def test_views_of_what_was_saved_whole_need_no_copy(sim: cm.SimDevice) -> None:
 
 
 def test_a_part_that_comes_late_crosses_alone(sim: cm.SimDevice) -> None:
-    """Under one counter nobody can tell a part that was written before from one that was written since: it is copied itself."""
+    """Under one counter, a part written before cannot be told from one written since: the part itself is copied."""
     w = nn.Parameter(torch.randn(COLUMNS, 2 * COLUMNS))
 
     def late_half(x: Tensor) -> Tensor:
@@ -359,7 +358,7 @@ def test_a_loop_over_slices_does_not_copy_the_storage_for_each(sim: cm.SimDevice
 
 
 def test_a_plan_moves_a_storage_once_that_is_saved_in_parts(sim: cm.SimDevice) -> None:
-    """The recorded step copies again what comes late; the plan begins the copy when all of it was saved."""
+    """The recorded step copies a late part again; the plan begins the copy when all of it was saved."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(64, 192) for _ in range(4)])
 

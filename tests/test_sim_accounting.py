@@ -1,4 +1,4 @@
-"""What the simulator counts as allocated: the storages that are alive, rounded as the caching allocator rounds, and no more."""
+"""Memory that the simulator counts as allocated: the live storages, rounded as the caching allocator rounds, and no more."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_forward_and_backward_term_by_term(sim: SimDevice) -> None:
         z = y.exp()  # saves its result
         loss = z.sum()  # 512 bytes for one number
         assert sim.allocated_bytes() == 4 * KB + 512
-        del y  # nobody saved it
+        del y  # not saved
         assert sim.allocated_bytes() == 3 * KB + 512
         del z  # held by the graph
         assert sim.allocated_bytes() == 3 * KB + 512

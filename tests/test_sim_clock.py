@@ -188,7 +188,7 @@ def test_an_event_of_another_device_is_refused(device: SimDevice) -> None:
 
 
 SPEC = dataclasses.replace(SPECS["a100"], hbm_gbps=1.0, fp32_tflops=1e-3, bf16_tflops=1e-2)
-"""So slow that every price is far above the shortest kernel: 1000 B/us, 1000 float32 and 10_000 bfloat16 FLOPs per us."""
+"""GPU with prices far above the shortest kernel: 1000 B/us, 1000 float32 and 10_000 bfloat16 FLOPs per us."""
 
 COST = CostModel(spec=SPEC, matmul_efficiency=1.0, memory_efficiency=1.0, shortest_kernel_us=1e-3, launch_us=1e-6)
 
@@ -197,7 +197,7 @@ def price(op: Callable[..., object], *args: object) -> float:
     """Device time of `op` in microseconds, on a stream that the host keeps busy."""
     device = SimDevice(SPEC, cost=COST)
     with device.compute():
-        torch.ones(10_000)  # so long that launching is hidden behind it
+        torch.ones(10_000)  # long enough to hide the launch
         start = device.current_stream().record(timed=True)
         op(*args)
         end = device.current_stream().record(timed=True)

@@ -1,4 +1,4 @@
-"""Memory of the simulator: poison where nothing is, late copies, buffers held weakly, and errors for what was given back."""
+"""Memory of the simulator: poison in unwritten memory, late copies, weakly held buffers, and errors for freed memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_freed_buffer_is_poison_to_whoever_kept_it(lax: SimDevice) -> None:
 
 
 def test_a_freed_buffer_that_someone_else_holds_is_theirs(sim: SimDevice) -> None:
-    """Whoever lets go of its own reference must not change the user's tensor, or what another record of the storage holds."""
+    """Freeing one reference must not change the user's tensor, or the data that another record of the storage holds."""
     users = sim.current_stream().alloc(N).fill_(2)
     sim.current_stream().free(users.detach())
     assert users.tolist() == [2] * N
@@ -83,7 +83,7 @@ def test_a_destination_is_poison_until_somebody_waits(lax: SimDevice) -> None:
     h2d, host, dst = lax.new_stream("h2d"), lax.alloc_pinned(N).fill_(3), lax.current_stream().alloc(N).fill_(3)
     h2d.copy(dst, host)
     arrived = h2d.record()
-    assert is_poison(dst)  # though what was there before happened to be right
+    assert is_poison(dst)  # although the earlier bytes happened to be right
     lax.current_stream().wait(arrived)
     assert dst.tolist() == [3] * N
 
@@ -138,7 +138,7 @@ def test_a_storage_at_a_recycled_id_is_another(sim: SimDevice) -> None:
 
 @pytest.mark.usefixtures("no_gc")
 def test_a_plain_storage_at_the_id_of_dropped_pinned_memory_is_plain(sim: SimDevice) -> None:
-    """Nothing has told the ledger of the death when the id is used again."""
+    """The ledger has not seen the death when the id is used again."""
     for _ in range(1_000):
         pinned = sim.alloc_pinned(N)
         key = id(pinned.untyped_storage())

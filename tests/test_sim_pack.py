@@ -67,7 +67,7 @@ def _round_trip(sim: SimDevice, stream: SimStream, sizes: Sequence[int], offsets
     want = before.clone()
     for source, offset in zip(sources, offsets, strict=True):
         want[offset : offset + source.numel()] = source
-    assert torch.equal(staging, want)  # and no byte beside
+    assert torch.equal(staging, want)  # and no other byte
     assert all(torch.equal(end, source) for end, source in zip(back, sources, strict=True))
 
 
@@ -83,7 +83,7 @@ def test_what_is_packed_and_unpacked_is_what_it_was(layout: list[tuple[int, int]
 
 
 def test_on_a_stream_of_copies_packing_is_as_late_as_they_are(sim: SimDevice) -> None:
-    """A pack on one stream, the copy of what it packed on another: the wait carries both out, in order."""
+    """Pack on one stream, copy the packed buffer on another: the wait carries both out, in order."""
     sources, staging, host = _filled(sim, [64, 64]), _filled(sim, [256])[0], _host(sim, [256])[0]
     side, d2h = sim.new_stream("side"), sim.new_stream("d2h")
     side.pack(staging, sources, [0, 128])
@@ -138,7 +138,7 @@ def test_each_source_and_each_place_takes_part_in_race_detection(sim: SimDevice)
         SimRaceError, match=rf"write of bytes \[0, 64\) .* not ordered after read of bytes \[0, 64\) by {packed}"
     ):
         other.copy(sources[1], host)
-    other.copy(host, sources[0])  # a read beside a read
+    other.copy(host, sources[0])  # two reads at the same time
 
 
 def test_memory_that_was_handed_back_is_not_packed(sim: SimDevice) -> None:

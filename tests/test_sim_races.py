@@ -59,7 +59,7 @@ def test_what_the_host_saw_complete_is_ordered(sim: SimDevice, look: Callable[[S
 
 @pytest.mark.usefixtures("no_gc")
 def test_a_bare_drop_is_ordered_by_what_the_host_saw(sim: SimDevice) -> None:
-    """No call on the owner's stream tells it of the synchronisation; the drop is after it all the same."""
+    """No call on the owner's stream shows it the synchronisation; the drop still comes after it."""
     host, d2h = sim.alloc_pinned(N), sim.new_stream("d2h")
     x = sim.current_stream().alloc(N)
     d2h.wait(sim.current_stream().record())
@@ -173,7 +173,7 @@ class Oracle:
         return False
 
     def races(self, node: int, touched: list[tuple[str, range, bool]]) -> bool:
-        """Whether the accesses of `node` conflict with an unordered earlier one; remembers them."""
+        """True if the accesses of `node` conflict with an unordered earlier one. Records the accesses."""
         racy = any(
             buffer == other and (write or wrote) and set(where) & set(there) and not self.reaches(earlier, node)
             for buffer, where, write in touched
@@ -209,7 +209,7 @@ class Program:
         self.events: list[tuple[SimEvent, int]] = []
 
     def step(self) -> tuple[bool, Callable[[], None]]:
-        """The next piece of work: whether it races by the oracle, and what to call on the simulator."""
+        """Return the next piece of work: True if it races by the oracle, and the call on the simulator."""
         kind = self.choose.choice(["copy", "copy", "copy", "kernel", "record", "record", "wait", "wait", "wait", "host", "see"])
         if kind == "copy":
             return self._copy()
@@ -296,7 +296,7 @@ def test_random_programs_race_exactly_where_reachability_says(seed: int, length:
 @settings(max_examples=200)
 @given(seed=st.integers(0, 2**32), length=st.integers(1, 40))
 def test_late_copies_deliver_what_program_order_delivers(seed: int, length: int) -> None:
-    """Skipping what races leaves a program without races; with the detector off its bytes must be the same."""
+    """Without its racy work, a program has no races; with the detector off its bytes must be the same."""
     program = Program(seed, check_races=False)
     for _ in range(length):
         undo = program.undo()

@@ -1,4 +1,4 @@
-"""Lines of the repository, by part: each at most what stands here.
+"""Lines of the repository, by part: each at most the number given here.
 
 A change that deletes lowers its number. A raised number needs a reason, which CONTRIBUTING.md asks for under "Size".
 """

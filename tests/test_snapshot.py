@@ -1,4 +1,4 @@
-"""Snapshots in host memory: restored, training goes on as plain PyTorch's does, whatever was away and wherever it is then.
+"""Snapshots in host memory: after a restore, training continues as in plain PyTorch, wherever the state is.
 
 The reference is plain PyTorch on the same device, with nothing of ours around it.
 """
@@ -129,7 +129,7 @@ def test_one_that_finds_no_device_memory_is_restored_once_there_is_some(
 
 
 def test_restoring_takes_no_more_device_memory_than_the_window(sim: cm.SimDevice) -> None:
-    """What is away is written where it is: on the host."""
+    """State that is away is written on the host."""
     with sim.compute():
         training = Training("AdamW, foreach", sim.torch_device)
         session = session_of(training, sim, "parameters")
@@ -240,7 +240,7 @@ def test_its_memory_goes_back_when_it_is_released_replaced_or_dropped(device: De
             session.snapshot()
             assert pool.stats().requested_bytes == second.nbytes
             kept = session.snapshot()
-        assert pool.stats().requested_bytes == kept.nbytes  # what somebody holds outlives the session
+        assert pool.stats().requested_bytes == kept.nbytes  # a snapshot that is held outlives the session
         kept.release()
     assert pool.stats().live_bytes == 0
 
@@ -345,7 +345,7 @@ def test_a_step_that_fails_before_its_optimizer_runs_again_without_one(device: D
 
 
 def _failing_once() -> Callable[..., None]:
-    """A hook that finds no memory in its first call."""
+    """Hook that finds no memory in its first call."""
     calls: list[int] = []
 
     def hook(*_: object) -> None:

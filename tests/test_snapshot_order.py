@@ -1,4 +1,4 @@
-"""Note [Snapshot], broken on purpose: copies that do not stay in order with compute, a host that does not wait for them."""
+"""Note [Snapshot], broken on purpose: copies out of order with compute, a host that does not wait for them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.observed import SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
-    # A mutant also breaks what is freed afterwards, where an error can only be reported.
+    # A mutant also breaks code that frees memory later, where an error can only be reported.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
 class _Beside:
-    """A home whose compute stream, to whoever copies for snapshots, is another one."""
+    """Home that gives snapshots a compute stream other than the real one."""
 
     def __init__(self, home: Home, *, waits: bool) -> None:
         self._home, self._waits = home, waits
@@ -43,7 +43,7 @@ class _Beside:
 
 
 def train(kind: str, beside: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps, a snapshot, a step, back to it. `beside`: what goes on a stream of its own, "take" or "restore"."""
+    """Two steps, a snapshot, a step, back to it. `beside`: copies on a stream of their own, "take" or "restore"."""
     device = cm.SimDevice(SLOW_LINK)
     with device.compute():
         training = Training("AdamW, foreach", device.torch_device)
@@ -78,7 +78,7 @@ def test_as_it_is_it_stays_green(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("beside", ["take", "take, waits", "restore", "restore, waits"])
 def test_copies_beside_compute_race(beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether their stream waits for what compute wrote or not: compute does not wait for it before it writes or reads next."""
+    """Compute does not wait for their stream before its next access. It does not matter if their stream waits for compute."""
     with pytest.raises(SimRaceError):
         train("optimizer", beside, monkeypatch)
 

@@ -1,4 +1,4 @@
-"""Snapshots on disk: plain PyTorch goes on from the checkpoint, and no checkpoint is ever a half of one.
+"""Snapshots on disk: plain PyTorch continues from the checkpoint, and no checkpoint is ever incomplete.
 
 The reference is plain PyTorch on the same device, with nothing of ours around it.
 """
@@ -80,7 +80,7 @@ def test_plain_pytorch_goes_on_from_the_checkpoint(kind: str, name: str, device:
 
 
 class Turned(nn.Module):
-    """Weights of which some lie in memory by channels last, and one has two names."""
+    """Weights, some of which lie in memory by channels last, and one of which has two names."""
 
     def __init__(self, at: torch.device) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def turned_training(at: torch.device) -> tuple[Turned, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said by torch's load of whoever has no process group
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's load says so without a process group
 def test_torchs_own_load_reads_it_into_tensors_with_strides_of_their_own(device: Device, tmp_path: Path) -> None:
     at = device.torch_device
     plain, optimizer = turned_training(at)
@@ -243,7 +243,7 @@ def test_a_process_that_is_killed_in_a_write_leaves_a_whole_checkpoint(
     for number in range(done, 6):
         again.step(number)
     assert same(again.outcome(), plainly("AdamW, foreach", torch.device("cpu"), range(6)))
-    write = written(path)  # the one after it takes the place of what was left, and needs nobody to clean up
+    write = written(path)  # the next write replaces the leftovers, which need no clean-up
     assert names(tmp_path) == ["run"]
     assert write.path == path
     assert list(read(path)["model"]) == ["weight", "bias"]
@@ -373,7 +373,7 @@ def test_a_write_that_fails_raises_at_its_wait_and_leaves_the_checkpoint_before(
 
 
 def test_a_file_that_the_system_refuses_to_let_grow_is_one_line(sim: cm.SimDevice, tmp_path: Path) -> None:
-    """As on a full disk: torch's archive raises an error of its own over the system's."""
+    """A full disk does the same: torch's archive raises its own error over the system's."""
     path = written(tmp_path / "run").path
     before = contents(path)
     most, limits = 100_000, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -469,7 +469,7 @@ def test_two_writers_of_one_checkpoint_do_not_mix(
 
 
 def test_a_planted_lock_or_leftover_is_not_followed(tmp_path: Path) -> None:
-    """By `wait`, as `OSError`: what the links lead to is unchanged, and so is the earlier checkpoint."""
+    """`wait` raises `OSError`. The targets of the links are unchanged, and so is the earlier checkpoint."""
     path = written(tmp_path / "run").path
     before = contents(path)
     (tmp_path / "mine").mkdir()
@@ -484,7 +484,7 @@ def test_a_planted_lock_or_leftover_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_many_writers_of_one_checkpoint_leave_one_of_theirs(tmp_path: Path) -> None:
-    """Threads, each with a folder of its own: those that meet another are refused, and the others follow one another."""
+    """Threads, each with a folder of its own: those that meet another are refused, and the others run one after another."""
     path = tmp_path / "run"
     ended: list[int | None] = []
 

@@ -25,11 +25,11 @@ from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.units import MIB
 
 SETTLED = 3
-"""Steps after which nothing is new: the first allocates gradients and optimizer state, the second prefetches for the first
+"""Steps after which no step differs: the first allocates gradients and optimizer state, the second prefetches for the first
 time, the third repeats the second."""
 
 MANY = 1_400
-"""Steps enough for a few bytes kept in each to be told from what glibc rounds up."""
+"""Enough steps to distinguish a few bytes kept in each from glibc's rounding."""
 
 CONFIG = GPTConfig(layers=1, width=16, heads=2, context=16)
 BATCH = 8
@@ -39,15 +39,15 @@ LEAST_BYTES = 256
 
 @dataclass
 class Soaked:
-    """What every step left behind, and what the run gave."""
+    """Results of every step and of the run."""
 
     losses: list[float] = field(default_factory=list)
-    """Of float32, so a Python float holds every bit of them."""
+    """Float32 values: a Python float holds every bit of them."""
     weights: list[Tensor] = field(default_factory=list)
     random_state: Tensor = field(default_factory=lambda: torch.empty(0))
     allocated_bytes: list[int] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
-    """Of each step alone."""
+    """Peak of each step alone."""
     live_blocks: list[int] = field(default_factory=list)
     reserved_bytes: list[int] = field(default_factory=list)
     objects: list[int] = field(default_factory=list)
@@ -114,7 +114,7 @@ def test_many_steps_leave_nothing_behind(steps: int, monkeypatch: pytest.MonkeyP
     assert set(swapped.live_blocks) == {0}
     assert len(set(swapped.reserved_bytes)) == 1
 
-    # One object kept per step would be half as many as steps. Figures of the latest 10,000 steps are kept, one object each.
+    # An object per step would add half as many as steps. Figures of the latest 10,000 steps are kept, one object each.
     half, end = swapped.objects
     assert abs(end - half) < 100, f"{half}, then {end} objects"
     if steps < MANY:

@@ -1,5 +1,5 @@
-"""The stand-in's operators: on "cuda" they give the CPU's bits, and keep to what a GPU's would do about streams and graphs.
-Random numbers, CUDA graphs, and which bytes the runtime is told of.
+"""Stand-in's operators: on "cuda" they give the CPU's bits, and treat streams and graphs as a GPU's do. Random numbers, CUDA
+graphs, and which bytes the runtime is told of.
 
 These tests are about the stand-in itself. On a GPU there is nothing to test here.
 """
@@ -45,7 +45,7 @@ DRAWN = {
 """Operators that draw random numbers: the device's generator is not the CPU's."""
 
 UNSET = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-"""Operators whose result is whatever the memory held."""
+"""Operators whose result is uninitialized memory."""
 
 OF_THE_CPU = {"histogram", "histogramdd", "sparse_mm_reduce", "tensor_split"}
 """Operators that torch has on the CPU alone, or with an argument on the CPU."""

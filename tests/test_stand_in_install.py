@@ -1,4 +1,4 @@
-"""What stands in the way of the stand-in is said in one sentence, before anything is made. No CUDA is needed here."""
+"""Each obstacle to the stand-in is reported in one sentence, before anything is made. No CUDA is needed here."""
 
 from __future__ import annotations
 

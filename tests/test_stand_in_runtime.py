@@ -1,4 +1,4 @@
-"""The stand-in's CUDA runtime: wrong programs are named, right ones are not, and both run the same way every time.
+"""Stand-in's CUDA runtime: wrong programs are named, right ones are not, and both run the same way every time.
 
     wrong(cuda); cuda.violations() == ["... the write by A ... is not ordered after the read by B ..."]
     right(cuda); cuda.violations() == []
@@ -95,7 +95,7 @@ def path_of_runtime() -> str:
 
 
 def without_torch(expression: str, mode: str, **more: str) -> str:
-    """What a process prints that loads the runtime alone, and no torch: an expression over `calls` and `cuda`."""
+    """Return the output of a process that loads the runtime alone, without torch: an expression over `calls` and `cuda`."""
     script = (
         "import importlib.util, json, sys\n"
         f"spec = importlib.util.spec_from_file_location('calls', {str(ROOT / 'tests' / '_stand_in_calls.py')!r})\n"
@@ -112,7 +112,7 @@ def without_torch(expression: str, mode: str, **more: str) -> str:
 
 @pytest.mark.parametrize("mode", ["late", "early"])
 def test_the_same_seed_has_the_same_outcome_20_of_20(mode: str) -> None:
-    """What the bytes are in the end, and the text of each violation, in 20 processes."""
+    """The final bytes and the text of each violation are the same in 20 processes."""
     outcomes = {without_torch("[calls.random_copies(cuda, seed) for seed in range(5)]", mode) for _ in range(20)}
     assert len(outcomes) == 1
     assert all(violations for _, violations in json.loads(outcomes.pop()))  # each seed has some, so that texts are compared
@@ -139,7 +139,7 @@ def test_a_stream_that_was_destroyed_leaves_its_history(cuda: Runtime) -> None:
 
 
 def test_cuda_free_waits_for_the_one_stream_that_used_the_memory(cuda: Runtime) -> None:
-    """Torch's empty_cache relies on it: what its stream still does with a free block is done when cudaFree returns."""
+    """Torch's empty_cache relies on it: the stream's work with a free block is done when cudaFree returns."""
     device, host, stream = cuda.malloc(64), cuda.pinned(64), cuda.stream()
     ctypes.memset(host, 0, 64)
     cuda.fill(device, 6, 64, stream)
@@ -159,7 +159,7 @@ def test_memory_whose_only_stream_was_destroyed_may_be_freed(cuda: Runtime) -> N
 
 @pytest.mark.parametrize(("mode", "bytes_read"), [("late", [5, 255]), ("early", [7, 255])])
 def test_a_missing_wait_is_a_wrong_number(mode: str, bytes_read: list[int]) -> None:
-    """Late: the copy to wait for has not run. Both: what an operator wrote is hidden until something is ordered after it."""
+    """Late: the copy to wait for has not run. Both: an operator's output is hidden until work is ordered after it."""
     assert json.loads(without_torch("calls.read_too_soon(cuda)", mode)) == bytes_read
 
 

@@ -1,4 +1,4 @@
-"""Known steps: kept by use, guessed by what followed what, told apart at the first hook that tells."""
+"""Known steps: kept by use, guessed from the order of steps, distinguished at the first hook that differs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WORDS = st.lists(st.text("ab", max_size=6), max_size=8, unique=True)
 
 @given(WORDS, st.text("abc", max_size=7), st.integers(1, 8), st.randoms())
 def test_what_agrees_with_all_hooks_so_far_is_followed(texts: list[str], text: str, capacity: int, rng: Random) -> None:
-    """Of several, the step that was followed already, else the latest used. Hooks of the followed one need not be told."""
+    """Among several, the followed step is kept, else the latest used. Hooks of the followed step need not be reported."""
     cache = knowing(*texts, capacity=capacity)
     known = list(dict.fromkeys(reversed(texts)))[:capacity]  # the latest used first
     guess, followed = cache.begin_step(), known[:1]
@@ -73,7 +73,7 @@ def test_what_agrees_with_all_hooks_so_far_is_followed(texts: list[str], text: s
 
 
 def hits_at_once(cache: StepCache[str], pattern: str, rounds: int, settle: int) -> bool:
-    """Whether from round `settle` on every step of `pattern`, one for each letter, was guessed before its first hook."""
+    """True if, from round `settle` on, every step of `pattern` (one per letter) was guessed before its first hook."""
     guesses = [run(cache, name * 3)[0] == name * 3 for _ in range(rounds) for name in pattern]
     return all(guesses[settle * len(pattern) :])
 
@@ -109,7 +109,7 @@ def test_a_step_that_did_not_end_teaches_nothing() -> None:
     assert not cache.follow(0, ("a",))
     guess = cache.begin_step()
     assert guess is not None
-    assert guess.plan == "bb"  # the most recently used: nobody knows what came before
+    assert guess.plan == "bb"  # the most recently used: the step before is unknown
 
 
 def test_what_followed_a_step_that_is_gone_is_not_guessed() -> None:

@@ -1,4 +1,4 @@
-"""The loop that runs a compiled plan: its steps are eager's, and leaving it costs a word to the director.
+"""Loop that runs a compiled plan: its steps are eager's, and leaving it is reported to the director once.
 
 The reference is plain PyTorch: the same program with no session, no simulated device and no mode around it.
 """
@@ -35,7 +35,7 @@ MACHINES = [OnSim, pytest.param(OnCuda, marks=pytest.mark.gpu)]
 
 SIDE, LAYERS, STEPS = 128, 6, 5
 ROOM = 10 * SIDE * SIDE * 4
-"""Bytes of a session beside its weights and input: less than what autograd saves."""
+"""Bytes of a session above its weights and input: less than autograd saves."""
 
 
 # --- what runs
@@ -51,11 +51,11 @@ class Work:
         ]  # fmt: skip
         self.x = torch.randn(SIDE, SIDE, device=machine.torch_device)
         self.keeps, self.made = False, list[Tensor]()
-        """Whether the model keeps what each tanh makes, and what it kept in the latest step."""
+        """True if the model keeps the result of each tanh; the results kept in the latest step."""
 
     def step(self, word: str) -> list[Tensor]:
-        # Not `torch.autograd.grad`: what it returned is also held by a thread of autograd for a while after it returned, and a
-        # step that is recorded in this time starts with more memory than the others.
+        # Not `torch.autograd.grad`: a thread of autograd's holds its result for a while after it returned. A step recorded in
+        # this time would start with more memory than the others.
         self.forward(word).backward()
         found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self.weights]
         for weight in self.weights:
@@ -104,7 +104,7 @@ class Session:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.device = machine, machine.device
         self.done: list[int] = []
-        """Of each step, the latest hook that the loop did."""
+        """Latest hook that the loop did in each step."""
 
     def run(self, words: Sequence[str], *, inside: Any = None) -> Steps:
         found: Steps = []
@@ -268,7 +268,7 @@ def planned(machine: Machine) -> Iterator[tuple[Work, cm.SwapSession]]:
 
 
 def kept_by_the_model() -> list[Image]:
-    """What the model keeps of a planned step, as it is after it."""
+    """Return the tensors that the model keeps of a planned step, after the step."""
     with planned(OnSim()) as (work, session):
         work.keeps = True
         with session.step():

@@ -27,10 +27,10 @@ def pool(device: Device) -> cm.PinnedPool:
 
 @pytest.fixture
 def settle(device: Device) -> Callable[[], None]:
-    """Returns once autograd's own thread, which a GPU's backward runs on, has let go of a backward that raised.
+    """Return once autograd's own thread, which runs a GPU's backward, has freed a backward that raised.
 
-    It lets go of a node when it takes the next one, and takes the node of the latest op first: that of this op, the oldest of
-    the test, comes after whatever the failed backward left in the queue.
+    It frees a node when it takes the next one, and takes the node of the latest op first. The node of this op, the oldest of
+    the test, comes after all that the failed backward left in the queue.
     """
     oldest = torch.ones((), device=device.torch_device, requires_grad=True) * 1
     return oldest.backward
@@ -184,7 +184,7 @@ def test_one_copy_per_storage_whatever_the_number_of_views(device: Device, pool:
 
 @pytest.mark.parametrize(("begun", "copies"), [(True, 2), (False, 1)])
 def test_a_new_version_is_a_new_copy_where_one_has_begun(begun: bool, copies: int, device: Device, pool: cm.PinnedPool) -> None:
-    """A copy that begins after the write has the new bytes, and the old ones are nobody's to use."""
+    """A copy that begins after the write has the new bytes; the old ones may not be used."""
     swapper = swapping_executor(device, pool)
     with device.compute():
         base = randn(device, 32)
@@ -244,7 +244,7 @@ def test_a_buffer_that_outlives_its_saves_moves_once(device: Device, pool: cm.Pi
 
 
 def messages(build: Callable[[], Tensor], device: Device, pool: cm.PinnedPool) -> tuple[str, str]:
-    """What eager says and what swapping says for one program that eager refuses."""
+    """Return the errors of eager and of swapping for a program that eager refuses."""
     said = []
     for manager in (None, swapping(device, pool)):
         torch.manual_seed(0)

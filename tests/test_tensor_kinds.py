@@ -40,12 +40,12 @@ class Swapping:
         return self.executor.metrics.totals.bytes_swapped_in
 
     def through(self, make: Callable[[], Tensor]) -> Tensor:
-        """What backward gets for what `make` made."""
+        """Return the tensor that backward receives for the result of `make`."""
         x = torch.ones(1, device=self.device.torch_device, requires_grad=True)
         with self.device.compute():
             with torch.autograd.graph.saved_tensors_hooks(self.executor.save, self.executor.use):
                 out: Tensor = Keeper.apply(x, make())  # type: ignore[no-untyped-call]  # torch leaves `apply` untyped
-                out = out * 1  # another operator: what the function saved may now be copied
+                out = out * 1  # another operator: the function's saved tensor may now be copied
             self.executor.end_step(completed=False)
             out.backward()
         del out
@@ -56,7 +56,7 @@ class Swapping:
 
 
 class Keeper(torch.autograd.Function):
-    """Saves its second argument; backward shows what came back."""
+    """Save the second argument; backward stores the tensor that came back."""
 
     seen: Tensor | None = None
 
@@ -112,7 +112,7 @@ GATHERED_BYTES = {
     "stride 0": 32 * 4,
     "other dtype over the same storage": 32 * 6 * 2,
 }
-"""Of those that cover a quarter of their storage or less: what they cover. The others move the whole storage."""
+"""Bytes covered by views of a quarter of their storage or less. The others move the whole storage."""
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -127,7 +127,7 @@ def test_a_plain_tensor_comes_back_as_it_was(name: str, swapping: Swapping) -> N
     assert torch.equal(got, expected)
     whole_bytes = expected.untyped_storage().nbytes()
     assert swapping.swapped_in_bytes == GATHERED_BYTES.get(name, whole_bytes)
-    # Nothing beyond the view's reach is brought back, and what lies before it keeps its offset what it was.
+    # Bytes after the view are not brought back; those before it keep its offset unchanged.
     assert got.untyped_storage().nbytes() <= whole_bytes
     assert swapping.kept == {}
 
@@ -136,7 +136,7 @@ DTYPES = sorted(
     {t for t in vars(torch).values() if isinstance(t, torch.dtype) and not str(t).startswith(("torch.qint", "torch.quint"))},
     key=str,
 )
-"""All of them but the quantised, which need scales beside their bits; those in 8-bit containers hold several numbers each."""
+"""All dtypes except the quantised ones, which also need scales. Those in 8-bit containers hold several numbers each."""
 
 
 @IN_BETA
@@ -226,7 +226,7 @@ def test_another_layout_stays(name: str, sim: cm.SimDevice) -> None:
 
 
 class Labelled(Tensor):
-    """A subclass that is a tensor itself: only its author knows what else belongs to it."""
+    """Subclass that is a tensor itself: only its author knows its other data."""
 
     label: str
 

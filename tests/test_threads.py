@@ -30,7 +30,7 @@ STEPS = 4
 BYTES = 64 * 1024
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
-"""So slow that no copy is ever complete by luck when somebody should wait for it."""
+"""Slow enough that no copy completes by luck before a required wait."""
 
 
 # --- little models
@@ -117,7 +117,7 @@ def test_eight_sessions_on_one_device(shared: bool, device: Device) -> None:
 
 
 def test_forward_on_one_thread_backward_on_another(device: Device) -> None:
-    """As on a GPU: what one thread saved another uses, and the saving thread may never come back."""
+    """Behaves as on a GPU: one thread uses tensors that another saved, and the saving thread may never come back."""
     x = torch.randn(32, 32, device=device.torch_device, requires_grad=True)
     pool = cm.PinnedPool("8MiB", device=device)
     hooks = cm.save_on_cpu(device=device, pool=pool, min_bytes=0)
@@ -173,7 +173,7 @@ def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDev
 
 
 def op(swapper: Executor) -> None:
-    """A differentiable op, and a hook after it: what was saved before may now be copied."""
+    """Run a differentiable op and a hook: tensors saved before may now be copied."""
     torch.ones(1, requires_grad=True).exp()
     swapper.save(torch.randn(8, requires_grad=True))
 
@@ -222,7 +222,7 @@ def test_a_block_read_twice_is_handed_on_after_the_later_read(monkeypatch: pytes
         saved.swap_in(main)
         saved.arrive(main)
         saved.drop_restored()
-        saved.swap_in(main)  # behind the first, which is still on its way
+        saved.swap_in(main)  # after the first, which is still on its way
         assert saved.copy is not None and saved.copy.back is not None and not saved.copy.back.begun
         del handle, saved
         assert pool.stats().num_live == 0

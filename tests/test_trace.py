@@ -1,4 +1,4 @@
-"""A trace's columns and records, what it refuses, and the builder that makes one."""
+"""Columns and records of a trace, the inputs that it refuses, and its builder."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_state_is_there_from_the_beginning() -> None:
     assert after[0] - before[0] == outliving_bytes(trace, STATE)
     assert after[-1] == before[-1]
     assert (after >= before - trace.op_inner_bytes).all()
-    assert again.op_inner_bytes.tolist() == [0, 0, 0, 512, 0]  # what made moments and nothing else will not run again
+    assert again.op_inner_bytes.tolist() == [0, 0, 0, 512, 0]  # operators that made moments and nothing else will not run again
     assert again.fingerprint == trace.fingerprint
     assert [t.born for t in tensors_of(again)] == [
         -1 if t.kind is TensorKind.OPTIMIZER and t.dies > 4 else t.born for t in tensors_of(trace)

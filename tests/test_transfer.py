@@ -44,7 +44,7 @@ class HeldEvent:
 
 
 class HeldStream:
-    """Copies at once; what it was told, in order, is its log."""
+    """Stream that copies at once; its log has the calls in order."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -116,12 +116,12 @@ def held(*, outstanding: int = 2) -> Held:
 
 
 def is_done(move: Move) -> bool:
-    """Whether all of it was handed over."""
+    """True if all of the move was handed over."""
     return move.done is not None
 
 
 def is_complete(move: Move) -> bool:
-    """Whether the device is through with it."""
+    """True if the device has finished the move."""
     assert move.done is not None
     return move.done.query()
 
@@ -276,7 +276,7 @@ class Ends:
         self._pinned: list[Tensor] = []
 
     def on_device(self, content: Tensor) -> Tensor:
-        """Filled by a copy on the compute stream, which nobody has waited for."""
+        """Fill a buffer by a copy on the compute stream, without a wait."""
         buffer = self.compute.alloc(content.numel())
         host = self.on_host(content)
         self.compute.copy(buffer, host)
@@ -417,7 +417,7 @@ class CountingStream:
 
 @dataclass
 class Tracked:
-    """One submitted move, with what its destination must hold in the end."""
+    """Submitted move, with the content that its destination must hold in the end."""
 
     move: Move
     outward: bool

@@ -1,4 +1,4 @@
-"""The report says what happened: the peak as far as it is known, what each step was, and what is wrong with how it is used."""
+"""The report states the peak as far as it is known, what each step was, and wrong uses."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ RESETS = {
 
 @pytest.mark.parametrize("resets", RESETS.values(), ids=RESETS)
 def test_steps_of_equal_peaks_hide_no_reset(resets: tuple[bool, bool, bool], device: Device) -> None:
-    """What evaluations between the steps took is known only where nobody reset the peak behind them."""
+    """The peak of evaluations between the steps is known only if the program did not reset it after them."""
     x = leaf(device)
     device.reset_peaks()
     session = opened(device)
@@ -166,7 +166,7 @@ def real_peaks(device: Device, reset: str, *, by_test: bool) -> tuple[list[int],
 
 @pytest.mark.parametrize("reset", ["never", "top", "inside", "middle", "end"])
 def test_the_peak_of_a_step_is_the_peak_or_says_at_least(reset: str, device: Device, tmp_path: Path) -> None:
-    """The peak that the program reads, resetting it at each step's top, is within the bounds, whoever resets it and when."""
+    """The peak that the program reads after a reset at each step's top is within the bounds, at any place of another reset."""
     real, _ = real_peaks(device, reset, by_test=True)
     _, report = real_peaks(device, reset, by_test=False)
     steps = report.step_figures
@@ -182,7 +182,7 @@ def test_the_peak_of_a_step_is_the_peak_or_says_at_least(reset: str, device: Dev
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert f"<span>peak</span><b>{report.peak}</b>" in page
     assert f"peak {report.peak} of" in str(cm.merge_reports([report]))
-    # Inside of a step, before its first hook: the peak is as high again by the next reading, so nobody sees the reset.
+    # Inside of a step, before its first hook: the next reading is as high again, so the reset is invisible.
     assert str(report.peak).startswith("at least") == (reset not in ("never", "inside"))
 
 
@@ -423,7 +423,7 @@ def test_each_kind_of_warning_is_counted_for_itself(caplog: pytest.LogCaptureFix
 
 
 def log_messages() -> list[tuple[str, ast.expr]]:
-    """Of every call of a logger in the package: the place, and the message."""
+    """Place and message of every logger call in the package."""
     files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]
     return [
         (f"{file.relative_to(PACKAGE)}:{node.lineno}", node.args[0])
@@ -437,7 +437,7 @@ def log_messages() -> list[tuple[str, ast.expr]]:
 
 
 def test_every_log_line_names_the_library() -> None:
-    """Where nobody configured logging, Python prints a warning's message and nothing else."""
+    """Without a logging configuration, Python prints a warning's message and no more."""
     messages = log_messages()
     assert len(messages) > 20
     for place, message in messages:

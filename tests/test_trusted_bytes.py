@@ -1,7 +1,7 @@
-"""What the library takes for the right bytes without looking at them, and what breaks that: the table of docs/guarantees.md.
+"""Bytes that the library trusts without a check, and the writes that break this trust: the table of docs/guarantees.md.
 
-Each test writes where a place of the table assumes that nobody writes. The reference is the same program in plain PyTorch, on
-plain tensors of the same device: its bits, or eager's error. Rows that other files break are named in the table alone.
+Each test writes where a row of the table assumes no write. The reference is the same program in plain PyTorch, on plain tensors
+of the same device: its bits, or eager's error. Rows that tests in other files break are named in the table alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _nothing() -> None:
 
 
 def result(program: Callable[[torch.device, Settle], list[Tensor]], at: torch.device, settle: Settle = _nothing) -> Any:
-    """Bits of what a program gives, or the words of its error. `settle` waits for copies."""
+    """Return the bits of a program's results, or the text of its error. `settle` waits for copies."""
     torch.manual_seed(0)
     try:
         return [t.detach().cpu().clone() for t in program(at, settle)]
@@ -174,7 +174,7 @@ def test_memory_that_goes_under_the_model_goes_red(sim: cm.SimDevice, monkeypatc
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("written", [False, True])
 def test_a_write_after_the_prefetch(written: bool, checked: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is reached by nobody; its counter may still move, by an alias without memory, and eager refuses the use."""
+    """No tensor reaches the memory. Its counter may still move, by an alias without memory, and eager refuses the use."""
     if not checked:
         monkeypatch.setattr(SavedBytes, "check", lambda self: None)
     pool, limits = cm.PinnedPool("8MiB", device=device), Limits(ahead_bytes=0, leaving_bytes=0)
@@ -240,7 +240,7 @@ def test_a_node_that_writes_a_copy_is_seen_by_the_next_use(device: Device, monke
 
 
 def two_results() -> list[Tensor]:
-    """Autograd saves both results of an operator: what was left, and which were."""
+    """Autograd saves both results of an operator: the values left, and the mask."""
     x = leaf()
     left, kept = torch.native_dropout(x * 2, 0.5, True)
     loss = left.sin().exp()

@@ -46,7 +46,7 @@ Layer = Callable[[Tensor, Tensor], Tensor]
 
 
 def gates_in_turn(x: Tensor, w: Tensor) -> Tensor:
-    """As torch's GRU writes them."""
+    """Compute the gates as torch's GRU does."""
     r, z, n = (x @ w).unsafe_chunk(3, 1)
     r = r.sigmoid_()
     z = z.sigmoid_()
@@ -173,7 +173,7 @@ def step(model: nn.Module, device: Device, hooks: Callable[[], AbstractContextMa
 
 
 def steps(model: nn.Module, device: Device, pool: cm.PinnedPool | None = None, *, num: int = 2) -> list[list[Tensor]]:
-    """What `num` steps under `save_on_cpu` give: in the first nothing is known, and no copy waits in its queue."""
+    """Return the results of `num` steps under `save_on_cpu`. In the first, nothing is known, and no copy waits in its queue."""
     hooks = cm.save_on_cpu(device=device, min_bytes=0, pool=pool)
     return [step(model, device, lambda: hooks) for _ in range(num)]
 
@@ -317,7 +317,7 @@ def saved_and_written(device: Device, write: Callable[[Tensor], object], num_bet
 
 
 def test_a_copy_of_saved_bytes_that_are_written_meanwhile_is_still_a_race() -> None:
-    """Where no counter tells of the write: eager itself would use other bytes."""
+    """No counter shows the write: eager itself would use other bytes."""
     said = []
     for num_between in (1, 3, 4, 5, 6, 8, 12, 20):
         sim = slow_sim(10.0)
@@ -341,9 +341,9 @@ def test_a_saved_tensor_that_is_written_while_its_copy_waits_is_no_race() -> Non
 
 
 def _far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have events look incomplete most of the time: the device is behind, and copies wait in their queue.
+    """Make events look incomplete most of the time: the device lags, and copies wait in their queue.
 
-    There is no budget, so that every copy is handed over at once, and runs beside what is written.
+    There is no budget, so that every copy is handed over at once, and runs during later writes.
     """
     from chameleon_mm.device.cuda.cuda_stream import CudaEvent
 

@@ -210,7 +210,7 @@ def _installed(**arguments: Any) -> None:
 def _callables(
     device: cm.SimDevice, pool: cm.PinnedPool, session: cm.SwapSession
 ) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Name of a public callable's argument, the call with it, and those of `WRONG` that it takes."""
+    """Yield the name of a public callable's argument, its call, and the members of `WRONG` that it takes."""
     model, block = nn.Linear(1, 1), pool.allocate(4096)
     made: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
         (partial(cm.SwapSession, device=device, model=model), {

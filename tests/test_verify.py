@@ -1,4 +1,4 @@
-"""Verify mode: one flipped bit in the host copy is found and named; without it nothing is in the way."""
+"""Verify mode finds and names a flipped bit in a host copy; without it nothing is in the way."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_flipped_bit_is_named(device: Device, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(SavedStorage, "swap_in", flipped)
     with pytest.raises(cm.SwapMismatch, match=r"\(64, 65\) torch.float32, result of \w+Backward0, saved in step 1"):
         step(device, verify=True)
-    step(device, verify=False)  # nobody looks: this is what verify mode is for
+    step(device, verify=False)  # no check: verify mode exists for this case
 
 
 def checksums_on(device: Device) -> Checksums:
@@ -74,7 +74,7 @@ def test_the_checksum_sees_every_byte_and_order(nbytes: int, device: Device) -> 
 
 
 def test_there_are_as_many_checksums_as_are_held(device: Device) -> None:
-    """Pages are added while slots are held, and set to zero and used again when none of a page is."""
+    """Pages are added while slots are held. A page without held slots is set to zero and used again."""
     checksums = checksums_on(device)
     data = torch.arange(PAGE_SLOTS + 100, device=device.torch_device).view(-1, 1)
     kept = [checksums.start(row.view(torch.uint8)) for row in data]

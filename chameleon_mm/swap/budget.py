@@ -205,7 +205,7 @@ class Budget:
             return _NO_BOUND
         return 0 if growth_bytes is None else max(0, budget - self._allocated - growth_bytes)
 
-    # --- checks that somebody else made
+    # --- checks made elsewhere
 
     @property
     def cumulative_bytes(self) -> int | None:
@@ -226,8 +226,8 @@ class Budget:
         self, growths: Sequence[int], peaks: Sequence[tuple[int, int]], *, allocated: int, cumulative: int, taken: int,
         has_room: bool,
     ) -> None:  # fmt: skip
-        """Note checks of memory that somebody else made, with the growth at each, and what was read at the last of them.
-        `peaks`: readings of the device's peak, with the most bytes seen until each, as `PeakWatch.note` takes them."""
+        """Record checks of memory made elsewhere, with the growth at each and the last one's readings. `peaks`: readings of the
+        device's peak, with the most bytes seen until each, as `PeakWatch.note` takes them."""
         for growth in growths if self._cumulative is not None else growths[1:]:
             self.headroom.record(growth)
         if growths:

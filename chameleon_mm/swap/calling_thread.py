@@ -143,7 +143,7 @@ class ComputeStreams:
 
 
 profiler_is_on = torch._C._autograd._profiler_enabled
-"""Whether torch's profiler runs on the calling thread."""
+"""True while torch's profiler runs on the calling thread."""
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 

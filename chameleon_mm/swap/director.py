@@ -86,11 +86,11 @@ class Director:
         with these hooks checks memory here and at the previous check of this kind, under any plan. `hook`: None: the latest."""
 
     def growth(self) -> GrowthSoFar | None:
-        """What `note_growth` was told since its last comparison, and what that compares with; None: it compares nothing."""
+        """Return the growth since the last comparison, and the values that it is compared with; None: it compares nothing."""
         return None
 
     def note_checked(self, checked_at: int, nbytes: int) -> None:
-        """Go on behind a comparison at that hook, since which so much was allocated: somebody else made those before."""
+        """Continue after a comparison at that hook, made elsewhere; `nbytes` were allocated since."""
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
         """Note that `saved` is held for recomputation, although autograd did not save it. `number`: its number in

@@ -81,7 +81,7 @@ class Origin:
 
     @classmethod
     def known(cls, t: Tensor | None, name: str, node_number: int, output_nr: int) -> Origin:
-        """Of a tensor that was saved before, and may be gone by now."""
+        """Return the origin of a tensor that was saved before, and may be gone by now."""
         origin = cls.__new__(cls)
         origin._ref, origin._name, origin._node_number, origin._output_nr = _weakly(t), name, node_number, output_nr
         return origin
@@ -160,7 +160,7 @@ class SavedBytes:
 
     @classmethod
     def known(cls, alias: Tensor, expected: int, origin: Origin, counter: Tensor | None) -> SavedBytes:
-        """Of a tensor that was saved before, with an alias from then. `counter`: the tensor, or its base; None: it is gone."""
+        """Return the bytes of a tensor saved before, with an alias from then. `counter`: it, or its base; None: it is gone."""
         saved = cls(alias)
         saved.alias, saved.expected, saved._origin, saved._counter = alias, expected, origin, _weakly(counter)
         return saved

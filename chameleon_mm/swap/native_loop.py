@@ -101,7 +101,7 @@ class NativeLoop:
         return self.loop.hooks(save, use, self.come_back)  # type: ignore[no-any-return]  # a compiled helper has no types
 
     def may_enter(self, way: Way) -> bool:
-        """Whether the helper may take the next hooks: nothing is under way that it does not know."""
+        """True if the helper may take the next hooks: no pending work is unknown to it."""
         context, budget, lending = self._context, self._budget, self._budget.lending
         epoch, entries = self._entries
         if context.metrics.timed or (epoch == way.epoch and entries >= MOST_ENTRIES):
@@ -111,7 +111,7 @@ class NativeLoop:
         return not (num_modes() or profiler_is_on() or (lending is not None and lending.has_any))
 
     def enter(self, way: Way, director: Director, latest: LatestHook, compute: Any) -> bool:
-        """Have the helper take the hooks behind the latest. Returns whether it does."""
+        """Have the helper take the hooks after the latest. Returns True if it does."""
         growth, thread, budget = director.growth() if self.may_enter(way) else None, get_ident(), self._budget
         if growth is None or latest.thread != thread or thread not in latest.numbers or not compute.is_current():
             return False  # a save that stays may be on any stream

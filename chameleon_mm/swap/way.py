@@ -1,4 +1,4 @@
-"""Where a step is in a compiled plan, and forecasts of how far allocation grows until memory is checked again."""
+"""Position of a step in a compiled plan, and forecasts of how far allocation grows until memory is checked again."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Forecast(ABC):
     __slots__ = ()
 
     follows_plan = False
-    """Whether a plan has room for what comes, hook for hook."""
+    """True if a plan has room for what comes, hook for hook."""
 
     @abstractmethod
     def growth(self, checks: int = 0) -> int | None:
         """The most that is allocated until the next check, or until any of the next `checks`; None: not known."""
 
     def has(self, number: int) -> bool:
-        """Whether the copy back of the plan's storage of that number, at this hook, is in the growth."""
+        """True if the growth includes the copy back of the plan's storage of that number, at this hook."""
         return False
 
     def until_next_check(self) -> int | None:
@@ -57,7 +57,7 @@ class HighestForecast(Forecast):
 
 
 class TraceForecast(Forecast):
-    """Forecast of a step that is known hook for hook, while nobody can say what of it is on the device."""
+    """Forecast of a step that is known hook for hook, while it is unknown which of its storages are on the device."""
 
     def __init__(self) -> None:
         self.hook = -1
@@ -65,8 +65,8 @@ class TraceForecast(Forecast):
         self._growth_after: Callable[[int, int], int] | None = None
 
     def follow(self, growth_after: Callable[[int, int], int], hook: int) -> None:
-        """Follow the step of which `growth_after` tells how many bytes allocation grows at most from one hook until so many
-        checks of memory behind the next one. `hook`: the latest."""
+        """Use `growth_after(hook, checks)` as the forecast: the maximum growth in bytes from that hook until `checks` checks of
+        memory after the next one. `hook`: the latest."""
         self._growth_after, self.hook = growth_after, hook
 
     def forget(self) -> None:
@@ -126,7 +126,7 @@ class Way(Forecast):
         return self._next == hook + 1
 
     def rejoin(self, hook: int) -> None:
-        """Go on behind `hook`: the loop has run all rows up to it."""
+        """Continue after `hook`: the loop has run all rows up to it."""
         self.at(hook)
         self._next = hook + 1
 

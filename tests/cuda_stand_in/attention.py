@@ -60,7 +60,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, sc
 
 
 def _kept(scores: Tensor, dropout_p: float, state: State) -> Tensor:
-    """What dropout leaves of each weight: 0, or 1 / (1 - p)."""
+    """Return the factor that dropout gives each weight: 0 or 1 / (1 - p)."""
     mask = torch.empty_like(scores).bernoulli_(1 - dropout_p, generator=generator_at(*state))
     return mask / (1 - dropout_p) if dropout_p < 1 else mask
 

@@ -1,4 +1,4 @@
-"""Libraries beside torch: CuPy and CUDA's Python bindings carry a CUDA runtime each, linked in; Triton compiles for a GPU.
+"""Redirect other libraries than torch. CuPy and CUDA's Python bindings each link a CUDA runtime; Triton compiles for a GPU.
 
     cupy_backends.cuda.api.runtime   keeps its symbol table: each of its cudaXxx functions begins with a jump
     cuda.bindings                    is stripped, but its low-level module hands its functions to the others as capsules: they
@@ -36,7 +36,7 @@ _kept: list[object] = []
 
 
 def _address(name: str) -> int | None:
-    """Where the substitute's function is; None if it has none of the name."""
+    """Address of the substitute's function; None if it has no function of this name."""
     try:
         return ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value
     except AttributeError:
@@ -82,7 +82,7 @@ def lead_functions(path: str) -> int:
 
 
 def lead_capsules() -> int:
-    """Replaces what cuda.bindings' low-level runtime module offers the others. Returns how many functions."""
+    """Replace the functions that cuda.bindings' low-level runtime module exports. Return their number."""
     low = importlib.import_module("cuda.bindings._bindings.cyruntime")
     api = ctypes.pythonapi
     api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_void_p, [ctypes.py_object]

@@ -35,7 +35,7 @@ BY_PREFIX = {
 
 COMPILER = ["g++", "-O2", "-g1", "-std=c++17", "-fPIC", "-Wall", "-Werror"]
 
-# What PyTorch prints or compares is worded as the real runtime words it; the others say their name.
+# Texts that PyTorch prints or compares are worded as in the real runtime. All others are the error's name.
 ERROR_TEXTS = {
     "cudaSuccess": "no error",
     "cudaErrorInvalidValue": "invalid argument",
@@ -60,7 +60,7 @@ ERROR_TEXTS = {
 
 
 class BuildError(RuntimeError):
-    """What keeps the libraries from being built, in one sentence."""
+    """Reason why the libraries cannot be built, in one sentence."""
 
 
 def build(torch_dir: Path, headers: Path, out: Path) -> list[str]:
@@ -156,8 +156,8 @@ def _build_runtime(wanted: set[str], headers: Path, work: Path, out: Path) -> li
     objects = {source: work / f"{source.stem}.o" for source in [*sources, missing]}
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a compiler's process
         list(pool.map(lambda source: _run(*compiler, "-fvisibility=hidden", "-c", "-o", objects[source], source), objects))
-    # Each needs the other: whoever loads one has both, and finds the other by its name. A symbol that neither has is an
-    # error here (-z defs), not at the first call.
+    # The two libraries need each other: a process that loads one has both, and finds the other by its name. A symbol that
+    # neither has is an error here (-z defs), not at the first call.
     linked: list[str | Path] = ["-Wl,-z,defs", "-Wl,--no-as-needed", f"-L{out}", "-Wl,-rpath,$ORIGIN"]
     driver: list[str | Path] = [*compiler, "-shared", f"-Wl,-soname,{DRIVER}", "-o", out / DRIVER, SOURCES / "driver.cpp"]
     runtime: list[str | Path] = ["g++", "-shared", f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script={versions}"]

@@ -24,7 +24,7 @@ from tests.cuda_stand_in.random_state import PER_OPERATOR, Draws, generator_at
 
 
 class Launches:
-    """Where the random numbers of a captured operator come from: each launch of its graph appends seed and offset."""
+    """Source of a captured operator's random numbers: each launch of its graph appends seed and offset."""
 
     def __init__(self, draws: Draws) -> None:
         self.given = draws.given
@@ -42,7 +42,7 @@ class Launches:
 
 
 class CapturedDraws:
-    """Random numbers of the run in the capture itself, which nobody sees. Notes that some were asked for."""
+    """Random numbers of the run during the capture, whose results no program sees. Records that some were drawn."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -53,7 +53,7 @@ class CapturedDraws:
 
 
 class Capture:
-    """One capture under way: copies of the memory that its operators touch, and who draws random numbers."""
+    """Capture in progress: copies of the memory that its operators touch, and the source of random numbers."""
 
     def __init__(self) -> None:
         self.copies: dict[tuple[int, int], torch.UntypedStorage] = {}
@@ -77,7 +77,7 @@ _numbers = itertools.count(1)
 
 
 def active(tensor: Tensor) -> bool:
-    """Whether the tensor's device is being captured on this thread's current stream."""
+    """True if the tensor's device is being captured on this thread's current stream."""
     return bool(library.capturing(torch._C._cuda_getCurrentRawStream(tensor.device.index)))
 
 
@@ -157,7 +157,7 @@ def _host_copy(capture: Capture, tensor: Tensor) -> Tensor:
 
 
 def _run(number: int) -> None:
-    # The replay runs on whichever thread forces it: under no mode and no autograd of that thread.
+    # The replay runs on the thread that forces it, without that thread's modes and autograd.
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         _calls[number]()
 
@@ -167,7 +167,7 @@ def _drop(number: int) -> None:
 
 
 _RUN, _DROP = library.CALL(_run), library.CALL(_drop)
-"""What the runtime calls. They live as long as the process: a graph may outlive everything else."""
+"""Callbacks of the runtime. They live as long as the process: a graph may outlive everything else."""
 
 
 def install() -> None:

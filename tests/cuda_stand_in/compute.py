@@ -40,11 +40,11 @@ class OnHost(NamedTuple):
 
 
 Formula = Callable[..., Any]
-"""What runs in a CPU kernel's place: formula(operator, draws, *arguments), with CPU tensors."""
+"""Replacement of a CPU kernel: formula(operator, draws, *arguments), with CPU tensors."""
 
 
 class Kernel:
-    """One operator's kernel for the CUDA key."""
+    """Kernel of an operator for the CUDA key."""
 
     # No closure here calls itself: such a cycle would keep an operator's arguments alive until a collection.
 
@@ -64,7 +64,7 @@ class Kernel:
         self.host_waits = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
 
     def _argument_of(self, result: Any) -> int | None:
-        """Position of the argument that a result is, of those that the operator writes."""
+        """Position of the written argument that is this result; None if there is none."""
         if result.alias_info is not None:
             for i in self.written:
                 alias = self.op._schema.arguments[i].alias_info
@@ -163,7 +163,7 @@ class Kernel:
         return touched
 
     def results(self, out: Any, args: Sequence[Any], kwargs: dict[str, Any], raised: Callable[[Tensor], Tensor]) -> Any:
-        """What the operator returns: arguments that it wrote, and new tensors."""
+        """Return the operator's results: the arguments that it wrote, and new tensors."""
         if not self.sources:
             return None
         outs = (out,) if len(self.sources) == 1 else out
@@ -175,7 +175,7 @@ class Kernel:
 
 
 def device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
-    """The device of the first CUDA tensor, or the one that a factory was asked for."""
+    """Return the device of the first CUDA tensor, or the one requested from a factory."""
     for a in (*args, *kwargs.values()):
         for x in a if isinstance(a, (list, tuple)) else (a,):
             if isinstance(x, Tensor) and x.is_cuda:
@@ -205,7 +205,7 @@ def on_high(x: Any, raised: Callable[[Tensor], Tensor]) -> Any:
 
 
 def reduced_dtype(args: Iterable[Any]) -> torch.dtype | None:
-    """The 16-bit dtype of tensors that are arguments; None: there is none, or one in float32 beside it."""
+    """Return the 16-bit dtype of the tensor arguments; None if there is none, or if one is float32."""
     found = {a.dtype for a in args if isinstance(a, Tensor)}
     if torch.float32 in found:
         return None
@@ -241,7 +241,7 @@ _copy_on_device = Kernel(_COPY)
 
 
 def copy_(dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copies that the runtime makes are torch's own; those that a GPU makes by a kernel are an operator."""
+    """Leave the runtime's copies to torch. A copy that a GPU makes by a kernel is an operator."""
     by_runtime = dst.dtype == src.dtype and dst.is_conj() == src.is_conj() and dst.is_neg() == src.is_neg()
     by_runtime = by_runtime and dst.size() == src.size() and dst.stride() == src.stride()
     by_runtime = by_runtime and torch._prims_common.is_non_overlapping_and_dense_or_false(dst)
@@ -256,7 +256,7 @@ def copy_(dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def torch_copy_(dst: Tensor, src: Tensor, non_blocking: bool) -> Tensor:
-    kind = library.copy_kind(library.INTO_PLACE)  # what it was may be what the library said of a copy of its own
+    kind = library.copy_kind(library.INTO_PLACE)  # the earlier kind may be one that the library set for its own copy
     if kind != library.STRICT or not (dst.is_cuda and src.is_cuda):
         library.copy_kind(kind)
     try:
@@ -313,7 +313,7 @@ def install() -> None:
 
 
 def _hide_from_dynamo() -> None:
-    """Dynamo would compile whatever Python runs beneath a graph break: these kernels, too."""
+    """Skip these kernels in dynamo, which would compile any Python that runs below a graph break."""
     frames = torch._C._dynamo.eval_frame  # torch.compiler.disable would import all of dynamo
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for function in (copy_, Kernel.__call__):

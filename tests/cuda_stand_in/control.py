@@ -1,4 +1,4 @@
-"""What a test asks of the stand-in. Loads nothing: it can be imported where there is no CUDA at all.
+"""Queries and settings of the stand-in for tests. Loads nothing: importable on a machine without CUDA.
 
 if is_loaded():
     count("malloc"), pending(), violations()
@@ -13,7 +13,7 @@ _ROOM = 1 << 16
 
 
 def is_loaded() -> bool:
-    """Whether the CUDA runtime in this process is the substitute."""
+    """True if the CUDA runtime in this process is the substitute."""
     try:
         runtime = ctypes.CDLL("libcudart.so.13", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:  # no CUDA runtime is loaded
@@ -27,7 +27,7 @@ def mode() -> str:
 
 
 def count(name: str) -> int:
-    """How often something happened: `malloc`, `memcpyAsync`, `executed`, ...; `unchecked` accesses are counted here."""
+    """Number of events of one kind: `malloc`, `memcpyAsync`, `executed`, ...; `unchecked` accesses are counted here."""
     from tests.cuda_stand_in import library, memory
 
     return memory.unchecked if name == "unchecked" else int(library.count(name.encode()))
@@ -41,7 +41,7 @@ def pending() -> int:
 
 
 def violations() -> list[str]:
-    """What was not ordered since the last call, one text each that names both sides."""
+    """Return the ordering violations since the last call, one text each that names both sides."""
     from tests.cuda_stand_in import library
 
     room = _ROOM

@@ -42,7 +42,7 @@ assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 class InstallError(Exception):
-    """The environment cannot be made here; the message says what to do."""
+    """The environment cannot be made here; the message says how to proceed."""
 
 
 def driver() -> str | None:

@@ -1,4 +1,4 @@
-"""Functions of the substitute runtime beside CUDA's own: what operators tell it about themselves, and what tests ask.
+"""Functions of the substitute runtime that CUDA lacks: operators report their accesses, tests query the runtime.
 
     begin(stream)                                       an operator is about to run on it: what the stream holds runs first
     access(stream, address, size, kind, operator)       the operator reads or writes these bytes
@@ -52,7 +52,7 @@ _error_text = _function("cudaGetErrorString", ctypes.c_char_p, ctypes.c_int)
 
 
 def begin(stream: int) -> None:
-    """Raises `RuntimeError` for an error that an earlier call of this thread left behind, as torch does at a launch."""
+    """Raise `RuntimeError` for an error of an earlier call of this thread, as torch does at a launch."""
     if error := _begin(stream):
         raise RuntimeError(f"CUDA error: {_error_text(error).decode()}")
 

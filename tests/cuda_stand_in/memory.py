@@ -18,13 +18,13 @@ from tests.cuda_stand_in import control, library
 CPU = torch.device("cpu")
 
 MOST_ROWS = 64
-"""Pieces in which a tensor with gaps is told to the runtime. One with more is told not at all, and counted."""
+"""Maximum number of pieces reported to the runtime for a tensor with gaps. One with more is counted, not reported."""
 
 HIDES_WRITES = control.mode() != "threads"
-"""Whether other streams read 0xff in what an operator wrote until they wait for its stream."""
+"""True if other streams read 0xff from an operator's output until they wait for its stream."""
 
 unchecked = 0
-"""How many arguments of operators were not told."""
+"""Number of operator arguments that were not reported."""
 
 
 def in_place(storage: torch.UntypedStorage) -> Any:
@@ -52,7 +52,7 @@ class HostView:
         storage = self.storages.get(own._cdata)
         if storage is None:
             storage = self.storages[own._cdata] = self.storage_of(own)
-        low = torch.empty(0, dtype=tensor.dtype, device="cpu")  # whatever the default device is
+        low = torch.empty(0, dtype=tensor.dtype, device="cpu")  # independent of the default device
         low = low.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
             low = low.conj()
@@ -60,12 +60,12 @@ class HostView:
 
 
 def on_device(result: Tensor, device: torch.device, stream: int, what: bytes) -> Tensor:
-    """A new tensor of the device that holds what `result` holds, in the same layout."""
+    """Return a new tensor of the device with the values and layout of `result`."""
     if result.layout is not torch.strided or result.is_nested:
         return assembled(result, [on_device(part, device, stream, what) for part in parts(result)])
     made = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
     if result.numel():
-        # The block's earlier owner may be another host thread's tensor, freed behind a wait that this stream got just now.
+        # The block's earlier owner may be another host thread's tensor, freed after a wait that this stream got just now.
         library.begin(stream)
         report(stream, made, library.WRITE, what)
         HostView().of(made).copy_(result)
@@ -99,7 +99,7 @@ def spans(tensor: Tensor) -> list[tuple[int, int]] | None:
 
 
 def report(stream: int, tensor: Tensor, kind: int, what: bytes) -> None:
-    """Tells the runtime that an operator on `stream` reads or writes the tensor; `kind` as in `library`."""
+    """Report to the runtime that an operator on `stream` reads or writes the tensor; `kind` as in `library`."""
     global unchecked  # noqa: PLW0603 - a statistic of the process
     if tensor.layout is not torch.strided or tensor.is_nested:
         for part in parts(tensor):
@@ -151,7 +151,7 @@ def assembled(like: Tensor, of: list[Tensor]) -> Tensor:
 
 
 def hide(stream: int, written: Iterable[Tensor]) -> None:
-    """What an operator of `stream` wrote comes to be read elsewhere when something orders itself after it."""
+    """Hide the output of an operator of `stream` from other streams until they are ordered after it."""
     if not HIDES_WRITES:
         return
     for tensor in written:

@@ -1,4 +1,4 @@
-"""What every pytest run in the stand-in's environment does more: fail a test for its violations, and skip by name alone.
+"""Additions to every pytest run in the stand-in's environment: fail a test for its violations, and skip tests by name alone.
 
 * After each test: the violations of the ordering rules that the runtime saw. One is a failure that names both sides.
 * A test that needs what the stand-in lacks is listed in `limits.py`, with the reason. A name there that no test has: an error.
@@ -19,10 +19,10 @@ from tests.cuda_stand_in import control, library
 from tests.cuda_stand_in.limits import LATE_ALONE, TESTS
 
 PREFIX = "the CUDA stand-in: "
-"""Reasons of skips begin with it where the stand-in is what lacks something."""
+"""Prefix of a skip's reason if the stand-in lacks a feature."""
 
 EXPLAINED = ("torch has no sample of ",)
-"""How reasons may begin that hold on a GPU as well."""
+"""Beginnings of skip reasons that also hold on a GPU."""
 
 _unexplained: list[str] = []
 
@@ -30,8 +30,8 @@ _unexplained: list[str] = []
 def pytest_configure() -> None:
     """From here on `CudaStream` tells which copies of ours are speculative, as the simulator is told.
 
-    The model may write a saved tensor while it is copied out: for those bytes a version counter has moved, so that a use raises
-    eager's error, or nobody saved them. CUDA itself knows nothing of that, and the library has no reason to tell it.
+    The model may write a saved tensor while it is copied out. Either a version counter has moved for those bytes, so that a use
+    raises eager's error, or they were not saved. CUDA itself knows nothing of that, and the library has no reason to report it.
     """
     from chameleon_mm.device.cuda.cuda_stream import CudaStream
 
@@ -65,7 +65,7 @@ def limit_of(nodeid: str) -> str | None:
 
 
 def names_of(nodeid: str) -> tuple[str, str, str]:
-    """By which a test may be listed: itself, its function with all parameters, its file."""
+    """Names by which a test may be listed: its node ID, its function with all parameters, its file."""
     return nodeid, nodeid.partition("[")[0], nodeid.partition("::")[0]
 
 
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    control.violations()  # those of fixtures, and of what an earlier test left queued, are not this test's
+    control.violations()  # violations of fixtures, and of work that an earlier test queued, are not this test's
     result = yield
     if found := control.violations():
         pytest.fail(f"{len(found)} violations of the order of work:\n" + "\n".join(found), pytrace=False)

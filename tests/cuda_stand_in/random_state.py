@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 PER_OPERATOR = 4
-"""By how much one operator moves the offset on. Torch's own operators move it by a multiple of four."""
+"""Amount by which one operator advances the offset. Torch's own operators advance it by a multiple of four."""
 
 
 class Draws:
-    """Where one operator's random numbers come from."""
+    """Source of one operator's random numbers."""
 
     def __init__(self, device: torch.device, generator: torch.Generator | None) -> None:
         self.device = device
@@ -28,7 +28,7 @@ class Draws:
         return generator_at(source.initial_seed(), offset)
 
     def source(self) -> torch.Generator:
-        """The device's generator: the one that the operator was given, or the default."""
+        """Return the operator's generator if it was given one, else the device's default."""
         if self.given is not None:
             return self.given
         import torch.cuda  # initialised: there is a tensor of the device

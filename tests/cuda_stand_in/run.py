@@ -27,7 +27,7 @@ WITH_THREADS = (
     "tests/test_threads.py",
     "tests/test_transfer.py",
 )
-"""What is about host threads and real concurrency: the rest has nothing more to show than in the two modes that are exact."""
+"""Tests of host threads and real concurrency. The other tests show nothing here beyond the two exact modes."""
 
 
 def problem() -> str | None:

@@ -35,7 +35,7 @@ def operators() -> Iterable[tuple[Any, str]]:
             packet, _, overload = name.removeprefix("aten::").partition(".")
             if name.startswith("aten::") and name in known and packet not in _STAYS:
                 op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                if not op._schema.is_mutable:  # those that write stay torch's own: they are made of others
+                if not op._schema.is_mutable:  # operators that write stay torch's own: they consist of others
                     yield op, key
     for packet in _NESTED:
         yield getattr(torch.ops.aten, packet).default, "NestedTensorCUDA"

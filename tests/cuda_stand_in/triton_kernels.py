@@ -30,7 +30,7 @@ def _interpreted(fn: Any) -> Any:
 
 
 _scopes: dict[int, Any] = {}
-"""Modules of functions that the running kernel has called, by the id of their globals -> what to restore when it ends."""
+"""Modules of functions that the running kernel has called: id of their globals -> state to restore when it ends."""
 
 
 def _interpret_module_of(fn: Any) -> None:
@@ -50,7 +50,7 @@ def _scopes_restored() -> Iterator[None]:
         yield
     finally:
         while _scopes:
-            _scopes.popitem()[1].restore()  # the latest first: each put back what it had found
+            _scopes.popitem()[1].restore()  # the latest first: each restores the state that it found
 
 
 def lead(jit: Any) -> None:

@@ -10,10 +10,10 @@ TORCH = "torch==2.11.0"
 """The build for CUDA 13, which is this version's default on Linux. It is installed without the NVIDIA packages it asks for."""
 
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
-"""What torch asks for beside the NVIDIA packages."""
+"""Requirements of torch other than the NVIDIA packages."""
 
 CUDA_PACKAGES = ("cuda-bindings==13.0.3", "cuda-pathfinder==1.9.0", "cupy-cuda13x==14.2.0", "triton==3.6.0")
-"""Installed without what they ask for, which would be the NVIDIA packages again."""
+"""Packages installed without their requirements, which would be the NVIDIA packages again."""
 
 CUDA_HEADERS = ("nvidia-cuda-crt==13.0.88", "nvidia-cuda-runtime==13.0.96")
 """Unpacked for their headers alone: nothing of them is loaded."""
@@ -22,5 +22,5 @@ NOT_NEEDED = (
     "accelerate", "build", "hatchling", "import-linter", "kernels", "lightning", "mypy", "ruff", "selenium", "trl",
     "types-psutil",
 )  # fmt: skip
-"""Of the extra `dev`: lint, packaging and the browser do not run here, nor do training frameworks, for which pip would get the
-NVIDIA packages, as they ask for torch."""
+"""Unused packages of the extra `dev`: lint, packaging and the browser do not run here. Training frameworks do not run either:
+they ask for torch, for which pip would install the NVIDIA packages."""

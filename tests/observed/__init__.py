@@ -36,7 +36,7 @@ def observe_all() -> None:
     @functools.wraps(make)
     def observed(self: SimDevice, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        # What writes no bytes is the planning of large models: their accesses are too many to be compared.
+        # Planning of large models writes no bytes: it has too many accesses to compare.
         self.attach_observer(StrictObserver(check_races=kwargs.get("moves_bytes", True)))
 
     SimDevice.__init__ = observed  # type: ignore[method-assign]  # that no test can forget it

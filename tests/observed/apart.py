@@ -33,7 +33,7 @@ def check_apart(what: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     ranges = []
     for i, (dst, src) in enumerate(pairs):
         ranges.append(_range(dst, True, dst_name.format(i)))
-        # As a write also in unpacking: what several buffers are unpacked from was overwritten when it was packed.
+        # Sources count as writes in unpacking: buffers that overlap were overwritten when they were packed.
         ranges.append(_range(src, what == "unpack", src_name.format(i)))
     _check_apart(what, ranges)
 
@@ -45,7 +45,7 @@ def _range(t: Tensor, write: bool, name: str) -> _Range:
 
 def _check_apart(what: str, ranges: list[_Range]) -> None:
     """Raise `ValueError` where a range that is written shares bytes with another one."""
-    furthest: dict[bool, _Range] = {}  # of those begun so far, read and written, the one that ends last
+    furthest: dict[bool, _Range] = {}  # of the ranges begun so far, read and written, the one that ends last
     for new in sorted(r for r in ranges if r.begin < r.end):
         for old in furthest.values():
             if (old.write or new.write) and new.begin < old.end:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SimError(Exception):
-    """The observer of a simulated device found what would be a bug on a GPU."""
+    """Error that the observer of a simulated device found, which would be a bug on a GPU."""
 
 
 class SimRaceError(SimError):

@@ -49,7 +49,7 @@ class _End:
         return self.ref() is not None and start < address + nbytes and address < start + self.nbytes
 
     def lost(self) -> str:
-        """Text of what became of the memory, or "" while it is where it was."""
+        """Return the reason why the memory is gone, or "" while it exists."""
         storage = self.ref()
         if storage is None:
             return "dropped"
@@ -87,7 +87,7 @@ class LateCopy:
             arrived[written] = POISON_BYTE
 
     def touches(self, address: int, nbytes: int) -> bool:
-        """Whether the copy has yet to read or write any of these bytes. By address: two storages may share them."""
+        """True if the copy has yet to read or write any of these bytes. Compares addresses: two storages may share them."""
         return not self.done and (self._dst.touches(address, nbytes) or self._src.touches(address, nbytes))
 
     def move(self) -> None:

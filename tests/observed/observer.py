@@ -26,8 +26,8 @@ from tests.observed.late_copy import LateCopy, all_pending, carry_out, poison
 from tests.observed.shadow import HOST, Access, Clock, Extent, Shadow, extent_of, join
 
 _POISON_HOST_BELOW = 256 << 20
-"""Size below which host allocations are filled with poison: larger ones stay untouched, so that a simulated 64 GiB pool costs
-only what is used of it."""
+"""Size below which host allocations are filled with poison. Larger ones stay untouched, so that a simulated 64 GiB pool costs
+only its used part."""
 
 
 _P = ParamSpec("_P")
@@ -35,7 +35,7 @@ _R = TypeVar("_R")
 
 
 def _unseen(method: Callable[Concatenate[StrictObserver, _P], _R]) -> Callable[Concatenate[StrictObserver, _P], _R]:
-    """`method`, past the modes of torch functions: one of the library's takes what is not its own for a use of the model's."""
+    """Wrap `method` to run without torch function modes: one of the library's would take its calls for uses by the model."""
 
     @functools.wraps(method)
     def run(self: StrictObserver, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -46,8 +46,7 @@ def _unseen(method: Callable[Concatenate[StrictObserver, _P], _R]) -> Callable[C
 
 
 class _Queue:
-    """What is known of a stream: what its next work is ordered after, and the copies among that which may not have been carried
-    out."""
+    """State of a stream: what its next work is ordered after, and which of these copies may still be pending."""
 
     __slots__ = ("clock", "pending")
 
@@ -142,7 +141,7 @@ class StrictObserver(SimObserver):
     def freed(self, stream: SimStream, tensor: Tensor) -> None:
         self.queue(stream).catch_up()  # the caller drops the memory now, and all work on this stream comes before that
         buffer = self.machine.ledger.find(tensor.untyped_storage())
-        # Where somebody else holds it too, nobody is handed it yet: the last holder's end is what is checked.
+        # If another object holds the memory, it has no new owner yet: only the last holder's end is checked.
         if buffer is None or buffer.host or not held_by_caller_alone(tensor):
             return
         self._check_reuse(stream, buffer)
@@ -174,7 +173,7 @@ class StrictObserver(SimObserver):
         error: SimRaceError | None = None
         while self._released:
             shadow, accesses, clock, host = self._released.popleft()
-            join(clock, host)  # what the host had seen complete is ordered before all that it launches from then on
+            join(clock, host)  # work that the host had seen complete precedes all that it launches from then on
             end = max(access.extent.end for access in accesses)
             label = "its owner, as it was freed (the block is reused)"
             before = Shadow(shadow.name, shadow.owner)
@@ -187,7 +186,7 @@ class StrictObserver(SimObserver):
             raise error
 
     def _check_reuse(self, stream: SimStream, buffer: Buffer) -> None:
-        """Raise `SimRaceError` for an access to `buffer` that is not ordered before what `stream` does with its memory next."""
+        """Raise `SimRaceError` for an access to `buffer` that is not ordered before the next use of its memory by `stream`."""
         if self._check_races:
             label = f"{stream.name}, which was handed it back (the block is reused)"
             everything = Access(Extent(0, buffer.nbytes), True, stream, 0, label, reuse=True)
@@ -293,9 +292,9 @@ def _poison_destination(dst: Tensor, pending: Iterable[LateCopy]) -> None:
 
 
 def held_by_caller_alone(buffer: Tensor) -> bool:
-    """Whether `buffer`, and at most one reference beside it to its storage, is all that keeps its memory.
+    """True if only `buffer`, and at most one more reference to its storage, keeps its memory.
 
-    Says no when unsure. The references of this function's own are measured, not assumed: they differ between Pythons.
+    Return False when unsure. The function's own references are measured, not assumed: they differ between Python versions.
     """
     tensors, references = _holders(buffer)
     least_tensors, least_references = _holders(plain_bytes(1))

@@ -35,8 +35,8 @@ Clock = dict[Actor, int]
 
 
 class Extent(NamedTuple):
-    """Bytes of a storage: all of [start, end), or those that a pattern reaches from start: pairs of a count and a stride in
-    bytes, innermost first."""
+    """Bytes of a storage: all of [start, end), or a pattern from start: pairs of a count and a stride in bytes, innermost
+    first."""
 
     start: int
     end: int
@@ -52,7 +52,7 @@ def extent_of(t: Tensor) -> Extent:
     if t.is_contiguous():
         return Extent(start, start + count * item)
     steps = sorted((int(step), int(size)) for size, step in zip(t.shape, t.stride(), strict=True) if size > 1 and step > 0)
-    reach, dense = 1, True  # elements from the first to behind the last; without a gap as long as no step leaps over the end
+    reach, dense = 1, True  # reach: elements up to the end of the last; dense: no stride leaps over that end
     for stride, size in steps:
         dense = dense and stride <= reach
         reach += stride * (size - 1)
@@ -61,8 +61,7 @@ def extent_of(t: Tensor) -> Extent:
 
 
 def share_bytes(a: Extent, b: Extent) -> bool:
-    """Whether any byte lies in both. Takes time and memory in proportion to the tensors only where spans overlap and one has
-    gaps, so ask last."""
+    """True if any byte lies in both. Call it last: if spans overlap and one has gaps, time and memory grow with the tensors."""
     if max(a.start, b.start) >= min(a.end, b.end):
         return False
     if a.pattern is None and b.pattern is None:
@@ -77,12 +76,12 @@ def overlap(a: Extent, b: Extent) -> tuple[int, npt.NDArray[np.bool_]]:
 
 
 def covers(a: Extent, b: Extent) -> bool:
-    """Whether `a` certainly holds every byte of `b`: it is dense, or the same."""
+    """True if `a` certainly holds every byte of `b`: it is dense, or the same."""
     return a == b or (a.pattern is None and a.start <= b.start and b.end <= a.end)
 
 
 def _mask(extent: Extent, start: int, end: int) -> npt.NDArray[np.bool_]:
-    """One flag for each byte of [start, end)."""
+    """Return a flag for each byte of [start, end)."""
     if extent.pattern is None:
         return np.ones(end - start, dtype=np.bool_)
     offsets = np.full(1, extent.start - start, dtype=np.int64)
@@ -101,10 +100,10 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 class Access(NamedTuple):
-    """One read or write of some bytes of a buffer. `label` says by what.
+    """Read or write of some bytes of a buffer. `label` names the operation.
 
-    `reuse`: a write that stands for the memory's next owner, not an operator's. `spoils`: the speculative copy whose read
-    of its source this is. An operator's unordered write is no race with it: it makes what arrives of those bytes undefined.
+    `reuse`: a write that represents the memory's next owner, not an operator. `spoils`: the speculative copy that makes this
+    read of its source. An operator's unordered write is no race with that read: it makes the copied bytes undefined.
     """
 
     extent: Extent
@@ -126,11 +125,11 @@ class Shadow:
         self.owner = owner
         """To which the memory goes back."""
         self.gone = ""
-        """What gave the memory back although the storage is still there: nobody may touch it any more."""
+        """Operation that gave the memory back although the storage still exists. Any later access is an error."""
         self.accesses: list[Access] = []
 
     def touch(self, new: Access, clock: Clock) -> None:
-        """Record `new`, made where `clock` is what is ordered before. Raises `SimRaceError` for an unordered conflict."""
+        """Record `new`, whose earlier work is given by `clock`. Raises `SimRaceError` for an unordered conflict."""
         self.check(new, clock)
         self.accesses = [old for old in self.accesses if not _stands_for(new, old, clock)]
         self.accesses.append(new)
@@ -152,9 +151,9 @@ class Shadow:
 
 
 def _stands_for(new: Access, old: Access, clock: Clock) -> bool:
-    """Whether whoever is ordered after `new`, and so sees all it was ordered after, needs no look at `old` any more.
+    """True if an actor ordered after `new`, and so after everything before `new`, need not check `old`.
 
-    A write was found ordered after all that it covers, but for a speculative copy that it spoiled, which still reads; a read
+    A write was found ordered after all that it covers, except a speculative copy that it spoiled, which still reads. A read
     only follows its own actor's reads.
     """
     if old.spoils is not None and old.actor != new.actor and clock.get(old.actor, 0) < old.number:

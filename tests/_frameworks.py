@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -109,7 +108,8 @@ class Program:
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
-    optimizer: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-3)
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    """Called with the parameters and a learning rate."""
     steps: int = 6
     optimizer_state: bool = False
     """The optimizer's state is in host memory between its steps."""
@@ -119,7 +119,7 @@ class Program:
         seen = Seen()
         model = self.build()
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = self.optimizer(trained)
+        optimizer = self.optimizer(trained, lr=1e-3)
         given = (optimizer,) if self.optimizer_state else ()
         swap = None if budget is None else cm.attach(model, *given, **swapping(budget))
         for _ in range(self.steps):

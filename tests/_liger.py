@@ -1,19 +1,23 @@
-"""Trains a Llama with Liger's kernels in place of its norms, embeddings of positions, feed-forwards and loss, without us and with.
+"""Trains a Llama with Liger's norms, embeddings of positions, feed-forwards and loss, without us and with.
 
-TRITON_INTERPRET=1 python -m tests._liger         # writes JSON: what differs, and whether kernels ran
+    TRITON_INTERPRET=1 python -m tests._liger
+
+Writes JSON: the kernels that ran, and what was swapped. Fails if a bit differs.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import numpy as np
 import torch
-import triton.language as language
-import triton.runtime.interpreter as interpreter
+from liger_kernel.ops import rms_norm
 from liger_kernel.transformers import apply_liger_kernel_to_llama
 from torch import nn
+from triton import language
+from triton.runtime import interpreter
 
 from tests._frameworks import Program, check_same
 from tests._plain_models import language as predicting
@@ -30,7 +34,7 @@ def fused() -> nn.Module:
 
 
 def converted(argument: Any) -> Any:
-    """An argument as kernels get it: the interpreter leaves a float as Python's, which has no `.to` as a compiled kernel's has."""
+    """An argument as kernels get it. The interpreter leaves a float as Python's, without the `.to` that a compiled one has."""
     if not isinstance(argument, float):
         return convert(argument)
     return language.tensor(interpreter.TensorHandle(np.array([argument], np.float32), language.float32), language.float32)
@@ -39,8 +43,13 @@ def converted(argument: Any) -> Any:
 convert = interpreter._implicit_cvt
 
 
+def reciprocal_root(x: Any) -> Any:
+    return language.rsqrt(x)  # looked up while a kernel runs: the interpreter has replaced it
+
+
 def main() -> None:
     interpreter._implicit_cvt = converted
+    rms_norm.rsqrt = reciprocal_root  # libdevice's is not for the interpreter
     launch = interpreter.GridExecutor.__call__
 
     def counted(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +67,8 @@ def main() -> None:
         outcome, swap = program(budget)
         return outcome, swap.report()
 
-    report = check_same(plain, swapped, 60, program.steps)
-    print(json.dumps({"kernels": kernels, "out": report.bytes_swapped_out, "steps": report.steps}))
+    report = check_same(plain, swapped, 270, program.steps)
+    sys.stdout.write(json.dumps({"kernels": kernels, "bytes_swapped_out": report.bytes_swapped_out}))
 
 
 if __name__ == "__main__":

@@ -96,12 +96,12 @@ def run(build: Callable[[], Training], *, swaps_alone: bool) -> dict[str, Any]:
     return outcome
 
 
-def main(folder: str, names: list[str], on_two: dict[str, Callable[[], Training]] = ON_TWO) -> None:
+def main(folder: str, names: list[str]) -> None:
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=PATIENCE)
     rank, count = dist.get_rank(), dist.get_world_size()
-    programs = on_two if count == 2 else ON_FOUR
+    programs = ON_TWO if count == 2 else ON_FOUR
     outcomes: dict[str, Any] = {"local_world_size": os.environ["LOCAL_WORLD_SIZE"]}
     outcomes["programs"] = {
         name: run(programs[name], swaps_alone=count == 2 and name in SWAPS_ALONE) for name in names or programs

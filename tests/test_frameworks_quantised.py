@@ -1,9 +1,8 @@
-"""Adapters over frozen, quantised weights that are streamed: each byte of those is copied out once, and every bit is plain's."""
+"""Adapters over frozen, quantised weights that are streamed: each byte of those is copied out once, each bit is plain's."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,8 @@ from tests._quantised_models import QUANTISED, save, tuned
 STEPS, LAYERS = 4, 3
 
 READ_AS_DATA = ("bnb 8-bit",)
-"""Weights that a layer reads by `.data` on a CPU: no version counter would show a write after that, so they are copied each time
-that they leave. On CUDA these layers do not read them so."""
+"""Weights that a layer reads by `.data` on a CPU: no version counter would show a write after that, so they are copied each
+time that they leave. On CUDA these layers do not read them so."""
 
 
 @pytest.fixture(autouse=True)

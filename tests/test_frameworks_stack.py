@@ -1,11 +1,14 @@
-"""What people put around a model to tune it: adapters, quantised weights, 8-bit optimizers, fused layers. Each has plain's bits.
+"""What people put around a model to tune it: adapters, quantised weights, 8-bit optimizers, fused layers.
 
-The reference of each is the same program without us, on plain tensors. A row of docs/compatibility.md names its test here.
+Each has the bits of the same program without us, on plain tensors. A row of docs/compatibility.md names its test here.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from chameleon_mm.units import KIB
 from tests._frameworks import Program
 from tests._plain_models import language
 from tests._quantised_models import save, tuned
+from tests.test_ranks import REPOSITORY, outcomes, wrong
 
 # --- adapters
 
@@ -70,7 +74,7 @@ def test_optimizers_of_8_bits_give_the_same_bits(
     """The state of bitsandbytes leaves as the bytes that it is. That of torchao is of a wrapper subclass, and stays."""
     monkeypatch.setattr(optimizer_swap, "MIN_BYTES", 4 * KIB)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
-        report = Program(wide, to_ones, partial(make, lr=1e-3), optimizer_state=optimizer_state).check(budget_kib)
+        report = Program(wide, to_ones, make, optimizer_state=optimizer_state).check(budget_kib)
     leaves = optimizer_state and make is bitsandbytes.optim.AdamW8bit
     assert bool(report.state_bytes_swapped_out) is leaves
 
@@ -136,7 +140,6 @@ class Attention(nn.Module):
 
 def test_an_operator_as_flash_attentions_gives_the_same_bits() -> None:
     """flash-attn itself needs a GPU: this operator saves what its own saves, dropout's state too."""
-    model = partial(nn.Sequential)
     Program(
         lambda: nn.Sequential(*(Attention() for _ in range(3))),
         lambda model: (model(torch.randn(4, 24, 32)) - 1).square().mean(),
@@ -168,7 +171,26 @@ def test_adapters_of_a_diffusion_transformer_give_the_same_bits() -> None:
 # --- programs of their own
 
 
+@pytest.mark.slow
 def test_ligers_kernels_give_the_same_bits() -> None:
     """In Triton's interpreter, which a process chooses before it imports Triton."""
-    out = run("-m", "tests._liger", TRITON_INTERPRET="1")
-    assert json.loads(out) == {"differences": [], "kernels": True}
+    command = [sys.executable, "-m", "tests._liger"]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert {"_rms_norm_forward_kernel", "_swiglu_forward_kernel", "_triton_rope"} <= set(told["kernels"]), told
+    assert told["bytes_swapped_out"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)  # of a test that hangs: how fast the machine is decides nothing
+def test_ranks_give_the_same_bits(tmp_path: Path) -> None:
+    """Adapters under FSDP2, and DeepSpeed's ZeRO of stages 1 and 2 with accumulation, clipping and bfloat16, on two ranks."""
+    for rank, outcome in enumerate(outcomes(2, "tests._rank_stack", tmp_path)):
+        assert wrong(outcome["programs"]) == [], f"rank {rank}"
+        for name, zero in outcome["zero"].items():
+            assert zero["different"] == [], f"rank {rank}, {name}"
+            assert zero["bytes_swapped_out"] > 0 and zero["plan_cache_hits"] > 0 and zero["problems"] == [], (
+                f"rank {rank}, {name}"
+            )

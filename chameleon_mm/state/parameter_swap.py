@@ -73,8 +73,7 @@ def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0
 
 
 def plain_parts(t: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that hold the bytes of `t`: itself, or those that its wrapper subclass names. Yields nothing for a
-    wrapper subclass that names none."""
+    """Yield the plain tensors that hold the bytes of `t`: itself, or those that it wraps, if its class says which."""
     wrapper: Any = t  # the stub's protocol class cannot be a Tensor for mypy
     if type(t).__torch_dispatch__ is PLAIN_DISPATCH:
         yield t
@@ -109,8 +108,8 @@ def check_parameters(parameters: object, model: nn.Module | None) -> bool:
             )
         if type(p).__torch_dispatch__ is not PLAIN_DISPATCH and (p.requires_grad or not _is_quantised(p)):
             raise ValueError(
-                f"parameters='swap': expected plain tensors, or frozen ones that wrap plain tensors, got {type(p).__name__} for "
-                f"{name}, which is trained, or which somebody else shards (FSDP2 does); leave parameters='keep'"
+                f"parameters='swap': expected plain tensors, or frozen ones that wrap plain tensors, got {type(p).__name__} "
+                f"for {name}, which is trained, or which somebody else shards (FSDP2 does); leave parameters='keep'"
             )
     return True
 

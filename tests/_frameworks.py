@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import chameleon_mm as cm
+from chameleon_mm.state.parameter_swap import plain_parts
 from tests._plain_training import Outcome, differences, image
 
 STEPS = 20
@@ -39,7 +41,9 @@ class Seen:
         np.random.seed(11)
 
     def note(self, what: str, value: Tensor | float) -> None:
-        self.outcome[f"{len(self.outcome)}: {what}"] = image(torch.as_tensor(value))
+        """A tensor of a wrapper subclass counts as the plain ones that it wraps."""
+        for part in plain_parts(torch.as_tensor(value)):
+            self.outcome[f"{len(self.outcome)}: {what}"] = image(part)
 
     def finish_attached(self, swap: Any, model: nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[Outcome, Any]:
         """The same of a loop, once what it attached (None: nothing) is detached, and what it attached."""
@@ -57,17 +61,20 @@ class Seen:
         for optimizer in optimizers:
             for number, state in optimizer.state_dict()["state"].items():
                 for name, value in state.items():
-                    self.note(f"{name} of parameter {number}", value)
+                    for inner, part in value.items() if isinstance(value, dict) else [(name, value)]:  # bitsandbytes nests
+                        self.note(f"{inner} of parameter {number}", part)
         return self.outcome
 
 
-def check_same(plain: Outcome, swapped: Callable[[str], tuple[Outcome, cm.SwapReport]], budget_kib: int) -> cm.SwapReport:
+def check_same(
+    plain: Outcome, swapped: Callable[[str], tuple[Outcome, cm.SwapReport]], budget_kib: int, steps: int = STEPS
+) -> cm.SwapReport:
     """Trains within ever larger budgets, until steps have a plan to follow (where operators take more inside of themselves than
     on most machines, the first is too small): in each, the bits are the same, and each step was found."""
     for share in (1, 1.15, 1.3, 1.5, 2, 2.5, 3):
         outcome, report = swapped(f"{int(budget_kib * share)}KiB")
         assert differences(plain, outcome) == []
-        assert report.steps == STEPS, report
+        assert report.steps == steps, report
         assert report.bytes_swapped_out > 0, report
         assert report.problems == (), report
         if report.plan_cache_hits:
@@ -85,14 +92,48 @@ def check_callback(callback: Callable[..., Any], train: Callable[[Any], Outcome]
     check_same(train(None), swapped, budget_kib)
 
 
-def check_loop(train: Callable[[str | None], tuple[Outcome, Any]], budget_kib: int) -> None:
+def check_loop(train: Callable[[str | None], tuple[Outcome, Any]], budget_kib: int, steps: int = STEPS) -> cm.SwapReport:
     """`train` within a budget has the bits of `train(None)`; it returns what it attached as well."""
 
     def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
         outcome, swap = train(budget)
         return outcome, swap.report()
 
-    check_same(train(None)[0], swapped, budget_kib)
+    return check_same(train(None)[0], swapped, budget_kib, steps)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, what it is trained on and by which optimizer, in a loop as people write it."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module], Tensor]
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    """Called with the parameters and a learning rate."""
+    steps: int = 6
+    optimizer_state: bool = False
+    """The optimizer's state is in host memory between its steps."""
+
+    def __call__(self, budget: str | None) -> tuple[Outcome, Any]:
+        """Train within `budget`; None: as it is, without us."""
+        seen = Seen()
+        model = self.build()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = self.optimizer(trained, lr=1e-3)
+        given = (optimizer,) if self.optimizer_state else ()
+        swap = None if budget is None else cm.attach(model, *given, **swapping(budget))
+        for _ in range(self.steps):
+            loss = self.loss(model)
+            loss.backward()
+            seen.note("loss", loss)
+            seen.note("norm", nn.utils.clip_grad_norm_(trained, 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen.finish_attached(swap, model, optimizer)
+
+    def check(self, budget_kib: int) -> cm.SwapReport:
+        """It has the same bits within a budget."""
+        return check_loop(self, budget_kib, self.steps)
 
 
 def check_nothing_left(model: nn.Module) -> None:

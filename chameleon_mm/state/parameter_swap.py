@@ -4,14 +4,16 @@
     gradient made:          its copy out is queued at once; it comes back for the optimizer
     optimizer's step:       bucket by bucket: parameters, gradients and state come; those that were written leave
 
-Every access to a parameter brings it to the device: its module's forward, any torch function, autograd's uses.
+Every access to a parameter brings it to the device: its module's forward, any torch function, autograd's uses. A frozen
+parameter is copied out once, because its host copy stays good. A quantised weight moves as the bytes that it is stored in: one
+of a wrapper subclass as the plain tensors that it wraps, each in its own storage.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.device import Stream
@@ -67,6 +70,16 @@ def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0
     return window
 
 
+def plain_parts(t: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that hold the bytes of `t`: itself, or those that it wraps, if its class says which."""
+    wrapper: Any = t  # the stub's protocol class cannot be a Tensor for mypy
+    if type(t).__torch_dispatch__ is PLAIN_DISPATCH:
+        yield t
+    elif is_traceable_wrapper_subclass(wrapper):
+        for name in wrapper.__tensor_flatten__()[0]:
+            yield from plain_parts(getattr(wrapper, name))
+
+
 _log = logging.getLogger(__name__)
 
 
@@ -91,12 +104,17 @@ def check_parameters(parameters: object, model: nn.Module | None) -> bool:
                 f"parameters='swap': expected parameters that have a shape, got {name}, which a lazy module makes in its first "
                 f"forward; run one batch before the session is made"
             )
-        if type(p).__torch_dispatch__ is not PLAIN_DISPATCH:
+        if type(p).__torch_dispatch__ is not PLAIN_DISPATCH and (p.requires_grad or not _is_quantised(p)):
             raise ValueError(
-                f"parameters='swap': expected plain tensors, got {type(p).__name__} for {name}, which somebody else shards or "
-                f"wraps (FSDP2 does); leave parameters='keep'"
+                f"parameters='swap': expected plain tensors, or frozen ones that wrap plain tensors, got {type(p).__name__} "
+                f"for {name}, which is trained, or which somebody else shards (FSDP2 does); leave parameters='keep'"
             )
     return True
+
+
+def _is_quantised(p: Tensor) -> bool:
+    """True if `p`, of a wrapper subclass, wraps plain tensors that it alone manages. A `DTensor`'s are its mesh's."""
+    return not hasattr(p, "device_mesh") and any(True for _ in plain_parts(p))
 
 
 def _not_eager(module: nn.Module) -> str | None:
@@ -124,8 +142,11 @@ class ParameterSwap:
         self._executor = executor
         self._home = Home(executor)
         self._model = model
-        self._params: list[nn.Parameter] = list(model.parameters())
-        self._keys = {id(p): 2 * i for i, p in enumerate(self._params)}
+        self._whole = list(model.parameters())
+        self._params: list[Tensor] = []
+        """The parameters, with the plain parts of those of wrapper subclasses in their place."""
+        self._keys: dict[int, int] = {}
+        self._list_params()
         self._sizes = charged_sizes(self._params)
         self._fixed_bytes = max(0, executor.device.allocated_bytes() - self.resident_bytes - other_movable_bytes)
         self.window = Window(
@@ -149,6 +170,11 @@ class ParameterSwap:
         """Send the parameters away, and bring them back at every access, until `stack` is left."""
         stack.callback(self.detach)
         device = self._home.device.torch_device
+        if elsewhere := [n for n, p in self._model.named_parameters() if p.device != device and next(plain_parts(p)) is not p]:
+            raise ValueError(
+                f"parameters='swap': expected weights of wrapper subclasses on {device}, where the session runs, got "
+                f"{elsewhere[0]} elsewhere; move the model first"
+            )
         self._active = True
         for p in self._params:
             if p.device != device:
@@ -160,6 +186,10 @@ class ParameterSwap:
                 self._modules[id(module)] = weakref.ref(module), own
         self._handles.append(register_module_forward_pre_hook(self._before_forward))
         stack.enter_context(ParameterWatch(self))
+
+    def _list_params(self) -> None:
+        self._params = [part for p in self._whole for part in plain_parts(p)]
+        self._keys = {id(p): 2 * i for i, p in enumerate(self._params)}
 
     def detach(self) -> None:
         """Bring all parameters and gradients back to the device. Those that no longer fit move to pageable host memory, with a
@@ -224,6 +254,7 @@ class ParameterSwap:
     def begin_step(self) -> None:
         """Begin a step: tensors replaced since the last one leave as well."""
         with torch._C.DisableTorchFunction():
+            self._list_params()
             for p in self._params:
                 self._adopt(p)
         self.window.sequence.begin_step()
@@ -239,7 +270,7 @@ class ParameterSwap:
 
     def bring(self, params: Iterable[Tensor]) -> None:
         """Bring `params` and their gradients to the device, for an optimizer's step."""
-        found = [entry for p in params for t in (p, p.grad) if t is not None and (entry := self.find(t)) is not None]
+        found = [entry for p in params for t in (p, p.grad) if t is not None for entry in self.find_all(t)]
         self.use(found, "an optimizer's step")
 
     def send_out(self, params: Iterable[Tensor]) -> None:
@@ -268,6 +299,11 @@ class ParameterSwap:
             return self.window.find(t.untyped_storage())
         except RuntimeError:  # a functorch wrapper, which has no storage
             return None
+
+    def find_all(self, t: Tensor) -> list[HostedStorage]:
+        """Find the entries of the storages of `t`, which may be of a wrapper subclass."""
+        parts = (t,) if type(t).__torch_dispatch__ is PLAIN_DISPATCH else plain_parts(t)
+        return [entry for part in parts if (entry := self.find(part)) is not None]
 
     def use(self, entries: Sequence[HostedStorage], what: str) -> None:
         """Bring `entries` to the device, for a function of that name."""
@@ -320,7 +356,7 @@ class ParameterSwap:
         def used(handle: Any) -> Tensor:
             with torch._C.DisableTorchFunction():
                 t = use(handle)
-                if self._active and (entry := self.find(t)) is not None:
+                for entry in self.find_all(t) if self._active else ():
                     self._use_by_node(entry)
                 return t
 
@@ -341,9 +377,9 @@ class ParameterSwap:
         if known is None or known[0]() is not module:
             return
         with torch._C.DisableTorchFunction():
-            self.use([entry for p in known[1] if (entry := self.find(p)) is not None], type(module).__name__)
+            self.use([entry for p in known[1] for entry in self.find_all(p)], type(module).__name__)
 
-    def _before_accumulating(self, ref: weakref.ref[nn.Parameter]) -> Callable[[Tensor], None]:
+    def _before_accumulating(self, ref: weakref.ref[Tensor]) -> Callable[[Tensor], None]:
         def before(grad: Tensor) -> None:
             with torch._C.DisableTorchFunction():
                 p = ref()
@@ -377,7 +413,7 @@ class ParameterSwap:
         self._executor.protected.add(t.untyped_storage())  # the executor does not move it when autograd saves it
         return self.window.add(t, key, is_gradient=is_gradient)
 
-    def _adopt(self, p: nn.Parameter) -> None:
+    def _adopt(self, p: Tensor) -> None:
         """Send out the storages of `p` and of its gradient, if they are new and may leave."""
         entry = self.find(p)
         if entry is not None:

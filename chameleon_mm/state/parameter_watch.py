@@ -39,6 +39,11 @@ _NEEDS_NO_BYTES = frozenset((
 ))  # fmt: skip
 """Names of functions that read no element of their arguments. Most views are not listed: torch checks memory."""
 
+_MAKES_TENSORS = frozenset(
+    name for name in _NEEDS_NO_BYTES if name.endswith("_like") or name.startswith(("new_", "detach", "view"))
+)
+"""Names among them of which a subclass may have a version that reads elements."""
+
 _GIVES_MEMORY = frozenset((
     "untyped_storage", "_typed_storage", "storage", "data_ptr", "numpy", "__array__", "set_", "share_memory_",
 ))  # fmt: skip
@@ -96,7 +101,8 @@ class ParameterWatch(TorchFunctionMode):
         if func in _BACKWARD:
             with self:  # Python code within a backward is seen
                 return _BACKWARD[func](*args, **kwargs)
-        if name in _NEEDS_NO_BYTES or (name in ("__get__", "__set__") and func not in _ELEMENTS):
+        needs_none = name in _NEEDS_NO_BYTES and not (kinds and name in _MAKES_TENSORS)
+        if needs_none or (name in ("__get__", "__set__") and func not in _ELEMENTS):
             if func == _DATA:
                 self._note_hidden(args)
             return func(*args, **kwargs)
@@ -141,12 +147,12 @@ class ParameterWatch(TorchFunctionMode):
 
     def _entries_of(self, values: Any) -> list[HostedStorage]:
         found: dict[int, HostedStorage] = {}
-        find = self._swap.find
+        find_all = self._swap.find_all
         stack = [values]
         while stack:
             value = stack.pop()
             if isinstance(value, Tensor):
-                if (entry := find(value)) is not None:
+                for entry in find_all(value):
                     found[id(entry)] = entry
             elif isinstance(value, (tuple, list)):
                 stack.extend(reversed(value))
@@ -221,7 +227,8 @@ def _may_write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs:
     if isinstance(func, torch._ops.OpOverload):
         return (args, kwargs) if func._schema.is_mutable else ()
     if isinstance(func, torch._ops.OpOverloadPacket):
-        return (args, kwargs)
+        overloads = (getattr(func, name) for name in func.overloads())
+        return (args, kwargs) if any(one._schema.is_mutable for one in overloads) else ()
     if "out" in kwargs:
         return kwargs["out"]
     if name not in _WRITES_SELF and (not name.endswith("_") or name.endswith("__")):

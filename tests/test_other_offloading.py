@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,3 +159,40 @@ def test_offload_activations_is_refused_before_a_step_and_works_without_a_sessio
     with OffloadActivations():
         model(torch.randn(8, 64)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+# --- DeepSpeed's checkpoints on the host. These have the attributes that are read of it
+
+CONFIG = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}}
+
+
+def by_transformers(config: Any) -> None:
+    swap = cm.integrations.transformers.SwapCallback(device=cm.SimDevice())
+    args = SimpleNamespace(hf_deepspeed_config=SimpleNamespace(config=config))
+    swap.on_train_begin(args, object(), None, optimizer=None, model=block())
+    swap.detach()
+
+
+def by_lightning(config: Any) -> None:
+    swap = cm.integrations.lightning.SwapCallback(device=cm.SimDevice())
+    trainer = SimpleNamespace(strategy=SimpleNamespace(config=config), optimizers=[])
+    swap.on_train_start(trainer, block())
+    swap.on_train_end(trainer, None)
+
+
+def by_accelerate(config: Any) -> None:
+    accelerator = cm.integrations.accelerate.accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(block())
+    plugin = SimpleNamespace(deepspeed_config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(accelerator.state), "deepspeed_plugin", plugin)
+        cm.integrations.accelerate.attach(accelerator, model, device=cm.SimDevice()).detach()
+
+
+@pytest.mark.parametrize("begin", [by_transformers, by_lightning, by_accelerate])
+def test_deepspeeds_checkpoints_on_the_host_are_refused_before_training(begin: Callable[[Any], None]) -> None:
+    with pytest.raises(ValueError, match="expected cpu_checkpointing=False in DeepSpeed's activation_checkpointing, got True"):
+        begin(CONFIG)
+    assert saved_tensor_hooks_on_top() is None
+    for fine in ({"activation_checkpointing": {"cpu_checkpointing": False}}, {"zero_optimization": {"stage": 2}}, None):
+        begin(fine)

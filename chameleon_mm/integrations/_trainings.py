@@ -22,6 +22,15 @@ from chameleon_mm.errors import check_keywords, check_type
 from chameleon_mm.report.report import SwapReport
 
 
+def refuse_cpu_checkpointing(what: str, deepspeed_config: Any) -> None:
+    """Raise `ValueError` for a DeepSpeed configuration (None: there is none) by which its checkpoints go to the host."""
+    if isinstance(deepspeed_config, dict) and (deepspeed_config.get("activation_checkpointing") or {}).get("cpu_checkpointing"):
+        raise ValueError(
+            f"{what}: expected cpu_checkpointing=False in DeepSpeed's activation_checkpointing, got True, which moves the same "
+            f"tensors; leave it out"
+        )
+
+
 class Trainings:
     """Attaches one training at a time, and detaches the one before if it is still attached.
 

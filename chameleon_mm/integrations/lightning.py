@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from chameleon_mm.integrations import load_framework
-from chameleon_mm.integrations._trainings import Trainings
+from chameleon_mm.integrations._trainings import Trainings, refuse_cpu_checkpointing
 
 load_framework("lightning")
 from lightning.pytorch.callbacks import Callback  # noqa: E402  # only once it is known to be installed
@@ -34,6 +34,7 @@ class SwapCallback(Trainings, Callback):  # type: ignore[misc]  # mypy does not 
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the module, which is on its device by now."""
+        refuse_cpu_checkpointing("SwapCallback", getattr(trainer.strategy, "config", None))
         self.begin(trainer, pl_module, trainer.optimizers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

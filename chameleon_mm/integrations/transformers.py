@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from chameleon_mm.integrations import load_framework
-from chameleon_mm.integrations._trainings import Trainings
+from chameleon_mm.integrations._trainings import Trainings, refuse_cpu_checkpointing
 
 
 class SwapCallback(Trainings, load_framework("transformers").TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
@@ -31,6 +31,7 @@ class SwapCallback(Trainings, load_framework("transformers").TrainerCallback):  
             raise ValueError(
                 "SwapCallback: expected activation_offloading=False, got True, which moves the same tensors; leave it out"
             )
+        refuse_cpu_checkpointing("SwapCallback", getattr(getattr(args, "hf_deepspeed_config", None), "config", None))
         optimizer = kwargs["optimizer"]
         self.begin(state, kwargs["model"], [] if optimizer is None else [optimizer])
 

@@ -81,8 +81,8 @@ def _plan_within(
 
 
 def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: LinkCost) -> int:
-    """Find the smallest budget whose plan slows the step by at most `HIDDEN_WITHIN` on the part of the link that plans count on.
-    It is at most `peak_bytes`, the unswapped peak of `trace`."""
+    """Find the smallest budget whose plan slows the step by at most `HIDDEN_WITHIN`, on the part of the link that plans count
+    on. It is at most `peak_bytes`, the unswapped peak of `trace`."""
     slower = cost.slowed(COUNTED_ON)
 
     def plan_for(budget: int) -> SwapPlan:

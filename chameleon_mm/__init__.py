@@ -23,6 +23,7 @@ from chameleon_mm.api.attach import Attachment, attach
 from chameleon_mm.api.save_on_cpu import install, save_on_cpu, uninstall
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
+from chameleon_mm.device.compiled_regions import compiled_partition
 from chameleon_mm.errors import (
     BlockCorruptedError,
     BlockInUseError,
@@ -49,6 +50,7 @@ __all__ = [
     "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
     "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
     "PoolStateError", "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot",
-    "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations",
+    "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "compiled_partition", "install",
+    "integrations",
     "merge_reports", "resolve_device", "save_on_cpu", "uninstall",
 ]  # fmt: skip

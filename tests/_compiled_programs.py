@@ -1,7 +1,7 @@
 """Small training programs with compiled parts. Each is built anew, with `compiled` in place of `torch.compile`.
 
-    model, loss_of = PROGRAMS[name](compiled)      # compiled(f, **options): torch.compile with the backend of the test
-    loss_of(number).backward()                     # step `number` of the training of `model`
+model, loss_of = PROGRAMS[name](compiled)      # compiled(f, **options): torch.compile with the backend of the test
+loss_of(number).backward()                     # step `number` of the training of `model`
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def mean_square(run: Any, *, counts: tuple[int, ...] = (48,)) -> Loss:
 # --- what is compiled
 
 
-def per_block(compiled: Compile, *, counts: tuple[int, ...] = (48,), block: Callable[[], nn.Module] = Block, **options: Any) -> Any:
+def per_block(
+    compiled: Compile, *, counts: tuple[int, ...] = (48,), block: Callable[[], nn.Module] = Block, **options: Any
+) -> Any:
     model = Stack(block(), block())
     return model, mean_square(Stack(*(compiled(one, **options) for one in model.blocks)), counts=counts)
 

@@ -1,4 +1,4 @@
-"""Compiled regions under a session: each direction is one operator, and bits are those of the same program compiled without one.
+"""Compiled regions under a session: each direction is one operator, with the bits of the same program compiled without one.
 
     expected = train(program, no session)          # none of our code
     got      = train(program, in a session)        # recorded, then by plan, within half of the memory where it can be
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,12 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.trace import Trace
-from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from tests._compiled_programs import PLACE, PROGRAMS, Block, Stack, rows
 from tests._programs import assert_same
 
@@ -37,8 +38,8 @@ inductor = pytest.param(
 )
 STEPS = 5
 BY_INDUCTOR = (
-    "per block", "whole", "function", "dynamic per block", "graph break in blocks", "experts", "convolution", "buffers in place",
-    "LoRA", "dropout", "attention", "checkpoint around",
+    "per block", "whole", "function", "dynamic per block", "graph break in blocks", "experts", "convolution", "LoRA",
+    "buffers in place", "dropout", "attention", "checkpoint around",
 )  # fmt: skip
 
 
@@ -50,7 +51,9 @@ def _nothing_compiled_yet() -> Iterator[None]:
 
 
 @pytest.fixture
-def same_as_alone(caplog: pytest.LogCaptureFixture) -> Callable[[Callable[[cm.SwapSession | None], list[Tensor]], cm.SwapSession], None]:
+def same_as_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> Callable[[Callable[[cm.SwapSession | None], list[Tensor]], cm.SwapSession], None]:
     """A check that a run in a session has the bits of a run without, and that nobody warns of more."""
 
     def check(run: Callable[[cm.SwapSession | None], list[Tensor]], session: cm.SwapSession, *known_without: str) -> None:
@@ -103,9 +106,7 @@ def lower(session: cm.SwapSession) -> None:
     try:
         session.hbm_budget = session.hbm_budget // 2
     except cm.InfeasibleBudget as refusal:
-        assert refusal.smallest_bytes is not None
-        if refusal.smallest_bytes < session.hbm_budget:
-            session.hbm_budget = refusal.smallest_bytes
+        session.hbm_budget = min(session.hbm_budget, refusal.smallest_bytes or session.hbm_budget)
 
 
 def session_on(device: Device, **options: Any) -> cm.SwapSession:
@@ -215,7 +216,7 @@ def test_loss_and_optimizer_may_be_compiled_as_full_graphs(backend: str, device:
         model = Stack(Block(), Block()).to(device.torch_device)
         net = torch.compile(model, backend=backend, fullgraph=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True, capturable=not device.simulated)
-        loss_of = torch.compile(lambda y, at: F.cross_entropy(y, at), backend=backend, fullgraph=True)
+        loss_of = torch.compile(F.cross_entropy, backend=backend, fullgraph=True)
         scale = torch.compile(lambda grads: [grad.mul_(0.5) for grad in grads], backend=backend, fullgraph=True)
         step = torch.compile(optimizer.step, backend=backend)  # torch breaks the graph of its own optimizers once
         seen = []
@@ -233,3 +234,117 @@ def test_loss_and_optimizer_may_be_compiled_as_full_graphs(backend: str, device:
         return [*seen, *map(copy_of, model.parameters())]
 
     same_as_alone(run, session_on(device))
+
+
+# --- what regions save
+
+
+def test_what_a_cuda_graph_keeps_is_named_and_stays(sim: cm.SimDevice, caplog: pytest.LogCaptureFixture) -> None:
+    """A region of a backend whose results lie in memory of its own, as those of CUDA graphs do."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def kept(t: Any) -> Any:
+        return torch.from_numpy(t.numpy().copy()) if isinstance(t, Tensor) else t
+
+    def compiler(gm: Any, _: Any) -> Any:
+        def run(args: list[Any]) -> Any:
+            return [kept(out) for out in torch.fx.Interpreter(gm).boxed_run(args)]
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # torch's mark
+        return run
+
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+
+    def run(session: cm.SwapSession | None) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        model = Stack(Block(), Block())
+        parts = [torch.compile(block, backend=backend) for block in model.blocks]
+        seen = []
+        with session or nullcontext():
+            for number in range(4):
+                with session.step() if session else nullcontext():
+                    parts[1](parts[0](rows(number))).square().mean().backward()
+                    seen.extend(copy_of(p.grad) for p in model.parameters() if p.grad is not None)
+                    model.zero_grad()
+        return seen
+
+    expected = run(None)
+    session = session_on(sim)
+    assert_same(expected, run(session))
+    (told,) = {record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()}
+    assert "in _orig_mod" in told
+    assert session.report().kept_by_reason["borrowed"] > 0
+
+
+def test_dynamo_does_not_trace_the_recorders_hooks(sim: cm.SimDevice) -> None:
+    model = Block(breaks_between)
+
+    def step() -> None:
+        with RecordingHooks(recorder):
+            run(rows(0)).sum().backward()
+
+    run = torch.compile(model, backend="aot_eager")
+    recorder = Recorder(sim, model=model)
+    with sim.compute(), recorder:
+        step()
+    assert recorder.flaw is not None  # it compiled; that no warning came is the test
+
+
+def breaks_between(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return F.gelu(x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", inductor])
+def test_the_session_chooses_the_partition_for_its_budget(backend: str, device: Device) -> None:
+    """A region that is the whole model: all it saves is there when its backward begins, so swapping saves nothing. The bits are
+    those of the program that compiles with that partition at that step."""
+    chosen_at: list[tuple[int, float]] = []
+
+    def run(session: cm.SwapSession | None) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        model = Stack(*(Block() for _ in range(4))).to(device.torch_device)
+        net, seen = torch.compile(model, backend=backend, dynamic=False), []
+        with ExitStack() as stack:
+            if session is not None:
+                stack.enter_context(session)
+            for number in range(7):
+                with session.step() if session else nullcontext():
+                    net(rows(number, 512).to(device.torch_device)).square().mean().backward()
+                    seen.extend(copy_of(p.grad) for p in model.parameters() if p.grad is not None)
+                    model.zero_grad()
+                if session is not None and not chosen_at and session._adaptation.partition.share is not None:
+                    chosen_at.append((number, session._adaptation.partition.share))
+                if session is None and chosen_at and chosen_at[0][0] == number:
+                    stack.enter_context(cm.compiled_partition(chosen_at[0][1]))
+                    torch._dynamo.reset()
+        assert functorch_config.activation_memory_budget == 1
+        return seen
+
+    session = cm.SwapSession(device.allocated_bytes() + (3 << 20), "16MiB", device, min_bytes=0)
+    got = run(session)
+    ((_, share),) = chosen_at
+    assert 0 <= share < 1
+    assert_same(run(None), got)
+    report = session.report()
+    assert report.compiled_partition.startswith(f"activation_memory_budget {share:g}, compiled once more")
+    assert len(report.compiled_regions) == 1
+    assert report.steps_by_phase["planned"] >= 2
+    own = cm.SwapSession(device.allocated_bytes() + (3 << 20), "16MiB", device, min_bytes=0, recompute=False)
+    chosen_at.clear()
+    assert_same(run(None), run(own))
+    assert own.report().compiled_partition == ""
+    assert not chosen_at
+
+
+def test_a_partition_of_the_users_own_stays(sim: cm.SimDevice) -> None:
+    with cm.compiled_partition(0.5):
+        session = session_on(sim)
+        train("whole", "aot_eager", sim, session)
+        assert functorch_config.activation_memory_budget == 0.5
+    assert session.report().compiled_partition == ""
+    with pytest.raises(ValueError, match="from 0 to 1"), cm.compiled_partition(2):
+        pass

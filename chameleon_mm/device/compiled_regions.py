@@ -1,22 +1,24 @@
 """Compiled regions: what `torch.compile` made one function of autograd, told to dispatch modes as one call.
 
-    find_regions()                              # at the beginning of a step: the regions compiled so far are told of from now on
+    find_regions()                              # at the beginning of a step: for the regions that are compiled by now
 
     region's forward or backward is called      # by dynamo's code, or by autograd
         each mode of the thread that is a RegionMode, the innermost first:
             mode.run_region(region, run, args)  # calls run(args), in which operators may be seen, or not
 
-AOTAutograd makes a `torch.autograd.Function` of each graph that it compiles. Autograd calls its `forward`, which calls its attribute
-`compiled_fw`, and its `_backward_impl`. Between them lie the graph's kernels and nothing else: no save, no use and no hook. Both
-attributes are read at each call, so that a region compiled before a session is found too. What it runs there, a mode may see
-(`aot_eager`), in part (Inductor's extern kernels), or not at all (Inductor's own kernels and allocations).
+AOTAutograd makes a `torch.autograd.Function` of each graph that it compiles. Autograd calls its `forward`, which calls its
+attribute `compiled_fw`, and its `_backward_impl`. In both run the graph's kernels and nothing else: no save, no use, no hook.
+Both attributes are read at each call, so that a region compiled before a session is found too. What it runs there, a mode sees
+(`aot_eager`), sees in part (Inductor's extern kernels), or does not see (Inductor's own kernels and allocations).
 
 A region without gradients (an optimizer, an evaluation) has no such class: its operators are seen as the backend runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +70,36 @@ def find_regions() -> None:
 
 def _mutated(function: Any) -> tuple[int, ...]:
     return tuple(i for i, info in enumerate(function.metadata.input_info) if info.mutates_data)
+
+
+@contextmanager
+def compiled_partition(activation_memory_budget: float) -> Iterator[None]:
+    """Context in which torch compiles regions on this thread so that they save what its `activation_memory_budget` leaves: 1
+    what torch saves by itself, 0 the inputs alone. The rest is remade within their backward.
+
+    A session that chooses a partition enters this itself. A program that is compiled in this context without a session has the
+    bits that it has in that session. Regions compiled before stay as they are. Raises `ValueError` for a value beyond 0 to 1.
+    """
+    if not 0 <= activation_memory_budget <= 1:
+        raise ValueError(
+            f"compiled_partition: expected a value from 0 to 1, got {activation_memory_budget}; it is torch's "
+            f"activation_memory_budget"
+        )
+    from torch._functorch import config  # loads parts of dynamo
+
+    with config.patch(activation_memory_budget=activation_memory_budget, activation_memory_budget_solver="dp"):
+        yield
+
+
+def partition_is_torchs_own() -> bool:
+    """True if nobody has set an `activation_memory_budget` on this thread."""
+    config = sys.modules.get("torch._functorch.config")
+    return config is None or config.activation_memory_budget == 1
+
+
+def compile_again() -> None:
+    """Have dynamo forget what it compiled in this process: each function compiles at its next call."""
+    torch._dynamo.reset_code_caches()
 
 
 class _Forward:

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode, is_traceable_wra
 from chameleon_mm.device import Device
 from chameleon_mm.device.compiled_regions import Region, Run, find_regions
 from chameleon_mm.device.operators import GPU, OpCall, OpFactsCache, run_in_parts, runs_in_parts
+from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.plan.trace import SavePlace, Trace
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, DispatchState, StepMode, has_other_formula, is_on, leave
@@ -102,6 +103,11 @@ NO_HOOK = -1
 """Number of a hook call that was not recorded."""
 
 _COMPILED = "dynamo compiled in it: it took longer, and ran other kernels, than steps like it will"
+_IN_A_GRAPH = (
+    "chameleon_mm: what the compiled region in %s saves lies in memory that a CUDA graph keeps, as under "
+    'mode="reduce-overhead": it stays on the device, and the graph keeps it between steps; compile it without CUDA graphs, and '
+    "it moves"
+)
 _INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
 
 
@@ -114,10 +120,10 @@ class Recorder(StepMode):
     `OomRetry`.
 
     Recording changes no bit, except that under any dispatch mode autograd uses other formulas for a few operators. Code that
-    dynamo compiles stays compiled, and each direction of a compiled region is one operator (`device/compiled_regions.py`). If the recorder cannot see the
-    whole step, or must not look, it stops and `flaw` gives the reason; the step goes on. Holds no storage. Under a
-    `FakeTensorMode` it records the step that would run. Operators of a tracer in the middle of the step, or of a forked child,
-    are not part of it. Thread-safe.
+    dynamo compiles stays compiled. Each direction of a compiled region is one operator (`device/compiled_regions.py`). If the
+    recorder cannot see the whole step, or must not look, it stops and `flaw` gives the reason; the step goes on. Holds no
+    storage. Under a `FakeTensorMode` it records the step that would run. Operators of a tracer in the middle of the step, or of
+    a forked child, are not part of it. Thread-safe.
     """
 
     def __init__(
@@ -261,15 +267,16 @@ class Recorder(StepMode):
         finally:
             running, self._thread.region = self._region, None
         with self._lock, self._forgiving(region.name):
-            if running is not None and not self._stopped:
-                self._log.leave_region(running, out)
+            if running is not None and not self._stopped and self._log.leave_region(running, out):
+                self._warn(_log, _IN_A_GRAPH, str(self._module_names.here()) or "the program")
         return out
 
     def _run_in(self, region: RunningRegion, call: OpCall) -> Any:
         """Run an operator of a region. It is no operator of the step, but shows how much memory the region takes."""
         out = self._run(call)
-        with self._lock, self._forgiving(call.facts.name):
-            region.readings.take()
+        if self._writes():
+            with self._lock, self._forgiving(call.facts.name):
+                region.readings.take()
         return out
 
     def _writes(self) -> bool:
@@ -445,6 +452,7 @@ class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
     record only a step that is known to be right. Raises the errors of `saved_tensors_hooks`.
     """
 
+    @uncompiled
     def __init__(self, recorder: Recorder, *, min_bytes: int = 1) -> None:
         teller = _HookPair(recorder, min_bytes)
         super().__init__(teller.on_save, teller.on_use)
@@ -460,6 +468,7 @@ class _HookPair:
         self._seen: set[Hashable] = set()
         """Saved views, with the number of their storage, and storages saved whole."""
 
+    @uncompiled
     def on_save(self, t: Tensor) -> _Handle:
         self._note_copyable()
         traced = self._claim(t) if self._may_move(t) else None
@@ -473,6 +482,7 @@ class _HookPair:
             traced.aliases += 1
         return handle
 
+    @uncompiled
     def on_use(self, handle: _Handle) -> Tensor:
         self._note_copyable()
         self._recorder.on_use([handle.traced], handle.feature)
@@ -514,6 +524,7 @@ class _Handle:
         self.feature = feature
         self._recorder = recorder
 
+    @uncompiled
     def __del__(self) -> None:
         if self.traced is not None:
             self.traced.aliases -= 1

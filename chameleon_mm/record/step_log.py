@@ -301,8 +301,9 @@ class StepLog:
         nbytes = sum(touched_bytes(t) for t in inputs.values())
         return RunningRegion(op, tick, read, self._look_up(mutated)[0], nbytes, PeakReadings(self._device))
 
-    def leave_region(self, running: RunningRegion, out: Any) -> None:
-        """Record that it is over, and what it returned. Raises `RuntimeError` if another operator ran beside it."""
+    def leave_region(self, running: RunningRegion, out: Any) -> bool:
+        """Record that it is over, and what it returned. Returns True if that lies in memory which torch's allocator did not
+        give, such as a CUDA graph's. Raises `RuntimeError` if another operator ran beside it."""
         op, tick = running.op, running.tick
         if self.builder.num_ops != op + 1:
             raise RuntimeError("another thread's operators ran beside it")
@@ -322,6 +323,7 @@ class StepLog:
             writes=[traced.number for traced in written], inner_bytes=inner_bytes, passed_bytes=freed_bytes - inner_bytes
         )
         self.times.alone(op, running.read_bytes + sum(touched_bytes(t) for t in outputs.values()))
+        return any(storage.nbytes() and not storage.resizable() for storage in unknown)
 
     def read_memory(self) -> None:
         """Take a new reading of memory, so that bytes allocated until now are not attributed to the next operator."""

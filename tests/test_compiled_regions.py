@@ -324,7 +324,7 @@ def test_the_session_chooses_the_partition_for_its_budget(backend: str, device: 
         assert functorch_config.activation_memory_budget == 1
         return seen
 
-    session = cm.SwapSession(device.allocated_bytes() + (3 << 20), "16MiB", device, min_bytes=0)
+    session = cm.SwapSession(device.allocated_bytes() + (5 << 18), "16MiB", device, min_bytes=0)
     got = run(session)
     ((_, share),) = chosen_at
     assert 0 <= share < 1
@@ -333,7 +333,7 @@ def test_the_session_chooses_the_partition_for_its_budget(backend: str, device: 
     assert report.compiled_partition.startswith(f"activation_memory_budget {share:g}, compiled once more")
     assert len(report.compiled_regions) == 1
     assert report.steps_by_phase["planned"] >= 2
-    own = cm.SwapSession(device.allocated_bytes() + (3 << 20), "16MiB", device, min_bytes=0, recompute=False)
+    own = cm.SwapSession(device.allocated_bytes() + (5 << 18), "16MiB", device, min_bytes=0, recompute=False)
     chosen_at.clear()
     assert_same(run(None), run(own))
     assert own.report().compiled_partition == ""

@@ -43,7 +43,7 @@ class Region:
 
 
 class RegionMode(TorchDispatchMode):
-    """Dispatch mode that is told of regions."""
+    """Dispatch mode whose `run_region` is called around each direction of a region."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -57,7 +57,7 @@ class RegionMode(TorchDispatchMode):
 
 
 def find_regions() -> None:
-    """Have the modes of its thread told of each region that is compiled by now. Takes 25 us; any thread may call it."""
+    """From now on call `run_region` for each region that is compiled by now. Takes 25 us; any thread may call it."""
     for function in torch.autograd.Function.__subclasses__():
         if function.__name__ != "CompiledFunction" or "torch._functorch" not in function.__module__:
             continue

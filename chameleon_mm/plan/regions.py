@@ -28,8 +28,8 @@ SHARES = (0.75, 0.5, 0.25, 0.1, 0.0)
 """Partitions that are tried besides torch's own, which is 1."""
 
 MISSED = 0.1
-"""Part of what a partition was to leave out that it is assumed to save all the same: whole storages go, and some are remade long
-before their use."""
+"""Part of what a partition was to leave out that it is assumed to save all the same: whole storages go, and some are remade
+long before their use."""
 
 WORTH_COMPILING = 0.02
 """Share of the step that another partition must save, for regions to be compiled once more."""

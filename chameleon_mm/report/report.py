@@ -205,9 +205,9 @@ class SwapReport(Counters):
     """Storages that a plan would have recomputed, but that were swapped or kept instead, by reason."""
     recipes_banned: tuple[str, ...]
     """Names of the operators of recipes whose bits differed from the original: those recipes are no longer used."""
-    compiled_regions: tuple[str, ...]
+    compiled_regions: tuple[str, ...] = ()
     """Lines about the compiled regions of the step that was planned last."""
-    compiled_partition: str
+    compiled_partition: str = ""
     """What was chosen for them to save, and the alternatives; empty: nothing was chosen."""
     lowered_budget_bytes: int | None
     """Tighter budget of all steps since a step was run again; None: none was."""

@@ -3,6 +3,7 @@ from .api.attach import Attachment, attach
 from .api.save_on_cpu import install, save_on_cpu, uninstall
 from .api.session import SwapSession
 from .device import CudaDevice, SimDevice, resolve_device
+from .device.compiled_regions import compiled_partition
 from .errors import (
     BlockInUseError,
     BlockReleasedError,
@@ -28,6 +29,6 @@ __all__ = [
     "Attachment", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
     "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
     "PoolStateError", "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot",
-    "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations",
+    "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "compiled_partition", "install", "integrations",
     "merge_reports", "resolve_device", "save_on_cpu", "uninstall",
 ]  # fmt: skip

@@ -3,8 +3,8 @@
     expected = run(compiled program)
     got      = run(compiled program, under hooks | entering hooks itself)
 
-Under a dispatch mode dynamo compiles nothing, and a `SimDevice`'s compute is one. So most of this runs on a device whose
-compute is not looked at, as a GPU's is not; its copies are still late and its memory still poisoned.
+Most of this runs on a device whose compute is not looked at, as a GPU's is not; its copies are still late and its memory still
+poisoned. `tests/test_compiled_regions.py` runs programs under the simulator's own compute.
 """
 
 from __future__ import annotations
@@ -186,17 +186,19 @@ def test_flex_attention_in_a_recorded_step(unwatched: Device) -> None:
     assert session.pool.stats().num_live == 0
 
 
-def test_under_the_simulators_own_compute_dynamo_stays_out_of_the_way(sim: cm.SimDevice) -> None:
+def test_under_the_simulators_own_compute_compiled_code_stays_compiled(sim: cm.SimDevice) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    before = compiled_frames()
-    run = torch.compile(model, backend="aot_eager")
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(4, 8)
-    with sim.compute():
-        expected = torch.autograd.grad(run(x).sum(), list(model.parameters()))
+    expected = torch.autograd.grad(run(x).sum(), list(model.parameters()))
+    torch._dynamo.reset()
     with cm.SwapSession(sim.allocated_bytes() + MIB, "1MiB", sim, min_bytes=0) as session, session.step():
-        got = torch.autograd.grad(run(x).sum(), list(model.parameters()))
+        out = run(x)
+        assert out.grad_fn is not None
+        assert out.grad_fn.name() == "CompiledFunctionBackward"
+        got = torch.autograd.grad(out.sum(), list(model.parameters()))
+        del out
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert compiled_frames() == before
     assert session.report().bytes_swapped_out > 0
 
 

@@ -29,6 +29,7 @@ from chameleon_mm.api.model_swap import ModelSwap, tensors_of
 from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.api.torch_watch import TorchWatch
 from chameleon_mm.device import Device
+from chameleon_mm.device.compiled_regions import compile_again, compiled_partition, partition_is_torchs_own
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import SessionClosedError, check_method, check_type
 from chameleon_mm.follow.adaptation import Adaptation
@@ -88,7 +89,9 @@ class SwapSession:
     comes back before it is used (on one device; plans do not recompute then).
     `plans`: the first step, and one unlike earlier steps, is recorded; steps like it then follow a plan. False: the default
     rule moves everything in every step. `recompute`: plans may drop storages that are cheaper to recompute than to move, each
-    only after a recomputation next to the original was bit-identical. False: plans only swap.
+    only after a recomputation next to the original was bit-identical. False: plans only swap. Of compiled regions nothing is
+    recomputed so: the session chooses how much they save, and has them compiled once more for it, at most once
+    (`compiled_partition`). False: they save what torch chose.
     `verify`: checksum copies, and raise `SwapMismatch` with tensor, operator and step if a copy back differs. Slow; takes a
     thousandth of the budget, from 16 KiB to 16 MiB, while the session exists. `progress`: True prints a line to stderr for each
     step. A function is called with each step's `StepFigures`; its errors are logged.
@@ -140,6 +143,7 @@ class SwapSession:
             verify=verify,
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)
+        self._recompute = recompute
         self._adaptation = self._plan_steps(recompute=recompute) if plans else None
         self._save, self._use = self._model_swap.hooks(*autograd_hooks(self._executor))
         self._watch = watch = TorchWatch(self.device, self._executor.protected, self._save)
@@ -388,8 +392,19 @@ class SwapSession:
                 kind = self._executor.end_step(completed=completed)
                 self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
+                self._choose_partition()
                 if self._history.completed == STEPS_UNTIL_SAID:
                     self.say_problem()
+
+    def _choose_partition(self) -> None:
+        """Choose what compiled regions save, once, and have them compiled so from the next step on."""
+        adaptation = self._adaptation
+        if adaptation is None or not self._recompute or not partition_is_torchs_own():
+            return
+        share = adaptation.choose_partition()
+        if share is not None:
+            self._stack.enter_context(compiled_partition(share))
+            compile_again()
 
     def say_problem(self) -> None:
         """Log once why nothing moves, or how the session is misused, if so."""

@@ -25,6 +25,7 @@ from chameleon_mm.follow.planned_step import PlannedStep, PlanTrial
 from chameleon_mm.follow.step_cache import CachedStep, StepCache
 from chameleon_mm.follow.structure import TIMES_OFF, ExtraMemory, Structure, Structures
 from chameleon_mm.plan.planner import candidate_plans
+from chameleon_mm.plan.regions import PartitionChoice
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import COUNTED_ON, LinkCost
 from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, without_making
@@ -271,6 +272,7 @@ class Adaptation:
         self._replayable = replayable
         self._banned: set[str] = set()
         self.steps: Steps = StepCache(CACHED_STEPS)
+        self.partition = PartitionChoice()
         self._min_bytes = min_bytes
         self._structures = Structures(min_bytes)
         self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
@@ -340,6 +342,25 @@ class Adaptation:
             planned.add_plans(made[id(planned)], link)
             self.plans += len(made[id(planned)])
         self.planning_us += (perf_counter() - began) * 1e6
+
+    def choose_partition(self) -> float | None:
+        """Choose what compiled regions save, once, from the first step that was recorded with some. Called between steps.
+        Returns torch's `activation_memory_budget` to compile them with; None: they stay as they are."""
+        planned = self.latest
+        if self.partition.is_made or planned is None:
+            return None
+        own_us = None if planned.current is None else planned.current.program.plan.step_us
+
+        def step_us(trace: Trace) -> float | None:
+            other = PlannedStep(planned.record, trace, admitted=planned.admitted, banned=planned.banned)
+            with suppress(InfeasibleBudget):
+                return self.planning.plans_for(other, self._budgets, self._link_cost(), at_most=1)[0].step_us
+            return None
+
+        self.partition.make(planned.trace, own_us, step_us)
+        if self.partition.is_made:
+            _log.info("chameleon_mm: partition of compiled regions: %s", self.partition.text)
+        return self.partition.share
 
     def begin_step(self, compute: Stream) -> Recorder | None:
         """Begin a step. Returns its recorder, or None if no trace is needed. Times the step if a plan is on trial."""

@@ -387,16 +387,17 @@ class PlannedStep:
         if len(self._unused) < RECENT_STEPS or self._same_unused > RECENT_STEPS:
             return False
         recorded, until = self._recorded, self.allocated_until
-        inner_bytes = recorded.op_inner_bytes.copy()
+        inner_bytes, passed_bytes = recorded.op_inner_bytes.copy(), recorded.op_passed_bytes.copy()
         for since, later in unused:
             allocated = until[later] - (until[since] if since >= 0 else 0)
             most_bytes = allocated - min(step.get((since, later), 0) for step in self._unused)
             ticks = self.ticks_between(since, later)
             ops = slice(*np.searchsorted(recorded.op_tick, (ticks.start, ticks.stop)).tolist())
             inner_bytes[ops] = np.minimum(inner_bytes[ops], most_bytes)
+            passed_bytes[ops] = np.minimum(passed_bytes[ops], most_bytes)
         if int((recorded.op_inner_bytes - inner_bytes).max(initial=0)) <= spare_bytes:
             return False
-        self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes)
+        self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes, op_passed_bytes=passed_bytes)
         self.allocated_until = self._cumulative()
         self._unused.clear()
         self.reset_for(self.extra)
@@ -413,7 +414,7 @@ class PlannedStep:
         trace = self._recorded
         born = trace.tensor_born >= 0
         made = np.bincount(trace.tensor_born[born], allocated_size(trace.tensor_bytes[born]), trace.num_ticks + 1)
-        made[trace.op_tick] += trace.op_inner_bytes
+        made[trace.op_tick] += trace.op_inner_bytes + trace.op_passed_bytes
         allocated_until: list[int] = np.cumsum(made)[self._by_hook].astype(np.int64).tolist()
         return allocated_until
 

@@ -33,7 +33,7 @@ Bools = NDArray[np.bool_]
 COLUMNS: dict[str, type[np.generic]] = {
     "op_name": np.int32, "op_content": np.uint64, "op_phase": np.uint8, "op_us": np.float64, "op_tick": np.int32,
     "read_offsets": np.int64, "read_tensors": np.int32, "write_offsets": np.int64, "write_tensors": np.int32,
-    "op_inner_bytes": np.int64,
+    "op_inner_bytes": np.int64, "op_passed_bytes": np.int64,
     "tensor_bytes": np.int64, "tensor_kind": np.uint8, "tensor_born": np.int32, "tensor_released": np.int32,
     "tensor_sendable": np.int32, "tensor_dies": np.int32,
     "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_released": np.int32,
@@ -132,6 +132,8 @@ class Trace:
     """Numbers of the storages that it returned or changed."""
     op_inner_bytes: Int64s
     """Device memory, as the allocator counts it, that each holds while it runs, besides its inputs and results."""
+    op_passed_bytes: Int64s
+    """Device memory beyond `op_inner_bytes` that each allocates and frees: a compiled region has one buffer after another."""
 
     tensor_bytes: Int64s
     tensor_kind: UInt8s
@@ -261,7 +263,15 @@ class TraceBuilder:
             column.extend(tensors)
             self._columns[f"{kind}_offsets"].append(len(column))
         self._columns["op_inner_bytes"].append(inner_bytes)
+        self._columns["op_passed_bytes"].append(0)
         return self.num_ops - 1
+
+    def amend_latest_op(self, *, writes: Sequence[int], inner_bytes: int, passed_bytes: int) -> None:
+        """Set what the latest operator wrote, held and passed through, which is known only after it ran."""
+        self._columns["write_tensors"].extend(writes)
+        self._columns["write_offsets"][-1] = len(self._columns["write_tensors"])
+        self._columns["op_inner_bytes"][-1] = inner_bytes
+        self._columns["op_passed_bytes"][-1] = passed_bytes
 
     def set_duration(self, op: int, duration_us: float) -> None:
         """Set the time that operator number `op` took, which is known only after it ran."""
@@ -335,9 +345,9 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
         return trace
     born = np.where(outliving, np.int32(-1), trace.tensor_born).astype(np.int32)
     over = _only_make(trace, outliving)
-    op_us, inner_bytes = np.where(over, 0.0, trace.op_us), np.where(over, 0, trace.op_inner_bytes)
     start_bytes = trace.start_bytes + outliving_bytes(trace, kinds)
-    return dataclasses.replace(trace, tensor_born=born, op_us=op_us, op_inner_bytes=inner_bytes, start_bytes=start_bytes)
+    nothing = {column: np.where(over, 0, getattr(trace, column)) for column in ("op_us", "op_inner_bytes", "op_passed_bytes")}
+    return dataclasses.replace(trace, tensor_born=born, start_bytes=start_bytes, **nothing)
 
 
 def with_gradients_kept(trace: Trace) -> Trace:

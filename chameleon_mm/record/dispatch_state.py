@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from chameleon_mm.device import Device
+from chameleon_mm.device.compiled_regions import RegionMode
 from chameleon_mm.device.operators import OpCall, OpFacts
 
 _Key = torch._C._TorchDispatchModeKey
@@ -156,15 +157,10 @@ def in_compiled_region() -> bool:
     return bool(getattr(_compiled, "region", False))
 
 
-class StepMode(TorchDispatchMode):
+class StepMode(RegionMode):
     """Dispatch mode that is on for a part of a step. Hooks pause it on their own thread."""
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let dynamo run its compiled code: under any other mode it runs eager code, which computes other bits."""
-        return True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it

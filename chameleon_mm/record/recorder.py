@@ -40,12 +40,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _pop_mode, _push_mode, is_traceable_wrapper_subclass_type
 
 from chameleon_mm.device import Device
+from chameleon_mm.device.compiled_regions import Region, Run, find_regions
 from chameleon_mm.device.operators import GPU, OpCall, OpFactsCache, run_in_parts, runs_in_parts
+from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.plan.trace import SavePlace, Trace
 from chameleon_mm.record.dispatch_state import PLAIN_DISPATCH, DispatchState, StepMode, has_other_formula, is_on, leave
 from chameleon_mm.record.retry import OomRetry, ReclaimSome
-from chameleon_mm.record.step_log import UNMOVABLE, OpTimes, StepLog, content_of, describe_tensor
+from chameleon_mm.record.step_log import UNMOVABLE, OpTimes, RunningRegion, StepLog, content_of, describe_tensor
 from chameleon_mm.record.storages import TracedStorage
 
 # --- Path of the module whose forward runs, as in `named_modules`, and line of the program: found on the stack, without hooks
@@ -100,6 +102,12 @@ _log = logging.getLogger(__name__)
 NO_HOOK = -1
 """Number of a hook call that was not recorded."""
 
+_COMPILED = "dynamo compiled in it: it took longer, and ran other kernels, than steps like it will"
+_IN_A_GRAPH = (
+    "chameleon_mm: what the compiled region in %s saves lies in memory that a CUDA graph keeps, as under "
+    'mode="reduce-overhead": it stays on the device, and the graph keeps it between steps; compile it without CUDA graphs, and '
+    "it moves"
+)
 _INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
 
 
@@ -112,10 +120,10 @@ class Recorder(StepMode):
     `OomRetry`.
 
     Recording changes no bit, except that under any dispatch mode autograd uses other formulas for a few operators. Code that
-    dynamo compiles stays compiled: the recorder sees its remaining operators and its saves. If the recorder cannot see the
-    whole step, or must not look, it stops and `flaw` gives the reason; the step goes on. Holds no storage. Under a
-    `FakeTensorMode` it records the step that would run. Operators of a tracer in the middle of the step, or of a forked child,
-    are not part of it. Thread-safe.
+    dynamo compiles stays compiled. Each direction of a compiled region is one operator (`device/compiled_regions.py`). If the
+    recorder cannot see the whole step, or must not look, it stops and `flaw` gives the reason; the step goes on. Holds no
+    storage. Under a `FakeTensorMode` it records the step that would run. Operators of a tracer in the middle of the step, or of
+    a forked child, are not part of it. Thread-safe.
     """
 
     def __init__(
@@ -159,10 +167,11 @@ class Recorder(StepMode):
     def flaw(self) -> str | None:
         """Reason why no plan must be made from the step, as known so far; None: there is none."""
         if self._flaw is None and self._dispatch.compiled:
-            return "dynamo compiled in it: it took longer, and ran other kernels, than steps like it will"
+            return _COMPILED
         return self._flaw
 
     def __enter__(self) -> Self:
+        find_regions()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
         self._thread.entered = getattr(self._thread, "entered", 0) + 1
         if self._thread.entered == 1:
@@ -209,6 +218,8 @@ class Recorder(StepMode):
         if facts.question:
             return func(*args, **kwargs)
         call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
+        if (region := self._region) is not None:
+            return self._run_in(region, call)
         if has_other_formula(call):
             self.must_leave = True
             self._give_up(f"autograd takes another formula for {facts.name} while it looks")
@@ -220,7 +231,7 @@ class Recorder(StepMode):
     def _record(self, call: OpCall) -> Any:
         read: list[TracedStorage] = []
         new_storages: list[torch.UntypedStorage] = []
-        with self._lock, self._forgiving(call):
+        with self._lock, self._forgiving(call.facts.name):
             read, new_storages = self._log.before(call)
         try:
             out = self._run(call)
@@ -229,9 +240,43 @@ class Recorder(StepMode):
         except BaseException:
             self._give_up(_INTERRUPTED)
             raise
-        with self._lock, self._forgiving(call):
+        with self._lock, self._forgiving(call.facts.name):
             if not self._stopped:
                 self._log.after(call, read, new_storages)
+        return out
+
+    # --- compiled regions: one operator each
+
+    @property
+    def _region(self) -> RunningRegion | None:
+        """Region that runs on this thread."""
+        region: RunningRegion | None = getattr(self._thread, "region", None)
+        return region
+
+    def run_region(self, region: Region, run: Run, args: list[Any]) -> Any:
+        dispatch = self._dispatch
+        if self.is_paused or self._region is not None or dispatch.fake or dispatch.tracing or not self._writes():
+            return run(args)
+        if region.compiles():
+            self._give_up(_COMPILED)
+        with self._lock, self._forgiving(region.name):
+            if not self._stopped:
+                self._thread.region = self._log.enter_region(region, args)
+        try:
+            out = run(args)
+        finally:
+            running, self._thread.region = self._region, None
+        with self._lock, self._forgiving(region.name):
+            if running is not None and not self._stopped and self._log.leave_region(running, out):
+                self._warn(_log, _IN_A_GRAPH, str(self._module_names.here()) or "the program")
+        return out
+
+    def _run_in(self, region: RunningRegion, call: OpCall) -> Any:
+        """Run an operator of a region. It is no operator of the step, but shows how much memory the region takes."""
+        out = self._run(call)
+        if self._writes():
+            with self._lock, self._forgiving(call.facts.name):
+                region.readings.take()
         return out
 
     def _writes(self) -> bool:
@@ -244,16 +289,16 @@ class Recorder(StepMode):
         return True
 
     @contextmanager
-    def _forgiving(self, call: OpCall) -> Iterator[None]:
-        """Context in which an error in recording ends the trace, not the step."""
+    def _forgiving(self, name: str) -> Iterator[None]:
+        """Context in which an error in recording the operator `name` ends the trace, not the step."""
         try:
             yield
         except ChameleonError:
             raise
         except Exception as error:  # noqa: BLE001 - any error: the operator itself may well be right
             # Only the text: a log record that keeps the error keeps its frames, and the tensors that they hold.
-            self._warn(_log, "chameleon_mm: no trace of this step: %s cannot be written down: %s", call.facts.name, str(error))
-            self._give_up(f"{call.facts.name} could not be written down: {type(error).__name__}: {error}")
+            self._warn(_log, "chameleon_mm: no trace of this step: %s cannot be written down: %s", name, str(error))
+            self._give_up(f"{name} could not be written down: {type(error).__name__}: {error}")
         except BaseException:
             self._give_up(_INTERRUPTED)
             raise
@@ -407,6 +452,7 @@ class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
     record only a step that is known to be right. Raises the errors of `saved_tensors_hooks`.
     """
 
+    @uncompiled
     def __init__(self, recorder: Recorder, *, min_bytes: int = 1) -> None:
         teller = _HookPair(recorder, min_bytes)
         super().__init__(teller.on_save, teller.on_use)
@@ -422,6 +468,7 @@ class _HookPair:
         self._seen: set[Hashable] = set()
         """Saved views, with the number of their storage, and storages saved whole."""
 
+    @uncompiled
     def on_save(self, t: Tensor) -> _Handle:
         self._note_copyable()
         traced = self._claim(t) if self._may_move(t) else None
@@ -435,6 +482,7 @@ class _HookPair:
             traced.aliases += 1
         return handle
 
+    @uncompiled
     def on_use(self, handle: _Handle) -> Tensor:
         self._note_copyable()
         self._recorder.on_use([handle.traced], handle.feature)
@@ -476,6 +524,7 @@ class _Handle:
         self.feature = feature
         self._recorder = recorder
 
+    @uncompiled
     def __del__(self) -> None:
         if self.traced is not None:
             self.traced.aliases -= 1

@@ -37,10 +37,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chameleon_mm.device import Device, Event
-from chameleon_mm.device.operators import OpCall, Tensors, collect_tensors, inner_bytes
+from chameleon_mm.device.compiled_regions import Region
+from chameleon_mm.device.operators import OpCall, Tensors, collect_tensors, inner_bytes, touched_bytes
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder, UInt8s
 from chameleon_mm.record.dispatch_state import in_backward, in_compiled_region
-from chameleon_mm.record.storages import Readings, StorageTable, TracedStorage
+from chameleon_mm.record.storages import PeakReadings, Readings, StorageTable, TracedStorage
 from chameleon_mm.units import MIB
 
 # --- Time each operator of a step on the device. The host never waits inside the step.
@@ -90,6 +91,13 @@ class EventTimes:
         if len(stretch.ops) >= self._ops_per_event:
             self._current = _Stretch(self._close(stretch))
 
+    def alone(self, op: int, nbytes: int) -> None:
+        """Note operator `op`, which touched `nbytes`. All time since the latest `resume` was its own."""
+        if self._current is not None:
+            self._current.ops.append(op)
+            self._current.weights.append(1.0)
+            self._current = _Stretch(self._close(self._current))
+
     def pause(self) -> None:
         """Exclude the time until `resume` from the operators' times."""
         stretch, self._current = self._current, None
@@ -137,6 +145,9 @@ class PricedTimes:
         price = self._price(_flops(call), call.touched_bytes(), call.dtype, facts.name) if facts.kernel else 0.0
         self._times.append((op, price))
 
+    def alone(self, op: int, nbytes: int) -> None:
+        self._times.append((op, self._price(0, nbytes, torch.float32)))
+
     def pause(self) -> None:
         """Do nothing: no clock runs."""
 
@@ -176,6 +187,18 @@ _FRESH = ("lift_fresh", "lift")
 
 _PLAIN = (int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Size)
 """Types whose `repr` is complete, and the same in every process."""
+
+
+@dataclass(slots=True)
+class RunningRegion:
+    """One direction of a compiled region, while it runs."""
+
+    op: int
+    tick: int
+    read: list[TracedStorage]
+    mutated: list[TracedStorage]
+    read_bytes: int
+    readings: PeakReadings
 
 
 class StepLog:
@@ -227,25 +250,81 @@ class StepLog:
         name = call.func.name()
         if in_compiled_region():
             name = f"compiled::{call.facts.name}"  # a name of no operator that may run again
-        signature = f"{name}({_describe(call.args)}, {_describe(call.kwargs)})"
-        content = self._contents.get(signature)
-        if content is None:
-            content = self._contents[signature] = content_of(signature)
         op = self.builder.op(
             name,
-            content,
+            self._content(f"{name}({_describe(call.args)}, {_describe(call.kwargs)})"),
             StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD,
             0.0,
             reads=[traced.number for traced in (*read, *given)],
             writes=[traced.number for traced in written],
             inner_bytes=inner,
         )
+        self._wrote(op, written)
+        self.times.ran(op, call)
+
+    def _content(self, signature: str) -> int:
+        content = self._contents.get(signature)
+        if content is None:
+            content = self._contents[signature] = content_of(signature)
+        return content
+
+    def _wrote(self, op: int, written: Iterable[TracedStorage]) -> None:
+        """Note that the latest operator, number `op`, wrote to these storages."""
         for traced in written:
             traced.last_write = op
             traced.first_write = op if traced.first_write < 0 else traced.first_write
         if self._in_backward:
             self._last_backward = op, self.builder.num_ticks - 1
-        self.times.ran(op, call)
+
+    # --- compiled regions
+
+    def enter_region(self, region: Region, args: list[Any]) -> RunningRegion:
+        """Record that one direction of a region begins, called with `args`. Its arguments may die while it runs."""
+        self._update_table()
+        self._update_phase()
+        inputs: Tensors = {}
+        collect_tensors(args, self._device_type, inputs)
+        tick = self.builder.num_ticks
+        _, unknown = self._look_up(inputs)
+        self._readings.take(self.table, unknown, tick=tick)
+        read, _ = self._look_up(inputs)
+        mutated: Tensors = {}
+        collect_tensors([args[i] for i in region.mutated if i < len(args)], self._device_type, mutated)
+        op = self.builder.op(  # numbered now: what dies while it runs dies after it
+            region.name,
+            self._content(f"{region.name}({_describe(args)})"),
+            StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD,
+            0.0,
+            reads=[traced.number for traced in read],
+        )
+        self.times.pause()
+        self.times.resume()
+        nbytes = sum(touched_bytes(t) for t in inputs.values())
+        return RunningRegion(op, tick, read, self._look_up(mutated)[0], nbytes, PeakReadings(self._device))
+
+    def leave_region(self, running: RunningRegion, out: Any) -> bool:
+        """Record that it is over, and what it returned. Returns True if that lies in memory which torch's allocator did not
+        give, such as a CUDA graph's. Raises `RuntimeError` if another operator ran beside it."""
+        op, tick = running.op, running.tick
+        if self.builder.num_ops != op + 1:
+            raise RuntimeError("another thread's operators ran beside it")
+        running.readings.take()
+        self.table.record_deaths()
+        outputs: Tensors = {}
+        collect_tensors([out], self._device_type, outputs)
+        given, unknown = self._look_up(outputs)  # it returns what it was given, too: what backward needs of it
+        made = [self.table.add(storage, born=tick, counted=True) for storage in unknown]
+        made_bytes = sum(traced.charged_bytes for traced in made)
+        freed_bytes = self._readings.take(self.table, tick=tick, made_bytes=made_bytes)
+        inner_bytes = running.readings.inner_bytes(freed_bytes)
+        changed = [one for one in given if one not in running.read or one in running.mutated]
+        written = [*changed, *(one for one in running.mutated if one not in given), *made]
+        self._wrote(op, written)
+        self.builder.amend_latest_op(
+            writes=[traced.number for traced in written], inner_bytes=inner_bytes, passed_bytes=freed_bytes - inner_bytes
+        )
+        self.times.alone(op, running.read_bytes + sum(touched_bytes(t) for t in outputs.values()))
+        return any(storage.nbytes() and not storage.resizable() for storage in unknown)
 
     def read_memory(self) -> None:
         """Take a new reading of memory, so that bytes allocated until now are not attributed to the next operator."""

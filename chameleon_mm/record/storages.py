@@ -76,6 +76,31 @@ class Readings:
         return max(0, now.cumulative_bytes - before.cumulative_bytes - made_bytes - unknown_bytes)
 
 
+class PeakReadings:
+    """Readings of the device's memory counters while one operator of several kernels runs: how much it held at its peak.
+
+    allocated at a reading + bytes allocated until the next one >= the peak between both
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._first = self._last = device.read_memory()
+        self._peak_bytes = self._last.allocated_bytes
+
+    def take(self) -> None:
+        now = self._device.read_memory()
+        grown_bytes = now.cumulative_bytes - self._last.cumulative_bytes
+        self._peak_bytes = max(self._peak_bytes, self._last.allocated_bytes + grown_bytes)
+        self._last = now
+
+    def inner_bytes(self, bound: int) -> int:
+        """Bytes held at the peak and freed again by the last reading, or more. `bound`: bytes that were allocated and freed."""
+        kept_bytes = self._last.cumulative_bytes - self._first.cumulative_bytes - bound
+        # The device's own peak, of a longer time than this operator's, bounds it too.
+        peak_bytes = min(self._peak_bytes, max(self._last.peak_bytes, self._last.allocated_bytes))
+        return max(0, min(bound, peak_bytes - self._first.allocated_bytes - kept_bytes))
+
+
 @dataclass(slots=True, eq=False)
 class TracedStorage:
     """Storage of the trace, independent of the memory that holds it. Keeps nothing alive."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.files import write_file
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
+from chameleon_mm.plan.regions import region_lines
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.report.chrome_trace import write_trace
@@ -190,6 +191,10 @@ class SwapReport(Counters):
     """Storages that a plan would have recomputed, but that were swapped or kept instead, by reason."""
     recipes_banned: tuple[str, ...]
     """Names of the operators of recipes whose bits differed from the original: those recipes are no longer used."""
+    compiled_regions: tuple[str, ...] = ()
+    """Lines about the compiled regions of the step that was planned last."""
+    compiled_partition: str = ""
+    """What was chosen for them to save, and the alternatives; empty: nothing was chosen."""
     lowered_budget_bytes: int | None
     """Tighter budget of all steps since a step was run again; None: none was."""
     problems: tuple[str, ...]
@@ -322,6 +327,8 @@ class SwapReport(Counters):
             ("peak device memory", self._peak()),
             *(("reserved by torch at most", format_size(n)) for n in (self.peak_reserved_bytes,) if n is not None),
             *self._recomputed_rows(clock),
+            *(("compiled region", line) for line in self.compiled_regions),
+            *([("partition of compiled regions", self.compiled_partition)] if self.compiled_partition else []),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             *self._state_rows(),
             ("reclaimed", format_size(self.bytes_reclaimed) + inside),
@@ -462,6 +469,8 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "measured_step_us": None if followed is None or not followed.times_us else median(followed.times_us),
         "host_bytes_wanted": None if adaptation is None else adaptation.host_bytes_wanted,
         "recipes_banned": () if adaptation is None else adaptation.banned,
+        "compiled_regions": () if planned is None else tuple(region_lines(planned.trace)),
+        "compiled_partition": "" if adaptation is None else adaptation.partition.text,
     }
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass_type
 
-from chameleon_mm.device.operators import OpCall, OpFactsCache, inner_bytes, run_in_parts, runs_in_parts
+from chameleon_mm.device.compiled_regions import Region, RegionMode, Run, find_regions
+from chameleon_mm.device.operators import OpCall, OpFactsCache, collect_tensors, inner_bytes, run_in_parts, runs_in_parts
 from chameleon_mm.device.pinning import pageable_memory
 from chameleon_mm.device.protocols import AllocatorHook, MemoryReading, Stream
 from chameleon_mm.device.sim.cost_model import CostModel, Span
@@ -34,12 +35,15 @@ from chameleon_mm.units import parse_size
 # time    -> host: launch cost; stream: max(its time, the host's) + the kernel's time
 
 
-class SimCompute(TorchDispatchMode):
+class SimCompute(RegionMode):
     """Mode in which this thread's CPU ops run on a simulated device's current stream.
 
     Wrapper subclasses unwrap first, and composite operators are decomposed (in inference mode they arrive whole). So the mode
     prices the kernels that a GPU would launch. Raises errors of allocations and of the observer. An operator whose results do
     not fit has run, like one that fails half-way on a GPU. Its mutated inputs are changed, and its generator has advanced.
+
+    What a compiled region runs unseen, such as Inductor's kernels, is one kernel, which takes as long as its arguments and
+    results take to be read and written. Memory that it allocates and frees unseen is not counted.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -47,6 +51,11 @@ class SimCompute(TorchDispatchMode):
         import_dynamo()
         self.machine = machine
         self._facts = OpFactsCache("cpu")  # the CPU's kernels run and decide the results
+
+    def __enter__(self) -> Self:
+        find_regions()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +70,28 @@ class SimCompute(TorchDispatchMode):
         if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
         return self._launch(OpCall(facts, func, args, kwargs, device_type="cpu"))
+
+    def run_region(self, region: Region, run: Run, args: list[Any]) -> Any:
+        machine, inputs = self.machine, dict[int, Tensor]()
+        collect_tensors(args, "cpu", inputs)
+        with machine.lock:
+            machine.ledger.settle()
+            stream = machine.current_stream()
+            machine.observer.launch(stream)
+            label = f"{region.name} on {stream.name}"
+            read_bytes = machine.access(stream, inputs.values(), write=False, label=label)
+        inputs.clear()
+        out = run(args)
+        outputs: dict[int, Tensor] = {}
+        collect_tensors([out], "cpu", outputs)
+        with machine.lock:
+            machine.ledger.settle()
+            unseen = [t for t in outputs.values() if machine.ledger.find(t.untyped_storage()) is None]
+            if unseen:
+                written_bytes = machine.access(stream, unseen, write=True, label=label)
+                machine.host_us += machine.cost.launch_us
+                machine.run_kernel(stream, machine.cost.kernel_us(0, read_bytes + written_bytes, unseen[0].dtype))
+        return out
 
     def _launch(self, call: OpCall) -> Any:
         machine, facts = self.machine, call.facts
@@ -285,7 +316,7 @@ class _Compute:
         modes = _get_current_dispatch_mode_stack()
         if not any(isinstance(mode, SimCompute) and mode.machine is self._machine for mode in modes):
             self._mode = SimCompute(self._machine)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+            self._mode.__enter__()
         return self._device
 
     def __exit__(self, *error: object) -> None:

@@ -1,0 +1,130 @@
+"""Compiled regions of a trace, and the same trace with another partition of them.
+
+    regions_of(trace)                       # what each forward saved, and the backward that uses it
+    with_partition(trace, share)            # each saves `share` of that, and remakes the rest within its backward
+
+A region's backward takes all that its forward saved at once. So what a region saves may be away between both, but not while
+either runs: of a region that is the whole model, swapping keeps nothing away at the peak. A partition does: the compiler splits
+the graph so that less is saved, and more remade inside of the backward.
+
+A share is torch's `activation_memory_budget`. The estimate: bytes in proportion to it, and for what is remade the same part of
+the forward's time. What the compiler really chooses is recorded after it has compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import numpy as np
+
+from chameleon_mm.plan.trace import SavePlace, Trace
+from chameleon_mm.units import format_size, format_us
+
+FORWARD, BACKWARD = "compiled::forward", "compiled::backward"
+
+SHARES = (0.75, 0.5, 0.25, 0.1, 0.0)
+"""Partitions that are tried besides torch's own, which is 1."""
+
+MISSED = 0.1
+"""Part of what a partition was to leave out that it is assumed to save all the same: whole storages go, and some are remade
+long before their use."""
+
+WORTH_COMPILING = 0.02
+"""Share of the step that another partition must save, for regions to be compiled once more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TracedRegion:
+    """One call of a compiled region in a step."""
+
+    forward: int
+    """Number of the operator."""
+    backward: int
+    """The same; -1: none used what it saved."""
+    saved: tuple[int, ...]
+    """Numbers of the storages that it made and saved."""
+    place: SavePlace
+
+
+def regions_of(trace: Trace) -> list[TracedRegion]:
+    """Return the calls of regions that saved something."""
+    forward, backward = (trace.op_names.index(name) if name in trace.op_names else -1 for name in (FORWARD, BACKWARD))
+    ends = [*trace.op_tick[1:].tolist(), trace.num_ticks]
+    found = []
+    for op in np.flatnonzero(trace.op_name == forward).tolist():
+        hooks = np.flatnonzero((trace.hook_tick > trace.op_tick[op]) & (trace.hook_tick < ends[op]) & ~trace.hook_use)
+        saved = np.unique(trace.hook_tensor[hooks])
+        saved = saved[saved >= 0]
+        saved = saved[trace.tensor_born[saved] == trace.op_tick[op]]
+        if len(saved):
+            readers = np.unique(trace.op_of_read()[np.isin(trace.read_tensors, saved)])
+            users = readers[(trace.op_name[readers] == backward) & (readers > op)]
+            place = trace.places.get(int(hooks[0]), SavePlace())
+            found.append(TracedRegion(op, int(users[0]) if len(users) else -1, tuple(saved.tolist()), place))
+    return found
+
+
+def with_partition(trace: Trace, share: float) -> Trace:
+    """Return `trace` with regions that save `share` of their bytes, and `MISSED` of the rest."""
+    kept_share = share + MISSED * (1 - share)
+    nbytes, op_us = trace.tensor_bytes.copy(), trace.op_us.copy()
+    for region in regions_of(trace):
+        if region.backward >= 0:
+            saved = list(region.saved)
+            nbytes[saved] = np.ceil(nbytes[saved] * kept_share).astype(np.int64)
+            op_us[region.backward] += (1 - share) * op_us[region.forward]
+    return dataclasses.replace(trace, tensor_bytes=nbytes, op_us=op_us)
+
+
+class PartitionChoice:
+    """Choice of one partition for all regions of a program, once."""
+
+    def __init__(self) -> None:
+        self.is_made = False
+        self.share: float | None = None
+        """Torch's `activation_memory_budget` that they are compiled with; None: torch's own partition stays."""
+        self.text = ""
+        """What was chosen, and the alternatives. Empty: no region was recorded."""
+
+    def make(self, trace: Trace, own: float | None, step_us: Callable[[Trace], float | None]) -> None:
+        """Choose for the step of `trace`, if it has regions. `step_us(trace)`: time by its best plan; None: it has none. `own`:
+        this time of `trace` itself."""
+        if not regions_of(trace):
+            return
+        self.is_made = True
+        if own is not None and own <= (1 + WORTH_COMPILING) * trace.duration_us:
+            self.text = f"torch's own: by plan the step takes {format_us(own)}, {format_us(trace.duration_us)} unswapped"
+            return
+        tried = {share: step_us(with_partition(trace, share)) for share in SHARES}
+        times = {share: us for share, us in tried.items() if us is not None}
+        all_of_them = ", ".join(f"{share:g}: {_time(us)}" for share, us in {1.0: own, **tried}.items())
+        best = min(times, key=times.__getitem__, default=None)
+        if best is None or (own is not None and times[best] > (1 - WORTH_COMPILING) * own):
+            self.text = f"torch's own; estimates by activation_memory_budget: {all_of_them}"
+            return
+        self.share = best
+        self.text = f"activation_memory_budget {best:g}, compiled once more for it; estimates by that value: {all_of_them}"
+
+
+def _time(us: float | None) -> str:
+    return "no plan fits" if us is None else format_us(us)
+
+
+def region_lines(trace: Trace) -> list[str]:
+    """Return one line for each region: where it is, how often it ran, what it saved, and its times. Blocks that differ in the
+    numbers of their paths alone share a line."""
+    alike: dict[str, list[TracedRegion]] = {}
+    for region in regions_of(trace):
+        alike.setdefault(re.sub(r"\d+", "*", str(region.place)) or "at an unknown place", []).append(region)
+    lines = []
+    for place, calls in alike.items():
+        nbytes = sum(int(trace.tensor_bytes[list(region.saved)].sum()) for region in calls)
+        forward_us, backward_us = (
+            sum(float(trace.op_us[op]) for op in ops if op >= 0)
+            for ops in ([region.forward for region in calls], {region.backward for region in calls})
+        )
+        times = f"{format_us(forward_us)} forward, {format_us(backward_us)} backward"
+        lines.append(f"{place}: {len(calls)} in a step, {format_size(nbytes)} saved, {times}")
+    return lines

@@ -1,0 +1,350 @@
+"""Compiled regions under a session: each direction is one operator, with the bits of the same program compiled without one.
+
+    expected = train(program, no session)          # none of our code
+    got      = train(program, in a session)        # recorded, then by plan, within half of the memory where it can be
+
+All warnings are errors, and dynamo and the session may log none.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.plan.trace import Trace
+from chameleon_mm.record.recorder import Recorder, RecordingHooks
+from tests._compiled_programs import PLACE, PROGRAMS, Block, Stack, rows
+from tests._programs import assert_same
+
+inductor = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.slow,  # builds C++
+        pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"),
+    ],
+)
+STEPS = 5
+BY_INDUCTOR = (
+    "per block", "whole", "function", "dynamic per block", "graph break in blocks", "experts", "convolution", "LoRA",
+    "buffers in place", "dropout", "attention", "checkpoint around",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def same_as_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> Callable[[Callable[[cm.SwapSession | None], list[Tensor]], cm.SwapSession], None]:
+    """A check that a run in a session has the bits of a run without, and that nobody warns of more."""
+
+    def check(run: Callable[[cm.SwapSession | None], list[Tensor]], session: cm.SwapSession, *known_without: str) -> None:
+        """`known_without`: what an uncompiled session warns of as well."""
+        expected = run(None)
+        alone = {told.getMessage() for told in caplog.records if told.levelno >= logging.WARNING}
+        caplog.clear()
+        assert_same(expected, run(session))
+        told = {told.getMessage() for told in caplog.records if told.levelno >= logging.WARNING}
+        assert {message for message in told - alone if not any(known in message for known in known_without)} == set()
+        assert session.report().bytes_swapped_in > 0
+        assert session.pool.stats().num_live == 0
+
+    return check
+
+
+def train(program: str, backend: str, device: Device, session: cm.SwapSession | None, *, steps: int = STEPS) -> list[Tensor]:
+    """Each loss and gradient, then parameters and buffers."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    PLACE.append(device.torch_device)
+    model, loss_of = PROGRAMS[program](partial(torch.compile, backend=backend))
+    model.to(device.torch_device)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.01)
+    seen: list[Tensor] = []
+    with session or nullcontext():
+        for number in range(steps):
+            with session.step() if session else nullcontext():
+                loss = loss_of(number)
+                loss.backward()
+                seen.append(copy_of(loss))
+                del loss
+                seen.extend(copy_of(p.grad) for p in trained if p.grad is not None)
+                optimizer.step()
+                optimizer.zero_grad()
+            if session is not None and number == 2:
+                lower(session)
+    PLACE.pop()
+    return seen + [copy_of(t) for t in (*model.parameters(), *model.buffers())]
+
+
+def copy_of(t: Tensor) -> Tensor:
+    """A copy that is no memory of the simulated device, and so of no step."""
+    return torch.from_numpy(t.detach().cpu().numpy().copy())
+
+
+def lower(session: cm.SwapSession) -> None:
+    """Half of the budget's memory, or the least that is enough."""
+    try:
+        session.hbm_budget = session.hbm_budget // 2
+    except cm.InfeasibleBudget as refusal:
+        session.hbm_budget = min(session.hbm_budget, refusal.smallest_bytes or session.hbm_budget)
+
+
+def session_on(device: Device, **options: Any) -> cm.SwapSession:
+    return cm.SwapSession(device.allocated_bytes() + (1 << 20), "16MiB", device, min_bytes=0, **options)
+
+
+PAIRS = [pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in PROGRAMS] + [
+    pytest.param(name, "inductor", id=f"{name}-inductor", marks=inductor.marks) for name in BY_INDUCTOR
+]
+
+
+@pytest.mark.parametrize(("program", "backend"), PAIRS)
+def test_a_compiled_program_has_its_bits_in_a_session(program: str, backend: str, device: Device, same_as_alone: Any) -> None:
+    session = session_on(device)
+    known = ("more device memory allocated",) if program == "LSTM" else ()
+    same_as_alone(lambda given: train(program, backend, device, given), session, *known)
+    assert session.report().to_dict()["bytes_recomputed"] == 0 or program in WITH_EAGER_PARTS
+
+
+WITH_EAGER_PARTS = ("among eager", "function", "full loss", "experts", "experts, whole", "LSTM")
+"""Programs with eager operators in forward, which plans may recompute."""
+
+
+# --- one operator each
+
+
+def recorded(step: Callable[[], object], device: Device, model: nn.Module) -> Trace:
+    """The trace of `step`, which has run once before."""
+    step()
+    recorder = Recorder(device, model=model)
+    with device.compute(), recorder:
+        step()
+    assert recorder.flaw is None
+    return recorder.finish()
+
+
+def names(trace: Trace) -> list[str]:
+    return [trace.op_names[number] for number in trace.op_name]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", inductor])
+def test_each_direction_of_a_region_is_one_operator(backend: str, device: Device) -> None:
+    model = Stack(Block(), Block()).to(device.torch_device)
+    parts = [torch.compile(block, backend=backend, fullgraph=True) for block in model.blocks]
+    x = rows(0).to(device.torch_device)
+
+    def step() -> None:
+        (first := parts[0](x)).sum()
+        parts[1](first).backward(torch.ones_like(x))
+
+    trace = recorded(step, device, model)
+    inside = [name for name in names(trace) if "compiled" in name or name.startswith(("aten::addmm", "aten::mm", "aten::gelu"))]
+    assert inside == ["compiled::forward", "compiled::forward", "compiled::backward", "compiled::backward"]
+    of_regions = [i for i, name in enumerate(names(trace)) if name == "compiled::forward"]
+    born = [set(trace.write_tensors[trace.write_offsets[i] : trace.write_offsets[i + 1]]) for i in of_regions]
+    read = [set(trace.read_tensors[trace.read_offsets[i] : trace.read_offsets[i + 1]]) for i in of_regions]
+    assert len(born[0] & read[1]) == 1  # the second block reads what the first returned, and does not write it
+    assert not born[0] & born[1]
+    backward = names(trace).index("compiled::backward")
+    reads_back = set(trace.read_tensors[trace.read_offsets[backward] : trace.read_offsets[backward + 1]])
+    assert born[1] & reads_back  # what the second block saved
+    assert (trace.op_us[of_regions] > 0).all() or not device.simulated
+    assert (trace.tensor_dies[sorted(born[0] | born[1])] >= trace.op_tick[of_regions[0]]).all()
+
+
+def test_memory_inside_a_region_is_its_peak_and_not_the_sum_of_what_it_made(sim: cm.SimDevice) -> None:
+    """Sixteen products one after another, of which two live at a time."""
+    weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(16))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def chain(x: Tensor) -> Tensor:
+        for weight in weights:
+            x = x @ weight.detach()
+        return x * weights[0].sum()
+
+    trace = recorded(lambda: chain(torch.randn(64, 64)).sum().backward(), sim, weights)
+    (region,) = (i for i, name in enumerate(names(trace)) if name == "compiled::forward")
+    made_bytes = 64 * 64 * 4
+    assert 0 < trace.op_inner_bytes[region] <= 3 * made_bytes + 1024
+    assert trace.op_inner_bytes[region] + trace.op_passed_bytes[region] >= 15 * made_bytes
+
+
+def test_a_step_whose_first_backward_is_compiled_in_it_gives_no_plan(sim: cm.SimDevice) -> None:
+    """Torch compiles the backward of a graph without symbolic sizes when it first runs, in which dynamo has no part."""
+    model = Block()
+    run = torch.compile(model, backend="aot_eager", dynamic=False)
+    flaws = []
+    with sim.compute():
+        run(rows(0))
+        for number in range(2):
+            recorder = Recorder(sim, model=model)
+            with recorder:
+                run(rows(number)).sum().backward()
+            flaws.append(recorder.flaw)
+    assert flaws[0] is not None
+    assert "compiled in it" in flaws[0]
+    assert flaws[1] is None
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", inductor])
+def test_loss_and_optimizer_may_be_compiled_as_full_graphs(backend: str, device: Device, same_as_alone: Any) -> None:
+    """On the simulator, whose compute is a dispatch mode, as well."""
+
+    def run(session: cm.SwapSession | None) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        model = Stack(Block(), Block()).to(device.torch_device)
+        net = torch.compile(model, backend=backend, fullgraph=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True, capturable=not device.simulated)
+        loss_of = torch.compile(F.cross_entropy, backend=backend, fullgraph=True)
+        scale = torch.compile(lambda grads: [grad.mul_(0.5) for grad in grads], backend=backend, fullgraph=True)
+        step = torch.compile(optimizer.step, backend=backend)  # torch breaks the graph of its own optimizers once
+        seen = []
+        with session or nullcontext():
+            for number in range(5):
+                with session.step() if session else nullcontext():
+                    x = rows(number).to(device.torch_device)
+                    loss = loss_of(net(x), x.argmax(1))
+                    loss.backward()
+                    scale([p.grad for p in model.parameters()])
+                    step()
+                    optimizer.zero_grad()
+                    seen.append(copy_of(loss))
+                    del loss
+        return [*seen, *map(copy_of, model.parameters())]
+
+    same_as_alone(run, session_on(device))
+
+
+# --- what regions save
+
+
+def test_what_a_cuda_graph_keeps_is_named_and_stays(sim: cm.SimDevice, caplog: pytest.LogCaptureFixture) -> None:
+    """A region of a backend whose results lie in memory of its own, as those of CUDA graphs do."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def kept(t: Any) -> Any:
+        return torch.from_numpy(t.numpy().copy()) if isinstance(t, Tensor) else t
+
+    def compiler(gm: Any, _: Any) -> Any:
+        def run(args: list[Any]) -> Any:
+            return [kept(out) for out in torch.fx.Interpreter(gm).boxed_run(args)]
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # torch's mark
+        return run
+
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+
+    def run(session: cm.SwapSession | None) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        model = Stack(Block(), Block())
+        parts = [torch.compile(block, backend=backend) for block in model.blocks]
+        seen = []
+        with session or nullcontext():
+            for number in range(4):
+                with session.step() if session else nullcontext():
+                    parts[1](parts[0](rows(number))).square().mean().backward()
+                    seen.extend(copy_of(p.grad) for p in model.parameters() if p.grad is not None)
+                    model.zero_grad()
+        return seen
+
+    expected = run(None)
+    session = session_on(sim)
+    assert_same(expected, run(session))
+    (told,) = {record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()}
+    assert "in _orig_mod" in told
+    assert session.report().kept_by_reason["borrowed"] > 0
+
+
+def test_dynamo_does_not_trace_the_recorders_hooks(sim: cm.SimDevice) -> None:
+    model = Block(breaks_between)
+
+    def step() -> None:
+        with RecordingHooks(recorder):
+            run(rows(0)).sum().backward()
+
+    run = torch.compile(model, backend="aot_eager")
+    recorder = Recorder(sim, model=model)
+    with sim.compute(), recorder:
+        step()
+    assert recorder.flaw is not None  # it compiled; that no warning came is the test
+
+
+def breaks_between(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return F.gelu(x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", inductor])
+def test_the_session_chooses_the_partition_for_its_budget(backend: str, device: Device) -> None:
+    """A region that is the whole model: all it saves is there when its backward begins, so swapping saves nothing. The bits are
+    those of the program that compiles with that partition at that step."""
+    chosen_at: list[tuple[int, float]] = []
+
+    def run(session: cm.SwapSession | None) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        model = Stack(*(Block() for _ in range(4))).to(device.torch_device)
+        net, seen = torch.compile(model, backend=backend, dynamic=False), []
+        with ExitStack() as stack:
+            if session is not None:
+                stack.enter_context(session)
+            for number in range(7):
+                with session.step() if session else nullcontext():
+                    net(rows(number, 512).to(device.torch_device)).square().mean().backward()
+                    seen.extend(copy_of(p.grad) for p in model.parameters() if p.grad is not None)
+                    model.zero_grad()
+                if session is not None and not chosen_at and session._adaptation.partition.share is not None:
+                    chosen_at.append((number, session._adaptation.partition.share))
+                if session is None and chosen_at and chosen_at[0][0] == number:
+                    stack.enter_context(cm.compiled_partition(chosen_at[0][1]))
+                    torch._dynamo.reset()
+        assert functorch_config.activation_memory_budget == 1
+        return seen
+
+    session = cm.SwapSession(device.allocated_bytes() + (5 << 18), "16MiB", device, min_bytes=0)
+    got = run(session)
+    ((_, share),) = chosen_at
+    assert 0 <= share < 1
+    assert_same(run(None), got)
+    report = session.report()
+    assert report.compiled_partition.startswith(f"activation_memory_budget {share:g}, compiled once more")
+    assert len(report.compiled_regions) == 1
+    assert report.steps_by_phase["planned"] >= 2
+    own = cm.SwapSession(device.allocated_bytes() + (5 << 18), "16MiB", device, min_bytes=0, recompute=False)
+    chosen_at.clear()
+    assert_same(run(None), run(own))
+    assert own.report().compiled_partition == ""
+    assert not chosen_at
+
+
+def test_a_partition_of_the_users_own_stays(sim: cm.SimDevice) -> None:
+    with cm.compiled_partition(0.5):
+        session = session_on(sim)
+        train("whole", "aot_eager", sim, session)
+        assert functorch_config.activation_memory_budget == 0.5
+    assert session.report().compiled_partition == ""
+    with pytest.raises(ValueError, match="from 0 to 1"), cm.compiled_partition(2):
+        pass

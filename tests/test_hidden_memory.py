@@ -57,6 +57,9 @@ class Net(nn.Module):
             case "another metric":
                 with torch.no_grad():
                     (x.repeat(12, 1) ** 2).mean()
+            case _ if kind.startswith("metric of "):
+                with torch.no_grad():
+                    (x.repeat(int(kind.removeprefix("metric of ")), 1) ** 2).mean()
             case "evaluation":
                 with torch.no_grad():
                     y = torch.ones(4 * ROWS, WIDTH)
@@ -275,6 +278,20 @@ def test_one_odd_step_on_cuda_leaves_the_plan_of_the_others(odd: str) -> None:
     got = run(kinds, budget, on=device)
     assert got.losses == expected.losses
     assert got.kinds[6:] == ["planned"] * 10
+
+
+@pytest.mark.parametrize(
+    ("parts", "over"), [([2, *[9] * 8], {1}), ([2, 2, 9, *[12] * 6], {2, 3}), ([2, *range(2, 18)], set(range(0, 17, 4)))]
+)
+def test_needs_that_follow_the_data_pass_the_budget_once(parts: list[int], over: set[int]) -> None:
+    """As those of sparse gradients: no hook shows how many entries there are."""
+    kinds = [f"metric of {n}" for n in parts]
+    budget = int(max(run(kinds).peaks) * 0.85)
+    got = run(kinds, budget)
+    assert got.losses == plainly(kinds)
+    assert got.report is not None
+    passed = {number for number, peak in enumerate(got.peaks) if peak > budget}
+    assert passed <= over and (got.report.warnings or not passed)
 
 
 @pytest.mark.parametrize("odd", HIDDEN)

@@ -146,13 +146,26 @@ def test_products_of_nested_tensors_are_priced_at_nothing_instead_of_failing(sim
     assert torch.equal(got.values(), torch.bmm(a, b).values())
 
 
-def test_attention_over_jagged_tensors_runs(sim: cm.SimDevice) -> None:
+def _attention(x: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (2, 8)).transpose(1, 2) for _ in range(3))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        _attention,
+        lambda x: F.softmax(x, -1),
+        lambda x: F.layer_norm(x, (16,)),
+        lambda x: F.linear(F.gelu(x), torch.ones(4, 16)),
+    ],
+)
+def test_layers_over_jagged_tensors_run(layer: Callable[[Tensor], Tensor], sim: cm.SimDevice) -> None:
     def step() -> Tensor:
         torch.manual_seed(0)
         values = torch.randn(32, 16, requires_grad=True)
         x = torch.nested.nested_tensor_from_jagged(values * 2, offsets=torch.tensor([0, 7, 20, 32]))
-        q, k, v = (x.unflatten(-1, (2, 8)).transpose(1, 2) for _ in range(3))
-        F.scaled_dot_product_attention(q, k, v).values().square().mean().backward()
+        layer(x).values().square().mean().backward()
         assert values.grad is not None
         return values.grad
 

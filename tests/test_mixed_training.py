@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, given, reject, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -298,7 +298,12 @@ class Tally:
 
 
 def check(mixed: Mixed, kind: Kind, tally: Tally) -> None:
-    plain = trained(mixed, kind, None)
+    try:
+        plain = trained(mixed, kind, None)
+    except RuntimeError as refusal:  # torch itself, of an LSTM in bfloat16 on the CPU
+        if "selective activation checkpoint has been mutated" not in str(refusal):
+            raise
+        reject()
     budget = budget_of(mixed, kind, max(plain.peaks[1:]))
     found = trained(mixed, kind, budget)
     assert found.seen == plain.seen

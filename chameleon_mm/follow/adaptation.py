@@ -563,10 +563,12 @@ class Adaptation:
             self._add_plans(planned)
         is_odd = step.exceeded_plan or any(nbytes > spare_bytes for nbytes in step.extra.spikes.values())
         repeats = usual.note_odd(is_odd=is_odd) or bool(before.spikes)
-        if step.exceeded_plan and repeats:
+        if step.exceeded_plan and (repeats or usual.is_first_use):
             extra = planned.extra | before | step.extra
-            self._plan_for(planned, extra)
-            if step.extra.spikes and planned is usual and structure is None:
+            varying = extra | (structure or usual).room_for_extra(spare_bytes)
+            if not self._plan_for(planned, varying) and varying != extra:
+                self._plan_for(planned, extra)
+            if repeats and step.extra.spikes and planned is usual and structure is None:
                 self._add_plans(usual.make_odd(extra))
         entry.plan = usual.odd if usual.odd is not None and usual.odd_is_due else usual
 

@@ -350,17 +350,27 @@ class PlannedStep:
         return ExtraMemory.most_of(self._recent)
 
     def note_extra(self, extra: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
-        """Note the extra memory of a step like this one. Returns the latest steps' maximum, to plan for, if it is below the
-        planned extra memory by more than `spare_bytes`."""
+        """Note the extra memory of a step like this one. Returns the room for that of the latest steps, to plan for, if it is
+        below the planned extra memory by more than `spare_bytes`."""
         self._recent.append(extra)
         if len(self._recent) < RECENT_STEPS or not self.extra.exceeds(_NO_EXTRA, spare_bytes):
             return None
-        most = self.recent_extra
-        return most if self.extra.exceeds(most, spare_bytes) else None
+        room = self.room_for_extra(spare_bytes)
+        return room if self.extra.exceeds(room, spare_bytes) else None
+
+    def room_for_extra(self, spare_bytes: int) -> ExtraMemory:
+        """Memory to leave free for what the latest steps took beyond the trace."""
+        return ExtraMemory.room_for(self._recent, spare_bytes)
 
     # Note [Odd steps]: a step that takes more memory than its plan has room for is an outlier, and the plan stays. After the
-    # second one, plans have room for it for `RECENT_STEPS`, if there are any. Later ones are expected after as many steps as
-    # before: such a step has plans of its own, `odd`, or none. Example: a metric in every tenth step.
+    # second one, or one that directly follows the recorded step, plans have room for it for `RECENT_STEPS`, if there are any:
+    # for the most, and as much more as odd steps differ. Later ones are expected after as many steps as before: such a step has
+    # plans of its own, `odd`, or none. Example: a metric in every tenth step.
+
+    @property
+    def is_first_use(self) -> bool:
+        """True if the latest step is the first like this one: the recorded one may be the outlier."""
+        return len(self._recent) == 1
 
     def note_odd(self, *, is_odd: bool) -> bool:
         """Note whether the latest step was odd. Returns True if an earlier one was."""

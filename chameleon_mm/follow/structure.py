@@ -229,6 +229,19 @@ class ExtraMemory:
         """Maximum of `taken`, of `extra_bytes` and at each tick."""
         return reduce(or_, taken, cls())
 
+    @classmethod
+    def room_for(cls, taken: Iterable[ExtraMemory], above_bytes: int) -> ExtraMemory:
+        """Maximum of `taken`, and at each place as much more as those differ that took more than `above_bytes` there:
+        memory that follows the data, such as a sparse gradient's, may grow as far again."""
+        taken = list(taken)
+        most = cls.most_of(taken)
+
+        def room(nbytes: int, taken_bytes: Iterable[int]) -> int:
+            return 2 * nbytes - min((some for some in taken_bytes if some > above_bytes), default=nbytes)
+
+        spikes = {tick: room(nbytes, (one.spikes.get(tick, 0) for one in taken)) for tick, nbytes in most.spikes.items()}
+        return dataclasses.replace(most, extra_bytes=room(most.extra_bytes, (one.extra_bytes for one in taken)), spikes=spikes)
+
     def exceeds(self, other: ExtraMemory, by_bytes: int) -> bool:
         """True if its `extra_bytes` or one of its spikes exceeds that of `other` by more than `by_bytes`, or if it alone keeps
         gradients."""
@@ -480,6 +493,10 @@ class Structure:
     def extra(self) -> ExtraMemory:
         """Maximum of the memory that the latest steps took beyond the prediction."""
         return ExtraMemory.most_of(self._extra)
+
+    def room_for_extra(self, spare_bytes: int) -> ExtraMemory:
+        """Memory to leave free for what the latest steps took beyond the prediction."""
+        return ExtraMemory.room_for(self._extra, spare_bytes)
 
     def note_extra(self, extra: ExtraMemory) -> None:
         """Note the memory that a step took beyond its predicted trace, as it ends."""

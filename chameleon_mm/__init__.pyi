@@ -26,9 +26,9 @@ from .state.snapshots import Snapshot, SnapshotWrite
 __version__: str
 
 __all__ = [
-    "Attachment", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
-    "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
-    "PoolStateError", "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot",
-    "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "compiled_partition", "install", "integrations",
-    "merge_reports", "resolve_device", "save_on_cpu", "uninstall",
+    "Attachment", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice", "DeviceUnavailable",
+    "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool", "PoolStateError",
+    "RecomputeMismatch", "SessionClosedError", "SimDevice", "Snapshot", "SnapshotWrite", "SwapMismatch", "SwapReport",
+    "SwapSession", "TransferFailed", "attach", "compiled_partition", "install", "integrations", "merge_reports",
+    "resolve_device", "save_on_cpu", "uninstall",
 ]  # fmt: skip

@@ -79,7 +79,7 @@ def train(program: str, backend: str, device: Device, session: cm.SwapSession | 
     model.to(device.torch_device)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.01)
-    seen: list[Tensor] = []
+    seen: list[Any] = []
     with session or nullcontext():
         for number in range(steps):
             with session.step() if session else nullcontext():
@@ -93,12 +93,16 @@ def train(program: str, backend: str, device: Device, session: cm.SwapSession | 
             if session is not None and number == 2:
                 lower(session)
     PLACE.pop()
-    return seen + [copy_of(t) for t in (*model.parameters(), *model.buffers())]
+    return tensors([*seen, *(copy_of(t) for t in (*model.parameters(), *model.buffers()))])
 
 
-def copy_of(t: Tensor) -> Tensor:
-    """A copy that is no memory of the simulated device, and so of no step."""
-    return torch.from_numpy(t.detach().cpu().numpy().copy())
+def copy_of(t: Tensor) -> Any:
+    """A copy that is no memory of the simulated device, and so of no step, until `tensors` makes a tensor of it."""
+    return t.detach().cpu().numpy().copy()
+
+
+def tensors(copies: list[Any]) -> list[Tensor]:
+    return [torch.from_numpy(copy) for copy in copies]
 
 
 def lower(session: cm.SwapSession) -> None:
@@ -231,7 +235,7 @@ def test_loss_and_optimizer_may_be_compiled_as_full_graphs(backend: str, device:
                     optimizer.zero_grad()
                     seen.append(copy_of(loss))
                     del loss
-        return [*seen, *map(copy_of, model.parameters())]
+        return tensors([*seen, *map(copy_of, model.parameters())])
 
     same_as_alone(run, session_on(device))
 
@@ -268,7 +272,7 @@ def test_what_a_cuda_graph_keeps_is_named_and_stays(sim: cm.SimDevice, caplog: p
                     parts[1](parts[0](rows(number))).square().mean().backward()
                     seen.extend(copy_of(p.grad) for p in model.parameters() if p.grad is not None)
                     model.zero_grad()
-        return seen
+        return tensors(seen)
 
     expected = run(None)
     session = session_on(sim)
@@ -322,7 +326,7 @@ def test_the_session_chooses_the_partition_for_its_budget(backend: str, device: 
                     stack.enter_context(cm.compiled_partition(chosen_at[0][1]))
                     torch._dynamo.reset()
         assert functorch_config.activation_memory_budget == 1
-        return seen
+        return tensors(seen)
 
     session = cm.SwapSession(device.allocated_bytes() + (5 << 18), "16MiB", device, min_bytes=0)
     got = run(session)

@@ -346,7 +346,9 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
     born = np.where(outliving, np.int32(-1), trace.tensor_born).astype(np.int32)
     over = _only_make(trace, outliving)
     start_bytes = trace.start_bytes + outliving_bytes(trace, kinds)
-    nothing = {column: np.where(over, 0, getattr(trace, column)) for column in ("op_us", "op_inner_bytes", "op_passed_bytes")}
+    nothing: dict[str, Any] = {
+        column: np.where(over, 0, getattr(trace, column)) for column in ("op_us", "op_inner_bytes", "op_passed_bytes")
+    }
     return dataclasses.replace(trace, tensor_born=born, start_bytes=start_bytes, **nothing)
 
 

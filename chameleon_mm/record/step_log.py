@@ -282,14 +282,12 @@ class StepLog:
         """Record that one direction of a region begins, called with `args`. Its arguments may die while it runs."""
         self._update_table()
         self._update_phase()
-        inputs: Tensors = {}
-        collect_tensors(args, self._device_type, inputs)
+        inputs = self._tensors_in(args)
         tick = self.builder.num_ticks
         _, unknown = self._look_up(inputs)
         self._readings.take(self.table, unknown, tick=tick)
         read, _ = self._look_up(inputs)
-        mutated: Tensors = {}
-        collect_tensors([args[i] for i in region.mutated if i < len(args)], self._device_type, mutated)
+        mutated = self._tensors_in([args[i] for i in region.mutated if i < len(args)])
         op = self.builder.op(  # numbered now: what dies while it runs dies after it
             region.name,
             self._content(f"{region.name}({_describe(args)})"),
@@ -310,8 +308,7 @@ class StepLog:
             raise RuntimeError("another thread's operators ran beside it")
         running.readings.take()
         self.table.record_deaths()
-        outputs: Tensors = {}
-        collect_tensors([out], self._device_type, outputs)
+        outputs = self._tensors_in(out if isinstance(out, (tuple, list)) else (out,))
         given, unknown = self._look_up(outputs)  # it returns what it was given, too: what backward needs of it
         made = [self.table.add(storage, born=tick, counted=True) for storage in unknown]
         made_bytes = sum(traced.charged_bytes for traced in made)
@@ -389,6 +386,12 @@ class StepLog:
         )
 
     # --- storages
+
+    def _tensors_in(self, values: Iterable[Any]) -> Tensors:
+        """Plain tensors on the device among `values`, those inside wrapper subclasses too."""
+        found: Tensors = {}
+        collect_tensors(_plain(values), self._device_type, found)
+        return found
 
     def _look_up(self, tensors: Tensors) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
         """Storages of `tensors` on the device: those that the table has, and those that it does not have."""

@@ -35,6 +35,13 @@ from chameleon_mm.units import parse_size
 # time    -> host: launch cost; stream: max(its time, the host's) + the kernel's time
 
 
+def _plain(nest: list[Any]) -> list[Tensor]:
+    """Tensors of simulated memory in a nest, without wrapper subclasses."""
+    found: dict[int, Tensor] = {}
+    collect_tensors(nest, "cpu", found)
+    return [t for t in found.values() if not is_traceable_wrapper_subclass_type(type(t))]
+
+
 class SimCompute(RegionMode):
     """Mode in which this thread's CPU ops run on a simulated device's current stream.
 
@@ -72,21 +79,20 @@ class SimCompute(RegionMode):
         return self._launch(OpCall(facts, func, args, kwargs, device_type="cpu"))
 
     def run_region(self, region: Region, run: Run, args: list[Any]) -> Any:
-        machine, inputs = self.machine, dict[int, Tensor]()
-        collect_tensors(args, "cpu", inputs)
+        machine, inputs = self.machine, _plain(args)
+        if any(isinstance(t, FakeTensor) for t in inputs):
+            return run(args)
         with machine.lock:
             machine.ledger.settle()
             stream = machine.current_stream()
             machine.observer.launch(stream)
             label = f"{region.name} on {stream.name}"
-            read_bytes = machine.access(stream, inputs.values(), write=False, label=label)
+            read_bytes = machine.access(stream, inputs, write=False, label=label)
         inputs.clear()
         out = run(args)
-        outputs: dict[int, Tensor] = {}
-        collect_tensors([out], "cpu", outputs)
         with machine.lock:
             machine.ledger.settle()
-            unseen = [t for t in outputs.values() if machine.ledger.find(t.untyped_storage()) is None]
+            unseen = [t for t in _plain([out]) if machine.ledger.find(t.untyped_storage()) is None]
             if unseen:
                 written_bytes = machine.access(stream, unseen, write=True, label=label)
                 machine.host_us += machine.cost.launch_us

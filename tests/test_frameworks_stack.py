@@ -57,7 +57,8 @@ def wide() -> nn.Module:
 
 
 def to_ones(model: nn.Module) -> Tensor:
-    return (model(torch.randn(64, 64)) - 1).square().mean()
+    loss: Tensor = (model(torch.randn(64, 64)) - 1).square().mean()
+    return loss
 
 
 @pytest.mark.parametrize(

@@ -432,3 +432,22 @@ def test_a_forked_child_is_told_that_it_cannot_read_them(sim: cm.SimDevice, monk
 def test_a_lazy_model_is_told_to_run_first() -> None:
     with pytest.raises(ValueError, match="expected parameters that have a shape"):
         cm.SwapSession("1GiB", device="sim", model=nn.LazyLinear(4), parameters="swap")
+
+
+@torch.library.custom_op("chameleon_mm_tests::reads", mutates_args=())
+def reads(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@torch.library.custom_op("chameleon_mm_tests::writes", mutates_args={"x"})
+def writes(x: Tensor) -> None:
+    x.add_(1)
+
+
+def test_an_operator_called_without_its_overloads_name_writes_what_an_overload_may_write() -> None:
+    """A frozen weight that one only reads is not copied out again."""
+    operators: Any = torch.ops.chameleon_mm_tests
+    t = torch.ones(2)
+    assert watch._may_write(operators.reads, "reads", (t,), {}) == ()
+    assert watch._may_write(operators.writes, "writes", (t,), {}) == ((t,), {})
+    assert watch._may_write(torch.ops.aten.add, "add", (t, t), {}) == ((t, t), {})  # its overload `out` writes

@@ -79,7 +79,7 @@ def test_a_missing_framework_is_one_sentence_that_names_the_extra(name: str, tmp
 
 @pytest.mark.parametrize("module", ["numpy.exceptions", "numpy.dtypes", "torch._tensor"])
 def test_an_interrupt_while_it_is_imported_is_not_lost(module: str, tmp_path: Path) -> None:
-    """Torch ignores an interrupt while it imports NumPy; a half-imported module then fails where it is needed."""
+    """torch ignores one that comes while it imports NumPy, and what it left half imported fails where it is needed."""
     code = f"""
 import os, signal, sys
 

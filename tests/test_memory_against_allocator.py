@@ -54,7 +54,7 @@ class Seen:
     start_bytes: int
     """Bytes allocated before the step."""
     peak_bytes: int
-    """The most that was allocated in the step that counts."""
+    """Maximum bytes allocated in the step that counts."""
     trace: Trace
 
     @property
@@ -74,7 +74,7 @@ class Seen:
 
 
 def unswapped(device: Device, make: Callable[[], Job]) -> Seen:
-    """A step without swapping, then one that is recorded."""
+    """Run a step without swapping, then a recorded one."""
     with device.compute(), one_thread():
         before = _begin(device)
         training = Training(make, device)
@@ -95,7 +95,7 @@ def bounds(simulated: Trace, real: Trace) -> tuple[int, int]:
 
 
 def inner_bytes(trace: Trace) -> int:
-    """The most that an operator of the step takes for itself and gives back."""
+    """Maximum bytes that an operator of the step takes for itself and gives back."""
     return int(trace.op_inner_bytes.max(initial=0))
 
 

@@ -118,8 +118,8 @@ def test_what_ranks_say_before_the_first_step_and_after_the_last(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_rank_that_fails_leaves_no_other_waiting(tmp_path: Path) -> None:
-    """It raises, leaves or is killed in the middle of forward or backward: the other ends with the error that it has without
-    us, its session with no live block, and neither waits for gloo's patience to end, which the test does not outlive."""
+    """One rank raises, leaves or is killed in the middle of forward or backward. The other ends with the error that it has
+    without us, and its session has no live block. Neither waits for gloo's timeout, which is longer than the test's."""
     endings = json.loads(run("-m", "tests._failing_ranks", str(tmp_path)))
     assert len(endings) == (3 + 1) * 2 * 2
     for without, with_session in zip(endings[::2], endings[1::2], strict=True):

@@ -282,7 +282,7 @@ def written_while_relied_on() -> list[Tensor]:
     source = x * 2
     beside = source.sin()
     z = (source + 1).exp().sin()
-    other = x.sin()  # what was saved before is dropped here
+    other = x.sin()  # storages saved before are dropped here
     source.detach().zero_()
     seen = grads(z.sum() + other.sum(), x)
     del beside
@@ -311,7 +311,7 @@ def relied_on_by_a_graph_that_goes() -> list[Tensor]:
     source = x * 2
     beside = source.sin()
     z = (source + 1).sin()
-    other = x.sin()  # what was saved before is dropped here
+    other = x.sin()  # storages saved before are dropped here
     del beside
     z.register_hook(lambda g: (source.detach().zero_(), None)[1])
     return grads(z.sum() + other.sum(), x)
@@ -323,7 +323,7 @@ def written_before_a_second_backward() -> list[Tensor]:
     source = x * 2
     first = source.sin().sum()
     second = (source + 1).sin().exp()
-    other = x.sin()  # what was saved before is dropped here
+    other = x.sin()  # storages saved before are dropped here
     first.backward(retain_graph=True)
     second.register_hook(lambda g: (source.detach().zero_(), None)[1])
     return grads(second.sum() + other.sum(), x)
@@ -359,7 +359,7 @@ def held_and_written_in_backward() -> list[Tensor]:
     x = leaf(LARGE, LARGE)
     states = [x * 2]
     z = (states[0] + 1).sin()
-    other = x.sin()  # what was saved before is dropped here
+    other = x.sin()  # storages saved before are dropped here
     z.register_hook(lambda g: (states[0].detach().zero_(), None)[1])
     return grads(z.sum() + other.sum(), x)
 
@@ -908,7 +908,7 @@ def test_a_batch_that_a_hook_writes_in_backward_is_in_no_recipe() -> None:
     def program() -> list[Tensor]:
         x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
         z = (x + batch).sin()
-        other = x.sin()  # what was saved before is dropped here
+        other = x.sin()  # storages saved before are dropped here
         z.register_hook(lambda g: (batch.zero_(), None)[1])
         return grads(z.sum() + other.sum(), x)
 

@@ -226,7 +226,7 @@ def recomputed_aside_and_used_here() -> None:
             source = x * 2
             beside = source.sin()  # autograd relies on the source, though no backward comes here
             z = (source + 1).sin()
-            other = x.sin()  # what was saved before is dropped here
+            other = x.sin()  # storages saved before are dropped here
             with side.current():
                 source.detach().zero_()
             (got,) = torch.autograd.grad(z.sum(), x)

@@ -20,7 +20,7 @@ SIDE, STEPS, BUDGET = 96, 4, 4 << 20
 
 
 class Training:
-    """A model, its optimizer, and the steps of both."""
+    """Model, its optimizer, and the steps of both."""
 
     def __init__(self, device: Device) -> None:
         torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Stand-in's operators: on "cuda" they give the CPU's bits, and treat streams and graphs as a GPU's do. Random numbers, CUDA
-graphs, and which bytes the runtime is told of.
+"""Stand-in's operators: on "cuda" they give the CPU's bits, and treat streams and graphs as a GPU's do. Also random numbers,
+CUDA graphs, and the bytes reported to the runtime.
 
 These tests are about the stand-in itself. On a GPU there is nothing to test here.
 """

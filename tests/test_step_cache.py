@@ -80,8 +80,8 @@ def hits_at_once(cache: StepCache[str], pattern: str, rounds: int, settle: int) 
 
 @pytest.mark.parametrize("pattern", ["a", "ab", "abc", "aab", "aabb", "abac", "aaaaab", "aaaaabb", "aaaabbbc"])
 def test_patterns_are_guessed_before_the_first_hook(pattern: str) -> None:
-    """After three rounds. Two lengths in turn, two micro-batches and then one, an evaluation every so many steps: whatever two
-    steps tell, or how often the last one came in a row."""
+    """After three rounds. Two lengths in turn, two micro-batches and then one, or an evaluation at a fixed interval: two
+    earlier steps predict the next, or the length of the last run does."""
     assert hits_at_once(knowing(*(name * 3 for name in set(pattern))), pattern, rounds=6, settle=3)
 
 

@@ -180,7 +180,8 @@ def op(swapper: Executor) -> None:
 
 @pytest.mark.parametrize("saved_on", ["its own stream", "another stream", "both"])
 def test_a_dropped_block_is_safe_from_the_stream_that_owns_it(saved_on: str) -> None:
-    """Saved on one stream, allocated on another: the owner may reuse the block only after the copy and the other's kernels."""
+    """Saved on one stream, allocated on another: the block is free for the owner only after the copy and the other's
+    kernels."""
     device = cm.SimDevice(SLOW_LINK)
     swapper = executor(device, cm.PinnedPool("1MiB", device=device))
     side = device.new_compute_stream("side")

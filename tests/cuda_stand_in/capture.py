@@ -133,14 +133,14 @@ def _kept_in(results: list[Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _fixed(x: Any) -> Any:
-    """An argument as it is now: a graph keeps a CPU scalar's value, not the tensor."""
+    """Copy an argument's present value: a graph keeps a CPU scalar's value, not the tensor."""
     if isinstance(x, Tensor):
         return x if x.is_cuda else x.clone()
     return type(x)([_fixed(y) for y in x]) if isinstance(x, (list, tuple)) else x
 
 
 def copy_(dst: Tensor, src: Tensor, non_blocking: bool, by_torch: Callable[[Tensor, Tensor, bool], Tensor]) -> Tensor:
-    """A copy that the runtime adds to the graph. The copies of the memory follow, on the host's side, too."""
+    """Record a copy that the runtime adds to the graph. The copies of the memory follow, on the host's side, too."""
     capture = current(torch._C._cuda_getCurrentRawStream((dst if dst.is_cuda else src).device.index))
     by_torch(dst, src, non_blocking)
     low = [t if t.is_cuda else None for t in (dst, src)]

@@ -113,7 +113,7 @@ class Kernel:
                     report(stream, x, kind, self.what)
 
     def lowered(self, args: Sequence[Any], kwargs: dict[str, Any], view: HostView) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments as the CPU's kernel takes them."""
+        """Return the arguments as the CPU's kernel takes them."""
         low_kwargs = {name: lowered(a, view) for name, a in kwargs.items()}
         if "pin_memory" in low_kwargs:
             low_kwargs["pin_memory"] = None
@@ -147,7 +147,7 @@ class Kernel:
     def written_back(
         self, args: Sequence[Any], kwargs: dict[str, Any], low_args: Sequence[Any], low_kwargs: dict[str, Any], view: HostView
     ) -> list[Tensor]:
-        """The arguments that were written; an `out=` whose size changed gets its size and its bytes here."""
+        """Return the written arguments; an `out=` whose size changed gets its size and its bytes here."""
         touched = []
         for i in self.written:
             high, low = self.given(args, kwargs, i), self.given(low_args, low_kwargs, i)

@@ -1,4 +1,4 @@
-"""Operators of which the CPU has no kernel of the same name, or one that means something else: by a formula.
+"""Operators without an equivalent CPU kernel of the same name, each by a formula.
 
 A formula takes the operator, where random numbers come from, and the operator's arguments as CPU tensors.
 """

@@ -58,7 +58,7 @@ def begin(stream: int) -> None:
 
 
 def synchronize(stream: int) -> None:
-    """The host waits for the stream, as an operator does whose result's size depends on data."""
+    """Make the host wait for the stream, as for an operator whose result's size depends on data."""
     if error := _synchronize(stream):
         raise RuntimeError(f"CUDA error: {_error_text(error).decode()}")
 

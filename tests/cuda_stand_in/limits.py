@@ -81,5 +81,5 @@ LATE_ALONE: dict[str, str] = {
 }
 """Reason by test or file that runs in one mode, which is enough.
 
-What breaks an order on purpose runs in both, and so does what is about order: streams, threads, transfers, events of pinned
+Tests that break an order on purpose run in both modes, as do tests of order: streams, threads, transfers, events of pinned
 memory, random programs and mixes."""

@@ -28,7 +28,7 @@ unchecked = 0
 
 
 def in_place(storage: torch.UntypedStorage) -> Any:
-    """A CPU storage on the same bytes. It does not keep them."""
+    """Return a CPU storage on the same bytes. It does not keep them."""
     size = storage.nbytes()
     address = storage.data_ptr()
     if not size or not address:

@@ -1,7 +1,7 @@
 """Triton kernels without a GPU: Triton's own interpreter runs them on the device's memory, in the order of their stream.
 
 A kernel that is launched with CUDA tensors is interpreted; compiling without a launch (`warmup`, `triton.compile`) stays
-Triton's. What a kernel reads by addresses out of a table is not told to the runtime: it sees tensors alone.
+Triton's. Reads by addresses out of a table are not reported to the runtime: it sees tensors alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A copy that was issued and not yet carried out: its bytes move when something ordered after must see them.
+"""Copy that was issued and not yet carried out: its bytes move when something ordered after it must see them.
 
 late = LateCopy(dst, src, label, before)       # `before`: copies that it was ordered after
 carry_out([late])                              # before first, then late; a buffer that is gone by then is an error
@@ -60,7 +60,7 @@ class _End:
 
 
 class LateCopy:
-    """A copy that was issued and not carried out yet. Holds both ends weakly: dropping one too early is an error, not luck."""
+    """Copy that was issued and not carried out yet. Holds both ends weakly: dropping one too early is an error, not luck."""
 
     __slots__ = ("_dst", "_moves_bytes", "_spoilt", "_src", "before", "done", "label")
 
@@ -74,8 +74,8 @@ class LateCopy:
         self._spoilt: list[tuple[int, Bytes]] = []
 
     def spoil(self, start: int, written: Bytes) -> None:
-        """Note that the source was written while the copy may have been running, from byte `start` on where `written` is set:
-        what arrives of them is anything. The others arrive."""
+        """Note a write of the source during the copy, from byte `start` on where `written` is set: these bytes of the copy are
+        undefined. The others arrive."""
         self._spoilt.append((start, written))
         if self.done and self._moves_bytes and self._dst.ref() is not None:
             self._poison_spoilt()

@@ -116,7 +116,7 @@ class Access(NamedTuple):
 
 
 class Shadow:
-    """The accesses to one buffer that a later one may still have to be ordered after."""
+    """Accesses to one buffer that a later one may have to be ordered after."""
 
     __slots__ = ("accesses", "gone", "name", "owner")
 

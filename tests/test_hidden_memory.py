@@ -280,10 +280,8 @@ def test_one_odd_step_on_cuda_leaves_the_plan_of_the_others(odd: str) -> None:
     assert got.kinds[6:] == ["planned"] * 10
 
 
-@pytest.mark.parametrize(
-    ("parts", "over"), [([2, *[9] * 8], {1}), ([2, 2, 9, *[12] * 6], {2, 3}), ([2, *range(2, 18)], set(range(0, 17, 4)))]
-)
-def test_needs_that_follow_the_data_pass_the_budget_once(parts: list[int], over: set[int]) -> None:
+@pytest.mark.parametrize(("parts", "over"), [([2, *[9] * 8], {1}), ([2, 2, 10, 11, *[12] * 6], {2, 3})])
+def test_needs_that_follow_the_data_have_room_once_they_are_known(parts: list[int], over: set[int]) -> None:
     """As those of sparse gradients: no hook shows how many entries there are."""
     kinds = [f"metric of {n}" for n in parts]
     budget = int(max(run(kinds).peaks) * 0.85)

@@ -61,8 +61,9 @@ def snapshot_of(trace: Trace) -> dict[str, Any]:
             events += [{**event, "action": action} for action in (("free_requested", "free_completed") if dead else ("alloc",))]
     blocks, end = [], 0
     for one in sorted(live.values(), key=lambda one: one["addr"]):
+        gap = {"address": end, "size": one["addr"] - end, "requested_size": 0, "state": "inactive", "frames": []}
         block = {"address": one["addr"], "size": one["size"], "requested_size": one["size"], "state": "active_allocated"}
-        blocks.append({**block, "frames": one["frames"]})
+        blocks += [*([gap] if gap["size"] else []), {**block, "frames": one["frames"]}]
         end = one["addr"] + one["size"]
     held = sum(one["size"] for one in live.values())
     segment = {"device": 0, "address": 0, "total_size": end, "allocated_size": held, "active_size": held, "stream": 0}

@@ -235,6 +235,8 @@ class Images(nn.Module):
 class Counting(Block):
     def __init__(self) -> None:
         super().__init__()
+        self.calls: Tensor
+        self.mean: Tensor
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(WIDTH))
 

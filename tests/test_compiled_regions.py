@@ -184,7 +184,7 @@ def test_memory_inside_a_region_is_its_peak_and_not_the_sum_of_what_it_made(sim:
     def chain(x: Tensor) -> Tensor:
         for weight in weights:
             x = x @ weight.detach()
-        return x * weights[0].sum()
+        return x * weights[0].sum()  # type: ignore[no-any-return]
 
     trace = recorded(lambda: chain(torch.randn(64, 64)).sum().backward(), sim, weights)
     (region,) = (i for i, name in enumerate(names(trace)) if name == "compiled::forward")
@@ -223,7 +223,7 @@ def test_loss_and_optimizer_may_be_compiled_as_full_graphs(backend: str, device:
         loss_of = torch.compile(F.cross_entropy, backend=backend, fullgraph=True)
         scale = torch.compile(lambda grads: [grad.mul_(0.5) for grad in grads], backend=backend, fullgraph=True)
         step = torch.compile(optimizer.step, backend=backend)  # torch breaks the graph of its own optimizers once
-        seen = []
+        seen: list[Any] = []
         with session or nullcontext():
             for number in range(5):
                 with session.step() if session else nullcontext():
@@ -265,7 +265,7 @@ def test_what_a_cuda_graph_keeps_is_named_and_stays(sim: cm.SimDevice, caplog: p
         torch.manual_seed(3)
         model = Stack(Block(), Block())
         parts = [torch.compile(block, backend=backend) for block in model.blocks]
-        seen = []
+        seen: list[Any] = []
         with session or nullcontext():
             for number in range(4):
                 with session.step() if session else nullcontext():
@@ -311,7 +311,8 @@ def test_the_session_chooses_the_partition_for_its_budget(backend: str, device: 
         torch._dynamo.reset()
         torch.manual_seed(3)
         model = Stack(*(Block() for _ in range(4))).to(device.torch_device)
-        net, seen = torch.compile(model, backend=backend, dynamic=False), []
+        seen: list[Any] = []
+        net = torch.compile(model, backend=backend, dynamic=False)
         with ExitStack() as stack:
             if session is not None:
                 stack.enter_context(session)
@@ -320,8 +321,9 @@ def test_the_session_chooses_the_partition_for_its_budget(backend: str, device: 
                     net(rows(number, 512).to(device.torch_device)).square().mean().backward()
                     seen.extend(copy_of(p.grad) for p in model.parameters() if p.grad is not None)
                     model.zero_grad()
-                if session is not None and not chosen_at and session._adaptation.partition.share is not None:
-                    chosen_at.append((number, session._adaptation.partition.share))
+                choice = None if session is None or session._adaptation is None else session._adaptation.partition
+                if choice is not None and not chosen_at and choice.share is not None:
+                    chosen_at.append((number, choice.share))
                 if session is None and chosen_at and chosen_at[0][0] == number:
                     stack.enter_context(cm.compiled_partition(chosen_at[0][1]))
                     torch._dynamo.reset()

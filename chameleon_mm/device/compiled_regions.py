@@ -58,6 +58,7 @@ class RegionMode(TorchDispatchMode):
 
 def find_regions() -> None:
     """From now on call `run_region` for each region that is compiled by now. Takes 25 us; any thread may call it."""
+    function: Any
     for function in torch.autograd.Function.__subclasses__():
         if function.__name__ != "CompiledFunction" or "torch._functorch" not in function.__module__:
             continue

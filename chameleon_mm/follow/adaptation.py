@@ -353,9 +353,10 @@ class Adaptation:
 
         def step_us(trace: Trace) -> float | None:
             other = PlannedStep(planned.record, trace, admitted=planned.admitted, banned=planned.banned)
-            with suppress(InfeasibleBudget):
+            try:
                 return self.planning.plans_for(other, self._budgets, self._link_cost(), at_most=1)[0].step_us
-            return None
+            except InfeasibleBudget:
+                return None
 
         self.partition.make(planned.trace, own_us, step_us)
         if self.partition.is_made:

@@ -259,13 +259,14 @@ class Recorder(StepMode):
             return run(args)
         if region.compiles():
             self._give_up(_COMPILED)
+        running: RunningRegion | None = None
         with self._lock, self._forgiving(region.name):
             if not self._stopped:
-                self._thread.region = self._log.enter_region(region, args)
+                running = self._thread.region = self._log.enter_region(region, args)
         try:
             out = run(args)
         finally:
-            running, self._thread.region = self._region, None
+            self._thread.region = None
         with self._lock, self._forgiving(region.name):
             if running is not None and not self._stopped and self._log.leave_region(running, out):
                 self._warn(_log, _IN_A_GRAPH, str(self._module_names.here()) or "the program")

@@ -72,14 +72,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipping": {"max_grad_norm": 0.5},
     "checkpointing": {f"{CHECKPOINTING}_checkpointing": True},
     "bf16": {"bf16": True},
-    "neftune": {"neftune_noise_alpha": 5.0},
 }
 
 
 @pytest.mark.parametrize(
     ("name", "options", "budget_kib"),
     [
-        ("llama", ("accumulation", "clipping", "bf16", "neftune"), 600),
+        ("llama", ("accumulation", "clipping", "bf16"), 600),
         pytest.param("llama", ("checkpointing",), 550, marks=pytest.mark.slow),
         pytest.param("bert", ("clipping", "checkpointing", "bf16"), 575, marks=pytest.mark.slow),
         pytest.param("mixtral", ("accumulation", "checkpointing", "bf16"), 1110, marks=pytest.mark.slow),
@@ -215,8 +214,6 @@ def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, t
         "gradient_accumulation_steps": 2,
         f"{CHECKPOINTING}_checkpointing": checkpointing,
         "bf16": checkpointing,
-        "packing": checkpointing,
-        "max_length": 48,
     }
     check_callback(TrlCallback, lambda swap: tuned(tmp_path, swap, **args), budget_kib)
 

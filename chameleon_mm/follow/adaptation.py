@@ -557,7 +557,9 @@ class Adaptation:
             ):
                 planned.margin_bytes = margin  # an odd step had widened it
                 self._plan_for(planned, planned.extra, at_most=1)
-        extra = usual.note_extra(step.extra, spare_bytes) if planned is usual else None
+        extra = planned.note_extra(step.extra, spare_bytes)
+        if planned is not usual:
+            extra = None  # the odd ones' plans keep their room
         if extra is not None:
             planned.reset_for(extra)
         if planned.learn_inner_memory(step.unused, spare_bytes) or planned.has_new_refusals() or extra is not None:
@@ -566,8 +568,10 @@ class Adaptation:
         repeats = usual.note_odd(is_odd=is_odd) or bool(before.spikes)
         if step.exceeded_plan and (repeats or usual.is_first_use):
             extra = planned.extra | before | step.extra
-            varying = extra | (structure or usual).room_for_extra(spare_bytes)
-            if not self._plan_for(planned, varying) and varying != extra:
+            varying = extra | (structure or planned).room_for_extra(spare_bytes)
+            if self._plan_for(planned, varying):
+                extra = varying
+            elif varying != extra:
                 self._plan_for(planned, extra)
             if repeats and step.extra.spikes and planned is usual and structure is None:
                 self._add_plans(usual.make_odd(extra))

@@ -383,7 +383,7 @@ class PlannedStep:
     def make_odd(self, extra: ExtraMemory) -> PlannedStep:
         """Make `odd`, which needs plans for `extra` memory."""
         self.odd = odd = copy(self)
-        odd._recent, odd._unused = deque(maxlen=RECENT_STEPS), deque(maxlen=RECENT_STEPS)
+        odd._recent, odd._unused = self._recent.copy(), deque(maxlen=RECENT_STEPS)
         odd.reset_for(extra)
         return odd
 

@@ -17,7 +17,7 @@ from tests._plain_models import language
 from tests._plain_training import Outcome, differences
 from tests._quantised_models import QUANTISED, save, tuned
 
-STEPS, LAYERS = 4, 3
+STEPS, LAYERS = 5, 4
 
 READ_AS_DATA = ("bnb 8-bit",)
 """Weights that a layer reads by `.data` on a CPU: no version counter would show a write after that, so they are copied each

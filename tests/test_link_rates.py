@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, CudaDevice, SimDevice
@@ -179,7 +180,7 @@ class Machines:
 
 
 def test_ranks_of_a_machine_plan_with_the_slowest_link_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Machines(monkeypatch, dist.HashStore())
+    ranks = Machines(monkeypatch, HashStore())
     assert ranks.slowest(2, 0.5) == TRUE.slowed(0.5)  # alone there so far
     assert ranks.slowest(1, 0.9) == TRUE.slowed(0.9)  # rank 2 is on another machine
     assert ranks.slowest(3, 0.8) == TRUE.slowed(0.5)

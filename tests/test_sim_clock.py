@@ -215,8 +215,8 @@ def test_a_product_costs_its_flops_at_the_rate_of_its_dtype() -> None:
 @pytest.mark.parametrize(("heads", "causal"), [(4, False), (4, True), (2, True)])
 def test_attention_has_rates_of_its_own_and_half_the_flops_if_causal(heads: int, causal: bool) -> None:
     batch, rows, width = 2, 64, 16
-    shares = {"attention_efficiency": 0.5, "attention_backward_efficiency": 0.25}
-    device = SimDevice(SPEC, cost=dataclasses.replace(COST, **shares))
+    cost = dataclasses.replace(COST, attention_efficiency=0.5, attention_backward_efficiency=0.25)
+    device = SimDevice(SPEC, cost=cost)
     q = torch.randn(batch, 4, rows, width, requires_grad=True)
     k, v = (torch.randn(batch, heads, rows, width, requires_grad=True) for _ in "kv")
     grad = torch.ones(batch, 4, rows, width)

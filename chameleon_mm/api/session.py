@@ -399,7 +399,7 @@ class SwapSession:
     def _choose_partition(self) -> None:
         """Choose what compiled regions save, once, and have them compiled so from the next step on."""
         adaptation = self._adaptation
-        if adaptation is None or not self._recompute or self._ranks.rank.of > 1 or not partition_is_torchs_own():
+        if adaptation is None or not self._recompute or self._ranks.of > 1 or not partition_is_torchs_own():
             return  # ranks that differ in what they remake would differ in their collectives
         share = adaptation.choose_partition()
         if share is not None:

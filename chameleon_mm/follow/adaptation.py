@@ -359,7 +359,7 @@ class Adaptation:
                 return None
 
         self.partition.make(planned.trace, own_us, step_us)
-        if self.partition.is_made:
+        if self.partition.text:
             _log.info("chameleon_mm: partition of compiled regions: %s", self.partition.text)
         return self.partition.share
 

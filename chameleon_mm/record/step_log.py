@@ -146,7 +146,7 @@ class PricedTimes:
         self._times.append((op, price))
 
     def alone(self, op: int, nbytes: int) -> None:
-        self._times.append((op, self._price(0, nbytes, torch.float32)))
+        self._times.append((op, self._price(0, nbytes, torch.float32, "")))
 
     def pause(self) -> None:
         """Do nothing: no clock runs."""

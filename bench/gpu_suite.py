@@ -22,6 +22,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -118,6 +119,7 @@ _TO_JSON = ("--device", "cuda", "--json", "{out}")
 _TESTS = (
     *_MODULE, "pytest", "-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors",
     # No timeout ends a backward that waits for ever on autograd's own thread: the dumped stacks then show the cause.
+    *(("-n", "8", "--dist", "worksteal") if find_spec("xdist") else ()),
     "--timeout=90", "-o", "faulthandler_timeout=60", "--junitxml={out}",
 )  # fmt: skip
 

@@ -29,7 +29,7 @@ from chameleon_mm.swap.saved_storage import SavedStorage
 from tests._programs import deep, swapping_executor
 from tests.observed import unchecked
 
-SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
+SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.6, d2h_gbps=0.6, duplex_gbps=1.0)
 """Slow enough that no copy completes by luck before a required wait."""
 
 BYTES = 64 * 1024

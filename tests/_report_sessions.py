@@ -36,6 +36,6 @@ def gpt_report(*, steps: int = 4, plans: bool = True, hbm_mib: float = 7.0, link
 
 def busy_report() -> cm.SwapReport:
     """Report of a GPT's steps whose plan recomputes, and stalls all the same."""
-    found = gpt_report()
+    found = gpt_report(hbm_mib=5.5, link_gbps=8.0)
     assert found.planned is not None and found.planned.plan.recompute_us and found.planned.plan.stall_us
     return found

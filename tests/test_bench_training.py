@@ -228,7 +228,7 @@ def test_what_a_plan_foresaw_stands_beside_what_came(record: dict[str, Any]) -> 
     assert list(rows) == [(peer, quantity) for peer in PLANNING for quantity in _planned.QUANTITIES]
     for peer in PLANNING[:4]:
         step, peak, stall, again = (rows[peer, quantity] for quantity in _planned.QUANTITIES)
-        assert abs(step["error"]["median"]) < 3
+        assert abs(step["error"]["median"]) < 4
         assert step["measured"]["median"] / step["predicted"]["median"] == pytest.approx(1 + step["error"]["median"] / 100)
         assert peak["measured"]["median"] == pytest.approx(peak["predicted"]["median"], rel=1e-2)  # the losses are kept
         assert step["predicted"]["simulated"] is True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.state import parameter_swap
+from chameleon_mm.state import hosted, parameter_swap
 from chameleon_mm.state.parameter_swap import LEAST_STORAGES, plain_parts
 from chameleon_mm.units import KIB
 from tests._frameworks import Seen
@@ -26,7 +26,7 @@ time that they leave. On CUDA these layers do not read them so."""
 
 @pytest.fixture(autouse=True)
 def _most_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_swap, "MIN_BYTES", KIB)
+    monkeypatch.setattr(hosted, "MIN_BYTES", KIB)
     monkeypatch.setattr(parameter_swap, "WINDOW_SHARE", 0.0)  # room for the fewest weights
 
 

@@ -93,7 +93,7 @@ def micro_batches(compiled: Compile) -> Any:
 
     def loss_of(number: int) -> Tensor:
         run(rows(number + 100)).square().mean().backward()
-        return run(rows(number)).square().mean()  # type: ignore[no-any-return]
+        return run(rows(number)).square().mean()  # type: ignore[no-any-return]  # torch types modules as Any
 
     return model, loss_of
 
@@ -118,7 +118,7 @@ def teacher(compiled: Compile) -> Any:
     def loss_of(number: int) -> Tensor:
         with torch.no_grad():
             wanted = teach(rows(number))
-        return (learn(rows(number)) - wanted).square().mean()  # type: ignore[no-any-return]
+        return (learn(rows(number)) - wanted).square().mean()  # type: ignore[no-any-return]  # torch types modules as Any
 
     return both, loss_of
 
@@ -132,7 +132,7 @@ def evaluated_between(compiled: Compile) -> Any:
         with torch.no_grad():
             run(rows(number + 100))
         model.train()
-        return run(rows(number)).square().mean()  # type: ignore[no-any-return]
+        return run(rows(number)).square().mean()  # type: ignore[no-any-return]  # torch types modules as Any
 
     return model, loss_of
 
@@ -159,13 +159,13 @@ def by_autocast(compiled: Compile, *, inside: bool) -> Any:
     def loss_of(number: int) -> Tensor:
         x = rows(number)
         with torch.autocast(x.device.type, torch.bfloat16):
-            return run(x).float().square().mean()  # type: ignore[no-any-return]
+            return run(x).float().square().mean()  # type: ignore[no-any-return]  # torch types modules as Any
 
     return model, loss_of
 
 
 def checkpointed(block: Any, x: Tensor) -> Tensor:
-    return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+    return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]  # torch types modules as Any
 
 
 def checkpoint_around(compiled: Compile) -> Any:
@@ -207,7 +207,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).view(2, -1, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]  # torch types modules as Any
 
 
 class Rotary(nn.Module):
@@ -229,7 +229,7 @@ class Images(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.max_pool2d(F.relu(self.norm(self.conv(x.view(-1, 1, 4, WIDTH // 4)))), 2)
-        return self.head(y.flatten(1))  # type: ignore[no-any-return]
+        return self.head(y.flatten(1))  # type: ignore[no-any-return]  # torch types modules as Any
 
 
 class Counting(Block):
@@ -295,7 +295,7 @@ class InPlace(Block):
         y = self.up(self.norm(x)).relu_()
         y = y * 2
         y.add_(1)
-        return self.down(y)  # type: ignore[no-any-return]
+        return self.down(y)  # type: ignore[no-any-return]  # torch types modules as Any
 
 
 class WritesItsInput(Block):
@@ -321,7 +321,7 @@ def several(compiled: Compile) -> Any:
 
     def loss_of(number: int) -> Tensor:
         got = run(rows(number))
-        return (got["halves"][0] * got["halves"][1]).mean() + got["turned"].sin().mean()  # type: ignore[no-any-return]
+        return (got["halves"][0] * got["halves"][1]).mean() + got["turned"].sin().mean()  # type: ignore[no-any-return]  # torch types modules as Any
 
     return model, loss_of
 

@@ -184,7 +184,7 @@ def test_memory_inside_a_region_is_its_peak_and_not_the_sum_of_what_it_made(sim:
     def chain(x: Tensor) -> Tensor:
         for weight in weights:
             x = x @ weight.detach()
-        return x * weights[0].sum()  # type: ignore[no-any-return]
+        return x * weights[0].sum()  # type: ignore[no-any-return]  # torch types modules as Any
 
     trace = recorded(lambda: chain(torch.randn(64, 64)).sum().backward(), sim, weights)
     (region,) = (i for i, name in enumerate(names(trace)) if name == "compiled::forward")

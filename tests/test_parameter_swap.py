@@ -288,9 +288,8 @@ def test_a_missing_order_is_seen(what: str, mutant: Callable[..., Any], monkeypa
     [
         (HostedStorage, "note_writes", without_write),
         (watch, "_may_write", lambda *call: ()),
-        (Window, "use_by", lambda self, node, entry: self.use([entry])),
     ],
-    ids=["writes", "writes that no counter tells of", "operators keep what they were given"],
+    ids=["writes", "writes that no counter tells of"],
 )
 def test_a_rule_that_is_missing_is_seen(
     owner: Any, what: str, mutant: Callable[..., Any], sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch

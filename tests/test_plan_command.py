@@ -519,7 +519,7 @@ def test_a_budget_that_no_plan_meets_exits_with_1(models: str, tmp_path: Path, c
     ("arguments", "words"),
     [
         ([], ["MODEL"]),
-        (["gpt2", "--gpu", "b300"], ["h200, h100, a100, rtx4090", "'b300'"]),
+        (["gpt2", "--gpu", "b300"], ["h200, h100, b200, a100", "'b300'"]),
         (["gpt2", "--hbm-budget", "much"], ["--hbm-budget", "'much'"]),
         (["gpt2", "--batch", "-1"], ["--batch", "1 or more, got -1"]),
         (["gpt2", "--seq", "1025"], ["1024 tokens at most", "1025"]),

@@ -240,9 +240,9 @@ def _flop_formula(func: torch._ops.OpOverload[Any, Any]) -> FlopFormula | None:
     formula: FlopFormula | None = flop_counter.flop_registry.get(func.overloadpacket)
     # Fused attention of CPU builds is missing in torch's registry: use the formulas of the CUDA one.
     if func.overloadpacket.__name__ == _CPU_FLASH:
-        formula = lambda *args, **_: int(flop_counter.sdpa_flop_count(*(t.shape for t in args[:3])))  # noqa: E731
+        formula = lambda *args, **_: int(flop_counter.sdpa_flop_count(*(t.shape for t in args[:3])))  # noqa: E731 - one of two formulas
     if func.overloadpacket.__name__ == f"{_CPU_FLASH}_backward":
-        formula = lambda *args, **_: int(flop_counter.sdpa_backward_flop_count(*(t.shape for t in args[:4])))  # noqa: E731
+        formula = lambda *args, **_: int(flop_counter.sdpa_backward_flop_count(*(t.shape for t in args[:4])))  # noqa: E731 - one of two formulas
     causal = next((i for i, a in enumerate(func._schema.arguments) if a.name == "is_causal"), None)
     if formula is None or causal is None:
         return formula

@@ -36,8 +36,8 @@ def pytest_configure() -> None:
     from chameleon_mm.device.cuda.cuda_stream import CudaStream
 
     # For the whole process: there is no other place.
-    CudaStream.copy = _telling(CudaStream.copy, "speculative")  # type: ignore[method-assign]
-    CudaStream.copy_storage = _telling(CudaStream.copy_storage, "out")  # type: ignore[method-assign]
+    CudaStream.copy = _telling(CudaStream.copy, "speculative")  # type: ignore[method-assign]  # told of each call
+    CudaStream.copy_storage = _telling(CudaStream.copy_storage, "out")  # type: ignore[method-assign]  # told of each call
 
 
 def _telling(method: Callable[..., None], keyword: str) -> Callable[..., None]:

@@ -19,7 +19,6 @@ from chameleon_mm.state import hosted
 from chameleon_mm.state import parameter_watch as watch
 from chameleon_mm.state.hosted import HostedStorage, Where
 from chameleon_mm.state.parameter_swap import ParameterSwap
-from chameleon_mm.state.window import Window
 from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.units import KIB, MIB
 from tests._ordering import SLOW_LINK

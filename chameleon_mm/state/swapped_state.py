@@ -201,7 +201,8 @@ class StateHome(Home):
         """All swapped states by id: the optimizer's, and those that a `state_dict` still holds."""
         self.left: weakref.WeakValueDictionary[int, HostedStorage] = weakref.WeakValueDictionary()
         """State that left at least once, by the id of its storage."""
-        self.note_resident: Callable[[int], None] = lambda nbytes: self.budget.note_allocated(max(0, nbytes))
+        budget = self.budget  # and not `self`, which would hold itself
+        self.note_resident: Callable[[int], None] = lambda nbytes: budget.note_allocated(max(0, nbytes))
 
     def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
         """Find the state that left from `storage` at least once, to leave again: it is in no plan."""

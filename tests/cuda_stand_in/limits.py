@@ -19,6 +19,31 @@ TESTS: dict[str, str] = {
         for way in ("around", "inside", "with a checkpoint in it")
     },
     **{
+        f"tests/test_compiled_regions.py::{test}inductor]": _INDUCTOR
+        for test in (
+            *(
+                f"test_a_compiled_program_has_its_bits_in_a_session[cuda-{program}-"
+                for program in (
+                    "per block",
+                    "whole",
+                    "function",
+                    "dynamic per block",
+                    "graph break in blocks",
+                    "experts",
+                    "convolution",
+                    "LoRA",
+                    "buffers in place",
+                    "dropout",
+                    "attention",
+                    "checkpoint around",
+                )
+            ),
+            "test_each_direction_of_a_region_is_one_operator[cuda-",
+            "test_loss_and_optimizer_may_be_compiled_as_full_graphs[cuda-",
+            "test_the_session_chooses_the_partition_for_its_budget[cuda-",
+        )
+    },
+    **{
         f"tests/test_op_db.py::{test}[cuda-{name}]": reason
         for test in ("test_every_other_operator", "test_every_operator_in_its_other_dtypes")
         for name, reason in {
@@ -49,7 +74,10 @@ LATE_ALONE: dict[str, str] = {
     "tests/test_op_db.py": (
         "run in mode late alone: copies are late there, and nothing else about an operator depends on the mode"
     ),
-    "tests/test_compile.py": "run in mode late alone: what dynamo compiles has nothing to do with the mode",
+    **{
+        f"tests/test_{name}.py": "run in mode late alone: what dynamo compiles has nothing to do with the mode"
+        for name in ("compile", "compiled_regions")
+    },
     "tests/test_plain_models.py": "run in mode late alone, where copies are late; smaller models run in both",
     "tests/test_stand_in_compute.py": "run in mode late alone: operators run the same kernels in each mode",
     "tests/test_kernels_exact.py": "run in mode late alone: kernels compute the same in each mode",

@@ -366,7 +366,9 @@ def plainly(program: Program) -> list[list[Image | str]]:
 def test_its_steps_are_eagers(program: Program, room: int) -> None:
     expected, session = plainly(program), Session(program, room)
     assert session.run() == expected
-    assert session.entered and session.live == 0
+    assert session.live == 0
+    # What another thread has allocated comes when it comes: on a fast or a busy machine no step of that program may be entered.
+    assert session.entered or program is another_thread
 
 
 @pytest.mark.usefixtures("native_loop")

@@ -234,7 +234,7 @@ def test_what_a_plan_foresaw_stands_beside_what_came(record: dict[str, Any]) -> 
         assert step["predicted"]["simulated"] is True
         swap_only = peer.endswith("swap_only")
         assert (again["predicted"]["median"] == 0) == swap_only
-        assert abs(again["error"]["median"]) < 3
+        assert abs(again["error"]["median"]) < 4
         assert stall["measured"]["median"] >= 0
     assert not any("NOT steady" in note for note in table["notes"])
 

@@ -112,7 +112,7 @@ def watched(spec: str | GpuSpec, config: GPTConfig, share: float) -> Comparison:
         device.synchronize()
         unswapped, kept = watch.step(), device.allocated_bytes()
         budget = kept + int(share * (unswapped.peak_bytes - kept))
-        with SwapSession(budget, device=device, model=training.model) as session:
+        with SwapSession(budget, device=device, model=training.model, recompute=False) as session:
             for _ in range(WARMUP_STEPS):
                 with session.step():
                     training.step()

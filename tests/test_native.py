@@ -128,6 +128,7 @@ def test_a_build_that_was_harmed_ends_no_process(
     ran = subprocess.run([sys.executable, "-c", LOADS, str(build.parent)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, (ran.returncode, ran.stderr)
     assert ran.stdout.startswith("None does not load: ") and words in ran.stdout
+    build.parent.chmod(0o700)  # a folder that others can change is refused when it is written to as well
     monkeypatch.setattr(native, "CACHE", build.parent)
     native.build("notes", again=True, compiler=script(tmp_path / "c++", 'while [ "$1" != -o ]; do shift; done; echo > "$2"'))
     assert stat.S_ISREG(build.lstat().st_mode)

@@ -187,6 +187,8 @@ class SwapSession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if threading is None:  # the interpreter's end has cleared this module, and no hook runs any more
+            return  # type: ignore[unreachable]  # not to mypy
         here = threading.current_thread()
         if self._phase not in (Phase.OPEN, Phase.IN_STEP):
             raise SessionClosedError(f"session: expected to be left once, got one that is {self._phase}; use `with session:`")
@@ -385,6 +387,8 @@ class SwapSession:
 
     def _end_step(self, *, completed: bool) -> None:
         """End the running step, once: at its own end, or at the session's if that comes first."""
+        if Phase is None:  # as in `__exit__`
+            return
         if self._phase is Phase.IN_STEP:
             self._history.completed += completed
             self._phase = Phase.OPEN

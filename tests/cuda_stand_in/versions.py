@@ -19,8 +19,8 @@ CUDA_HEADERS = ("nvidia-cuda-crt==13.0.88", "nvidia-cuda-runtime==13.0.96")
 """Unpacked for their headers alone: nothing of them is loaded."""
 
 NOT_NEEDED = (
-    "accelerate", "build", "hatchling", "import-linter", "kernels", "lightning", "mypy", "ruff", "selenium", "trl",
-    "types-psutil",
+    "accelerate", "build", "chameleon-mm[docs]", "chameleon-mm[stack]", "hatch-fancy-pypi-readme", "hatchling", "import-linter",
+    "kernels", "lightning", "mypy", "ruff", "selenium", "trl", "twine", "types-psutil",
 )  # fmt: skip
-"""Unused packages of the extra `dev`: lint, packaging and the browser do not run here. Training frameworks do not run either:
-they ask for torch, for which pip would install the NVIDIA packages."""
+"""Unused packages of the extra `dev`: lint, packaging, documents and the browser do not run here. Training frameworks and the
+extra `stack` do not run either: they ask for torch, for which pip would install the NVIDIA packages."""

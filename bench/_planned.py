@@ -24,7 +24,6 @@ from chameleon_mm.units import GIB
 
 Outcome = PeerRun | Waived
 
-NO_PLAN = Waived("no plan was within the budget, and every step went by the default rule")
 
 QUANTITIES = ("step ms", "peak GiB", "stall ms", "recomputing ms")
 
@@ -50,12 +49,12 @@ def _table(device: Device, about: Mapping[str, tuple[str, str]]) -> Results:
 
 def add_planned(table: Results, name: str, key: str, outcome: Outcome, baseline: PeerRun) -> None:
     """Add the four rows of one planned session."""
-    if isinstance(outcome, Waived) or outcome.followed is None:
-        why = outcome if isinstance(outcome, Waived) else NO_PLAN
+    if isinstance(outcome, Waived):
         for quantity in QUANTITIES:
-            table.add(f"{name}: {quantity}", {"peer": key, "quantity": quantity}, dict.fromkeys(_keys(table), why))
+            table.add(f"{name}: {quantity}", {"peer": key, "quantity": quantity}, dict.fromkeys(_keys(table), outcome))
         return
     found = outcome.followed
+    assert found is not None
     step_us, plan = median(outcome.step_us), found.plan
     stall: float | Waived = Waived("no step was timed inside") if found.stall_us is None else found.stall_us / 1e3
     again = stall if isinstance(stall, Waived) else (step_us - median(baseline.step_us)) / 1e3 - stall
@@ -92,11 +91,11 @@ def classes_table(device: Device) -> Results:
 
 def add_classes(table: Results, name: str, key: str, outcome: Outcome) -> None:
     """Add the row of one planned session."""
-    if isinstance(outcome, Waived) or outcome.followed is None:
-        why = outcome if isinstance(outcome, Waived) else NO_PLAN
-        table.add(name, {"peer": key}, dict.fromkeys(_keys(table), why))
+    if isinstance(outcome, Waived):
+        table.add(name, {"peer": key}, dict.fromkeys(_keys(table), outcome))
         return
     found = outcome.followed
+    assert found is not None
     nbytes = {**found.classes, "swapped": found.plan.moved_bytes, "out": found.swapped_bytes, "dropped": found.recomputed_bytes}
     cells: dict[str, Cell] = {
         column.key: Figure.of([nbytes[column.key] / GIB], "GiB", simulated=column.simulated) for column in table.columns
@@ -141,9 +140,8 @@ def ideal_step(planned: Outcome, baseline: PeerRun, budget: int) -> Ideal | Waiv
     """T* within `budget`, or the reason why there is none."""
     if isinstance(planned, Waived):
         return planned
-    if planned.followed is None:
-        return NO_PLAN
     found = planned.followed
+    assert found is not None
     factor = median(baseline.step_us) / found.trace.duration_us
     trace = dataclasses.replace(found.trace, op_us=found.trace.op_us * factor)
     try:

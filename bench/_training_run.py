@@ -23,9 +23,11 @@ from chameleon_mm.bench._training_models import Workload
 from chameleon_mm.bench._training_peers import Peer
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
-from chameleon_mm.follow.adaptation import Adaptation
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.follow.adaptation import TRIAL_PLANS, Adaptation
 from chameleon_mm.follow.link_rates import link_cost_for, rates_of
 from chameleon_mm.follow.planned_step import MOST_PLANS, SAMPLES
+from chameleon_mm.follow.structure import RECENT_STEPS
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
 from chameleon_mm.plan.trace import Trace
@@ -34,15 +36,18 @@ from chameleon_mm.report.step_history import TIMED_EVERY
 WARMUP_STEPS = 2
 """Warm-up of a peer that does not plan: the first step pins memory and makes the optimizer's state, the second follows it."""
 
-PLANNED_WARMUP_STEPS = TIMED_EVERY
-"""Warm-up of a peer that plans, and of the reference: a recorded step and all possible trials. The first step that counts is
-then one that sessions time, so that its stall is known."""
+PLANNED_WARMUP_STEPS = 2 * TIMED_EVERY
+"""Warm-up of a peer that plans, and of the reference: a recorded step, `RECENT_STEPS` after which the session forgets what only
+the recorded one allocated and plans again, and the trials of its new plans. The first step that counts is then one that
+sessions time, so that its stall is known."""
 
 SIMULATED_WARMUP_STEPS = 9
 """Warm-up of such peers on a simulator, where predictions are right to a few percent and a third plan is rare: a recorded step,
 and two trials of two steps, each after at most two steps that prove recipes."""
 
-assert 1 + MOST_PLANS * SAMPLES <= PLANNED_WARMUP_STEPS
+assert 1 + max(MOST_PLANS * SAMPLES, RECENT_STEPS + TRIAL_PLANS * (1 + SAMPLES)) <= PLANNED_WARMUP_STEPS
+
+NO_PLAN = "no plan was within the budget, and every step went by the default rule"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +89,7 @@ class PeerRun:
     kept_bytes: int
     """Bytes in live tensors after the last step: parameters, optimizer state, one batch."""
     followed: Followed | None = None
-    """None: there was no plan to follow."""
+    """None: the peer does not plan."""
 
     @property
     def activation_bytes(self) -> int:
@@ -104,7 +109,8 @@ def warmup_steps(peer: Peer, device: Device) -> int:
 
 
 def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: int, hbm_budget: int) -> PeerRun:
-    """Train a fresh model inside `peer`: its warm-up, then `steps` steps. Raises what the peer and the device raise."""
+    """Train a fresh model inside `peer`: its warm-up, then `steps` steps. Raises what the peer and the device raise, and
+    `InfeasibleBudget` after two steps if `peer` plans and no plan is within the budget."""
     free_unused()  # a reference cycle in torch keeps the last peer's optimizer and model; cached blocks count as reserved
     device.reset_peaks()
     with reproducible(), device.compute():
@@ -125,9 +131,11 @@ def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: in
             losses.append(loss.detach().clone())  # mse_loss leaves its mean in memory as large as its input
 
         with peer.over_run(device, model, hbm_budget) as around:
-            for _ in range(warmup_steps(peer, device)):
+            for step in range(warmup_steps(peer, device)):
                 train(around.step(), around.forward())
                 device.synchronize()
+                if step and peer.planned and not _has_plan(around.session):
+                    raise InfeasibleBudget(NO_PLAN)
             before, reserved = device.peak_allocated_bytes(), device.peak_reserved_bytes()
             device.reset_peaks()
             watch = None if around.session is None else _Watch.begin(around.session)
@@ -150,6 +158,10 @@ def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: in
     )
 
 
+def _has_plan(session: SwapSession | None) -> bool:
+    return session is not None and session._adaptation is not None and session._adaptation.latest_plan is not None
+
+
 class _Watch:
     """Figures of a session's steps from now until `end`. The device is idle at both times."""
 
@@ -164,12 +176,12 @@ class _Watch:
         adaptation = session._adaptation
         return None if adaptation is None else cls(session, adaptation)
 
-    def end(self) -> Followed | None:
-        """Return the figures; None: no plan was within the budget."""
+    def end(self) -> Followed:
+        """Return the figures. Raises `InfeasibleBudget` if no plan is within the budget any more."""
         before, after = self._before, self._session.report()
         planned, plan = self._adaptation.latest, self._adaptation.latest_plan
         if planned is None or plan is None:
-            return None
+            raise InfeasibleBudget(NO_PLAN)
         timed, steps = after.timed_steps - before.timed_steps, after.steps - before.steps
         followed = after.plan_cache_hits - before.plan_cache_hits == steps
         return Followed(

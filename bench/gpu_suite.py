@@ -119,18 +119,18 @@ _TO_JSON = ("--device", "cuda", "--json", "{out}")
 _TESTS = (
     *_MODULE, "pytest", "-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors",
     # No timeout ends a backward that waits for ever on autograd's own thread: the dumped stacks then show the cause.
-    *(("-n", "8", "--dist", "worksteal") if find_spec("xdist") else ()),
+    *(("-n", str(min(14, os.cpu_count() or 1)), "--dist", "worksteal") if find_spec("xdist") else ()),
     "--timeout=90", "-o", "faulthandler_timeout=60", "--junitxml={out}",
 )  # fmt: skip
 
 PARTS = (
     Part(theme="copy", command=(*_BENCH, "copy", *_TO_JSON), cap_s=45, least_s=25),
-    Part(theme="tests", command=_TESTS, cap_s=150, least_s=50, rehearsal=("tests/test_cuda_device.py",), is_tests=True),
+    Part(theme="tests", command=_TESTS, cap_s=120, least_s=50, rehearsal=("tests/test_cuda_device.py",), is_tests=True),
     Part(theme="pack", command=(*_BENCH, "pack", *_TO_JSON), cap_s=60, least_s=30, rehearsal=("--sizes", "16KiB")),
     Part(theme="overlap", command=(*_BENCH, "overlap", *_TO_JSON), cap_s=60, least_s=35),
     Part(theme="reclaim", command=(*_MODULE, "chameleon_mm.bench._reclaim_gap", "--json", "{out}"), cap_s=30, least_s=15),
     Part(theme="hooks", command=(*_BENCH, "hooks", *_TO_JSON), cap_s=60, least_s=25, rehearsal=_FEW_SAVES),
-    Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=170, least_s=130, rehearsal=_SMALL_LLAMA),
+    Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=240, least_s=160, rehearsal=_SMALL_LLAMA),
 )
 """Parts in the order in which they run. The first names the device: without its record nothing else starts."""
 

@@ -27,7 +27,6 @@ from chameleon_mm.bench._compiled_rows import MODEL, compiled_rows
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, columns
 from chameleon_mm.bench._planned import (
-    NO_PLAN,
     Outcome,
     add_bound,
     add_classes,
@@ -144,7 +143,7 @@ class Comparison:
         baseline, warmup = self.baseline, warmup_steps(peer, self._device)
         self._peers.notes.append(f"{peer.name}: {peer.note}; {warmup} steps of warm-up")
         params = {"peer": peer.key, **self._work.params, "share": peer.share, "warmup_steps": warmup}
-        self._peers.add(peer.name, params, _cells(_with_a_plan(peer, outcome), baseline, self._device))
+        self._peers.add(peer.name, params, _cells(outcome, baseline, self._device))
         if baseline is None:
             self._bounds.append(
                 Bound(name=f"{peer.name} ran: the others are ratios to it", limit=1, found=0.0, at_most=False, counted=True)
@@ -165,8 +164,7 @@ class Comparison:
         changed: float | Waived = outcome if isinstance(outcome, Waived) else _changed_losses(outcome, baseline)
         self._bounds.append(Bound(name=f"{peer.name}: losses changed", limit=0, found=changed, counted=True))
         if peer.share is not None and peer.planned:
-            kept = _with_a_plan(peer, outcome)
-            peak = kept if isinstance(kept, Waived) else kept.peak_allocated_bytes / baseline.budget_for(peer.share)
+            peak = outcome if isinstance(outcome, Waived) else outcome.peak_allocated_bytes / baseline.budget_for(peer.share)
             self._bounds.append(
                 Bound(name=f"{peer.name}: peak of the whole run / budget", limit=1, found=peak, on_stand_in=True)
             )
@@ -196,13 +194,6 @@ class Comparison:
             return run_peer(peer, self._work, device, steps=self._args.steps, seed=self._args.seed, hbm_budget=budget)
         except (torch.OutOfMemoryError, HostMemoryExhausted, InfeasibleBudget) as error:
             return Waived(str(error).splitlines()[0])
-
-
-def _with_a_plan(peer: Peer, outcome: Outcome) -> Outcome:
-    """`outcome`, or `NO_PLAN` for a session that found no plan within its budget, and so did not keep the budget."""
-    if peer.planned and isinstance(outcome, PeerRun) and outcome.followed is None:
-        return NO_PLAN
-    return outcome
 
 
 def _columns(device: Device) -> tuple[Column, ...]:

@@ -115,8 +115,8 @@ class Original(NamedTuple):
     checksum: ChecksumSlot
     nbytes: int
     dtype: str
-    module: str
-    """Path of the module that saved it; "": unknown."""
+    module: Callable[[], str]
+    """Function that returns the path of the module that saved it, or "" if that is unknown. Only an error asks."""
     operators: list[str]
     """Names of the operators that recompute it, in order."""
     note_proven: Callable[[], None]
@@ -125,7 +125,7 @@ class Original(NamedTuple):
     """Function that makes later steps keep it."""
 
     def __str__(self) -> str:
-        where = f" in module {self.module!r}" if self.module else ""
+        where = f" in module {module!r}" if (module := self.module()) else ""
         return f"{self.nbytes} bytes of {self.dtype}, result of {self.operators[-1]}{where}"
 
 

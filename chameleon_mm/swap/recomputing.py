@@ -379,7 +379,7 @@ class Recomputing:
             checksum=self._recipe_runner.comparisons.begin(flat_bytes(saved.device)),
             nbytes=saved.nbytes,
             dtype="several dtypes" if saved.dtype is None else str(saved.dtype),
-            module=plan.module_of(number),
+            module=partial(plan.module_of, number),
             operators=operators,
             note_proven=partial(plan.proven.add, number),
             ban=partial(plan.ban, number, operators),

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from chameleon_mm.api.save_on_cpu import save_on_cpu
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._measure import undisturbed
-from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
+from chameleon_mm.bench._training_run import planned_warmup_steps
 from chameleon_mm.bench.profiler import keep
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.plan.timing import LinkCost
@@ -208,7 +208,7 @@ def _planned(
     own = session._save, session._use
     with session.pool, session:
         with quiet(device):
-            for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
+            for _ in range(planned_warmup_steps(device)):
                 with session.step():
                     step(own)
             before = session.report()

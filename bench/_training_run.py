@@ -19,6 +19,7 @@ from torch import Tensor
 
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._measure import free_unused
+from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.bench._training_models import Workload
 from chameleon_mm.bench._training_peers import Peer
 from chameleon_mm.device.protocols import Device
@@ -42,8 +43,8 @@ the recorded one allocated and plans again, and the trials of its new plans. The
 sessions time, so that its stall is known."""
 
 SIMULATED_WARMUP_STEPS = 9
-"""Warm-up of such peers on a simulator, where predictions are right to a few percent and a third plan is rare: a recorded step,
-and two trials of two steps, each after at most two steps that prove recipes."""
+"""Warm-up of such peers where a CPU does the work: on the simulator predictions are right to a few percent, and a third plan is
+rare; on the stand-in no time counts. A recorded step, and two trials of two steps, each after at most two steps of proofs."""
 
 assert 1 + max(MOST_PLANS * SAMPLES, RECENT_STEPS + TRIAL_PLANS * (1 + SAMPLES)) <= PLANNED_WARMUP_STEPS
 
@@ -101,11 +102,16 @@ class PeerRun:
         return self.kept_bytes + int(share * self.activation_bytes)
 
 
+def planned_warmup_steps(device: Device) -> int:
+    """Warm-up of a peer that plans on `device`."""
+    return SIMULATED_WARMUP_STEPS if computes_on_cpu(device) else PLANNED_WARMUP_STEPS
+
+
 def warmup_steps(peer: Peer, device: Device) -> int:
     """Number of steps of `peer` that do not count. The reference makes as many as any other peer."""
     if not peer.planned and peer.key != "no_swap":
         return WARMUP_STEPS
-    return SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS
+    return planned_warmup_steps(device)
 
 
 def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: int, hbm_budget: int) -> PeerRun:

@@ -25,7 +25,7 @@ from torch import nn
 
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.bench._measure import free_unused, one_thread
-from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
+from chameleon_mm.bench._training_run import planned_warmup_steps
 from chameleon_mm.device import SimDevice
 from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.protocols import Device
@@ -173,7 +173,7 @@ def test_budgets_hold_on_the_real_allocator(name: str, share: float) -> None:
             start = _begin(device)
             session = SwapSession(start + above, device=device, min_bytes=_MIN_BYTES, model=training.model)
             with session.pool, session:
-                for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
+                for _ in range(planned_warmup_steps(device)):
                     with session.step():
                         training.step()
                 earlier = session.report()

@@ -35,7 +35,7 @@ class Attention(nn.Module):
         parts = self.qkv(x).chunk(3, dim=-1)
         q, k, v = (part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in parts)
         scores = (q @ k.transpose(-2, -1)) * (width // self.heads) ** -0.5
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)  # autograd's thread has no default device
         mixed = F.dropout(F.softmax(scores.masked_fill(later, float("-inf")), -1), 0.1, self.training) @ v
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
@@ -116,12 +116,16 @@ class Tied(nn.Module):
 
 
 class Recurrent(nn.Module):
+    """Two layers, with dropout between them by torch's generator: cuDNN's own dropout has a state of the process, by which two
+    runs differ in plain PyTorch, too."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
+        self.lower, self.upper = (nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        out, (hidden, cell) = self.lstm(x)
+        out, (hidden, _) = self.lower(x)
+        out, (_, cell) = self.upper(F.dropout(out, 0.2, self.training))
         return out * torch.sigmoid(cell[-1])[:, None] + hidden[0][:, None]  # type: ignore[no-any-return]  # as above
 
 

@@ -226,8 +226,8 @@ ON_CUDA: dict[str, Callable[[], Way]] = {
 # --- the oracle
 
 ZERO_DIM = "too many indices for tensor of dimension 0"
-"""Error of eager itself: on a GPU, deterministic `scatter_add` and `index_add` become `index_put`, which takes no index of a tensor
-without dimensions. All ways must raise it."""
+"""Error of eager itself: on a GPU, deterministic `scatter_add` and `index_add` become `index_put`, which takes no index of a
+tensor without dimensions. All ways must raise it."""
 
 
 def run_plain(op: Any, sample: Any, *, twice: bool) -> tuple[Outcome, Callable[[Outcome], Outcome]]:

@@ -301,7 +301,7 @@ def test_a_mismatch_ends_backward_with_an_error_that_names_it(monkeypatch: pytes
                     assert error is not None
                     text = str(error.value)
     assert len(changed) == len(latest(session).refused) == 1
-    module = changed[0].module
+    module = changed[0].module()
     assert module.partition(".")[0] in map(str, range(LAYERS))
     assert f"{changed[0].nbytes} bytes of torch.float32, result of {changed[0].operators[-1]} in module {module!r}" in text
     assert "SwapSession(recompute=False)" in text

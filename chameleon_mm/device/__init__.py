@@ -1,4 +1,4 @@
-"""The device layer: three small protocols, a real GPU and a simulated one behind them.
+"""The device layer: small protocols (`Device`, `Stream`, `Event`), a real GPU and a simulated one behind them.
 
     device = resolve_device(None)              # CUDA if available, else the simulator; callers are the same for both
     h2d = device.new_stream("h2d")

@@ -37,7 +37,7 @@ from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.swap.recomputing import RecomputePlan
 from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.way import TraceForecast, Way
+from chameleon_mm.swap.way import Way
 
 # --- Difference in bytes between a step's allocation and that of the cached step that it follows
 
@@ -108,7 +108,6 @@ class PlanFollower(Director):
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
         self.light: LightProfiler = LightProfiler()
-        self._trace_forecast = TraceForecast()
         self._epoch = -1
         self._last_entry: StepEntry | None = None
         """Cached step that the last one agreed with to its end."""
@@ -151,7 +150,7 @@ class PlanFollower(Director):
             unused=self._memory.unused,
             exceeded_plan=self._memory.exceeded_plan,
             had_plan=self._had_plan,
-            followed_plan=self._budget is not None and self._budget.forecast.follows_plan,
+            followed_plan=self._budget is not None and self._budget.way is not None,
         )
         self._last_entry = None if self._diverged else self._entry
         for fingerprint in self._predicted:
@@ -187,9 +186,8 @@ class PlanFollower(Director):
         self._checked_at, self._growth_bytes = _NONE, 0
         """Hook of the last check of memory that every step like this one makes, under any plan, and the growth since then."""
         self._had_plan = False
-        self._trace_forecast.forget()
         if self._budget is not None:
-            self._budget.forecast = self._budget.learned_forecast
+            self._budget.expect(self._budget.headroom.need)
         self._budget = None
 
     # --- the hooks
@@ -242,7 +240,7 @@ class PlanFollower(Director):
 
     def may_loop(self) -> bool:
         way, budget = self.way, self._budget
-        if way is None or budget is None or budget.forecast is not way or self._diverged or self._recorder is not None:
+        if way is None or budget is None or budget.way is not way or self._diverged or self._recorder is not None:
             return False
         hook = self.light.num_hooks - 1
         return way.is_up_to(hook) and way.program.rows[hook + 1].key is not None
@@ -269,7 +267,6 @@ class PlanFollower(Director):
         if self.way is not None:
             self.way.at(hook)
             self._had_plan = True
-        self._trace_forecast.hook = hook
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
         if steps.follow(hook, self.light.feature) or self._predict(steps, hook):
@@ -289,7 +286,7 @@ class PlanFollower(Director):
 
     def _diverge(self, budget: Budget) -> None:
         self._diverged = True
-        budget.forecast = budget.highest_forecast
+        budget.expect(budget.headroom.most)
 
     def _predict(self, steps: Steps, hook: int) -> bool:
         """Follow a step predicted from recorded ones, the same except for sizes. Returns False if there is no prediction."""
@@ -321,7 +318,7 @@ class PlanFollower(Director):
         planned, budget, way = self._planned, self._budget, self.way
         if budget is not None and budget.wanted_bytes:
             wanted_bytes, budget.wanted_bytes = budget.wanted_bytes, 0
-            if planned is not None and way is not None and budget.forecast is way:
+            if planned is not None and way is not None and budget.way is way:
                 self._memory.compare(wanted_bytes, hook, planned, way.program, budget)
         if not at_hook:
             return
@@ -333,7 +330,7 @@ class PlanFollower(Director):
         more_bytes = growth_bytes - until[hook] + (until[since] if since >= 0 else 0)
         program = None if way is None else way.program
         if more_bytes and self._memory.differs(more_bytes, since, hook, planned, program, budget):
-            budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is too low
+            budget.expect(budget.headroom.most)  # for the rest of the step the plan's forecast is too low
         if self.way is not None:
             self.way.margin_bytes = planned.margin_bytes  # a step with open sizes may have widened it
 
@@ -346,7 +343,7 @@ class PlanFollower(Director):
             return extra
         lacking_bytes, peak_bytes, plan = memory.lacking_bytes, budget.peak_watch.peak().at_least_bytes, way.program.plan
         passed = peak_bytes > max(budget.hbm_budget_bytes, plan.hbm_budget_bytes)
-        if passed and budget.forecast is way:
+        if passed and budget.way is way:
             lacking_bytes = max(lacking_bytes, peak_bytes - plan.peak_bytes)
         if passed or memory.exceeded_plan:  # else there was room to be made
             place = str(place_at(planned.trace, memory.lacking_at))
@@ -374,21 +371,18 @@ class PlanFollower(Director):
         self.way = None
         if planned is not None and self.followed is not None:
             self.way = Way(self.followed.program, self._epoch, margin_bytes=planned.margin_bytes, first_saves=self._first_saves)
-            if self.recompute is not None:
-                self.recompute.is_on_trial = not planned.is_decided
         self._memory = StepMemory()
         # The latest hook is already counted. Rows that were due before it run late.
         missed = self.way is not None and self.way.program.first_due < self.light.num_hooks - 1
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self.way is not None and not missed and untouched:
-            budget.forecast = self.way
+            budget.way = self.way
         elif planned is not None and self._predicted:  # with sizes that no earlier step had
-            self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
-            budget.forecast = self._trace_forecast
+            budget.expect(lambda checks: planned.growth_after(self.light.num_hooks - 1, checks))
         elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
-            budget.forecast = budget.highest_forecast  # it may be unlike any earlier step
+            budget.expect(budget.headroom.most)  # it may be unlike any earlier step
         else:  # no plan fits the budget, and the previous step was the same cached step
-            budget.forecast = budget.learned_forecast
+            budget.expect(budget.headroom.need)
         for hook, saved in self._first_saves.items():
             self._number(saved, hook, self.way)
 

@@ -117,9 +117,9 @@ class Headroom:
             return None
         return ceil(self._scale * max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead]))
 
-    def most(self) -> int | None:
-        """Maximum growth in bytes until any check of the previous step, scaled by how much larger this step is. None:
-        unknown."""
+    def most(self, ahead: int = 0) -> int | None:
+        """Maximum growth in bytes until any check of the previous step, for any `ahead`, scaled by how much larger this step
+        is. None: unknown."""
         if self._scale is None or not self._known:
             return None
         return ceil(self._scale * max(self._known))

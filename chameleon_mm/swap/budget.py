@@ -30,7 +30,7 @@ from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.metrics import Metrics
 from chameleon_mm.swap.reclaim import Lending, Reclaimable, ReclaimQueue
 from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.way import PREFETCH_HORIZON, Forecast, HighestForecast, LearnedForecast, Way
+from chameleon_mm.swap.way import Way
 from chameleon_mm.units import allocated_size, format_size
 
 # --- Check of a session's budget against the memory in use, before the session starts anything
@@ -67,6 +67,13 @@ def check_budget(
 UNKNOWN_SHARE = 0.5
 """Share of the budget above which unpinnable saved tensors go to slow pageable memory while the growth is unknown. The rest is
 for the growth until the next check: an operator's result and its temporaries."""
+
+PREFETCH_HORIZON = 8
+"""Checks ahead whose growth a prefetch leaves free: what is prefetched stays on the device at least until the next uses."""
+
+Forecast = Callable[[int], "int | None"]
+"""Function that returns the most bytes that the model allocates until any of so many checks of memory after the next one; None:
+unknown."""
 
 _Made = TypeVar("_Made")
 
@@ -114,10 +121,9 @@ class Budget:
         self.lending: Lending | None = None
         """Lends storages on their way out to the device's allocator; None if the allocator has no hook."""
         self.headroom = Headroom()
-        self.learned_forecast = LearnedForecast(self.headroom)
-        self.highest_forecast = HighestForecast(self.headroom)
-        self.forecast: Forecast = self.learned_forecast
-        """Forecast of the model's growth. A step has another one while it follows a plan, or may be a new step."""
+        self.way: Way | None = None
+        """Way that the step follows, whose plan has room for what comes; None: `expect` was given another forecast since."""
+        self._forecast: Forecast = self.headroom.need
         self.has_room_ahead = True
         """True if the growth until the next check fits, a plan's copies back included. An unknown growth counts as 0."""
         self.wanted_bytes = 0
@@ -167,8 +173,8 @@ class Budget:
         if (metrics := self._metrics).timed:
             metrics.memory.append((self._device.host_us, seen_bytes, metrics.pinned_units()))
         # A plan is held to the budget too: memory that hooks do not see, such as an input that is kept, may take its room.
-        # A plan's growth includes its own reclaims and prefetches at that hook. Inlines `until_next_check`, which saves a call.
-        ahead = self.forecast.growth_bytes if isinstance(self.forecast, Way) else self.forecast.growth()
+        # A plan's growth includes its own reclaims and prefetches at that hook.
+        ahead = self._forecast(0) if (way := self.way) is None else way.growth_bytes
         if self.lending is not None:
             self.lending.set_limits(budget, ahead, allocated_bytes=self._allocated)
         if ahead is None or self._allocated + ahead > budget:
@@ -196,14 +202,25 @@ class Budget:
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return _NO_BOUND
-        return max(0, budget - self.allocated_bytes() - (self.forecast.growth() or 0))
+        return max(0, budget - self.allocated_bytes() - (self.growth() or 0))
 
     def spare_until_used_bytes(self) -> int:
         """Bytes that may be allocated now and held for `PREFETCH_HORIZON` checks; 0 if the growth until then is unknown."""
-        budget, growth_bytes = self._limits.hbm_budget_bytes, self.forecast.growth(PREFETCH_HORIZON)
+        budget, growth_bytes = self._limits.hbm_budget_bytes, self.growth(PREFETCH_HORIZON)
         if budget is None:
             return _NO_BOUND
         return 0 if growth_bytes is None else max(0, budget - self._allocated - growth_bytes)
+
+    # --- forecast
+
+    def expect(self, forecast: Forecast) -> None:
+        """From now on the step follows no plan, and `forecast` tells how far the model's allocation grows."""
+        self.way, self._forecast = None, forecast
+
+    def growth(self, checks: int = 0) -> int | None:
+        """Most bytes that the model allocates until the next check of memory, or until any of the next `checks`, beyond what a
+        plan has room for; None: unknown."""
+        return self._forecast(checks) if self.way is None else 0
 
     # --- checks made elsewhere
 
@@ -280,14 +297,14 @@ class Budget:
         Raises `HostMemoryExhausted` if allocation exceeds the budget because the host takes no more, pinned or pageable.
         """
         nbytes = allocated_size(nbytes)
-        ahead = self.forecast.growth() if is_planned else self.forecast.until_next_check()
+        ahead = self.growth() if is_planned or self.way is None else self.way.growth_bytes
         self._make_room(nbytes, ahead, exclude)
         if not is_planned:
             self.has_room_ahead = self._allocated + nbytes + (ahead or 0) <= self.hbm_budget_bytes
 
     def room_was_made(self, nbytes: int, *, exclude: Collection[SavedStorage]) -> bool:
         """Reclaim as `make_room` does, for an optional allocation. Returns True if `nbytes` fit now."""
-        self._reclaim_for(allocated_size(nbytes), self.forecast.growth(), exclude)
+        self._reclaim_for(allocated_size(nbytes), self.growth(), exclude)
         return self._allocated + allocated_size(nbytes) <= self.hbm_budget_bytes
 
     def _make_room(self, nbytes: int, growth_bytes: int | None, exclude: Collection[SavedStorage]) -> None:
@@ -326,7 +343,7 @@ class Budget:
     @property
     def growth_is_unknown(self) -> bool:
         """True if there is a budget, and no forecast of the growth until the next check."""
-        return self._limits.hbm_budget_bytes is not None and self.forecast.growth() is None
+        return self._limits.hbm_budget_bytes is not None and self.growth() is None
 
     @property
     def must_use_pageable(self) -> bool:

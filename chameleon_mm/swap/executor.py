@@ -1,7 +1,7 @@
 """Run autograd's two hooks: swap out after the saving op is over, reclaim under pressure, prefetch, restore at a use.
 
-    save(t):   advance(); keep it | claim its storage -> SwappedView      # its copy out is queued at a later hook
-    use(h):    advance(); check the version; take, wait for or swap in the storage; prefetch the next ones
+    save(t):   keep it | claim its storage -> SwappedView; advance()      # its copy out is queued at a later hook
+    use(h):    check the version; advance(); take, wait for or swap in the storage; prefetch the next ones
     advance(): queue copies of saves whose op is over; hand over pieces; reclaim copied storages; keep within the budget
 
 Correctness never depends on an order, a rule or a budget: a use restores its storage from any state.
@@ -279,7 +279,7 @@ class Executor:
             director.note_restored(saved, t.untyped_storage())
         if prefetches:
             self._ins.prefetch_planned(prefetches, compute)
-        if saved.number is None or not self.budget.forecast.follows_plan:
+        if saved.number is None or self.budget.way is None:
             self._ins.prefetch_after(saved, compute)
         if is_hook:
             self._enter_loop()
@@ -293,7 +293,7 @@ class Executor:
             self._used_any = True
             self._order.used(saved.index)
         handle.swap_in_number = saved.uses.count(handle.swap_in_number)
-        if saved.state is State.RESTORED and saved.uses.left <= 0 and not self.budget.forecast.follows_plan:
+        if saved.state is State.RESTORED and saved.uses.left <= 0 and self.budget.way is None:
             saved.drop_used()  # a moment before autograd would; a plan relies on autograd's moment, as in its trace
         if storage is saved.slot.storage and saved.gathered is None:
             return handle.saved.alias.detach()  # a new reference for each user: the use count then shows every holder

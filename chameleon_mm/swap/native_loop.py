@@ -144,7 +144,7 @@ class NativeLoop:
         plan goes on."""
         loop.director.note_checked(since, nbytes)
         loop.director.note_growth(0, at_hook=True, hook=hook)
-        return self._budget.forecast is way
+        return self._budget.way is way
 
     def do_op(self, loop: StepLoop, way: Way, code: int, number: int, nbytes: int, hook: int, latest: int) -> int:
         """Execute an op on a record. Returns the bytes of device memory that it took; -1: it is late."""

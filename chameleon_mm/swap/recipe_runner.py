@@ -263,14 +263,8 @@ class RecipeRunner:
         }
         for stream in written_on:
             compute.wait(stream.record())  # `compute` reads the sources after the writes there
-        recomputed = None
         with annotation("chameleon::recompute"), self._operators_of_ours(), self._budget.replaying():
-            with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
-                recomputed = recipe.replay(storages)
-            if recomputed is None:
-                self._context.metrics.totals.oom_retries += 1
-                self._budget.reclaim_all(exclude)
-                recomputed = recipe.replay(storages)
+            recomputed = self._budget.retry(partial(recipe.replay, storages), exclude=exclude)
         for stream in written_on:
             self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this read
         return recomputed

@@ -120,8 +120,6 @@ class RecomputePlan:
     """Trace numbers of the storages that a recipe at their place has made bit for bit in a proof."""
     refused: dict[int, Refusal] = field(default_factory=dict)
     """Trace numbers of the storages that are not recomputed, and why."""
-    is_on_trial: bool = False
-    """True if the step that follows it measures how long steps under the plan take."""
     is_typical: bool = True
     """True if the step that follows it, or did, takes as long as others will. No recipe ran as a proof in it, and no storage
     was swapped that should be dropped."""

@@ -178,13 +178,13 @@ class StepLoop:
         assert way is not None
         if not (row.is_checked or row.ops or row.ins or way.late or any(self._pending)):
             return True
-        if not self._compute.is_current() or budget.forecast is not way:
+        if not self._compute.is_current() or budget.way is not way:
             return False  # another stream, device or a capture; or the step takes more memory than planned
         way.hook, way.growth_bytes = hook, row.growth + way.margin_bytes  # as `Way.at` does, without a call
         self.advance(way, row.ops, ())
         if row.is_checked:
             self.director.note_growth(budget.check_memory(), at_hook=row.number >= 0, hook=hook)
-        return budget.forecast is way  # else the plan is not trusted any more
+        return budget.way is way  # else the plan is not trusted any more
 
     def advance(self, way: Way | None, ops: Sequence[Op], finished: Sequence[SavedStorage]) -> None:
         """Do the work of every hook, of the loop or of the executor, before memory is checked and the hook's own storage used.

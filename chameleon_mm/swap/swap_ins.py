@@ -84,7 +84,7 @@ class SwapIns:
                     return
             if coming is None or not coming.may_be_prefetched:
                 continue
-            if self._budget.forecast.follows_plan and coming.number is not None:
+            if self._budget.way is not None and coming.number is not None:
                 continue  # the plan says when
             if not self._budget.room_for(coming.nbytes):
                 return
@@ -95,7 +95,7 @@ class SwapIns:
 
     def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
         """Hand over the copies back of `due`, as planned. A use brings back the storages that find no memory."""
-        follows_plan = self._budget.forecast.follows_plan
+        follows_plan = self._budget.way is not None
         for saved in due:
             if not saved.may_be_prefetched:
                 continue
@@ -131,7 +131,8 @@ class SwapIns:
             saved.cancel_swap_out()
         if saved.state is State.ON_HOST:
             # If the plan brings the storage back at this hook, its growth until the next check has these bytes already.
-            is_planned = saved.number is not None and self._budget.forecast.has(saved.number)
+            way = self._budget.way
+            is_planned = way is not None and saved.number is not None and way.has(saved.number)
             self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)

@@ -1,94 +1,20 @@
-"""Position of a step in a compiled plan, and forecasts of how far allocation grows until memory is checked again."""
+"""Position of a step in a compiled plan."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from chameleon_mm.plan.rule import Headroom
 from chameleon_mm.plan.step_program import Op, Row, StepProgram
 from chameleon_mm.swap.saved_storage import SavedStorage
 
-# --- Forecasts of how far the model's own allocation will grow until memory is checked again: what a budget leaves free
 
-PREFETCH_HORIZON = 8
-"""Checks ahead whose growth a prefetch leaves free: what is prefetched stays on the device at least until the next uses."""
-
-
-class Forecast(ABC):
-    """Growth of the model's allocation, in bytes."""
-
-    __slots__ = ()
-
-    follows_plan = False
-    """True if a plan has room for what comes, hook for hook."""
-
-    @abstractmethod
-    def growth(self, checks: int = 0) -> int | None:
-        """The most that is allocated until the next check, or until any of the next `checks`; None: not known."""
-
-    def has(self, number: int) -> bool:
-        """True if the growth includes the copy back of the plan's storage of that number, at this hook."""
-        return False
-
-    def until_next_check(self) -> int | None:
-        """The most that is allocated until the next check, what a plan itself brings back included; None: not known."""
-        return self.growth()
-
-
-class LearnedForecast(Forecast):
-    """Forecast from the same checks of the step before."""
-
-    def __init__(self, headroom: Headroom) -> None:
-        self._headroom = headroom
-
-    def growth(self, checks: int = 0) -> int | None:
-        return self._headroom.need(checks)
-
-
-class HighestForecast(Forecast):
-    """Forecast of the most that the step before took between any two checks."""
-
-    def __init__(self, headroom: Headroom) -> None:
-        self._headroom = headroom
-
-    def growth(self, checks: int = 0) -> int | None:
-        return self._headroom.most()
-
-
-class TraceForecast(Forecast):
-    """Forecast of a step that is known hook for hook, while it is unknown which of its storages are on the device."""
-
-    def __init__(self) -> None:
-        self.hook = -1
-        """Number of the latest hook at which something may be due; -1: none yet."""
-        self._growth_after: Callable[[int, int], int] | None = None
-
-    def follow(self, growth_after: Callable[[int, int], int], hook: int) -> None:
-        """Use `growth_after(hook, checks)` as the forecast: the maximum growth in bytes from that hook until `checks` checks of
-        memory after the next one. `hook`: the latest."""
-        self._growth_after, self.hook = growth_after, hook
-
-    def forget(self) -> None:
-        """Forget the step."""
-        self._growth_after = None
-
-    def growth(self, checks: int = 0) -> int | None:
-        return None if self._growth_after is None else self._growth_after(self.hook, checks)
-
-
-# --- way
-
-
-class Way(Forecast):
-    """A step that follows a program, and the forecast of its memory: the plan has room for the model and for its own swap-ins.
+class Way:
+    """A step that follows a program, whose plan has room for the model and for its own swap-ins, hook for hook.
 
     Whoever runs the step's hooks moves it on: the loop, or the director and the general executor.
     """
 
     __slots__ = ("_next", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "storages")
-
-    follows_plan = True
 
     def __init__(
         self, program: StepProgram, epoch: int, *, margin_bytes: int = 0, first_saves: dict[int, SavedStorage] | None = None
@@ -131,10 +57,5 @@ class Way(Forecast):
         self._next = hook + 1
 
     def has(self, number: int) -> bool:
+        """True if the plan has room for the copy back of its storage of that number, at this hook."""
         return (self.hook, number) in self.program.backs
-
-    def growth(self, checks: int = 0) -> int:
-        return 0
-
-    def until_next_check(self) -> int:
-        return self.growth_bytes

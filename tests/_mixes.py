@@ -143,9 +143,9 @@ class Mix(Director):
         self._direct(saved, number, self._choose(number, drop=0.0))
         self.num_held += 1
 
-    def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> Any:
+    def end_step(self, recorder: Recorder | None, growth_bytes: int, *, completed: bool) -> Any:
         self._saved, self._drops, self.way = set(), [], None
-        return super().end_step(recorder, compute, growth_bytes, completed=completed)
+        return super().end_step(recorder, growth_bytes, completed=completed)
 
     def _choose(self, number: int, drop: float) -> str:
         if self.proofs is Proofs.EACH:

@@ -46,9 +46,7 @@ BY_INDUCTOR = (
 @pytest.fixture(autouse=True)
 def _nothing_compiled_yet() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch.backends.cudnn.flags(
-        deterministic=True
-    ):  # else a convolution's gradients differ from run to run
+    with torch.backends.cudnn.flags(deterministic=True):  # else a convolution's gradients differ from run to run
         yield
     torch._dynamo.reset()
 

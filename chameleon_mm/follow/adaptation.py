@@ -32,7 +32,7 @@ from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, without_makin
 from chameleon_mm.record.light_profiler import Feature, StepRecord
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.calling_thread import annotation
-from chameleon_mm.swap.metrics import Metrics, StepKind, StepTiming
+from chameleon_mm.swap.metrics import Metrics, StepKind, StepSums
 from chameleon_mm.units import format_size
 
 # --- Make plans within budgets, and leave some device memory free if possible
@@ -284,7 +284,7 @@ class Adaptation:
         self._num_steps = self._num_recorded = 0
         self._unused: set[int] = set()
         """Fingerprints of the unused recordings, as `UNUSED_RECORDINGS` defines them."""
-        self._measuring: deque[tuple[PlannedStep, PlanTrial, StepTiming]] = deque()
+        self._measuring: deque[tuple[PlannedStep, PlanTrial, StepSums]] = deque()
         """Steps that ended on the host and whose last event may still be pending on the device."""
 
     @property
@@ -369,11 +369,9 @@ class Adaptation:
         self._began_us = self._metrics.host_us()
         expected = self.steps.begin_step()
         planned = None if expected is None else expected.plan
-        has_plan = planned is not None and bool(planned.trials)
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
         if planned is not None and not planned.is_decided:
             self._metrics.time_step(compute)
-        self._metrics.timing = StepTiming(compute) if self._metrics.timed and has_plan and recorder is None else None
         return recorder
 
     def _is_worth_recording(self, expected: StepEntry | None) -> bool:
@@ -398,9 +396,9 @@ class Adaptation:
         structure = self._structures.of(entry.record)
         return structure is None or structure.wants_trace
 
-    def end_step(self, step: FollowedStep, recorder: Recorder | None, compute: Stream, *, completed: bool) -> StepKind:
+    def end_step(self, step: FollowedStep, recorder: Recorder | None, *, completed: bool) -> StepKind:
         """End `step` and return its kind. Learn from it if it `completed`."""
-        timing, self._metrics.timing = self._metrics.timing, None
+        sums = self._metrics.step if self._metrics.timed and recorder is None else None
         record = step.record
         if not completed:
             self.steps.abandon_step()
@@ -415,14 +413,13 @@ class Adaptation:
             if step.followed_plan and entry.plan.trials:
                 kind = StepKind.PLANNED
             if (
-                timing is not None
+                sums is not None
                 and step.followed_plan
                 and step.followed is not None
                 and step.followed in entry.plan.trials
                 and (step.followed.recompute is None or step.followed.recompute.is_typical)
             ):
-                timing.end(compute)
-                self._measuring.append((entry.plan, step.followed, timing))
+                self._measuring.append((entry.plan, step.followed, sums))
             self._learn_extra(entry, entry.plan, step)
         elif recorder is not None and has_trace:
             wasted, kind = 0, StepKind.RECORDED
@@ -588,8 +585,8 @@ class Adaptation:
     def _learn_times(self) -> None:
         """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""
         while self._measuring:
-            planned, trial, timing = self._measuring[0]
-            time = timing.result()
+            planned, trial, sums = self._measuring[0]
+            time = sums.time()
             if time is None:
                 return
             self._measuring.popleft()

@@ -137,7 +137,7 @@ class PlanFollower(Director):
         self._may_recompute = any(map(recomputes, self.adaptation.steps.entries()))
         return recorder
 
-    def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
+    def end_step(self, recorder: Recorder | None, growth_bytes: int, *, completed: bool) -> StepKind:
         num_hooks, entry = self.light.num_hooks, self._entry
         self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
         extra = self._extra_memory(completed=completed)
@@ -157,7 +157,7 @@ class PlanFollower(Director):
             if fingerprint != step.record.fingerprint:
                 self.adaptation.steps.forget(fingerprint)
         self._forget_step()
-        return self.adaptation.end_step(step, recorder, compute, completed=completed)
+        return self.adaptation.end_step(step, recorder, completed=completed)
 
     def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
         self.adaptation.change_budget(hbm_budget_bytes, host_budget_bytes, must_fit=must_fit)

@@ -5,7 +5,7 @@
                    rows = director.due()                    # rows of `director.way`, carried out by the executor
                    director.note_growth(nbytes)             # after a check of memory
                    director.note_restored(saved, storage)   # at a use: `storage` holds the bytes
-    kind = director.end_step(recorder, compute, growth_bytes, completed=...)
+    kind = director.end_step(recorder, growth_bytes, completed=...)
 
 `Director` itself leaves every storage to the default rule and records no step. `PlanFollower` of `follow` follows plans.
 """
@@ -106,7 +106,7 @@ class Director:
     def rejoin(self, hook: int, latest: LatestHook) -> None:
         """Continue after `hook`, the latest one that the loop ran."""
 
-    def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
+    def end_step(self, recorder: Recorder | None, growth_bytes: int, *, completed: bool) -> StepKind:
         """End the step, and learn from it if it `completed`. `growth_bytes`: as in `note_growth`."""
         return StepKind.BY_RULE if completed else StepKind.FAILED
 

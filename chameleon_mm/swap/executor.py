@@ -381,7 +381,7 @@ class Executor:
         self.parts.context.pool.take_back()
         self._in_step = False
         growth_bytes, compute = self._learn(completed=completed), self.device.current_stream()
-        kind = self.director.end_step(recorder, compute, growth_bytes, completed=completed)
+        kind = self.director.end_step(recorder, growth_bytes, completed=completed)
         self.metrics.end_step(kind, compute)
         return kind
 

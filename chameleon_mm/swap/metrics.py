@@ -4,8 +4,8 @@
     metrics.moved(move, "out", nbytes)      # a copy's own time, piece by piece
     metrics.totals                          # bytes, reasons, fallbacks; hidden share = 1 - stall / copy time
 
-A timed event costs ten times an untimed one on a GPU, so a step is timed as a whole or not at all. `StepTiming` times one step
-of a plan on trial: `result()` returns its times once the step's last event is complete.
+A timed event costs ten times an untimed one on a GPU, so a step is timed as a whole or not at all. `StepSums.time` returns
+a step's times once its last event is complete.
 """
 
 from __future__ import annotations
@@ -28,16 +28,44 @@ from chameleon_mm.swap.copy_queue import Move, Piece
 # --- Sums of one step's times; each part is added once the device has reached it
 
 
+Direction = Literal["out", "in"]
+
+EVENT_GAP_US = 10.0
+"""Time that a GPU takes from one timed event to the next without a wait. A wait of at most this is no stall."""
+
+
+class StepTime(NamedTuple):
+    """Times of one step, in microseconds of the device's clock."""
+
+    step_us: float
+    in_stalls_us: dict[int, float]
+    """Time that compute waited for each storage's copy back, waits of 0 included, by the storage's number in the plan."""
+    out_stalls_us: dict[int, float]
+    """Time that compute waited for each storage's copy out, by the same numbers."""
+    busy_us: float
+    """Time of the step without its waits for copies of either direction."""
+
+
+def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
+    """Return the stalls, with 0 for those within the device's own pace from one event to the next."""
+    return {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in stalls_us.items()}
+
+
 class StepSums:
     """Times of one timed step that are known so far, in microseconds of the device's clock."""
 
-    __slots__ = ("begin", "copy_us", "end", "recompute_us", "stall_us")
+    __slots__ = ("_waits", "begin", "copy_us", "end", "recompute_us", "stall_us")
 
     def __init__(self, begin: Event) -> None:
         self.begin = begin
         self.end: Event | None = None
         """Event at the step's end; None until `Metrics.end_step` records it."""
         self.stall_us = self.copy_us = self.recompute_us = 0.0
+        self._waits: list[tuple[Event, Event, Direction, int | None]] = []
+
+    def waited(self, before: Event, after: Event, direction: Direction, tensor: int | None) -> None:
+        """Note two events between which compute only waited for a copy. `tensor`: number in the plan; None: it has none."""
+        self._waits.append((before, after, direction, tensor))
 
     @property
     def is_over(self) -> bool:
@@ -49,6 +77,20 @@ class StepSums:
         """Time from the step's begin to its end; valid once `is_over`."""
         assert self.end is not None
         return self.end.elapsed_us(self.begin)
+
+    def time(self) -> StepTime | None:
+        """Return the times of the step, or None while the device has not finished it. Never waits."""
+        if not self.is_over:
+            return None
+        busy_us = self.step_us
+        stalls: dict[Direction, Counter[int]] = {"in": Counter(), "out": Counter()}
+        for before, after, direction, tensor in list(self._waits):  # other threads may append meanwhile
+            if after.query() and before.query():
+                waited_us = max(0.0, after.elapsed_us(before))
+                busy_us -= waited_us
+                if tensor is not None:
+                    stalls[direction][tensor] += waited_us  # type: ignore[assignment]  # a counter of times
+        return StepTime(self.step_us, _beyond_gaps(stalls["in"]), _beyond_gaps(stalls["out"]), busy_us)
 
 
 # --- Spans that a session timed, on one clock: microseconds of the device since the first timed step began
@@ -136,61 +178,6 @@ class TimedSpans:
 
 
 # --- metrics
-
-Direction = Literal["out", "in"]
-
-EVENT_GAP_US = 10.0
-"""Time that a GPU takes from one timed event to the next without a wait. A wait of at most this is no stall."""
-
-
-class StepTime(NamedTuple):
-    """Times of one step, in microseconds of the device's clock."""
-
-    step_us: float
-    in_stalls_us: dict[int, float]
-    """Time that compute waited for each storage's copy back, waits of 0 included, by the storage's number in the plan."""
-    out_stalls_us: dict[int, float]
-    """Time that compute waited for each storage's copy out, by the same numbers."""
-    busy_us: float
-    """Time of the step without its waits for copies of either direction."""
-
-
-class StepTiming:
-    """Timed events of one step. Not thread-safe."""
-
-    __slots__ = ("_end", "_start", "_waits")
-
-    def __init__(self, compute: Stream) -> None:
-        self._start = compute.record(timed=True)
-        self._end: Event | None = None
-        self._waits: list[tuple[Event, Event, Direction, int | None]] = []
-
-    def waited(self, before: Event, after: Event, direction: Direction, tensor: int | None) -> None:
-        """Note two events between which compute only waited for a copy. `tensor`: number in the plan; None: it has none."""
-        self._waits.append((before, after, direction, tensor))
-
-    def end(self, compute: Stream) -> None:
-        self._end = compute.record(timed=True)
-
-    def result(self) -> StepTime | None:
-        """Return the times of the step, or None while the device has not finished it. Never waits."""
-        if self._end is None or not (self._end.query() and self._start.query()):
-            return None
-        step_us = busy_us = self._end.elapsed_us(self._start)
-        stalls: dict[Direction, Counter[int]] = {"in": Counter(), "out": Counter()}
-        for before, after, direction, tensor in self._waits:
-            if after.query() and before.query():
-                waited_us = max(0.0, after.elapsed_us(before))
-                busy_us -= waited_us
-                if tensor is not None:
-                    stalls[direction][tensor] += waited_us  # type: ignore[assignment]  # a counter of times
-        return StepTime(step_us, _beyond_gaps(stalls["in"]), _beyond_gaps(stalls["out"]), busy_us)
-
-
-def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
-    """Return the stalls, with 0 for those within the device's own pace from one event to the next."""
-    return {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in stalls_us.items()}
-
 
 MAX_SPANS = 20_000
 """Number of latest copies kept for `save_trace`, and of latest memory readings."""
@@ -310,8 +297,6 @@ class Metrics:
         self.host_us, self.pinned_units = host_us, pinned_units
         self.memory: deque[tuple[float, int, Units]] = deque(maxlen=MAX_SPANS)
         """Memory readings in timed steps, appended by memory checks: `host_us`, bytes allocated, `pinned_units`."""
-        self.timing: StepTiming | None = None
-        """Times of the running step, if a plan is on trial."""
         self.step: StepSums | None = None
         """Sums of the running step, or of the latest one; None: it was not timed."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
@@ -395,8 +380,8 @@ class Metrics:
         compute.wait(event)
         after = compute.record(timed=True)
         self._waits.append((before, after, direction, prefetched, self.step))
-        if self.timing is not None:
-            self.timing.waited(before, after, direction, tensor)
+        if self.step is not None:
+            self.step.waited(before, after, direction, tensor)
 
     @contextmanager
     def timing_recomputation(self, compute: Stream) -> Iterator[None]:

@@ -70,11 +70,12 @@ test-native: $(CUDA_STAMP) ## Run tests of the hooks with the C++ helpers, which
 test-torch: ## Run the tests of exactness with another torch, in an environment of its own (TORCH=torch==2.14.1)
 	@$(MAKE) --no-print-directory VENV=$(TORCH_VENV) MARKERS="not gpu and not thorough" PYTEST_ARGS="$(EXACT) $(PYTEST_ARGS)" test
 
-check: $(STAMP) ## Lint, formatting, types, layers
+check: $(STAMP) ## Lint, formatting, types, layers, prose
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	@$(BIN)/python -m tests.prose
 
 format: $(STAMP) ## Format the sources, and fix what lint can fix
 	$(BIN)/ruff format

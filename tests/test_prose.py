@@ -22,7 +22,8 @@ def test_docstrings_and_blocks_of_comments_are_read_by_their_first_sentence() ->
 
 
 def test_every_sentence_of_a_page_is_read_and_no_code_and_no_table() -> None:
-    source = "# What\n\nA page says this. Whoever reads it knows.\nIt goes on.\n\n```\nBy nobody at all\n```\n\n| Of | it |\n\n* So it is said\n"
+    source = "# What\n\nA page says this. Whoever reads it knows.\nIt goes on.\n\n"
+    source += "```\nBy nobody at all\n```\n\n| Of | it |\n\n* So it is said\n"
     assert listed(list(prose.in_markdown(source))) == [(3, ["opens", "goes round"]), (12, ["opens"])]
 
 

@@ -14,7 +14,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import CostModel, sim_device
 from chameleon_mm.follow.structure import RECENT_STEPS
-from chameleon_mm.units import KIB, allocated_size
+from chameleon_mm.units import KIB, allocated_size, format_size
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -214,6 +214,21 @@ def test_memory_that_somebody_held_once_is_planned_without_again() -> None:
     assert got.report is not None
     assert ["300.0 KiB more device memory allocated than its plan has" in text for text in got.report.warnings] == [True]
     assert all(peak <= budget for number, peak in enumerate(got.peaks) if number != 5)
+
+
+@pytest.mark.parametrize("held_bytes", [0, 300 * KIB])
+def test_a_step_unlike_the_planned_ones_that_passes_the_budget_is_told_once(held_bytes: int) -> None:
+    kinds = [*["plain"] * 4, "more rows", *["plain"] * 2]
+    budget = int(max(run(["plain"] * 2).peaks) * 0.85)
+    got = run(kinds, budget, held=[4], held_bytes=held_bytes)
+    assert got.losses == run(kinds).losses
+    assert got.kinds[4] == "by_rule"
+    assert (got.peaks[4] > budget) == (held_bytes > 0)
+    assert got.report is not None
+    more = format_size(got.peaks[4] - budget) if held_bytes else ""
+    assert [f"unlike the planned ones passed the budget by {more};" in text for text in got.report.warnings] == [True] * bool(
+        more
+    )
 
 
 def test_what_operators_take_inside_themselves_in_their_first_step_alone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -582,6 +582,12 @@ class Adaptation:
         )
         self._metrics.warn(_log, told, format_size(more_bytes), where)
 
+    def tell_excess(self, excess_bytes: int) -> None:
+        """Warn that a step that left its plan passed the budget by `excess_bytes`, if it did."""
+        told = "chameleon_mm: a step unlike the planned ones passed the budget by %s; raise hbm_budget by as much if it goes on"
+        if excess_bytes > 0:
+            self._metrics.warn(_log, told, format_size(excess_bytes))
+
     def _learn_times(self) -> None:
         """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""
         while self._measuring:

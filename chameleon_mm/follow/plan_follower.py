@@ -339,6 +339,8 @@ class PlanFollower(Director):
         memory, planned, budget, way = self._memory, self._planned, self._budget, self.way
         extra = replace(memory.at_first_hook, spikes=memory.spikes)
         proves = self.recompute is not None and not self.recompute.is_typical  # then it keeps what the plan drops
+        if completed and self._diverged and budget is not None and not extra.extra_bytes:  # else told as it began
+            self.adaptation.tell_excess(budget.peak_watch.peak().at_least_bytes - budget.hbm_budget_bytes)
         if not completed or planned is None or budget is None or way is None or self._diverged or proves:
             return extra
         lacking_bytes, peak_bytes, plan = memory.lacking_bytes, budget.peak_watch.peak().at_least_bytes, way.program.plan

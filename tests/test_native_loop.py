@@ -489,13 +489,8 @@ MUTANTS: list[tuple[Program, int, str, str]] = [
     (plain, 12, "must(cudaStreamWaitEvent(back, ready, 0));      // Note [Swap-in]", "//"),
     (plain, 12, "must(cudaStreamWaitEvent(compute, events[slot->number], 0));  // Note [Swap-in]", "//"),
     (held_by_the_model, 26, "bool is_alone() const { return", "bool is_alone() const { return true ||"),
-    (written, 12, " || !handle->save->is_as_saved()", ""),
-    (
-        dropped_in_between,
-        12,
-        "for (auto& [storage, n] : abandoned) must(",
-        "for (auto& [storage, n] : abandoned) if (false) must(",
-    ),
+    (written, 12, " || !save.is_as_saved()", ""),
+    (dropped_in_between, 12, "if (cudaStreamWaitEvent(compute, events[n], 0) != 0) wait_for_all();", ""),
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -413,6 +414,36 @@ def test_a_collection_while_all_is_handed_over_is_harmless(allocations: int, mon
     expected, session = plainly(collected_as_it_is_handed_over), Session(collected_as_it_is_handed_over, 16)
     assert session.run() == expected
     assert session.entered and session.live == 0
+
+
+@pytest.mark.usefixtures("native_loop")
+def test_a_use_while_another_thread_hands_over_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt, graphs, threads = NativeLoop._adopt, list[Tensor](), list[threading.Thread]()
+
+    def adopted(native: NativeLoop, *arguments: Any) -> None:
+        if graphs:
+            threads.append(threading.Thread(target=graphs.pop().backward))
+            threads[0].start()
+            time.sleep(0.3)  # by then its first hook asks for its handle
+        adopt(native, *arguments)
+
+    def program(s: Step) -> Found:
+        s.leaf.grad = None
+        y = chain(s, 14).sum()
+        if s.number == LAST:
+            graphs.append(y)
+            s.give_back()
+            graphs.clear()
+        if s.number == LAST and threads:
+            threads[0].join()
+        else:
+            y.backward()
+        return [s.leaf_grad()]
+
+    monkeypatch.setattr(NativeLoop, "_adopt", adopted)
+    expected, session = plainly(program), Session(program, 10)
+    assert session.run() == expected
+    assert threads and session.live == 0
 
 
 @pytest.mark.usefixtures("native_loop")

@@ -36,10 +36,6 @@
 #include <utility>
 #include <vector>
 
-#ifdef Py_GIL_DISABLED
-#error "free-threaded builds reclaim in Python alone"
-#endif
-
 namespace py = pybind11;
 
 #ifdef WITH_CUDA
@@ -66,9 +62,15 @@ template <typename... Arguments>
 int call(Call which, Arguments... arguments) {
   return reinterpret_cast<int (*)(Arguments...)>(driver[which])(arguments...);
 }
+// Whether the call succeeds. What it refuses is no error of anybody's, nor is "not ready".
+template <typename... Arguments>
+bool succeeds(Call which, Arguments... arguments) {
+  if (call(which, arguments...) == 0) return true;
+  call(LAST_ERROR);
+  return false;
+}
 bool driver_is_complete() { return std::all_of(driver.begin(), driver.end(), [](void* function) { return function != nullptr; }); }
 
-constexpr int SUCCESS = 0;
 constexpr int RELAXED = 2;  // cudaStreamCaptureModeRelaxed: queries of this thread break no capture of another one
 
 // Limits and counts of one session.
@@ -89,7 +91,6 @@ struct Entry {
   Py_ssize_t references;  // to its Python object, while the lender alone has it
   size_t nbytes = storage.nbytes();
   std::atomic<bool> reclaimed{false};
-  bool queued = true;
 
   // Whether nobody but the lender refers to the storage. Its Python object is itself a holder, and is held by all other holders
   // together. Whoever is to become a new one has to be one already, or to withdraw this entry.
@@ -107,18 +108,6 @@ std::atomic<size_t> num_held{0};  // on all devices
 struct Queue {
   std::mutex mutex;
   std::list<std::shared_ptr<Entry>> entries;
-
-  void add(const std::shared_ptr<Entry>& entry) {
-    entries.push_back(entry);
-    num_held++;
-  }
-
-  // Returns the entry behind the one removed.
-  std::list<std::shared_ptr<Entry>>::iterator remove(std::list<std::shared_ptr<Entry>>::iterator at) {
-    (*at)->queued = false;
-    num_held--;
-    return entries.erase(at);
-  }
 };
 
 constexpr int MAX_DEVICES = 128;
@@ -132,33 +121,22 @@ Queue& queue_of(int device) { return queues[device + 1]; }
 // other: whoever holds the GIL may wait for the allocator, and that for the queue.
 template <typename Change>
 void change_from_python(Queue& queue, const Change& change) {
-  if (queue.mutex.try_lock()) {
-    const std::lock_guard<std::mutex> lock(queue.mutex, std::adopt_lock);
-    change();
-    return;
-  }
-  const py::gil_scoped_release released;
-  const std::lock_guard<std::mutex> lock(queue.mutex);
+  std::optional<py::gil_scoped_release> released;  // taken again after the lock is given back
+  std::unique_lock<std::mutex> lock(queue.mutex, std::try_to_lock);
+  if (!lock) released.emplace(), lock.lock();
   change();
 }
 
 // What the allocator says of itself when it asks.
 struct Request {
-  c10::StreamId stream_id;   // memory of another stream's would not be found
   size_t reserved_bytes;
-  size_t free_bytes;         // what the device has beside
+  size_t free_bytes;  // what the device has beside
 };
 
 size_t missing_bytes(const Session& session, const Request& request) {
   const size_t growth = session.growth_bytes, limit = session.limit_bytes;
   const size_t room = std::min(limit - std::min(limit, request.reserved_bytes), request.free_bytes);
   return growth - std::min(growth, room);
-}
-
-bool is_copied(const Entry& entry) {
-  if (call(QUERY_EVENT, entry.event) == SUCCESS) return true;
-  call(LAST_ERROR);  // "not ready" is no error of anybody's
-  return false;
 }
 
 // Takes the memory out of the storage, which nobody but the lender refers to.
@@ -171,7 +149,7 @@ c10::DataPtr take_memory(Entry& entry) {
   return memory;
 }
 
-// Reclaims what is copied, and of the rest what is missing. Returns the bytes reclaimed.
+// Reclaims what is copied, and of the rest what is missing. Returns the bytes reclaimed. Memory of another stream's would not be found.
 template <typename Ask>
 size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
   std::vector<c10::DataPtr> freed;  // freed without the queue's lock
@@ -180,7 +158,7 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
   int capturing = 0;
   for (const auto& entry : queue.entries) {
     if (entry->stream_id != stream_id) continue;
-    if (call(IS_CAPTURING, entry->stream, &capturing) != SUCCESS) call(LAST_ERROR), capturing = 1;
+    if (!succeeds(IS_CAPTURING, entry->stream, &capturing)) capturing = 1;
     break;
   }
   if (capturing) return 0;
@@ -191,13 +169,11 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
   };
   // The memory's next owner, on the same stream, comes after the copy, which is complete or waited for.
   const auto is_ordered = [&](const Entry& entry) {
-    copies_are_complete = copies_are_complete && is_copied(entry);
+    copies_are_complete = copies_are_complete && succeeds(QUERY_EVENT, entry.event);
     if (copies_are_complete) return true;
     if (!request) request = ask();
     if (missing_bytes(*entry.session, *request) <= bytes) return false;
-    if (call(WAIT_EVENT, entry.stream, entry.event, 0u) == SUCCESS) return true;
-    call(LAST_ERROR);
-    return false;
+    return succeeds(WAIT_EVENT, entry.stream, entry.event, 0u);
   };
   for (auto at = queue.entries.begin(); at != queue.entries.end();) {
     Entry& entry = **at;
@@ -208,7 +184,8 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
     bytes += entry.nbytes;
     entry.session->waits += !copies_are_complete;
     freed.push_back(take_memory(entry));
-    at = queue.remove(at);
+    at = queue.entries.erase(at);
+    num_held--;
   }
   lock.unlock();
   freed.clear();
@@ -224,13 +201,13 @@ struct ReclaimInMalloc final : c10::FreeMemoryCallback {
     const c10::Device device = guard.getDevice();  // the allocator is asked for memory of the current one
     Queue& queue = queue_of(device.index());
     int mode = RELAXED;
-    if (call(EXCHANGE_CAPTURE_MODE, &mode) != SUCCESS) return call(LAST_ERROR), false;
+    if (!succeeds(EXCHANGE_CAPTURE_MODE, &mode)) return false;
     const c10::StreamId stream = guard.getStream(device).id();
     const size_t bytes = reclaim(queue, stream, [&] {
       const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device.index());
       size_t free = 0, total = 0;
-      if (call(FREE_MEMORY, &free, &total) != SUCCESS) call(LAST_ERROR);
-      return Request{stream, static_cast<size_t>(stats.reserved_bytes[0].current), free};
+      succeeds(FREE_MEMORY, &free, &total);
+      return Request{static_cast<size_t>(stats.reserved_bytes[0].current), free};
     });
     call(EXCHANGE_CAPTURE_MODE, &mode);
     return bytes > 0;
@@ -264,9 +241,7 @@ struct Held {
   bool take_out() {
     if (!entry) return false;
     Queue& queue = queue_of(device);
-    change_from_python(queue, [&] {
-      if (entry->queued) queue.remove(std::find(queue.entries.begin(), queue.entries.end(), entry));
-    });
+    change_from_python(queue, [&] { num_held -= queue.entries.remove(entry); });
     return !std::exchange(entry, {})->reclaimed;
   }
 };
@@ -291,7 +266,7 @@ struct Hook {
     const std::shared_ptr<Entry> entry(new Entry{
         held, reinterpret_cast<void*>(event_handle), reinterpret_cast<void*>(stream), stream_id, session, tensors, references});
     Queue& queue = queue_of(device);
-    change_from_python(queue, [&] { queue.add(entry); });
+    change_from_python(queue, [&] { queue.entries.push_back(entry), num_held++; });
     return py::cast(std::unique_ptr<Held>(new Held{entry, device, std::move(event)}));
   }
 
@@ -324,6 +299,6 @@ PYBIND11_MODULE(chameleon_mm_reclaim, m) {
   });
   m.def("reclaim", [](int device, c10::StreamId stream, size_t reserved, size_t free) {
     py::gil_scoped_release released;
-    return reclaim(queue_of(device), stream, [&] { return Request{stream, reserved, free}; });
+    return reclaim(queue_of(device), stream, [&] { return Request{reserved, free}; });
   });
 }

@@ -240,18 +240,16 @@ class Budget:
         return self._taken
 
     def note_checks(
-        self, growths: Sequence[int], peaks: Sequence[tuple[int, int]], *, allocated: int, cumulative: int, taken: int,
-        has_room: bool,
+        self, growths: Sequence[int], *, allocated: int, cumulative: int, taken: int, peak: int, seen: int
     ) -> None:  # fmt: skip
-        """Record checks of memory made elsewhere, with the growth at each and the last one's readings. `peaks`: readings of the
-        device's peak, with the most bytes seen until each, as `PeakWatch.note` takes them."""
+        """Record checks of memory made elsewhere, with the growth at each and the last one's readings. `peak`, `seen`: the last
+        reading of the device's peak, and the most bytes allocated at any of them."""
         for growth in growths if self._cumulative is not None else growths[1:]:
             self.headroom.record(growth)
         if growths:
             self._cumulative, self._unused = cumulative, 0
-        self._allocated, self._taken, self.has_room_ahead = allocated, taken, has_room
-        for peak_bytes, seen_bytes in peaks:
-            self.peak_watch.note(peak_bytes, seen_bytes)
+            self.peak_watch.note(peak, seen)
+        self._allocated, self._taken = allocated, taken
 
     def note_allocated(self, nbytes: int) -> None:
         """Count a swap-in of `nbytes` as allocated, and not as growth of the model."""

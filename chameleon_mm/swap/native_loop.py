@@ -19,17 +19,17 @@ from contextlib import suppress
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.plan.step_program import DROP, USE, Row, StepProgram
+from chameleon_mm.plan.step_program import DROP, END, USE, Op, Row, StepProgram
 from chameleon_mm.pool.arena import Arena
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.dispatch_state import num_modes
 from chameleon_mm.record.light_profiler import LatestHook
 from chameleon_mm.swap.calling_thread import profiler_is_on, this_thread
-from chameleon_mm.swap.claims import Claim
 from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.handles import Handle, KeptTensor, Origin, SavedBytes, SwappedView
@@ -51,8 +51,7 @@ MOST_ENTRIES = 4
 _STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
 _REASONS = ("parameter", "leaf", "persistent", "small", "empty")
 _TOTALS = (
-    "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "uses_on_device", "swap_ins_on_demand",
-    "fallbacks",
+    "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "uses_on_device", "fallbacks",
 )  # fmt: skip
 
 
@@ -70,7 +69,7 @@ class NativeLoop:
             index, *streams, executor.rule.min_bytes,
             [executor.protected.refs, parts.claims.by_storage, parts.context.held],
             [_taking(parts.context.pool, *_streams(parts.context)), *map(_in_lock, (
-                self.grown, self.do_op, self.fetch, self.save_record, self.use_record, self.let_go_of_held,
+                self.grown, self.do_ops, self.fetch, self.save_record, self.use_record,
             ))],
         )  # fmt: skip
         self._programs: weakref.WeakKeyDictionary[StepProgram, Any] = weakref.WeakKeyDictionary()
@@ -104,7 +103,7 @@ class NativeLoop:
         """True if the helper may take the next hooks: no pending work is unknown to it."""
         context, budget, lending = self._context, self._budget, self._budget.lending
         epoch, entries = self._entries
-        if context.metrics.timed or (epoch == way.epoch and entries >= MOST_ENTRIES):
+        if context.metrics.timed or not budget.has_room_ahead or (epoch == way.epoch and entries >= MOST_ENTRIES):
             return False
         if context.held or way.late or budget.reclaim.entries or context.out_queue.queued or context.back_queue.queued:
             return False
@@ -126,11 +125,11 @@ class NativeLoop:
             program = self._programs[way.program] = _compiled(self._helper, way.program, growth.until)
         known = self._outs.latest_operator
         at = {
-            "hook": executor.loop.hook, "last_used": latest.last_used, "epoch": way.epoch, "number": latest.numbers[thread],
+            "hook": executor.loop.hook, "last_used": latest.last_used, "number": latest.numbers[thread],
             "latest_operator": known[1] if known[0] == this_thread.number else -1, "next_index": self._registry.next_index,
-            "since": growth.checked_at, "growth": growth.nbytes, "budget": budget.hbm_budget_bytes, "margin": way.margin_bytes,
-            "now": budget.last_allocated_bytes, "cumulative": cumulative - offset, "taken": budget.taken_bytes,
-            "has_room": budget.has_room_ahead,
+            "since": growth.checked_at, "growth": growth.nbytes, "limit": budget.hbm_budget_bytes - way.margin_bytes,
+            "now": budget.last_allocated_bytes - budget.taken_bytes, "taken": budget.taken_bytes,
+            "cumulative": cumulative - offset, "peak": budget.peak_watch.last_bytes,
             "records": [number for number, saved in way.storages.items() if saved.state is not State.RETIRED],
         }  # fmt: skip
         self._entered, self._compute, self._home = (way, director, latest), compute, this_thread.number
@@ -146,20 +145,21 @@ class NativeLoop:
         loop.director.note_growth(0, at_hook=True, hook=hook)
         return self._budget.way is way
 
-    def do_op(self, loop: StepLoop, way: Way, code: int, number: int, nbytes: int, hook: int, latest: int) -> int:
-        """Execute an op on a record. Returns the bytes of device memory that it took; -1: it is late."""
+    def do_ops(self, loop: StepLoop, way: Way, ops: Sequence[Op], hook: int, latest: int) -> tuple[int, list[Op]]:
+        """Let memory of records go that others held, and execute `ops` on records. Returns the bytes of device memory that they
+        took, and those that are late."""
         if latest >= 0:
             self._outs.latest_operator = self._home, latest
         way.hook, before = hook, self._budget.taken_bytes
-        loop.carry_out(way, ((code, number, nbytes),))
+        self._outs.let_go_of_held()
+        loop.carry_out(way, ops)
         late, way.late = way.late, []
         self._context.out_queue.hand_over_all()  # no hook of the helper's would
-        return -1 if late else self._budget.taken_bytes - before
+        return self._budget.taken_bytes - before, late
 
-    def fetch(self, loop: StepLoop, way: Way, number: int, has_room: bool) -> int:
+    def fetch(self, loop: StepLoop, way: Way, number: int) -> int:
         """Start the copy back of a record. Returns the bytes of device memory that it took."""
-        before, self._budget.has_room_ahead = self._budget.taken_bytes, has_room
-        saved = way.storages.get(number)
+        before, saved = self._budget.taken_bytes, way.storages.get(number)
         self._ins.prefetch_planned(() if saved is None else (saved,), self._compute)
         return self._budget.taken_bytes - before
 
@@ -185,16 +185,12 @@ class NativeLoop:
         executor = self._executor()
         return None if executor is None else executor.restored(handle, self._compute)
 
-    def let_go_of_held(self, loop: StepLoop, way: Way) -> None:
-        """Let the memory of records go that others held."""
-        self._outs.let_go_of_held()
-
     # --- back
 
     def come_back(self, *, wait: bool = True) -> None:
         """Have all given back, from outside of the executor's lock. `wait`: for that lock."""
         executor = self._executor()
-        if executor is None or not self.loop.follows or not executor.hook_lock.lock.acquire(blocking=wait):
+        if executor is None or not executor.hook_lock.lock.acquire(blocking=wait):  # another thread may be giving back
             return
         try:
             self.give_back()
@@ -217,16 +213,16 @@ class NativeLoop:
         director.note_checked(given["since"], given["growth"])
         budget = self._budget
         budget.note_checks(
-            given["growths"], given["peaks"], allocated=given["now"],
-            cumulative=given["cumulative"] + self._device.cumulative_offset(), taken=given["taken"],
-            has_room=bool(given["has_room"]),
+            given["growths"], allocated=given["now"] + given["taken"], taken=given["taken"],
+            cumulative=given["cumulative"] + self._device.cumulative_offset(), peak=given["peak"], seen=given["seen"],
         )  # fmt: skip
         self._count(executor, given)
-        saves = self._adopt(executor, way, given)
-        self._lead(way.epoch, given, saves)
+        self._adopt(executor, way, given)
+        for handle, hook, _, t, version, saved, _, name, node, output_nr, by_reference in given["kept_saves"]:
+            origin = None if by_reference else Origin.known(saved, name, node, output_nr)
+            self._lead(handle, KeptTensor.known(t, version, origin), way.epoch, hook)
         for arena in given["arenas"]:
-            if arena is not None:
-                arena.release_if_empty()
+            arena.release_if_empty()
         for storage in given["outlived"]:
             self._protected.add(storage)
 
@@ -246,9 +242,8 @@ class NativeLoop:
         if given["latest_operator"] >= 0:
             self._outs.latest_operator = self._home, given["latest_operator"]
 
-    def _adopt(self, executor: Executor, way: Way, given: dict[str, Any]) -> list[tuple[Claim, list[SavedBytes]]]:
-        """Make records of the slots. Returns their claims and saves."""
-        made: list[tuple[Claim, list[SavedBytes]]] = []
+    def _adopt(self, executor: Executor, way: Way, given: dict[str, Any]) -> None:
+        """Make records of the slots, and handles of their saves."""
         ends: dict[Stream, Event] = {}
         compute, context = self._compute, self._context
 
@@ -258,17 +253,20 @@ class NativeLoop:
             return ends[queue.stream]
 
         for (
-            number, nbytes, state, index, first_hook, last_hook, operators, is_over, came_back, emptied, is_held, arena, offset,
-            handles, left, swap_in_number, told,
+            number, state, index, first_hook, last_hook, operators, is_over, emptied, is_held, arena, offset, told,
         ) in given["slots"]:  # fmt: skip
-            saves, copy = [_saved_bytes(*of) for of in told], None
-            if arena >= 0:
-                block, back = given["arenas"][arena].part(offset, nbytes), after(context.back_queue) if came_back else None
+            nbytes, copy = way.program.nbytes[number], None
+            saves = [
+                SavedBytes.known(alias, version, Origin.known(t, name, node, output_nr), counter)
+                for _, _, _, alias, version, t, counter, name, node, output_nr, _ in told
+            ]
+            if arena is not None:
+                block, back = arena.part(offset, nbytes), after(context.back_queue) if emptied else None
                 arrived_on = compute if _STATES[state] is State.RESTORED else None
                 copy = HostCopy.known(block, after(context.out_queue), back, arrived_on, context)
             saved = SavedStorage.known(
                 saves, compute, context, epoch=way.epoch, index=index, nbytes=nbytes, state=_STATES[state],
-                uses=Uses.known(handles, left, swap_in_number), copy=copy,
+                uses=Uses.known(len(told), sum(not is_used for _, _, is_used, *_ in told)), copy=copy,
             )  # fmt: skip
             saved.op_is_over, saved.number, saved.saved_by = is_over, number, (self._home, operators)
             claim = executor.claim_on(saved)
@@ -281,24 +279,17 @@ class NativeLoop:
                 context.held[saved] = None
             if saved.state is State.SWAPPING_OUT:
                 self._outs.note_planned(saved)
-            made.append((claim, saves))
+            for (handle, hook, is_used, *_), saved_bytes in zip(told, saves, strict=True):
+                view = SwappedView(claim, saved_bytes)
+                view.swap_in_number = saved.uses.swap_in_number if is_used else -1
+                self._lead(handle, view, way.epoch, hook)
         if given["ended"]:
             way.first_saves[-1] = _ended()  # of those that are gone by now: the step is not as if nothing had moved
-        return made
 
-    def _lead(self, epoch: int, given: dict[str, Any], made: list[tuple[Claim, list[SavedBytes]]]) -> None:
-        """Have the handles that autograd holds lead to Python's."""
-        for handle, saved_in, hook, swap_in_number, slot, of in given["handles"]:
-            python: KeptTensor | SwappedView
-            if slot < 0:
-                t, version, saved, _, name, node, output_nr, by_reference = of
-                python = KeptTensor.known(t, version, None if by_reference else Origin.known(saved, name, node, output_nr))
-            else:
-                claim, views = made[slot]
-                python = SwappedView(claim, views[of])
-                python.swap_in_number = swap_in_number
-            python.saved_at = (saved_in, hook)
-            self._helper.delegate(handle, python)
+    def _lead(self, handle: Any, python: KeptTensor | SwappedView, epoch: int, hook: int) -> None:
+        """Have a handle that autograd holds lead to Python's."""
+        python.saved_at = (epoch, hook)
+        self._helper.delegate(handle, python)
 
 
 def _streams(context: SwapContext) -> tuple[Stream, Stream]:
@@ -346,26 +337,26 @@ def _compiled(helper: Any, program: StepProgram, until: list[int]) -> Any:
     for row in program.rows:
         for _, number, nbytes in row.ops:
             in_part[number] |= nbytes < program.nbytes[number]
-    rows = [(row.kind, row.number, row.is_checked, row.growth, row.ops, row.ins, *_key(row)) for row in program.rows]
-    return helper.Program(rows, program.nbytes, in_part, _places(program), until)
+    rows = [helper.Row(*_told(row)) for row in program.rows]
+    return helper.Program(rows, program.nbytes, in_part, *_places(program), until)
 
 
-def _key(row: Row) -> tuple[bool, Any, Any, Any, Any]:
-    """Whether the helper knows the row's key, and the key: class, sizes, dtype, and a number. Else the row is Python's."""
+def _told(row: Row) -> tuple[Any, ...]:
+    """The row as the helper has it: its key is a class, sizes, dtype and a number. Without a key it is an `END`."""
     key: Any = row.key
-    if row.kind == USE and key is not None:
-        return True, None, (), None, key
-    is_known = row.kind < USE and key is not None and all(type(size) is int for size in key[1])
-    return (True, *key) if is_known else (False, None, (), None, -1)
+    if key is None or not (row.kind == USE or (row.kind < USE and all(type(size) is int for size in key[1]))):
+        row, key = row._replace(kind=END), -1
+    key = key if row.kind < USE else (None, (), torch.uint8, key)
+    return row.kind, row.number, row.is_checked, row.growth, row.ops, row.ins, *key
 
 
-def _places(program: StepProgram) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Group of each storage (-1: none), its offset there, the bytes of each group, and the number of its members.
+def _places(program: StepProgram) -> tuple[list[int], list[int], list[int]]:
+    """Group of each storage (-1: none), its offset there, and the bytes of each group.
 
     A group is what is copied out one after the other with no use in between, up to `ARENA_BYTES`, or one storage that is
     larger: as a rule its members are used one after the other, too, and its memory is free soon after the first of them is."""
     group, offset = [-1] * len(program.nbytes), [0] * len(program.nbytes)
-    group_bytes, members, was_used = list[int](), list[int](), False
+    group_bytes, was_used = list[int](), False
     for row in program.rows:
         was_used |= row.kind == USE
         for code, number, nbytes in row.ops:
@@ -374,18 +365,10 @@ def _places(program: StepProgram) -> tuple[list[int], list[int], list[int], list
             rounded = allocated_size(nbytes)
             if not group_bytes or was_used or group_bytes[-1] + rounded > ARENA_BYTES:
                 group_bytes.append(0)
-                members.append(0)
             was_used = False
             group[number], offset[number] = len(group_bytes) - 1, group_bytes[-1]
             group_bytes[-1] += rounded
-            members[-1] += 1
-    return group, offset, group_bytes, members
-
-
-def _saved_bytes(
-    alias: Tensor, version: int, t: Tensor | None, counter: Tensor | None, name: str, node: int, output_nr: int, _: bool
-) -> SavedBytes:
-    return SavedBytes.known(alias, version, Origin.known(t, name, node, output_nr), counter)
+    return group, offset, group_bytes
 
 
 def _ended() -> SavedStorage:

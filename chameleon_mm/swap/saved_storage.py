@@ -44,10 +44,10 @@ class Uses:
     swap_in_number = 0
 
     @classmethod
-    def known(cls, handles: int, left: int, swap_in_number: int) -> Uses:
+    def known(cls, handles: int, left: int) -> Uses:
         """Counter of a storage whose handles and uses the C++ loop has counted so far."""
         uses = cls()
-        uses.handles, uses.left, uses.swap_in_number = handles, left, swap_in_number
+        uses.handles, uses.left = handles, left
         return uses
 
     def add_handle(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from chameleon_mm.api.pins import check_pins
 from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import check_keywords, check_type
@@ -43,6 +44,8 @@ def check_early(given: Mapping[str, Any]) -> None:
             check_type(name, value, bool, "True or False", "pass one of the two")
         elif value is None or (name == "device" and str(value).startswith("cuda")):
             continue  # a GPU is not asked: that would start CUDA
+        elif name in ("keep", "never_recompute"):
+            check_pins(name, value)
         elif name in ("hbm_budget", "host_budget", "min_bytes"):
             parse_size(value, what=name)
         elif name == "model":

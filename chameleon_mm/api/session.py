@@ -17,7 +17,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from chameleon_mm.api.model_swap import ModelSwap, tensors_of
+from chameleon_mm.api.pins import pinned_modules, text_of
 from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.api.torch_watch import TorchWatch
 from chameleon_mm.device import Device
@@ -37,6 +38,7 @@ from chameleon_mm.follow.link_rates import link_cost_for
 from chameleon_mm.follow.plan_follower import plan_steps
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule, Limits
 from chameleon_mm.pool.pool import PinnedPool, pool_for
+from chameleon_mm.record.recorder import ModuleNames
 from chameleon_mm.report.report import Ranks, SwapReport
 from chameleon_mm.report.step_history import StepFigures, StepHistory, teller_of
 from chameleon_mm.state.rerun import StepRunner
@@ -95,6 +97,9 @@ class SwapSession:
     `verify`: checksum copies, and raise `SwapMismatch` with tensor, operator and step if a copy back differs. Slow; takes a
     thousandth of the budget, from 16 KiB to 16 MiB, while the session exists. `progress`: True prints a line to stderr for each
     step. A function is called with each step's `StepFigures`; its errors are logged.
+    `keep`: what these modules of `model` save, and modules that run inside of them, never leaves the device. `never_recompute`:
+    it is never dropped, but may be swapped. Both are lists of paths as in `named_modules` with `*` and `?` ("*.lm_head"), of
+    modules, and of classes. A storage that several modules save stays if one of them is named. The report has the price.
 
     Hooks act on the thread that entered the session, and that thread must leave it. Graphs compiled by dynamo are swapped where
     they save a tensor; dynamo never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for
@@ -119,12 +124,16 @@ class SwapSession:
         optimizer: torch.optim.Optimizer | None = None,
         parameters: str = "keep",
         progress: bool | Callable[[StepFigures], object] = False,
+        keep: Sequence[str | nn.Module | type[nn.Module]] = (),
+        never_recompute: Sequence[str | nn.Module | type[nn.Module]] = (),
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
         self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
         check_early({"model": model, "thresholds": thresholds, "verify": verify, "plans": plans, "recompute": recompute})
         self._model_swap = ModelSwap(model, optimizer, parameters)
+        self.pins = {"keep": keep, "never_recompute": never_recompute}
+        pinned = {option: pinned_modules(option, pins, model) for option, pins in self.pins.items()}
         tell = teller_of(progress)
         if pool is not None and host is not None:
             raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
@@ -141,6 +150,7 @@ class SwapSession:
             protected=ProtectedStorages(tensors_of(model)),
             thresholds=thresholds,
             verify=verify,
+            names=ModuleNames(model, **pinned),
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)
         self._recompute = recompute
@@ -305,6 +315,7 @@ class SwapSession:
             problems=(*self._ranks.problems, *(problem for problem in problems if problem is not None)),
             adaptation=self._adaptation,
             ranks=self._ranks,
+            pins={option: [text_of(pin) for pin in pins] for option, pins in self.pins.items() if pins},
         )
 
     # --- state that it keeps in order
@@ -405,6 +416,8 @@ class SwapSession:
         adaptation = self._adaptation
         if adaptation is None or not self._recompute or self._ranks.of > 1 or not partition_is_torchs_own():
             return  # ranks that differ in what they remake would differ in their collectives
+        if self.pins["never_recompute"]:
+            return  # nobody knows which module's tensors a region would remake
         share = adaptation.choose_partition()
         if share is not None:
             self._stack.enter_context(compiled_partition(share))

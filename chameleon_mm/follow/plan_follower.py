@@ -373,7 +373,13 @@ class PlanFollower(Director):
         self.followed = None if planned is None else planned.current
         self.way = None
         if planned is not None and self.followed is not None:
-            self.way = Way(self.followed.program, self._epoch, margin_bytes=planned.margin_bytes, first_saves=self._first_saves)
+            self.way = Way(
+                self.followed.program,
+                self._epoch,
+                margin_bytes=planned.margin_bytes,
+                first_saves=self._first_saves,
+                staying=planned.staying,
+            )
             if self.recompute is not None:
                 self.recompute.is_on_trial = not planned.is_decided
         self._memory = StepMemory()
@@ -397,7 +403,7 @@ class PlanFollower(Director):
         """Assign `saved`, first saved at `hook`, its number in the plan of `way`."""
         number = saved.number = None if way is None else way.program.number_at(hook)
         if way is not None and number is not None:
-            way.storages[number] = saved
+            way.number(saved, number)
 
     def _compare_size(self, saved: SavedStorage, hook: int) -> None:
         """Give up the prediction, now and for later steps like this one, if it has another size for `saved`."""
@@ -431,7 +437,7 @@ def plan_steps(
     plan.
     """
     import_dynamo()  # now: the first step's recorder would import it anyway
-    me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
+    me, metrics, names = weakref.ref(executor), executor.metrics, executor.names  # weak: the executor holds its director
     device = executor.device
     adaptation = Adaptation(
         metrics,
@@ -443,6 +449,7 @@ def plan_steps(
             model=model,
             is_hidden=is_hidden,
             warn=metrics.warn,
+            names=names,
             reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
         replayable=replayable,

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,6 +191,10 @@ class SwapReport(Counters):
     """Storages that a plan would have recomputed, but that were swapped or kept instead, by reason."""
     recipes_banned: tuple[str, ...]
     """Names of the operators of recipes whose bits differed from the original: those recipes are no longer used."""
+    pins: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Pins as texts: "keep", "never_recompute". With a planned step also "kept_bytes" and "never_recomputed_bytes", what they
+    hold of that step's movable bytes; the "step_us" that the fastest plan predicts, and "step_us_without" them (None: there is
+    no plan). Empty: no pins."""
     compiled_regions: tuple[str, ...] = ()
     """Lines about the compiled regions of the step that was planned last."""
     compiled_partition: str = ""
@@ -228,8 +232,9 @@ class SwapReport(Counters):
         problems: tuple[str, ...],
         adaptation: Adaptation | None,
         ranks: Ranks,
+        pins: Mapping[str, Sequence[str]],
     ) -> SwapReport:
-        """Report of the present figures of a session."""
+        """Report of the present figures of a session. `pins`: by option; without those that name nothing."""
         metrics, pool, device, peak = history.metrics, history.pool.stats(), history.device, history.peak()
         spans, totals, step_figures = metrics.resolve(), metrics.totals, history.figures()
         timed: dict[str, Any] = {name: getattr(totals, name) if totals.timed_steps else None for name in _TIMED}
@@ -249,6 +254,7 @@ class SwapReport(Counters):
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
             lowered_budget_bytes=lowered_budget_bytes,
+            pins={**pins, **(adaptation.pins() if pins and adaptation is not None else {})},
             problems=problems,
             warnings=dict(totals.warnings.values()),
             rank=ranks.number,
@@ -324,6 +330,7 @@ class SwapReport(Counters):
             ("plans made, host time", f"{self.plans}, {format_us(self.planning_us)}"),
             ("steps that had a plan already", str(self.plan_cache_hits)),
             *self._planned_rows(clock),
+            *self._pin_rows(clock),
             ("peak device memory", self._peak()),
             *(("reserved by torch at most", format_size(n)) for n in (self.peak_reserved_bytes,) if n is not None),
             *self._recomputed_rows(clock),
@@ -394,6 +401,20 @@ class SwapReport(Counters):
             ("latest plan's bytes", ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in self.planned_bytes.items())),
             *([(f"latest plan's recomputation{clock}", format_us(recompute_us))] if recompute_us else []),
         ]
+
+    def _pin_rows(self, clock: str) -> list[tuple[str, str]]:
+        """Row of the pins, and of what they cost the latest plan; empty without pins."""
+        given = [f"{option}={self.pins[option]}" for option in ("keep", "never_recompute") if option in self.pins]
+        if not given:
+            return []
+        text = ", ".join(given)
+        if "step_us" in self.pins:
+            us, without_us = self.pins["step_us"], self.pins["step_us_without"]
+            more = f" ({100 * (us / without_us - 1):+.1f} %)" if us is not None and without_us else ""
+            kept, never = (format_size(self.pins[name]) for name in ("kept_bytes", "never_recomputed_bytes"))
+            steps = (format_us(step) if step is not None else "no plan" for step in (us, without_us))
+            text += ": {} kept, {} never recomputed; predicted step {} with them, {} without{}".format(kept, never, *steps, more)
+        return [(f"pins{clock}", text)]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:
         """Rows about dropped and recomputed storages; empty if no plan asked for any."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from chameleon_mm.plan.rule import Headroom
 from chameleon_mm.plan.step_program import Op, Row, StepProgram
@@ -86,15 +86,23 @@ class Way(Forecast):
     Whoever runs the step's hooks moves it on: the loop, or the director and the general executor.
     """
 
-    __slots__ = ("_next", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "storages")
+    __slots__ = ("_next", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "staying", "storages")
 
     follows_plan = True
 
     def __init__(
-        self, program: StepProgram, epoch: int, *, margin_bytes: int = 0, first_saves: dict[int, SavedStorage] | None = None
+        self,
+        program: StepProgram,
+        epoch: int,
+        *,
+        margin_bytes: int = 0,
+        first_saves: dict[int, SavedStorage] | None = None,
+        staying: Collection[int] = frozenset(),
     ) -> None:
         """`epoch`: number of the step. `margin_bytes`: bytes that every check leaves free beyond the program's growth.
-        `first_saves`: the step's saved storages by the hook of their first save, to which the loop adds."""
+        `first_saves`: the step's saved storages by the hook of their first save, to which the loop adds. `staying`: numbers of
+        the storages that must stay on the device."""
+        self.staying = staying
         self.program, self.epoch, self.margin_bytes = program, epoch, margin_bytes
         self.first_saves = {} if first_saves is None else first_saves
         self.hook = -1
@@ -106,6 +114,11 @@ class Way(Forecast):
         self.late: list[Op] = []
         """Ops whose hook is past, and whose storages were saved by an operator that was not over then."""
         self._next = 0
+
+    def number(self, saved: SavedStorage, number: int) -> None:
+        """Note that `saved` is the plan's storage of that number."""
+        saved.number, self.storages[number] = number, saved
+        saved.stays |= number in self.staying
 
     def at(self, hook: int) -> None:
         """Note the latest hook."""

@@ -162,6 +162,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-recompute", action="store_true", help="plans only swap, and recompute nothing")
     parser.add_argument("--no-plans", action="store_true", help="every step by the default rule: everything moves")
     parser.add_argument("--verify", action="store_true", help="compare checksums of what goes out and comes back; slow")
+    for option, does in (("--keep", "stays on the device"), ("--never-recompute", "is never dropped")):
+        parser.add_argument(
+            option, action="append", default=[], metavar="PATTERN",
+            help=f"what modules with such paths save {does}, as '*.lm_head'; may be given again",
+        )  # fmt: skip
     parser.add_argument("--progress", action="store_true", help="a line for each step on stderr")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to FILE, as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report to FILE, as a page")
@@ -232,6 +237,7 @@ def _session_maker(args: argparse.Namespace, *, told: bool) -> Callable[[Any, st
     if args.device is not None and not args.device.startswith("cuda"):
         resolve_device(args.device)  # a GPU is not asked: that starts CUDA, and forked workers could not use it
     options: dict[str, Any] = {**sizes, "verify": args.verify, "plans": not args.no_plans, "recompute": not args.no_recompute}
+    options |= {"keep": args.keep, "never_recompute": args.never_recompute}
     if args.progress and told:
         options["progress"] = True
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from chameleon_mm.device import Device, SimDevice
 from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.plan.unswapped_memory import place_of
 from tests._programs import assert_same
+from tests._random_models import far_ahead
 from tests._run_scripts import runs
-from tests.test_recompute_plans import RMSNorm, budget_for, far_ahead, latest, plainly, totals
+from tests.test_recompute_plans import RMSNorm, budget_for, latest, plainly, totals
 from tests.test_recompute_plans import train as train_decoder
 
 ROWS, WIDTH, BLOCKS, STEPS = 512, 64, 6, 5
@@ -57,7 +59,8 @@ class Block(nn.Module):
         self.up, self.act, self.down = nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.down(self.act(self.up(x))))
+        out: Tensor = torch.tanh(self.down(self.act(self.up(x))))
+        return out
 
 
 def blocks() -> nn.Module:
@@ -83,8 +86,9 @@ def train(device: Device, build: Callable[[], nn.Module], free_bytes: int | None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if free_bytes is not None:
             budget = max(device.allocated_bytes(), sum(p.nbytes for p in model.parameters())) + free_bytes
-            pins = {name: [pin(model) if callable(pin) and not isinstance(pin, type) else pin for pin in given.pop(name)]
-                    for name in ("keep", "never_recompute") if name in given}  # fmt: skip
+            pins: dict[str, Any] = {}
+            for name in {"keep", "never_recompute"} & given.keys():
+                pins[name] = [pin(model) if isinstance(pin, FunctionType) else pin for pin in given.pop(name)]
             run.session = cm.SwapSession(budget, "64MiB", device, "16KiB", model=model, **pins, **given)
         with run.session or nullcontext():
             for _ in range(STEPS):
@@ -149,7 +153,8 @@ class Shared(nn.Module):
         y = self.up(x)
         first = self.first(y)
         other = self.middle(first)
-        return other + self.act(y) + first
+        out: Tensor = other + self.act(y) + first
+        return out
 
 
 @pytest.mark.parametrize("plans", [True, False], ids=["planned", "by rule"])
@@ -176,7 +181,8 @@ class Part(nn.Module):
         part = whole[:, : WIDTH // 2]
         y = self.outside(part)
         other = self.middle(x + y.repeat(1, 2))
-        return other + self.inside(part).repeat(1, 2) + whole.sum()
+        out: Tensor = other + self.inside(part).repeat(1, 2) + whole.sum()
+        return out
 
 
 def test_a_view_that_left_alone_stays_once_a_kept_module_saves_it(device: Device) -> None:
@@ -234,7 +240,12 @@ def test_the_report_and_the_page_show_what_pins_cost(tmp_path: Path, monkeypatch
     assert loose.session is not None
     assert run.session is not None
     step_us = Adaptation._step_us
-    monkeypatch.setattr(Adaptation, "_step_us", lambda *given, **more: plans.append(1) or step_us(*given, **more))
+
+    def counted(*given: Any, **more: Any) -> float | None:
+        plans.append(1)
+        return step_us(*given, **more)
+
+    monkeypatch.setattr(Adaptation, "_step_us", counted)
     report = run.session.report()
     again = run.session.report()
     assert len(plans) == 1  # once, for all reports
@@ -249,7 +260,9 @@ def test_the_report_and_the_page_show_what_pins_cost(tmp_path: Path, monkeypatch
     assert [pins["step_us_without"], pins["step_us"]] == pytest.approx(fastest, rel=1e-12)
     assert fastest[0] < fastest[1]
     row = next(text for label, text in report.rows() if label.startswith("pins"))
-    assert re.fullmatch(r"keep=\['1'\], never_recompute=\['RMSNorm'\]: .* kept, .* never recomputed; predicted step .* \(\+.* %\)", row)
+    assert re.fullmatch(
+        r"keep=\['1'\], never_recompute=\['RMSNorm'\]: .* kept, .* never recomputed; predicted step .* \(\+.* %\)", row
+    )
     report.save_html(tmp_path / "page.html")
     assert row.partition(": ")[2] in (tmp_path / "page.html").read_text()
     json.dumps(report.to_dict())

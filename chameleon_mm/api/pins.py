@@ -20,7 +20,9 @@ NEAR_NAMES = 3
 def check_pins(option: str, pins: object) -> None:
     """Raise `TypeError` unless `pins` is a list or tuple of patterns, modules and classes of modules."""
     if not isinstance(pins, (list, tuple)):
-        raise TypeError(f'{option}: expected a list of patterns, modules or classes, got {describe(pins)}; write [...] around it')
+        raise TypeError(
+            f"{option}: expected a list of patterns, modules or classes, got {describe(pins)}; write [...] around it"
+        )
     for pin in pins:
         if not isinstance(pin, (str, nn.Module)) and not (isinstance(pin, type) and issubclass(pin, nn.Module)):
             raise TypeError(

@@ -57,8 +57,9 @@ class Ranks:
         """Sentences about budgets that differ among ranks, or exceed this machine's memory together."""
         self._host_budget_bytes = host_budget_bytes
 
-    def enter(self, hbm_budget_bytes: int) -> None:
-        """Compare the budgets with those of the other ranks and of the machine. Logs a warning for each problem."""
+    def enter(self, hbm_budget_bytes: int | None) -> None:
+        """Compare the budgets with those of the other ranks and of the machine. Logs a warning for each problem.
+        `hbm_budget_bytes`: None: it was not given in bytes, so it may differ."""
         if dist.is_available() and dist.is_initialized():
             self.number, self.of = dist.get_rank(), dist.get_world_size()
         found = (self._beyond_the_machine(), self._unlike_the_first(hbm_budget_bytes))
@@ -81,7 +82,7 @@ class Ranks:
             f"{format_size(available // ranks)} at most, or none, which divides half of what there is"
         )
 
-    def _unlike_the_first(self, hbm_budget_bytes: int) -> str | None:
+    def _unlike_the_first(self, hbm_budget_bytes: int | None) -> str | None:
         """Sentence about budgets that differ from the first rank's in the store; None: none do, or there is no store."""
         if self.of == 1:
             return None
@@ -177,6 +178,8 @@ class SwapReport(Counters):
     """Upper bound of that maximum; None: not known. Both equal the peak if it is known: the process had not reached it before,
     and the device's peak was not reset meanwhile."""
     hbm_budget_bytes: int
+    hbm_budget_from: str = ""
+    """Sentence about what the budget is a share of; empty: it was given in bytes."""
     peak_reserved_bytes: int | None
     """Maximum that torch's allocator reserved since the process began or its peak was reset; None: simulated."""
     peak_host_bytes: int
@@ -228,6 +231,7 @@ class SwapReport(Counters):
         history: StepHistory,
         *,
         hbm_budget_bytes: int,
+        hbm_budget_from: str,
         lowered_budget_bytes: int | None,
         problems: tuple[str, ...],
         adaptation: Adaptation | None,
@@ -248,6 +252,7 @@ class SwapReport(Counters):
             peak_hbm_bytes=peak.at_least_bytes,
             peak_hbm_at_most_bytes=peak.at_most_bytes,
             hbm_budget_bytes=hbm_budget_bytes,
+            hbm_budget_from=hbm_budget_from,
             peak_reserved_bytes=device.peak_reserved_bytes(),
             peak_host_bytes=pool.peak_live_bytes,
             host_reserved_bytes=pool.reserved_bytes,
@@ -331,6 +336,7 @@ class SwapReport(Counters):
             ("steps that had a plan already", str(self.plan_cache_hits)),
             *self._planned_rows(clock),
             *self._pin_rows(clock),
+            *(("budget of device memory", text) for text in (self.hbm_budget_from,) if text),
             ("peak device memory", self._peak()),
             *(("reserved by torch at most", format_size(n)) for n in (self.peak_reserved_bytes,) if n is not None),
             *self._recomputed_rows(clock),
@@ -413,7 +419,9 @@ class SwapReport(Counters):
             more = f" ({100 * (us / without_us - 1):+.1f} %)" if us is not None and without_us else ""
             kept, never = (format_size(self.pins[name]) for name in ("kept_bytes", "never_recomputed_bytes"))
             steps = (format_us(step) if step is not None else "no plan" for step in (us, without_us))
-            text += ": {} kept, {} never recomputed; predicted step {} with them, {} without{}".format(kept, never, *steps, more)
+            text += ": {} kept, {} never recomputed; predicted step {} with them, {} without{}".format(
+                kept, never, *steps, more
+            )
         return [(f"pins{clock}", text)]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:

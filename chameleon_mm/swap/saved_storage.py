@@ -79,8 +79,8 @@ class SavedStorage:
 
     __slots__ = (
         "__weakref__", "_context", "checksum", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
-        "is_held_for_recipes", "nbytes", "number", "op_is_over", "part", "proof", "relied", "saved_by", "slot", "state", "stays",
-        "uses",
+        "is_held_for_recipes", "nbytes", "number", "op_is_over", "part", "proof", "relied", "saved_by", "slot", "state",
+        "stays", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -202,8 +202,8 @@ class SavedStorage:
     @property
     def is_copyable(self) -> bool:
         """True if the storage still has its size and at least one save was not written to since. The use of a save that was
-        written to raises anyway. A storage held only for recipes is not copied while the model holds it, and one that `stays`
-        never."""
+        written to raises anyway. A storage held only for recipes is not copied while the model holds it, and never
+        one that `stays`."""
         if self.stays:
             return False
         storage = self.slot.storage if self.slot.lent is None else self.device

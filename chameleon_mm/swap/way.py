@@ -86,7 +86,18 @@ class Way(Forecast):
     Whoever runs the step's hooks moves it on: the loop, or the director and the general executor.
     """
 
-    __slots__ = ("_next", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "staying", "storages")
+    __slots__ = (
+        "_next",
+        "epoch",
+        "first_saves",
+        "growth_bytes",
+        "hook",
+        "late",
+        "margin_bytes",
+        "program",
+        "staying",
+        "storages",
+    )
 
     follows_plan = True
 

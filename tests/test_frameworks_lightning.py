@@ -200,7 +200,8 @@ def test_loggers_and_metrics_of_the_trainer_have_the_figures_of_each_step(tmp_pa
     swap, logger, module = SwapCallback(**swapping("500KiB")), Kept(), Pictures(Seen())
     options: dict[str, Any] = {
         "max_steps": 3, "accumulate_grad_batches": 2, "logger": logger, "log_every_n_steps": 1, "accelerator": "cpu",
-        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "default_root_dir": tmp_path,
     }  # fmt: skip
     trainer = Trainer(**options, callbacks=[swap])
     trainer.fit(module, DataLoader(Examples(8 * STEPS), 4))

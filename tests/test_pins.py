@@ -268,7 +268,7 @@ def test_the_report_and_the_page_show_what_pins_cost(tmp_path: Path, monkeypatch
     json.dumps(report.to_dict())
 
 
-def test_pins_without_room_leave_no_plan_and_the_report_says_so() -> None:
+def test_pins_without_room_leave_no_plan_and_the_report_says_so(caplog: pytest.LogCaptureFixture) -> None:
     run = train_decoder(3, budget_for(0.3), device=far_ahead(), keep=["*"])
     assert run.seen == plainly(3).seen
     assert run.session is not None
@@ -276,6 +276,7 @@ def test_pins_without_room_leave_no_plan_and_the_report_says_so() -> None:
     assert report.pins["step_us"] is None
     assert report.pins["step_us_without"] > 0
     assert "no plan with them" in str(report)
+    assert "Modules of `keep` hold 24." in caplog.text
 
 
 # --- errors

@@ -113,6 +113,8 @@ class Planning:
         except InfeasibleBudget as refusal:
             smallest_bytes = refusal.smallest_bytes or 0
             if not budget < smallest_bytes <= budget + self.outside_bytes():
+                if held := int(planned.trace.tensor_bytes[list(planned.staying)].sum()):
+                    refusal.args = (f"{refusal}. Modules of `keep` hold {format_size(held)} of saved tensors",)
                 raise
         return within(smallest_bytes + spare_bytes)
 

@@ -20,15 +20,10 @@ NEAR_NAMES = 3
 def check_pins(option: str, pins: object) -> None:
     """Raise `TypeError` unless `pins` is a list or tuple of patterns, modules and classes of modules."""
     if not isinstance(pins, (list, tuple)):
-        raise TypeError(
-            f"{option}: expected a list of patterns, modules or classes, got {describe(pins)}; write [...] around it"
-        )
+        raise TypeError(f"{option}: expected a list of patterns, modules or classes, got {describe(pins)}; put it in [...]")
     for pin in pins:
         if not isinstance(pin, (str, nn.Module)) and not (isinstance(pin, type) and issubclass(pin, nn.Module)):
-            raise TypeError(
-                f'{option}: expected a pattern such as "*.lm_head", a module or a class of modules, got {describe(pin)}; leave '
-                f"it out"
-            )
+            raise TypeError(f'{option}: expected a path ("*.lm_head"), a module or a class, got {describe(pin)}; leave it out')
 
 
 def pinned_modules(option: str, pins: object, model: nn.Module | None) -> list[nn.Module]:
@@ -75,10 +70,5 @@ def _no_match(option: str, pin: str | nn.Module | type[nn.Module], paths: dict[s
 
 def _near(pattern: str, paths: dict[str, nn.Module]) -> list[str]:
     """Paths near `pattern`: like it as a whole, else with a last part like its last part."""
-    bare = pattern.strip("*.")
-    if whole := get_close_matches(bare, paths, NEAR_NAMES):
-        return whole
-    last: dict[str, str] = {}
-    for path in paths:
-        last.setdefault(path.rpartition(".")[2], path)
-    return [last[part] for part in get_close_matches(bare.rpartition(".")[2], [part for part in last if part], NEAR_NAMES)]
+    bare, first = pattern.strip("*."), {path.rpartition(".")[2]: path for path in reversed(paths)}
+    return get_close_matches(bare, paths) or [first[part] for part in get_close_matches(bare.rpartition(".")[2], first)]

@@ -85,10 +85,9 @@ class SwapSession:
     `hbm_budget`: bytes, text such as "20GiB", or a share, 0.8 or "80%", of what the device has free now and this process holds
     there; None or "auto": nine tenths of that, and the rest is for fragmentation and memory outside of torch's allocator.
     `host_budget`: the same for pinned memory, shares of this rank's part of the available host memory; None or "auto": half of
-    it. `device`: a `Device`, "cuda", "cuda:1",
-    "sim", "sim:a100"; None: CUDA if available, else the simulator. `min_bytes`: minimum size of a saved storage to move; None:
-    1 MiB. `thresholds`: the way by which each size moves; None: packed together below 128 KiB, each alone from there on.
-    `pool`: one to share with others; None: a new one of `host_budget`.
+    it. `device`: a `Device`, "cuda", "cuda:1", "sim", "sim:a100"; None: CUDA if available, else the simulator. `min_bytes`:
+    minimum size of a saved storage to move; None: 1 MiB. `thresholds`: the way by which each size moves; None: packed together
+    below 128 KiB, each alone from there on. `pool`: one to share with others; None: a new one of `host_budget`.
     `model`: its parameters (unless swapped) and buffers never move, and the budget is checked against their bytes first.
     `optimizer`: one of the model's. Its state is in host memory between its steps, and comes back for them part by part, and
     for other reads. `parameters`: "keep", or "swap": the model's parameters and gradients share a part of the budget, and each

@@ -373,13 +373,8 @@ class PlanFollower(Director):
         self.followed = None if planned is None else planned.current
         self.way = None
         if planned is not None and self.followed is not None:
-            self.way = Way(
-                self.followed.program,
-                self._epoch,
-                margin_bytes=planned.margin_bytes,
-                first_saves=self._first_saves,
-                staying=planned.staying,
-            )
+            self.way = Way(self.followed.program, self._epoch, margin_bytes=planned.margin_bytes, first_saves=self._first_saves)
+            self.way.staying = planned.staying
             if self.recompute is not None:
                 self.recompute.is_on_trial = not planned.is_decided
         self._memory = StepMemory()

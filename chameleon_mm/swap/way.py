@@ -87,33 +87,16 @@ class Way(Forecast):
     """
 
     __slots__ = (
-        "_next",
-        "epoch",
-        "first_saves",
-        "growth_bytes",
-        "hook",
-        "late",
-        "margin_bytes",
-        "program",
-        "staying",
-        "storages",
-    )
+        "_next", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "staying", "storages",
+    )  # fmt: skip
 
     follows_plan = True
 
     def __init__(
-        self,
-        program: StepProgram,
-        epoch: int,
-        *,
-        margin_bytes: int = 0,
-        first_saves: dict[int, SavedStorage] | None = None,
-        staying: Collection[int] = frozenset(),
+        self, program: StepProgram, epoch: int, *, margin_bytes: int = 0, first_saves: dict[int, SavedStorage] | None = None
     ) -> None:
         """`epoch`: number of the step. `margin_bytes`: bytes that every check leaves free beyond the program's growth.
-        `first_saves`: the step's saved storages by the hook of their first save, to which the loop adds. `staying`: numbers of
-        the storages that must stay on the device."""
-        self.staying = staying
+        `first_saves`: the step's saved storages by the hook of their first save, to which the loop adds."""
         self.program, self.epoch, self.margin_bytes = program, epoch, margin_bytes
         self.first_saves = {} if first_saves is None else first_saves
         self.hook = -1
@@ -122,6 +105,8 @@ class Way(Forecast):
         """Bytes that are allocated at most until the next check, by the plan's own copies back too."""
         self.storages: dict[int, SavedStorage] = {}
         """Saved storages by the plan's number."""
+        self.staying: Collection[int] = ()
+        """Numbers of the storages that must stay on the device."""
         self.late: list[Op] = []
         """Ops whose hook is past, and whose storages were saved by an operator that was not over then."""
         self._next = 0

@@ -74,6 +74,10 @@ AUTO = "auto"
 """Budget that the library finds by itself, as it does for None."""
 
 
+def is_auto(budget: object) -> bool:
+    return isinstance(budget, str) and budget == AUTO
+
+
 def parse_budget(budget: float | str, whole: Callable[[], int] | None = None, *, what: str) -> int:
     """Bytes of a budget: a size as of `parse_size`, a float of bytes, or a share of `whole()` bytes: 0.9, "0.9" or "90%".
 

@@ -243,7 +243,7 @@ def test_the_trainers_own_logs_and_its_reporters_have_the_figures_of_each_step(t
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
             told.append(dict(logs))
 
-    class Derived(SwapCallback):
+    class Derived(SwapCallback):  # type: ignore[valid-type, misc]  # a variable
         def on_train_begin(self, *given: Any, **more: Any) -> None:
             super().on_train_begin(*given, **more)
 

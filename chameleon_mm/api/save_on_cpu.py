@@ -29,7 +29,7 @@ from chameleon_mm.swap.budget import take_budget
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor, autograd_hooks
-from chameleon_mm.units import AUTO, MIB, parse_budget, parse_size
+from chameleon_mm.units import AUTO, MIB, is_auto, parse_budget, parse_size
 
 LEAVING_BYTES = 256 * MIB
 """HBM that copies out may hold before compute waits for the oldest: 5 ms of copying at 55 GB/s."""
@@ -48,7 +48,7 @@ def check_early(given: Mapping[str, Any]) -> None:
         elif name in ("keep", "never_recompute"):
             check_pins(name, value)
         elif name in ("hbm_budget", "host_budget"):
-            if value != AUTO:
+            if not is_auto(value):
                 parse_budget(value, what=name)
         elif name == "min_bytes":
             parse_size(value, what=name)

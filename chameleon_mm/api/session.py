@@ -50,7 +50,7 @@ from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor, autograd_hooks
 from chameleon_mm.swap.hook_counts import limits_problem, misuse
-from chameleon_mm.units import AUTO, MIB, parse_budget, parse_size, share_of
+from chameleon_mm.units import AUTO, MIB, is_auto, parse_budget, parse_size, share_of
 
 # --- Phases of a session, and their order
 #
@@ -131,7 +131,8 @@ class SwapSession:
         never_recompute: Sequence[str | nn.Module | type[nn.Module]] = (),
     ) -> None:
         check_early({"hbm_budget": hbm_budget, "host_budget": host_budget})
-        host = None if host_budget in (None, AUTO) else parse_budget(host_budget, pinnable_bytes, what="host_budget")
+        stated = None if is_auto(host_budget) else host_budget
+        host = None if stated is None else parse_budget(stated, pinnable_bytes, what="host_budget")
         self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
         check_early({"model": model, "thresholds": thresholds, "verify": verify, "plans": plans, "recompute": recompute})
         self._model_swap = ModelSwap(model, optimizer, parameters)
@@ -143,9 +144,9 @@ class SwapSession:
         self.pool = pool_for(device, pool, max_bytes=host)
         self._owns_pool = pool is None
         self.device = self.pool.device
-        self._set_budget(take_budget(hbm_budget, self.device))
-        is_stated = host is not None and share_of(host_budget, "host_budget") is None  # type: ignore[arg-type]  # not None then
-        self._ranks, self._model = Ranks(host_budget_bytes=host if is_stated else None), model
+        self._set_budget(take_budget(AUTO if hbm_budget is None else hbm_budget, self.device))
+        is_share = stated is not None and share_of(stated, "host_budget") is not None
+        self._ranks, self._model = Ranks(host_budget_bytes=None if is_share else host), model
         self._executor = Executor(
             self._model_swap.device_for(self.device),
             self.pool,
@@ -375,7 +376,7 @@ class SwapSession:
 
     @host_budget.setter
     def host_budget(self, size: float | str) -> None:
-        held_bytes, size = self.pool.stats().reserved_bytes, 0.5 if size == AUTO else size
+        held_bytes, size = self.pool.stats().reserved_bytes, 0.5 if is_auto(size) else size
         nbytes = parse_budget(size, lambda: pinnable_bytes(held_bytes=held_bytes), what="host_budget")
         self._expect_between_steps("host_budget")
         if not self._owns_pool:

@@ -51,7 +51,8 @@ class SwapCallback(Trainings, TrainerCallback):  # type: ignore[misc]  # mypy do
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures of the steps since the last log, except to logs of an evaluation."""
-        if self._key is not state or logs is None or any(name.startswith("eval_") for name in logs):
+        of_another = self._key is not state
+        if of_another or logs is None or any(name.startswith("eval_") for name in logs):
             return
         values = self.attachment.log_values()
         logs.update(values)

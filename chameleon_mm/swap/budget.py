@@ -31,7 +31,7 @@ from chameleon_mm.swap.metrics import Metrics
 from chameleon_mm.swap.reclaim import Lending, Reclaimable, ReclaimQueue
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import PREFETCH_HORIZON, Forecast, HighestForecast, LearnedForecast, Way
-from chameleon_mm.units import AUTO, allocated_size, format_size, parse_budget, share_of
+from chameleon_mm.units import allocated_size, format_size, is_auto, parse_budget, share_of
 
 # --- Budget of a session, as people write it
 
@@ -44,22 +44,20 @@ class BudgetTaken(NamedTuple):
     """Sentence about what it is a share of; empty: it was given in bytes."""
 
 
-def take_budget(budget: float | str | None, device: Device, *, what: str = "hbm_budget") -> BudgetTaken:
-    """Find the budget that `budget` is on `device`. None and "auto": what the device has free now and what this process holds
-    there, less a tenth. A share is one of the same memory. Raises as `parse_budget` does."""
-    is_auto = budget is None or (isinstance(budget, str) and budget == AUTO)
-    given = DEFAULT_BUDGET_SHARE if is_auto else budget
-    assert given is not None
-    share = share_of(given, what)
+def take_budget(budget: float | str, device: Device) -> BudgetTaken:
+    """Find the budget that `budget` is on `device`. "auto": what the device has free now and this process holds there, less a
+    tenth. A share is one of the same memory. Raises as `parse_budget` does."""
+    given = DEFAULT_BUDGET_SHARE if is_auto(budget) else budget
+    share = share_of(given, "hbm_budget")
     if share is None:
-        return BudgetTaken(parse_budget(given, what=what))
+        return BudgetTaken(parse_budget(given, what="hbm_budget"))
     capacity = device.capacity
-    nbytes = parse_budget(given, lambda: capacity, what=what)
+    nbytes = parse_budget(given, lambda: capacity, what="hbm_budget")
     rest = "the rest is for fragmentation and memory outside of torch's allocator"
     return BudgetTaken(
         nbytes,
         f"{format_size(nbytes)}, {f'{float(share):.1%}'.replace('.0%', '%')} of the {format_size(capacity)} that {device.name} "
-        f"has free or this process holds there{f' (auto: {rest})' if is_auto else ''}",
+        f"has free or this process holds there{f' (auto: {rest})' if is_auto(budget) else ''}",
     )
 
 

@@ -225,7 +225,11 @@ def test_what_a_module_of_never_recompute_saves_is_swapped_and_never_dropped() -
 
 def test_compiled_regions_save_what_torch_chose_if_something_is_never_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Adaptation] = []
-    monkeypatch.setattr(Adaptation, "choose_partition", lambda adaptation: asked.append(adaptation))  # noqa: PLW0108 - bound
+
+    def note(adaptation: Adaptation) -> None:
+        asked.append(adaptation)
+
+    monkeypatch.setattr(Adaptation, "choose_partition", note)
     train(SimDevice(), blocks, 8 * STORAGE, never_recompute=["3"])
     assert not asked
     train(SimDevice(), blocks, 8 * STORAGE, keep=["3"])

@@ -1,16 +1,18 @@
 """Parse and format sizes: `parse_size("20GiB") -> 21474836480`. Units as name suffixes: `_bytes`, `_us`, `_gbps` (1e9 B/s).
 
 parse_size(format_size_up(nbytes)) >= nbytes        # a printed size is large enough as a budget
+parse_budget("90%", lambda: device.capacity)        # also 0.9, and all that parse_size takes
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from math import floor
+from math import floor, inf, isfinite
+from numbers import Integral, Real
 from operator import index
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from chameleon_mm.errors import describe
 
@@ -37,6 +39,7 @@ _FACTORS = {
 }  # fmt: skip
 _SHOWN = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SHARE = re.compile(r"\s*(\d+\.\d+|\d+(?=\s*%))\s*(%?)\s*")
 
 
 def parse_size(size: int | str, *, what: str = "size") -> int:
@@ -65,6 +68,51 @@ def _parse_text(size: str, what: str) -> int:
     if factor == 1 and number.denominator != 1:
         raise ValueError(f'{what}: expected a whole number of bytes, or a unit after it ("1.5GiB"), got {size!r}')
     return floor(number * factor)
+
+
+AUTO = "auto"
+"""Budget that the library finds by itself, as it does for None."""
+
+
+def is_auto(budget: object) -> bool:
+    return isinstance(budget, str) and budget == AUTO
+
+
+def parse_budget(budget: float | str, whole: Callable[[], int] | None = None, *, what: str) -> int:
+    """Bytes of a budget: a size as of `parse_size`, a float of bytes, or a share of `whole()` bytes: 0.9, "0.9" or "90%".
+
+    Without `whole` it is only checked, and the result of a share is 0. Rounds down. Raises `TypeError` and `ValueError` as
+    `parse_size` does, and `ValueError` for a share that is not above 0 and at most 1, and if `whole()` is 0, which is unknown.
+    """
+    share = share_of(budget, what)
+    if share is None:
+        return parse_size(floor(cast("float", budget)) if _is_broken(budget) else cast("int | str", budget), what=what)
+    nbytes = 0 if whole is None else floor(share * whole())
+    if whole is not None and not nbytes:
+        raise ValueError(f'{what}: expected memory to take {budget!r} of, got none that is known; give a size, such as "8GiB"')
+    return nbytes
+
+
+def share_of(budget: float | str, what: str) -> Fraction | None:
+    """Share that a budget is, above 0 and at most 1; None: it is a number of bytes. Raises as `parse_budget` does."""
+    share: Fraction | None = None
+    if isinstance(budget, str):
+        match = _SHARE.fullmatch(budget)
+        share = None if match is None else Fraction(match[1]) / (100 if match[2] else 1)
+        is_share = "%" in budget or (share is not None and share <= 1)
+    else:
+        is_share = _is_broken(budget) and not KIB <= budget < inf
+        share = Fraction(*budget.as_integer_ratio()) if is_share and isfinite(budget) else None
+    if is_share and (share is None or not 0 < share <= 1):
+        raise ValueError(
+            f'{what}: expected a share above 0 and at most 1 or 100 %, or bytes, got {budget!r}; write 0.9, "90%" or "20GiB"'
+        )
+    return share if is_share else None
+
+
+def _is_broken(value: object) -> bool:
+    """True for a float and its like, NumPy's too."""
+    return isinstance(value, Real) and not isinstance(value, Integral)
 
 
 def round_up(nbytes: int, multiple: int) -> int:

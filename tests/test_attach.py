@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import chameleon_mm as cm
 from chameleon_mm.api.attach import Attachment
 from chameleon_mm.device import Device
+from chameleon_mm.report.step_history import StepFigures, log_values
+from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import KIB, MIB
 from tests._programs import assert_same, on_a_thread
 
@@ -549,3 +552,39 @@ def test_an_optimizer_in_backward_steps_on_autograds_own_thread_and_is_no_misuse
         model(torch.ones(2, 128, device=device.torch_device)).sum().backward()
         assert handle.report().problems == ()
     assert "the optimizer steps on" not in caplog.text
+
+
+def test_a_loop_logs_the_figures_of_the_steps_since_its_last_log(sim: cm.SimDevice) -> None:
+    told: list[StepFigures] = []
+    with sim.compute():
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        with cm.attach(
+            model, device=sim, hbm_budget=BUDGET, host_budget="64MiB", min_bytes="64KiB", progress=told.append
+        ) as swap:
+            assert swap.log_values() == {}
+            step(model, optimizer)
+            first = swap.log_values()
+            assert swap.log_values() == {}
+            for _ in range(4):
+                step(model, optimizer)
+            rest = swap.log_values()
+    one, *others = told
+    assert first == {
+        "swap_step_us": one.step_us, "swap_peak_bytes": one.peak_hbm_bytes, "swap_budget_bytes": BUDGET,
+        "swap_bytes_out": one.bytes_out, "swap_stall_us": one.stall_us,
+    }  # fmt: skip
+    assert rest["swap_peak_bytes"] == max(figures.peak_hbm_bytes for figures in others)
+    assert rest["swap_bytes_out"] == sum(figures.bytes_out for figures in others) / 4 > 0
+    assert rest["swap_step_us"] == statistics.median(figures.step_us or 0 for figures in others)
+    assert rest["swap_stall_us"] == pytest.approx(sum(figures.stall_us or 0 for figures in others) / 4, rel=1e-12)
+
+
+def test_without_a_timed_step_the_hosts_clock_tells_the_time_and_no_stall() -> None:
+    untimed = StepFigures(
+        index=3, kind=StepKind.PLANNED, simulated=False, host_us=2000.0, peak_hbm_bytes=7, peak_hbm_at_most_bytes=None,
+        hbm_budget_bytes=9, host_bytes=0, bytes_out=4, bytes_in=4,
+    )  # fmt: skip
+    values = {"swap_step_us": 2000.0, "swap_peak_bytes": 7, "swap_budget_bytes": 9, "swap_bytes_out": 4.0}
+    assert log_values([untimed]) == values
+    assert log_values([]) == {}

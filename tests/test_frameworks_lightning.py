@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning import Fabric
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -178,3 +179,41 @@ def test_fabric_gives_the_same_bits(precision: str) -> None:
         return seen.finish_attached(swap, net, optimizer)
 
     check_loop(train, 480)
+
+
+class Kept(Logger):  # type: ignore[misc]  # mypy does not follow lightning
+    """Logger that keeps what it is given."""
+
+    name, version = "kept", "0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: list[dict[str, float]] = []
+
+    def log_hyperparams(self, *given: Any, **more: Any) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics.append(metrics)
+
+
+def test_loggers_and_metrics_of_the_trainer_have_the_figures_of_each_step(tmp_path: Path) -> None:
+    swap, logger, module = SwapCallback(**swapping("500KiB")), Kept(), Pictures(Seen())
+    options: dict[str, Any] = {
+        "max_steps": 3, "accumulate_grad_batches": 2, "logger": logger, "log_every_n_steps": 1, "accelerator": "cpu",
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "default_root_dir": tmp_path,
+    }  # fmt: skip
+    trainer = Trainer(**options, callbacks=[swap])
+    trainer.fit(module, DataLoader(Examples(8 * STEPS), 4))
+    steps = swap.report().step_figures
+    logged = [metrics for metrics in logger.metrics if "swap_step_us" in metrics]
+    assert len(steps) == len(logged) == 3
+    for metrics, figures in zip(logged, steps, strict=True):
+        assert metrics["swap_step_us"] == figures.step_us
+        assert metrics["swap_peak_bytes"] == figures.peak_hbm_bytes
+        assert metrics["swap_budget_bytes"] == 500 * 1024
+        assert metrics["swap_bytes_out"] == figures.bytes_out > 0
+        assert metrics["swap_stall_us"] == figures.stall_us
+    assert trainer.callback_metrics["swap_peak_bytes"] == steps[-1].peak_hbm_bytes
+    bare = Trainer(max_steps=2, barebones=True, accelerator="cpu", callbacks=[SwapCallback(**swapping("500KiB"))])
+    bare.fit(Pictures(Seen()), DataLoader(Examples(8 * STEPS), 4))  # logs nothing, and does not warn of that

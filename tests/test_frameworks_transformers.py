@@ -230,3 +230,53 @@ def test_its_own_offload_beside_ours_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="activation_offloading=False, got True"):
         made.train()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+VALUES = {"swap_step_us", "swap_peak_bytes", "swap_budget_bytes", "swap_bytes_out", "swap_stall_us"}
+
+
+def test_the_trainers_own_logs_and_its_reporters_have_the_figures_of_each_step(tmp_path: Path) -> None:
+    """`Reports` stands before the callback, as wandb's and TensorBoard's do."""
+    told: list[dict[str, float]] = []
+
+    class Reports(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+            told.append(dict(logs))
+
+    class Derived(SwapCallback):  # type: ignore[valid-type, misc]  # a variable
+        def on_train_begin(self, *given: Any, **more: Any) -> None:
+            super().on_train_begin(*given, **more)
+
+    def train(*callbacks: Any) -> list[dict[str, float]]:
+        seen = Seen()
+        made = trainer(MODELS["llama"](), tmp_path, [Reports(), *callbacks], max_steps=6, eval_strategy="steps", eval_steps=3)
+        made.train()
+        made.evaluate()
+        seen.finish(made.model, made.optimizer)
+        made.state.save_to_json(str(tmp_path / "state.json"))
+        return list(made.state.log_history)
+
+    plain = train()
+    told.clear()
+    swap = Derived(**swapping("600KiB"))
+    history = train(swap)
+    steps = swap.report().step_figures
+    losses = [log for log in history if "loss" in log]
+    assert len(losses) == len(steps) == 6
+    for log, figures in zip(losses, steps, strict=True):
+        assert log.keys() >= VALUES
+        assert log["swap_step_us"] == figures.step_us
+        assert log["swap_peak_bytes"] == figures.peak_hbm_bytes
+        assert log["swap_budget_bytes"] == figures.hbm_budget_bytes == 600 * 1024
+        assert log["swap_bytes_out"] == figures.bytes_out > 0
+        assert log["swap_stall_us"] == figures.stall_us
+    own = [{name: value for name, value in log.items() if name not in VALUES} for log in history]
+    timed = {"train_runtime", "eval_runtime"}
+    assert [log.keys() for log in own] == [log.keys() for log in plain]
+    for mine, theirs in zip(own, plain, strict=True):
+        assert {n: v for n, v in mine.items() if not n.endswith("_per_second") and n not in timed} == {
+            n: v for n, v in theirs.items() if not n.endswith("_per_second") and n not in timed
+        }
+    assert [log.keys() & VALUES for log in history] == [set(VALUES) if "loss" in log else set() for log in history]
+    assert [log.keys() & VALUES for log in told] == [log.keys() & VALUES for log in history]
+    assert "swap_step_us" in (tmp_path / "state.json").read_text()

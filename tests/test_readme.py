@@ -80,7 +80,16 @@ def test_every_way_into_the_library_is_among_them() -> None:
     calls = {page: [snippet.first_call for snippet in SNIPPETS if snippet.page == page] for page in ("README.md", "using.md")}
     assert calls == {
         "README.md": ["attach", "PinnedPool"],
-        "using.md": ["SwapSession", "SimDevice", "SimDevice", "SwapSession", "SimDevice", "save_on_cpu", "SimDevice"],
+        "using.md": [
+            "SwapSession",
+            "SimDevice",
+            "SimDevice",
+            "SimDevice",
+            "SwapSession",
+            "SimDevice",
+            "save_on_cpu",
+            "SimDevice",
+        ],
     }
     assert ("pinned_pool.md", "PinnedPool") in [(snippet.page, snippet.first_call) for snippet in SNIPPETS]
 

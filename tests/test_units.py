@@ -194,6 +194,7 @@ def test_errors_are_caught_by_name_and_as_built_ins(error: type[Exception], buil
 
 SHARES = {"min_bytes": (None, np.int64(4096), "1GiB", 4096), "device": (None,), "pool": (None,), "thresholds": (None,)}
 SIZES, SWITCH, NOTHING = (None, np.int64(4096), "1GiB", 4096), (True,), (None,)
+BUDGETS = (*SIZES, np.float32(1))
 WRONG: tuple[Any, ...] = (
     *(None, 4096, -1, 1.5, float("nan"), True, "x", b"", [], [1], {}, object(), cm.SimDevice, torch.ones(2), torch.ones(9, 9)),
     *(np.int64(4096), np.float32(1), np.ones((9, 9)), "1GiB"),
@@ -214,16 +215,19 @@ def _callables(
     model, block = nn.Linear(1, 1), pool.allocate(4096)
     made: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
         (partial(cm.SwapSession, device=device, model=model), {
-            **SHARES, "hbm_budget": SIZES, "host_budget": SIZES, "model": NOTHING, "verify": SWITCH, "plans": SWITCH,
-            "recompute": SWITCH, "optimizer": NOTHING, "parameters": (), "progress": SWITCH,
+            **SHARES, "hbm_budget": BUDGETS, "host_budget": BUDGETS, "model": NOTHING, "verify": SWITCH, "plans": SWITCH,
+            "recompute": SWITCH, "optimizer": NOTHING, "parameters": (), "progress": SWITCH, "keep": ([],),
+            "never_recompute": ([],),
         }),
-        (partial(cm.attach, model, device=device), {"hbm_budget": SIZES, "verify": SWITCH, "optimizer": NOTHING, "budget": ()}),
+        (partial(cm.attach, model, device=device), {
+            "hbm_budget": BUDGETS, "verify": SWITCH, "optimizer": NOTHING, "budget": (),
+        }),
         (cm.attach, {"model": ()}),
         (partial(cm.save_on_cpu, device=device), SHARES),
         (_installed, {**SHARES, "pin_memory": ()}),
         (Trainings, {
-            **SHARES, "hbm_budget": SIZES, "host_budget": SIZES, "verify": SWITCH, "plans": SWITCH, "model": (), "budget": (),
-            "optimizer_state": SWITCH,
+            **SHARES, "hbm_budget": BUDGETS, "host_budget": BUDGETS, "verify": SWITCH, "plans": SWITCH, "model": (),
+            "budget": (), "optimizer_state": SWITCH,
         }),
         (partial(cm.PinnedPool, device=device), {"max_bytes": SIZES, "chunk_bytes": SIZES, "device": NOTHING}),
         (pool.allocate, {"nbytes": SIZES[1:]}), (partial(pool.allocate, 1), {"stream": NOTHING}),
@@ -239,8 +243,8 @@ def _callables(
         (session.run_step, {"fn": ()}), (partial(session.run_step, lambda: None), {"snapshot": SWITCH}),
         (session.restore, {"snapshot": NOTHING}), (session.snapshot().write, {"path": ("x", "1GiB")}),
         (session.snapshot().write("earlier").wait, {"timeout_s": (None, 4096, 1.5, True, np.int64(4096), np.float32(1))}),
-        (lambda value: setattr(session, "hbm_budget", value), {"value": SIZES[1:]}),
-        (lambda value: setattr(session, "host_budget", value), {"value": SIZES[1:]}),
+        (lambda value: setattr(session, "hbm_budget", value), {"value": BUDGETS[1:]}),
+        (lambda value: setattr(session, "host_budget", value), {"value": BUDGETS[1:]}),
         *((call, {"path": ("x", "1GiB")}) for call in (session.report().save_html, session.report().save_trace)),
     ]  # fmt: skip
     for call, arguments in made:

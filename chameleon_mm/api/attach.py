@@ -30,6 +30,7 @@ from chameleon_mm.errors import check_keywords, check_type
 from chameleon_mm.record.dispatch_state import in_backward
 from chameleon_mm.record.step_log import fsdp_parameters, gradients_of
 from chameleon_mm.report.report import SwapReport
+from chameleon_mm.report.step_history import log_values
 
 
 class _ForwardHook:
@@ -66,7 +67,7 @@ class Attachment:
         self._of_children: list[RemovableHandle] = []
         self._counts = session._executor.hook_counts
         self._counts.attached = type(model).__name__
-        self._optimizer_steps = 0
+        self._optimizer_steps = self._logged = 0
 
     def _enter(self) -> None:
         self.session.__enter__()
@@ -81,6 +82,16 @@ class Attachment:
     def report(self) -> SwapReport:
         """Return the report of the session until now; see `SwapSession.report`."""
         return self.session.report()
+
+    def log_values(self) -> dict[str, float]:
+        """Return figures of the steps that ended since the last call, for a training's log; empty if none did. Never waits.
+
+        Times are microseconds, memory is bytes: "swap_step_us", "swap_peak_bytes", "swap_budget_bytes", "swap_bytes_out" and
+        "swap_stall_us", as far as known: a GPU times one step in sixteen. For each step alone: `progress` of `SwapSession`.
+        """
+        steps = [step for step in self.session._history.figures() if step.index >= self._logged]
+        self._logged = steps[-1].index + 1 if steps else self._logged
+        return log_values(steps)
 
     def begin_step(self) -> None:
         """Begin a step, if the engine knows where steps begin; does nothing inside a step. Forwards and optimizers then bound

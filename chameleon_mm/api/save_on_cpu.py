@@ -19,15 +19,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from chameleon_mm.api.pins import check_pins
 from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import check_keywords, check_type
-from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule, Limits
+from chameleon_mm.plan.rule import DefaultRule, Limits
 from chameleon_mm.pool.pool import PinnedPool, pool_for
+from chameleon_mm.swap.budget import take_budget
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor, autograd_hooks
-from chameleon_mm.units import MIB, parse_size
+from chameleon_mm.units import AUTO, MIB, is_auto, parse_budget, parse_size
 
 LEAVING_BYTES = 256 * MIB
 """HBM that copies out may hold before compute waits for the oldest: 5 ms of copying at 55 GB/s."""
@@ -43,7 +45,12 @@ def check_early(given: Mapping[str, Any]) -> None:
             check_type(name, value, bool, "True or False", "pass one of the two")
         elif value is None or (name == "device" and str(value).startswith("cuda")):
             continue  # a GPU is not asked: that would start CUDA
-        elif name in ("hbm_budget", "host_budget", "min_bytes"):
+        elif name in ("keep", "never_recompute"):
+            check_pins(name, value)
+        elif name in ("hbm_budget", "host_budget"):
+            if not is_auto(value):
+                parse_budget(value, what=name)
+        elif name == "min_bytes":
             parse_size(value, what=name)
         elif name == "model":
             check_type(name, value, nn.Module, "a torch.nn.Module or None", "put several into an nn.ModuleList")
@@ -63,8 +70,9 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
     a storage to move (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one. `thresholds`: the way by which each size
     travels (None: packed together below 128 KiB, each alone from there on).
 
-    Device memory is kept within nine tenths of the device, a session's default budget. If that is used up, and in a first pass
-    without a forecast, compute waits for copies, on the device. Torch's own hooks copy at each save and back at each use.
+    Device memory is kept within a session's default budget, nine tenths of what the device has free or this process holds
+    there. If that is used up, and in a first pass without a forecast, compute waits for copies, on the device. Torch's own
+    hooks copy at each save and back at each use.
     Besides their memory this takes
 
     1. the storages of the tensors that one operator saves, until the next hook, because an operator may write what it saved;
@@ -101,7 +109,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             self.pool,
             rule=rule,
             limits=Limits(
-                hbm_budget_bytes=int(self.device.capacity * DEFAULT_BUDGET_SHARE),
+                hbm_budget_bytes=take_budget(AUTO, self.device).nbytes,
                 leaving_bytes=LEAVING_BYTES,
                 ahead_bytes=AHEAD_BYTES,
             ),

@@ -17,7 +17,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from chameleon_mm.api.model_swap import ModelSwap, tensors_of
+from chameleon_mm.api.pins import pinned_modules, text_of
 from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.api.torch_watch import TorchWatch
 from chameleon_mm.device import Device
@@ -35,18 +36,21 @@ from chameleon_mm.errors import SessionClosedError, check_method, check_type
 from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.follow.link_rates import link_cost_for
 from chameleon_mm.follow.plan_follower import plan_steps
-from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule, Limits
+from chameleon_mm.plan.rule import DefaultRule, Limits
+from chameleon_mm.pool.host_memory import pinnable_bytes
 from chameleon_mm.pool.pool import PinnedPool, pool_for
+from chameleon_mm.record.recorder import ModuleNames
 from chameleon_mm.report.report import Ranks, SwapReport
 from chameleon_mm.report.step_history import StepFigures, StepHistory, teller_of
 from chameleon_mm.state.rerun import StepRunner
 from chameleon_mm.state.snapshots import Snapshot
+from chameleon_mm.swap.budget import BudgetTaken, take_budget
 from chameleon_mm.swap.calibration import replayable_on
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.copy_queue import Thresholds
 from chameleon_mm.swap.executor import Executor, autograd_hooks
 from chameleon_mm.swap.hook_counts import limits_problem, misuse
-from chameleon_mm.units import MIB, parse_size
+from chameleon_mm.units import AUTO, MIB, is_auto, parse_budget, parse_size, share_of
 
 # --- Phases of a session, and their order
 #
@@ -78,11 +82,12 @@ STEPS_UNTIL_SAID = 3
 class SwapSession:
     """Keeps a training loop's activations within an HBM budget by swapping them to pinned host memory. Bit-identical.
 
-    `hbm_budget`: bytes, or text such as "20GiB"; None: nine tenths of the device's capacity. `host_budget`: the same for pinned
-    memory; None: half of the available host memory, divided among the local ranks. `device`: a `Device`, "cuda", "cuda:1",
-    "sim", "sim:a100"; None: CUDA if available, else the simulator. `min_bytes`: minimum size of a saved storage to move; None:
-    1 MiB. `thresholds`: the way by which each size moves; None: packed together below 128 KiB, each alone from there on.
-    `pool`: one to share with others; None: a new one of `host_budget`.
+    `hbm_budget`: bytes, text such as "20GiB", or a share, 0.8 or "80%", of what the device has free now and this process holds
+    there; None or "auto": nine tenths of that, and the rest is for fragmentation and memory outside of torch's allocator.
+    `host_budget`: the same for pinned memory, shares of this rank's part of the available host memory; None or "auto": half of
+    it. `device`: a `Device`, "cuda", "cuda:1", "sim", "sim:a100"; None: CUDA if available, else the simulator. `min_bytes`:
+    minimum size of a saved storage to move; None: 1 MiB. `thresholds`: the way by which each size moves; None: packed together
+    below 128 KiB, each alone from there on. `pool`: one to share with others; None: a new one of `host_budget`.
     `model`: its parameters (unless swapped) and buffers never move, and the budget is checked against their bytes first.
     `optimizer`: one of the model's. Its state is in host memory between its steps, and comes back for them part by part, and
     for other reads. `parameters`: "keep", or "swap": the model's parameters and gradients share a part of the budget, and each
@@ -95,6 +100,9 @@ class SwapSession:
     `verify`: checksum copies, and raise `SwapMismatch` with tensor, operator and step if a copy back differs. Slow; takes a
     thousandth of the budget, from 16 KiB to 16 MiB, while the session exists. `progress`: True prints a line to stderr for each
     step. A function is called with each step's `StepFigures`; its errors are logged.
+    `keep`: what these modules of `model` save, and modules that run inside of them, never leaves the device. `never_recompute`:
+    it is never dropped, but may be swapped. Both are lists of paths as in `named_modules` with `*` and `?` ("*.lm_head"), of
+    modules, and of classes. A storage that several modules save stays if one of them is named. The report has the price.
 
     Hooks act on the thread that entered the session, and that thread must leave it. Graphs compiled by dynamo are swapped where
     they save a tensor; dynamo never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for
@@ -105,8 +113,8 @@ class SwapSession:
     @uncompiled
     def __init__(
         self,
-        hbm_budget: int | str | None = None,
-        host_budget: int | str | None = None,
+        hbm_budget: float | str | None = None,
+        host_budget: float | str | None = None,
         device: Device | str | None = None,
         min_bytes: int | str | None = None,
         *,
@@ -119,20 +127,26 @@ class SwapSession:
         optimizer: torch.optim.Optimizer | None = None,
         parameters: str = "keep",
         progress: bool | Callable[[StepFigures], object] = False,
+        keep: Sequence[str | nn.Module | type[nn.Module]] = (),
+        never_recompute: Sequence[str | nn.Module | type[nn.Module]] = (),
     ) -> None:
-        budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
-        host = None if host_budget is None else parse_size(host_budget, what="host_budget")
+        check_early({"hbm_budget": hbm_budget, "host_budget": host_budget})
+        stated = None if is_auto(host_budget) else host_budget
+        host = None if stated is None else parse_budget(stated, pinnable_bytes, what="host_budget")
         self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
         check_early({"model": model, "thresholds": thresholds, "verify": verify, "plans": plans, "recompute": recompute})
         self._model_swap = ModelSwap(model, optimizer, parameters)
+        self.pins = {"keep": keep, "never_recompute": never_recompute}
+        pinned = {option: pinned_modules(option, pins, model) for option, pins in self.pins.items()}
         tell = teller_of(progress)
         if pool is not None and host is not None:
             raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
         self.pool = pool_for(device, pool, max_bytes=host)
         self._owns_pool = pool is None
         self.device = self.pool.device
-        self.hbm_budget_bytes = int(self.device.capacity * DEFAULT_BUDGET_SHARE) if budget is None else budget
-        self._ranks, self._model = Ranks(host_budget_bytes=host), model
+        self._set_budget(take_budget(AUTO if hbm_budget is None else hbm_budget, self.device))
+        is_share = stated is not None and share_of(stated, "host_budget") is not None
+        self._ranks, self._model = Ranks(host_budget_bytes=None if is_share else host), model
         self._executor = Executor(
             self._model_swap.device_for(self.device),
             self.pool,
@@ -141,6 +155,7 @@ class SwapSession:
             protected=ProtectedStorages(tensors_of(model)),
             thresholds=thresholds,
             verify=verify,
+            names=ModuleNames(model, **pinned),
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)
         self._recompute = recompute
@@ -174,7 +189,7 @@ class SwapSession:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase}; make another SwapSession")
         self._model_swap.check_budget(self.device, self.hbm_budget_bytes, self._executor.checksums)
-        self._ranks.enter(self.hbm_budget_bytes)
+        self._ranks.enter(None if self._budget_taken.how else self.hbm_budget_bytes)
         self._history.open()
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
@@ -301,10 +316,12 @@ class SwapSession:
         return SwapReport.of(
             self._history,
             hbm_budget_bytes=self.hbm_budget_bytes,
+            hbm_budget_from=self._budget_taken.how,
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
             problems=(*self._ranks.problems, *(problem for problem in problems if problem is not None)),
             adaptation=self._adaptation,
             ranks=self._ranks,
+            pins={option: [text_of(pin) for pin in pins] for option, pins in self.pins.items() if pins},
         )
 
     # --- state that it keeps in order
@@ -316,8 +333,9 @@ class SwapSession:
 
     @property
     def hbm_budget(self) -> int:
-        """Bytes of device memory that a step may take. Set it, to bytes or text such as "16GiB", between two steps, up or down.
-        It holds from the next step on, which follows a new plan from earlier recordings, without being recorded again.
+        """Bytes of device memory that a step may take. Set it, to whatever the session takes, between two steps, up or down;
+        "auto" reads again what is free. It holds from the next step on, which follows a new plan from earlier recordings,
+        without being recorded again.
 
         Setting it raises `TypeError` and `ValueError` for an invalid size, and `SessionClosedError` inside a step and after the
         session. It raises `InfeasibleBudget`, with the smallest possible budget, if a step with a plan needs more. The budget
@@ -326,14 +344,16 @@ class SwapSession:
         return self.hbm_budget_bytes
 
     @hbm_budget.setter
-    def hbm_budget(self, size: int | str) -> None:
-        nbytes = parse_size(size, what="hbm_budget")
+    def hbm_budget(self, size: float | str) -> None:
+        nbytes = (taken := take_budget(size, self.device)).nbytes
         self._expect_between_steps("hbm_budget")
         if self._phase is Phase.OPEN:
             self._model_swap.check_budget(self.device, nbytes, self._executor.checksums)
         with self._model_swap.changing_budget(nbytes) as beside_bytes:
             self._executor.change_budget(beside_bytes, must_fit=True)
-        lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
+        lowered = nbytes < self.hbm_budget_bytes
+        if nbytes != self.hbm_budget_bytes or taken.how:
+            self._set_budget(taken)
         self._runner = None
         if self._phase is Phase.OPEN:
             self._history.open()
@@ -355,13 +375,19 @@ class SwapSession:
         return self.pool.limit_bytes
 
     @host_budget.setter
-    def host_budget(self, size: int | str) -> None:
-        nbytes = parse_size(size, what="host_budget")
+    def host_budget(self, size: float | str) -> None:
+        held_bytes, size = self.pool.stats().reserved_bytes, 0.5 if is_auto(size) else size
+        nbytes = parse_budget(size, lambda: pinnable_bytes(held_bytes=held_bytes), what="host_budget")
         self._expect_between_steps("host_budget")
         if not self._owns_pool:
             raise ValueError("host_budget: expected a session with a pool of its own, got one with pool=; set pool.limit_bytes")
         self._executor.change_budget(host_bytes=nbytes, must_fit=True)
         self.pool.limit_bytes = nbytes
+
+    def _set_budget(self, taken: BudgetTaken) -> None:
+        self._budget_taken, self.hbm_budget_bytes = taken, taken.nbytes
+        if taken.how:
+            _log.info("chameleon_mm: hbm_budget: %s", taken.how)
 
     def _expect_open(self, what: str) -> None:
         """Allow the method `what` only between steps."""
@@ -405,6 +431,8 @@ class SwapSession:
         adaptation = self._adaptation
         if adaptation is None or not self._recompute or self._ranks.of > 1 or not partition_is_torchs_own():
             return  # ranks that differ in what they remake would differ in their collectives
+        if self.pins["never_recompute"]:
+            return  # nobody knows which module's tensors a region would remake
         share = adaptation.choose_partition()
         if share is not None:
             self._stack.enter_context(compiled_partition(share))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
@@ -28,11 +28,13 @@ from chameleon_mm.plan.planner import candidate_plans
 from chameleon_mm.plan.regions import PartitionChoice
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import COUNTED_ON, LinkCost
-from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, without_making
+from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, saved_where, without_making
+from chameleon_mm.plan.unswapped_memory import Candidates
 from chameleon_mm.record.light_profiler import Feature, StepRecord
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.calling_thread import annotation
 from chameleon_mm.swap.metrics import Metrics, StepKind, StepSums
+from chameleon_mm.swap.recipe import Refusal
 from chameleon_mm.units import format_size
 
 # --- Make plans within budgets, and leave some device memory free if possible
@@ -111,6 +113,8 @@ class Planning:
         except InfeasibleBudget as refusal:
             smallest_bytes = refusal.smallest_bytes or 0
             if not budget < smallest_bytes <= budget + self.outside_bytes():
+                if held := int(planned.trace.tensor_bytes[list(planned.staying)].sum()):
+                    refusal.args = (f"{refusal}. Modules of `keep` hold {format_size(held)} of saved tensors",)
                 raise
         return within(smallest_bytes + spare_bytes)
 
@@ -211,6 +215,8 @@ def _digest(data: object) -> str:
 
 
 # --- adaptation
+
+NEVER_RECOMPUTE = Refusal("saved by a module of never_recompute")
 
 CACHED_STEPS = 32
 """Number of steps in the cache, with trace and plans. A step of ten thousand hooks takes some MiB."""
@@ -350,18 +356,42 @@ class Adaptation:
         if self.partition.is_made or planned is None:
             return None
         own_us = None if planned.current is None else planned.current.program.plan.step_us
-
-        def step_us(trace: Trace) -> float | None:
-            other = PlannedStep(planned.record, trace, admitted=planned.admitted, banned=planned.banned)
-            try:
-                return self.planning.plans_for(other, self._budgets, self._link_cost(), at_most=1)[0].step_us
-            except InfeasibleBudget:
-                return None
-
-        self.partition.make(planned.trace, own_us, step_us)
+        self.partition.make(planned.trace, own_us, lambda trace: self._step_us(planned, trace))
         if self.partition.text:
             _log.info("chameleon_mm: partition of compiled regions: %s", self.partition.text)
         return self.partition.share
+
+    def _step_us(self, planned: PlannedStep, trace: Trace, *, unpinned: bool = False) -> float | None:
+        """Predicted time of a step like `planned` with that trace. `unpinned`: as if no pin were given. None: no plan fits."""
+        other = PlannedStep(planned.record, trace, admitted=planned.admitted, banned=planned.banned)
+        if unpinned:
+            other.refused = {number: why for number, why in planned.refused.items() if why is not NEVER_RECOMPUTE}
+            other.staying = frozenset()
+            other.reset_for(ExtraMemory())
+        try:
+            return self.planning.plans_for(other, self._budgets, self._link_cost(), at_most=1)[0].step_us
+        except InfeasibleBudget:
+            return None
+
+    def pins(self) -> dict[str, Any]:
+        """Cost of the pins in the step that was planned last; empty if they hold nothing there. Plans it without them, once."""
+        planned = self.latest
+        if planned is None:
+            return {}
+        trace, refused = planned.without_pins(), planned.refused
+        candidates = Candidates.of(trace, between_uses=True)
+        size = dict(zip(candidates.tensor.tolist(), candidates.nbytes.tolist(), strict=True))
+        never = {number for number in refused if refused[number] is NEVER_RECOMPUTE}
+        if not planned.staying and not never:
+            return {}
+        if planned.unpinned_us is None:
+            planned.unpinned_us = self._step_us(planned, trace, unpinned=True)
+        return {
+            "kept_bytes": sum(size.get(number, 0) for number in planned.staying),
+            "never_recomputed_bytes": sum(size.get(number, 0) for number in never),
+            "step_us": min((trial.program.plan.step_us for trial in planned.trials), default=None),
+            "step_us_without": planned.unpinned_us,
+        }
 
     def begin_step(self, compute: Stream) -> Recorder | None:
         """Begin a step. Returns its recorder, or None if no trace is needed. Times the step if a plan is on trial."""
@@ -487,6 +517,8 @@ class Adaptation:
     def _planned_step(self, record: StepRecord, trace: Trace, structure: Structure) -> PlannedStep:
         planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
         planned.proven, planned.refused, planned.trained = structure.proven(trace), structure.refused, structure.trained
+        for number in saved_where(trace, lambda place: place.never_recompute):
+            planned.refused[number] = NEVER_RECOMPUTE
         return planned
 
     # --- plans

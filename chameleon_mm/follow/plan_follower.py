@@ -373,6 +373,7 @@ class PlanFollower(Director):
         self.way = None
         if planned is not None and self.followed is not None:
             self.way = Way(self.followed.program, self._epoch, margin_bytes=planned.margin_bytes, first_saves=self._first_saves)
+            self.way.staying = planned.staying
         self._memory = StepMemory()
         # The latest hook is already counted. Rows that were due before it run late.
         missed = self.way is not None and self.way.program.first_due < self.light.num_hooks - 1
@@ -393,7 +394,7 @@ class PlanFollower(Director):
         """Assign `saved`, first saved at `hook`, its number in the plan of `way`."""
         number = saved.number = None if way is None else way.program.number_at(hook)
         if way is not None and number is not None:
-            way.storages[number] = saved
+            way.number(saved, number)
 
     def _compare_size(self, saved: SavedStorage, hook: int) -> None:
         """Give up the prediction, now and for later steps like this one, if it has another size for `saved`."""
@@ -427,7 +428,7 @@ def plan_steps(
     plan.
     """
     import_dynamo()  # now: the first step's recorder would import it anyway
-    me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
+    me, metrics, names = weakref.ref(executor), executor.metrics, executor.names  # weak: the executor holds its director
     device = executor.device
     adaptation = Adaptation(
         metrics,
@@ -439,6 +440,7 @@ def plan_steps(
             model=model,
             is_hidden=is_hidden,
             warn=metrics.warn,
+            names=names,
             reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
         replayable=replayable,

@@ -28,7 +28,17 @@ from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.step_program import Keys, StepProgram
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
-from chameleon_mm.plan.trace import Int64s, StepPhase, TensorKind, Trace, outliving_bytes, with_extra, with_times
+from chameleon_mm.plan.trace import (
+    Int64s,
+    StepPhase,
+    TensorKind,
+    Trace,
+    outliving_bytes,
+    saved_where,
+    with_extra,
+    with_staying,
+    with_times,
+)
 from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, place_of
 from chameleon_mm.record.light_profiler import PLAIN_CLASSES, StepRecord
 from chameleon_mm.replayable import base_name
@@ -105,6 +115,8 @@ class PlannedStep:
         """Numbers of the storages whose recomputed bits were compared with the original's and equal."""
         self.refused: dict[int, Refusal] = {}
         """Reasons why storages cannot be recomputed, by the storage's number."""
+        self.staying = saved_where(trace, lambda place: place.keep)
+        """Numbers of the storages that modules of `keep` save, among others: they stay on the device."""
         self.link: LinkCost | None = None
         """Link that the latest plans were made for."""
         self._planned_without = 0
@@ -143,10 +155,14 @@ class PlannedStep:
     def reset_for(self, extra: ExtraMemory) -> None:
         """Plan from now on for a step that takes `extra` memory beyond the recorded memory. Forgets earlier plans."""
         self.extra = extra
-        self.trace = with_extra(extra.added_to(self._recorded), self.margin_bytes)
+        self.trace = with_staying(self.without_pins(), self.staying)
         self._curve: Int64s | None = None
         """Bytes allocated during each tick of `trace`; None until first needed."""
         self.forget_plans()
+
+    def without_pins(self) -> Trace:
+        """Return `trace` as if `keep` named no module."""
+        return with_extra(self.extra.added_to(self._recorded), self.margin_bytes)
 
     def forget_plans(self) -> None:
         """Forget the plans and the stalls learned under them, because the budgets or the trace changed."""
@@ -156,6 +172,8 @@ class PlannedStep:
         self.lead_us: dict[int, float] = {}
         """Microseconds by which each copy back must be done earlier than predicted, by storage."""
         self._nothing_better = False
+        self.unpinned_us: float | None = None
+        """Predicted time of the step with no pins; None until somebody asks."""
 
     def correct_times(self) -> None:
         """Scale the trace's operator times to the measured ones. Forgets earlier plans."""

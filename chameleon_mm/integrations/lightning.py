@@ -5,12 +5,15 @@
     print(swap.report())
 
 A step lasts from the start of a batch to the end of the first batch in which an optimizer stepped, automatically or manually:
-Lightning calls `training_step` inside the optimizer's step, and not through the module's forward.
+Lightning calls `training_step` inside the optimizer's step, and not through the module's forward. The figures of each step are
+logged by `LightningModule.log`, so loggers and `trainer.callback_metrics` have them.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from chameleon_mm.integrations import load_framework
 from chameleon_mm.integrations._trainings import Trainings, refuse_cpu_checkpointing
@@ -44,9 +47,13 @@ class SwapCallback(Trainings, Callback):  # type: ignore[misc]  # mypy does not 
         self.attachment.begin_step()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End the step if this batch was its last."""
+        """End the step if this batch was its last, and log its figures: see `Attachment.log_values`."""
         if trainer.global_step != self._steps_before:
             self.attachment.end_step()
+            if not trainer.barebones:  # it logs nothing
+                values = self.attachment.log_values().items()
+                # On the host: a copy to the device would make it wait for all work at every step.
+                pl_module.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in values})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach if this training is attached."""

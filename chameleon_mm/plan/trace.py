@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -96,9 +96,13 @@ class SavePlace(NamedTuple):
     """Path of the module whose forward ran."""
     line: str = ""
     """File and number of the program's own line, such as "train.py:12"."""
+    keep: bool = False
+    """True inside of a module of `keep`: what is saved there never leaves the device."""
+    never_recompute: bool = False
+    """True inside of a module of `never_recompute`: what is saved there is never dropped."""
 
     def __str__(self) -> str:
-        return " at ".join(filter(None, self))
+        return " at ".join(filter(None, (self.module, self.line)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -143,7 +147,7 @@ class Trace:
     """Last tick before its first use at which others than our handles held it: dropping it after that tick frees its memory.
     NEVER: it was not saved, or others held it until it was used."""
     tensor_sendable: Int32s
-    """First hook after the end of the operator that saved it, so that it may be copied; NEVER: not saved."""
+    """First hook after the end of the operator that saved it, so that it may be copied; NEVER: not saved, or it must stay."""
     tensor_dies: Int32s
     """Last tick of its life; the number of ticks: it outlives the step."""
 
@@ -406,6 +410,19 @@ def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
         tensor_sendable=np.append(trace.tensor_sendable, np.full(new, NEVER, np.int32)),
         tensor_dies=np.append(trace.tensor_dies, ticks),
     )
+
+
+def saved_where(trace: Trace, is_there: Callable[[SavePlace], bool]) -> frozenset[int]:
+    """Numbers of the storages with a save, the first or a later one, in a place for which `is_there` is true."""
+    numbers = frozenset(int(trace.hook_tensor[hook]) for hook, place in trace.places.items() if is_there(place))
+    return numbers - {-1}
+
+
+def with_staying(trace: Trace, tensors: Collection[int]) -> Trace:
+    """Return `trace` with these storages never sendable: no plan moves or drops them."""
+    sendable = trace.tensor_sendable.copy()
+    sendable[list(tensors)] = NEVER
+    return dataclasses.replace(trace, tensor_sendable=sendable) if tensors else trace
 
 
 def with_times(trace: Trace, factor: float) -> Trace:

@@ -71,8 +71,13 @@ def auto_limit_bytes(*, available_bytes: int | None = None, held_bytes: int = 0)
 
     Raises `ValueError` if LOCAL_WORLD_SIZE is no number of processes.
     """
+    return pinnable_bytes(available_bytes=available_bytes, held_bytes=held_bytes) // 2
+
+
+def pinnable_bytes(*, available_bytes: int | None = None, held_bytes: int = 0) -> int:
+    """This process's share of the host memory that may be pinned, in bytes, as for `auto_limit_bytes`; 0 if unknown."""
     left = available_host_bytes() if available_bytes is None else available_bytes
-    return (held_bytes + left) // local_ranks() // 2
+    return (held_bytes + left) // local_ranks()
 
 
 def local_ranks() -> int:

@@ -63,15 +63,21 @@ _NOT_THE_PROGRAMS = (str(Path(torch.__file__).parent), str(Path(__file__).parent
 class ModuleNames:
     """Paths of modules in `model` if it is given and has them, else in the outermost running module."""
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(
+        self, model: nn.Module | None, *, keep: Iterable[nn.Module] = (), never_recompute: Iterable[nn.Module] = ()
+    ) -> None:
+        """`keep`, `never_recompute`: modules whose forwards have the marks of `SavePlace`."""
         self._paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._model = None if model is None else weakref.ref(model)
+        self._keep, self._never_recompute = weakref.WeakSet(keep), weakref.WeakSet(never_recompute)
+        self.keeps_some = bool(self._keep)
 
     def here(self) -> SavePlace:
-        """Innermost module whose forward runs on this thread, a root by its class, and innermost line of the program."""
+        """Innermost module whose forward runs on this thread, a root by its class, innermost line of the program, and marks of
+        all modules whose forwards run."""
         innermost: nn.Module | None = None
         outermost: nn.Module | None = None
-        line = ""
+        line, keep, never_recompute = "", False, False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if not line and not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAMS):
@@ -79,6 +85,8 @@ class ModuleNames:
             if frame.f_code is _CALL:
                 outermost = frame.f_locals["self"]
                 innermost = innermost if innermost is not None else outermost
+                keep = keep or outermost in self._keep
+                never_recompute = never_recompute or outermost in self._never_recompute
             frame = frame.f_back
         if innermost is None or outermost is None:
             return SavePlace(line=line)
@@ -86,7 +94,7 @@ class ModuleNames:
         path = None if model is None else self._paths_in(model).get(id(innermost))
         if path is None:
             path = self._paths_in(outermost).get(id(innermost), "")
-        return SavePlace(path or type(innermost).__name__, line)
+        return SavePlace(path or type(innermost).__name__, line, keep, never_recompute)
 
     def _paths_in(self, root: nn.Module) -> dict[int, str]:
         paths = self._paths.get(root)
@@ -136,8 +144,9 @@ class Recorder(StepMode):
         reclaim_some: ReclaimSome | None = None,
         is_hidden: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
         warn: Callable[..., None] = logging.Logger.warning,
+        names: ModuleNames | None = None,
     ) -> None:
-        """`warn(log, message, *values)` logs a warning."""
+        """`warn(log, message, *values)` logs a warning. `names`: None: those in `model`, without marks."""
         super().__init__()
         self._device, self._warn = device, warn
         self._device_type = device.torch_device.type
@@ -147,7 +156,7 @@ class Recorder(StepMode):
         """True if it must be left before the step's backward, because bits would change."""
         self._log = StepLog(device, model=model, optimizers=optimizers, times=times, is_hidden=is_hidden)
         self._table = self._log.table
-        self._module_names = ModuleNames(model)
+        self._module_names = names or ModuleNames(model)
         self._places: dict[int, SavePlace] = {}
         self._facts = OpFactsCache(GPU if self._dispatch.fake else self._device_type)
         self._retry = None if reclaim_some is None else OomRetry(device, self._reclaiming(reclaim_some))

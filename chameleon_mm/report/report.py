@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +57,9 @@ class Ranks:
         """Sentences about budgets that differ among ranks, or exceed this machine's memory together."""
         self._host_budget_bytes = host_budget_bytes
 
-    def enter(self, hbm_budget_bytes: int) -> None:
-        """Compare the budgets with those of the other ranks and of the machine. Logs a warning for each problem."""
+    def enter(self, hbm_budget_bytes: int | None) -> None:
+        """Compare the budgets with those of the other ranks and of the machine. Logs a warning for each problem.
+        `hbm_budget_bytes`: None: it was not given in bytes, so it may differ."""
         if dist.is_available() and dist.is_initialized():
             self.number, self.of = dist.get_rank(), dist.get_world_size()
         found = (self._beyond_the_machine(), self._unlike_the_first(hbm_budget_bytes))
@@ -81,7 +82,7 @@ class Ranks:
             f"{format_size(available // ranks)} at most, or none, which divides half of what there is"
         )
 
-    def _unlike_the_first(self, hbm_budget_bytes: int) -> str | None:
+    def _unlike_the_first(self, hbm_budget_bytes: int | None) -> str | None:
         """Sentence about budgets that differ from the first rank's in the store; None: none do, or there is no store."""
         if self.of == 1:
             return None
@@ -177,6 +178,8 @@ class SwapReport(Counters):
     """Upper bound of that maximum; None: not known. Both equal the peak if it is known: the process had not reached it before,
     and the device's peak was not reset meanwhile."""
     hbm_budget_bytes: int
+    hbm_budget_from: str = ""
+    """Sentence about what the budget is a share of; empty: it was given in bytes."""
     peak_reserved_bytes: int | None
     """Maximum that torch's allocator reserved since the process began or its peak was reset; None: simulated."""
     peak_host_bytes: int
@@ -191,6 +194,10 @@ class SwapReport(Counters):
     """Storages that a plan would have recomputed, but that were swapped or kept instead, by reason."""
     recipes_banned: tuple[str, ...]
     """Names of the operators of recipes whose bits differed from the original: those recipes are no longer used."""
+    pins: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Pins as texts: "keep", "never_recompute". With a planned step also "kept_bytes" and "never_recomputed_bytes", what they
+    hold of that step's movable bytes; the "step_us" that the fastest plan predicts, and "step_us_without" them (None: there is
+    no plan). Empty: no pins."""
     compiled_regions: tuple[str, ...] = ()
     """Lines about the compiled regions of the step that was planned last."""
     compiled_partition: str = ""
@@ -224,12 +231,14 @@ class SwapReport(Counters):
         history: StepHistory,
         *,
         hbm_budget_bytes: int,
+        hbm_budget_from: str,
         lowered_budget_bytes: int | None,
         problems: tuple[str, ...],
         adaptation: Adaptation | None,
         ranks: Ranks,
+        pins: Mapping[str, Sequence[str]],
     ) -> SwapReport:
-        """Report of the present figures of a session."""
+        """Report of the present figures of a session. `pins`: by option; without those that name nothing."""
         metrics, pool, device, peak = history.metrics, history.pool.stats(), history.device, history.peak()
         spans, totals, step_figures = metrics.resolve(), metrics.totals, history.figures()
         timed: dict[str, Any] = {name: getattr(totals, name) if totals.timed_steps else None for name in _TIMED}
@@ -243,12 +252,14 @@ class SwapReport(Counters):
             peak_hbm_bytes=peak.at_least_bytes,
             peak_hbm_at_most_bytes=peak.at_most_bytes,
             hbm_budget_bytes=hbm_budget_bytes,
+            hbm_budget_from=hbm_budget_from,
             peak_reserved_bytes=device.peak_reserved_bytes(),
             peak_host_bytes=pool.peak_live_bytes,
             host_reserved_bytes=pool.reserved_bytes,
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
             lowered_budget_bytes=lowered_budget_bytes,
+            pins={**pins, **(adaptation.pins() if pins and adaptation is not None else {})},
             problems=problems,
             warnings=dict(totals.warnings.values()),
             rank=ranks.number,
@@ -324,6 +335,8 @@ class SwapReport(Counters):
             ("plans made, host time", f"{self.plans}, {format_us(self.planning_us)}"),
             ("steps that had a plan already", str(self.plan_cache_hits)),
             *self._planned_rows(clock),
+            *self._pin_rows(clock),
+            *(("budget of device memory", text) for text in (self.hbm_budget_from,) if text),
             ("peak device memory", self._peak()),
             *(("reserved by torch at most", format_size(n)) for n in (self.peak_reserved_bytes,) if n is not None),
             *self._recomputed_rows(clock),
@@ -394,6 +407,22 @@ class SwapReport(Counters):
             ("latest plan's bytes", ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in self.planned_bytes.items())),
             *([(f"latest plan's recomputation{clock}", format_us(recompute_us))] if recompute_us else []),
         ]
+
+    def _pin_rows(self, clock: str) -> list[tuple[str, str]]:
+        """Row of the pins, and of what they cost the latest plan; empty without pins."""
+        given = [f"{option}={self.pins[option]}" for option in ("keep", "never_recompute") if option in self.pins]
+        if not given:
+            return []
+        text = ", ".join(given)
+        if "step_us" in self.pins:
+            us, without_us = self.pins["step_us"], self.pins["step_us_without"]
+            more = f" ({100 * (us / without_us - 1):+.1f} %)" if us is not None and without_us else ""
+            kept, never = (format_size(self.pins[name]) for name in ("kept_bytes", "never_recomputed_bytes"))
+            steps = (format_us(step) if step is not None else "no plan" for step in (us, without_us))
+            text += ": {} kept, {} never recomputed; predicted step {} with them, {} without{}".format(
+                kept, never, *steps, more
+            )
+        return [(f"pins{clock}", text)]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:
         """Rows about dropped and recomputed storages; empty if no plan asked for any."""

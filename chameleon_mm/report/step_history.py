@@ -95,6 +95,25 @@ def sums_of(steps: Sequence[StepFigures]) -> dict[str, Any]:
     }
 
 
+def log_values(steps: Sequence[StepFigures]) -> dict[str, float]:
+    """Figures of the latest `steps` for a training's log, without those that are not known; empty without a step.
+
+    "swap_step_us": median time, by the host's clock if none was timed. "swap_peak_bytes": the highest peak.
+    "swap_budget_bytes": the latest. "swap_bytes_out", "swap_stall_us": means of a step, the second of the timed ones.
+    """
+    if not steps:
+        return {}
+    sums, stalls = sums_of(steps), [step.stall_us for step in steps if step.stall_us is not None]
+    known = {
+        "swap_step_us": sums["step_us"] or median(step.host_us for step in steps),
+        "swap_peak_bytes": sums["peak_hbm_bytes"],
+        "swap_budget_bytes": steps[-1].hbm_budget_bytes,
+        "swap_bytes_out": sum(step.bytes_out for step in steps) / len(steps),
+        "swap_stall_us": sums["stall_us"] / len(stalls) if stalls else None,
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
 # --- Reports of each step's figures while a session runs: lines on stderr, or calls of a function
 
 _log = logging.getLogger(__name__)

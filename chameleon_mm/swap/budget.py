@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,13 +25,41 @@ from torch import Tensor
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import PeakWatch
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget, TransferFailed
-from chameleon_mm.plan.rule import Headroom, Limits, UseOrder
+from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, Headroom, Limits, UseOrder
 from chameleon_mm.swap.host_copy import State
 from chameleon_mm.swap.metrics import Metrics
 from chameleon_mm.swap.reclaim import Lending, Reclaimable, ReclaimQueue
 from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
-from chameleon_mm.units import allocated_size, format_size
+from chameleon_mm.units import allocated_size, format_size, is_auto, parse_budget, share_of
+
+# --- Budget of a session, as people write it
+
+
+class BudgetTaken(NamedTuple):
+    """Budget of device memory, as it was found."""
+
+    nbytes: int
+    how: str = ""
+    """Sentence about what it is a share of; empty: it was given in bytes."""
+
+
+def take_budget(budget: float | str, device: Device) -> BudgetTaken:
+    """Find the budget that `budget` is on `device`. "auto": what the device has free now and this process holds there, less a
+    tenth. A share is one of the same memory. Raises as `parse_budget` does."""
+    given = DEFAULT_BUDGET_SHARE if is_auto(budget) else budget
+    share = share_of(given, "hbm_budget")
+    if share is None:
+        return BudgetTaken(parse_budget(given, what="hbm_budget"))
+    capacity = device.capacity
+    nbytes = parse_budget(given, lambda: capacity, what="hbm_budget")
+    rest = "the rest is for fragmentation and memory outside of torch's allocator"
+    return BudgetTaken(
+        nbytes,
+        f"{format_size(nbytes)}, {f'{float(share):.1%}'.replace('.0%', '%')} of the {format_size(capacity)} that {device.name} "
+        f"has free or this process holds there{f' (auto: {rest})' if is_auto(budget) else ''}",
+    )
+
 
 # --- Check of a session's budget against the memory in use, before the session starts anything
 

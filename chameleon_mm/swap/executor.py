@@ -28,7 +28,7 @@ from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.call_notes import AnyWatch
 from chameleon_mm.record.calls import Value
 from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
-from chameleon_mm.record.recorder import Recorder
+from chameleon_mm.record.recorder import ModuleNames, Recorder
 from chameleon_mm.swap.budget import Budget
 from chameleon_mm.swap.calling_thread import ComputeStreams, ThisProcess, let_go_at_exit
 from chameleon_mm.swap.checksums import Checksums
@@ -139,8 +139,10 @@ class Executor:
         protected: ProtectedStorages,
         thresholds: Thresholds | None = None,
         verify: bool = False,
+        names: ModuleNames | None = None,
     ) -> None:
-        self.rule = rule
+        """`names`: it marks the modules whose saved storages stay on the device; None: there are none."""
+        self.rule, self.names = rule, names
         self._least_bytes = max(1, rule.min_bytes)  # least size that moves; stored, because every hook needs it
         self.protected = protected
         thresholds = thresholds or Thresholds()
@@ -208,6 +210,12 @@ class Executor:
         if is_hook:
             at_hook = handle.claim if isinstance(handle, WrapperHandle) else claim
             hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)
+        if claim is not None and self.names is not None and self.names.keeps_some and self._is_kept(claim.saved, self.names):
+            if claim.saved.state is State.ON_HOST:  # the gathered bytes of a view that was saved before
+                claim, reason = None, "keep"
+            else:
+                self._outs.call_off(claim.saved, self._streams.current())
+                claim.saved.stays = True
         watch = self.recording.watch
         if watch is not None:
             self.recomputing.hold_born(self._claim_to_hold, self.director.note_held)
@@ -475,6 +483,11 @@ class Executor:
         self.include(found, saved_bytes, compute)
         claim.saved.add_view(saved_bytes)
         return claim
+
+    def _is_kept(self, saved: SavedStorage, names: ModuleNames) -> bool:
+        """True if a module of `keep` saves the storage now, and that was not known. What a plan knows has its mark from it."""
+        is_known = saved.stays or (saved.number is not None and self.budget.way is not None)
+        return not is_known and names.here().keep
 
     def include(self, found: Found, saved_bytes: SavedBytes, compute: Stream) -> None:
         """Include these bytes in the copy of the claim that was found."""

@@ -268,11 +268,12 @@ class NativeLoop:
                 saves, compute, context, epoch=way.epoch, index=index, nbytes=nbytes, state=_STATES[state],
                 uses=Uses.known(len(told), sum(not is_used for _, _, is_used, *_ in told)), copy=copy,
             )  # fmt: skip
-            saved.op_is_over, saved.number, saved.saved_by = is_over, number, (self._home, operators)
+            saved.op_is_over, saved.saved_by = is_over, (self._home, operators)
             claim = executor.claim_on(saved)
             saved.slot.note_save(way.epoch, last_hook)
             saved.slot.last_save.emptied |= emptied
-            way.storages[number] = way.first_saves[first_hook] = saved
+            way.number(saved, number)
+            way.first_saves[first_hook] = saved
             if not is_over:
                 self._outs.fresh.append(saved)
             if is_held:

@@ -79,7 +79,8 @@ class SavedStorage:
 
     __slots__ = (
         "__weakref__", "_context", "checksum", "copies", "copy", "dtype", "epoch", "form", "gathered", "index",
-        "is_held_for_recipes", "nbytes", "number", "op_is_over", "part", "proof", "relied", "saved_by", "slot", "state", "uses",
+        "is_held_for_recipes", "nbytes", "number", "op_is_over", "part", "proof", "relied", "saved_by", "slot", "state",
+        "stays", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -121,6 +122,8 @@ class SavedStorage:
         """Recipe to compare with it at its first use."""
         self.is_held_for_recipes = False
         """True if autograd saved none of it: it is held for recipes that read it."""
+        self.stays = False
+        """True if it must not leave the device: a module of `keep` saved it."""
 
     @classmethod
     def known(
@@ -199,7 +202,10 @@ class SavedStorage:
     @property
     def is_copyable(self) -> bool:
         """True if the storage still has its size and at least one save was not written to since. The use of a save that was
-        written to raises anyway. A storage held only for recipes is not copied while the model holds it."""
+        written to raises anyway. A storage held only for recipes is not copied while the model holds it, and never
+        one that `stays`."""
+        if self.stays:
+            return False
         storage = self.slot.storage if self.slot.lent is None else self.device
         if storage is None or storage.nbytes() != self.nbytes:
             return False

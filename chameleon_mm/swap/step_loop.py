@@ -157,8 +157,8 @@ class StepLoop:
                 return None  # the storage may have a claim: the executor finds out
             saved_bytes = SavedBytes(t)
             claim = executor.new_claim(t, saved_bytes, compute)
-            claim.saved.number = row.number
-            way.storages[row.number] = way.first_saves[hook] = claim.saved
+            way.number(claim.saved, row.number)
+            way.first_saves[hook] = claim.saved
         else:
             saved_bytes = SavedBytes(t)
             found = self._claims.find_whole(t, saved_bytes, compute)

@@ -127,11 +127,20 @@ class SwapOuts:
             lending.lend()
 
     def begin_again(self, saved: SavedStorage, saved_bytes: SavedBytes, compute: Stream) -> None:
-        """Begin its copy again, as its latest copy, running or not, lacks these bytes, which are saved now on `compute`.
-
-        The storage has all bytes: it is on the device, as others refer to it.
-        """
+        """Begin its copy again, as its latest copy, running or not, lacks these bytes, which are saved now on `compute`."""
         saved.copies += 1
+        self.call_off(saved, compute)
+        slot = saved.slot
+        if slot.alloc_stream is not compute:
+            compute.wait(slot.alloc_stream.record())  # the copy, ordered after `compute`, must see the writes there
+            slot.alloc_stream = compute
+        slot.include(saved_bytes)
+
+    def call_off(self, saved: SavedStorage, compute: Stream) -> None:
+        """Have a storage that is saved now, on `compute`, on the device alone, without a copy.
+
+        It has all bytes there, as others refer to it.
+        """
         group = saved.form.group
         if saved.state is State.SWAPPING_OUT and not saved.cancel_swap_out() and saved.state is State.SWAPPING_OUT:
             assert saved.copy is not None
@@ -143,11 +152,6 @@ class SwapOuts:
             saved.stay_on_device()
         assert saved.state is State.ON_DEVICE
         self._registry.release_group(group)
-        slot = saved.slot
-        if slot.alloc_stream is not compute:
-            compute.wait(slot.alloc_stream.record())  # the copy, ordered after `compute`, must see the writes there
-            slot.alloc_stream = compute
-        slot.include(saved_bytes)
 
     def let_go_of_held(self) -> None:
         """Let the memory of held storages go once others hold them no more."""

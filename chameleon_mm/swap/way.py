@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from chameleon_mm.plan.step_program import Op, Row, StepProgram
 from chameleon_mm.swap.saved_storage import SavedStorage
@@ -14,7 +14,9 @@ class Way:
     Whoever runs the step's hooks moves it on: the loop, or the director and the general executor.
     """
 
-    __slots__ = ("_next", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "storages")
+    __slots__ = (
+        "_next", "epoch", "first_saves", "growth_bytes", "hook", "late", "margin_bytes", "program", "staying", "storages",
+    )  # fmt: skip
 
     def __init__(
         self, program: StepProgram, epoch: int, *, margin_bytes: int = 0, first_saves: dict[int, SavedStorage] | None = None
@@ -29,9 +31,16 @@ class Way:
         """Bytes that are allocated at most until the next check, by the plan's own copies back too."""
         self.storages: dict[int, SavedStorage] = {}
         """Saved storages by the plan's number."""
+        self.staying: Collection[int] = ()
+        """Numbers of the storages that must stay on the device."""
         self.late: list[Op] = []
         """Ops whose hook is past, and whose storages were saved by an operator that was not over then."""
         self._next = 0
+
+    def number(self, saved: SavedStorage, number: int) -> None:
+        """Note that `saved` is the plan's storage of that number."""
+        saved.number, self.storages[number] = number, saved
+        saved.stays |= number in self.staying
 
     def at(self, hook: int) -> None:
         """Note the latest hook."""

@@ -31,7 +31,7 @@ from chameleon_mm.tools.prediction import PARTITIONS, REPLAYED, default_budget, 
 from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, predict_session, record, show_session
 from chameleon_mm.tools.step_on_shapes import AUTOCAST, DTYPES, OPTIMIZERS
 from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, hugging_face, own_function
-from chameleon_mm.units import parse_size
+from chameleon_mm.units import AUTO, parse_budget, parse_size
 
 Environment = Callable[[str, Device], Mapping[str, Any]]
 """Theme and device -> the header of a result file: device, simulated, commit, versions."""
@@ -153,7 +153,8 @@ def _request(args: argparse.Namespace, **size: int) -> RunRequest:
     Raises `ValueError` for invalid sizes, and what `source_of` raises. No model is built.
     """
     spec = spec_by_name(args.gpu)
-    hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
+    given, whole = args.hbm_budget, lambda: spec.hbm_bytes
+    hbm_budget = default_budget(spec) if given in (None, AUTO) else parse_budget(given, whole, what="--hbm-budget")
     if hbm_budget == 0:
         raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
     autocast = None if args.autocast is None else AUTOCAST[args.autocast]

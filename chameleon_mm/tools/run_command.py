@@ -29,7 +29,7 @@ from chameleon_mm.report.report import SwapReport
 from chameleon_mm.tools.main_program import Ending, Program
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
 from chameleon_mm.tools.training_watch import TrainingWatch
-from chameleon_mm.units import parse_size
+from chameleon_mm.units import AUTO, parse_budget, parse_size
 
 # --- Rank of this process among those that a launcher started: it names the rank's files, and decides which rank prints
 
@@ -57,8 +57,9 @@ class LaunchedRank:
 
 _SHOWN = frozenset(
     {
-        "in short", "device", "PROBLEM", "WARNING", "steps", "what the steps were", "peak device memory", "recomputed",
-        "swapped out / in", "hidden share of copy time", "stall", "pinned host memory",
+        "in short", "device", "budget of device memory", "PROBLEM", "WARNING", "steps", "what the steps were",
+        "peak device memory", "recomputed", "swapped out / in", "hidden share of copy time", "stall", "pinned host memory",
+        "pins",
     }
 )  # fmt: skip
 """Labels of the report that are printed at the end; its files have all of them."""
@@ -153,15 +154,20 @@ _COMPILED_UNDER_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "chameleon-mm run [options] (script.py | -m MODULE) [args ...]"
     parser.allow_abbrev = False
-    parser.add_argument("--hbm-budget", metavar="SIZE", help="device memory that a step may take (default: 90%% of the device)")
+    parser.add_argument("--hbm-budget", metavar="SIZE", help="device memory that a step may take: 20GiB, 80%% (default: auto)")
     parser.add_argument(
-        "--host-budget", metavar="SIZE", help="pinned host memory at most (default: the rank's part of half of it)"
+        "--host-budget", metavar="SIZE", help="pinned host memory at most: 64GiB, 30%% (default: the rank's part of half of it)"
     )
     parser.add_argument("--device", metavar="NAME", help="cuda, cuda:1, sim, sim:a100 (default: that of the parameters)")
     parser.add_argument("--min-bytes", metavar="SIZE", help="smaller saved storages stay on the device (default: 1MiB)")
     parser.add_argument("--no-recompute", action="store_true", help="plans only swap, and recompute nothing")
     parser.add_argument("--no-plans", action="store_true", help="every step by the default rule: everything moves")
     parser.add_argument("--verify", action="store_true", help="compare checksums of what goes out and comes back; slow")
+    for option, does in (("--keep", "stays on the device"), ("--never-recompute", "is never dropped")):
+        parser.add_argument(
+            option, action="append", default=[], metavar="PATTERN",
+            help=f"what modules with such paths save {does}, as '*.lm_head'; may be given again",
+        )  # fmt: skip
     parser.add_argument("--progress", action="store_true", help="a line for each step on stderr")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report to FILE, as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report to FILE, as a page")
@@ -227,11 +233,12 @@ def _session_maker(args: argparse.Namespace, *, told: bool) -> Callable[[Any, st
     known to be invalid before there is a session."""
     sizes = {name: getattr(args, name) for name in ("hbm_budget", "host_budget", "min_bytes")}
     for name, size in sizes.items():
-        if size is not None:
-            parse_size(size, what=f"--{name.replace('_', '-')}")
+        if size not in (None, AUTO):
+            (parse_size if name == "min_bytes" else parse_budget)(size, what=f"--{name.replace('_', '-')}")
     if args.device is not None and not args.device.startswith("cuda"):
         resolve_device(args.device)  # a GPU is not asked: that starts CUDA, and forked workers could not use it
     options: dict[str, Any] = {**sizes, "verify": args.verify, "plans": not args.no_plans, "recompute": not args.no_recompute}
+    options |= {"keep": args.keep, "never_recompute": args.never_recompute}
     if args.progress and told:
         options["progress"] = True
 

@@ -1,0 +1,359 @@
+"""Pins: what modules of `keep` save stays on the device, what modules of `never_recompute` save is never dropped.
+
+References are plain PyTorch, with nothing of ours around it. A storage that left the device has no bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device, SimDevice
+from chameleon_mm.follow.adaptation import Adaptation
+from chameleon_mm.plan.unswapped_memory import place_of
+from tests._programs import assert_same
+from tests._random_models import far_ahead
+from tests._run_scripts import runs
+from tests.test_recompute_plans import RMSNorm, budget_for, latest, plainly, totals
+from tests.test_recompute_plans import train as train_decoder
+
+ROWS, WIDTH, BLOCKS, STEPS = 512, 64, 6, 5
+STORAGE = ROWS * WIDTH * 4
+
+
+class Gelu(nn.Module):
+    """Saves its input, and notes the storage of that."""
+
+    saved: weakref.ref[torch.UntypedStorage]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.saved = weakref.ref(x.untyped_storage())
+        return F.gelu(x)
+
+    @property
+    def is_there(self) -> bool:
+        storage = self.saved()
+        return storage is not None and storage.nbytes() > 0
+
+
+class Fine(Gelu):
+    """Another class that does the same."""
+
+
+class Block(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.down(self.act(self.up(x))))
+        return out
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*(Block(Fine() if i == 2 else Gelu()) for i in range(BLOCKS)))
+
+
+@dataclass
+class Run:
+    seen: list[Tensor] = field(default_factory=list)
+    """Losses, gradients, parameters."""
+    there: list[set[int]] = field(default_factory=list)
+    """After each forward: blocks whose activation's input is on the device."""
+    session: cm.SwapSession | None = None
+
+
+def train(device: Device, build: Callable[[], nn.Module], free_bytes: int | None = None, **given: Any) -> Run:
+    """Train in plain PyTorch, or in a session with `free_bytes` more than what is on the device. A pin may be a function of the
+    model."""
+    run = Run()
+    with device.compute() if free_bytes is not None else nullcontext():
+        torch.manual_seed(0)
+        model: Any = build().to(device.torch_device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if free_bytes is not None:
+            budget = max(device.allocated_bytes(), sum(p.nbytes for p in model.parameters())) + free_bytes
+            pins: dict[str, Any] = {}
+            for name in {"keep", "never_recompute"} & given.keys():
+                pins[name] = [pin(model) if isinstance(pin, FunctionType) else pin for pin in given.pop(name)]
+            run.session = cm.SwapSession(budget, "64MiB", device, "16KiB", model=model, **pins, **given)
+        with run.session or nullcontext():
+            for _ in range(STEPS):
+                with run.session.step() if run.session is not None else nullcontext():
+                    loss = model(torch.randn(ROWS, WIDTH).to(device.torch_device)).square().mean()
+                    run.there.append({i for i, act in enumerate(acts(model)) if act.is_there})
+                    loss.backward()
+                    run.seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+                    optimizer.step()
+                    optimizer.zero_grad()
+        run.seen += [p.detach().clone() for p in model.parameters()]
+    return run
+
+
+def acts(model: nn.Module) -> list[Gelu]:
+    return [module for module in model.modules() if isinstance(module, Gelu)]
+
+
+PINS: dict[str, tuple[Any, set[int]]] = {
+    "path": ("3", {3}),
+    "inner path": ("[14].act", {1, 4}),
+    "module": (lambda model: model[4], {4}),
+    "class": (Fine, {2}),
+}
+
+
+@pytest.mark.parametrize("plans", [True, False], ids=["planned", "by rule"])
+@pytest.mark.parametrize("name", PINS)
+def test_what_a_kept_module_saves_never_leaves_and_the_rest_does(device: Device, name: str, plans: bool) -> None:
+    pin, kept = PINS[name]
+    run = train(device, blocks, 8 * STORAGE, keep=[pin], plans=plans, recompute=False)
+    assert_same(train(device, blocks).seen, run.seen)
+    assert all(kept <= there for there in run.there), run.there
+    assert all(len(there) < BLOCKS for there in run.there), run.there
+    loose = train(device, blocks, 8 * STORAGE, plans=plans, recompute=False)
+    assert not all(kept <= there for there in loose.there), "they would have stayed anyway"
+
+
+@pytest.mark.parametrize("plans", [True, False], ids=["planned", "by rule"])
+def test_nothing_is_copied_out_of_a_model_that_is_kept_whole_however_short_memory_is(device: Device, plans: bool) -> None:
+    run = train(device, blocks, STORAGE, keep=["?"], plans=plans)
+    assert_same(train(device, blocks).seen, run.seen)
+    assert run.there == [{*range(BLOCKS)}] * STEPS
+    assert run.session is not None
+    report = run.session.report()
+    outside = 1  # the loss's square saves the model's result, in no module
+    assert report.bytes_swapped_out <= outside * STORAGE * STEPS
+    assert report.recomputed == 0
+    loose = train(device, blocks, STORAGE, plans=plans)
+    assert loose.session is not None
+    assert loose.session.report().bytes_swapped_out > BLOCKS * STORAGE * STEPS
+
+
+class Shared(nn.Module):
+    """`first` saves a storage, then operators that save others, then `act` saves that storage again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.first, self.act, self.middle = nn.Linear(WIDTH, WIDTH), Gelu(), Gelu(), blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        first = self.first(y)
+        other = self.middle(first)
+        out: Tensor = other + self.act(y) + first
+        return out
+
+
+@pytest.mark.parametrize("plans", [True, False], ids=["planned", "by rule"])
+@pytest.mark.parametrize("pin", ["first", "act"])
+def test_a_storage_of_several_modules_stays_if_any_of_them_is_kept(device: Device, pin: str, plans: bool) -> None:
+    """The first save may have its copy under way when the second comes."""
+    run = train(device, Shared, 8 * STORAGE, keep=[pin], plans=plans, recompute=False)
+    assert_same(train(device, Shared).seen, run.seen)
+    assert all({0, 1} <= there for there in run.there), run.there
+    assert all(len(there) < BLOCKS + 2 for there in run.there), run.there
+    loose = train(device, Shared, 8 * STORAGE, plans=plans, recompute=False)
+    assert not all({0, 1} <= there for there in loose.there)
+
+
+class Part(nn.Module):
+    """A small view of a storage is saved in `outside`, and again in `inside`, after it has left on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.outside, self.inside, self.middle = nn.Linear(WIDTH, 8 * WIDTH), Gelu(), Gelu(), blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.up(x)
+        part = whole[:, : WIDTH // 2]
+        y = self.outside(part)
+        other = self.middle(x + y.repeat(1, 2))
+        out: Tensor = other + self.inside(part).repeat(1, 2) + whole.sum()
+        return out
+
+
+def test_a_view_that_left_alone_stays_once_a_kept_module_saves_it(device: Device) -> None:
+    run = train(device, Part, 2 * STORAGE, keep=["inside"], plans=False)
+    assert_same(train(device, Part).seen, run.seen)
+    assert run.session is not None
+    report = run.session.report()
+    assert report.gathers > 0
+    assert report.kept_by_reason["keep"] == STEPS
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_session_with_pins_keeps_no_memory(device: Device) -> None:
+    train(device, blocks, 8 * STORAGE, keep=["3"])
+    assert device.allocated_bytes() < 2 * STORAGE
+
+
+# --- never_recompute
+
+
+def dropped_modules(session: cm.SwapSession | None) -> set[str]:
+    """Modules that save what some plan of the latest step recomputes."""
+    planned = latest(session)
+    plans = [trial.program.plan for trial in planned.trials]
+    assert plans
+    return {place_of(planned.trace, action.tensor).module for plan in plans for action in plan.recomputed}
+
+
+def test_what_a_module_of_never_recompute_saves_is_swapped_and_never_dropped() -> None:
+    budget = budget_for(0.4)
+    assert {"1.before", "2.gate", "3"} <= dropped_modules(train_decoder(3, budget, device=far_ahead()).session)
+    for pins, others_are_dropped in ((["[23]", RMSNorm], True), (["*"], False)):
+        run = train_decoder(6, budget, device=far_ahead(), never_recompute=pins)
+        assert run.seen == plainly(6).seen
+        dropped = dropped_modules(run.session)
+        assert not any(module[0] in "23" or module.endswith(("before", "between")) for module in dropped)
+        assert bool(dropped) is (totals(run).recomputed > 0) is others_are_dropped
+        assert totals(run).bytes_swapped_out > 0
+
+
+def test_compiled_regions_save_what_torch_chose_if_something_is_never_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Adaptation] = []
+
+    def note(adaptation: Adaptation) -> None:
+        asked.append(adaptation)
+
+    monkeypatch.setattr(Adaptation, "choose_partition", note)
+    train(SimDevice(), blocks, 8 * STORAGE, never_recompute=["3"])
+    assert not asked
+    train(SimDevice(), blocks, 8 * STORAGE, keep=["3"])
+    assert len(asked) == STEPS
+
+
+# --- what they cost
+
+
+def test_the_report_and_the_page_show_what_pins_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, plans = budget_for(0.5), list[int]()
+    loose = train_decoder(6, budget, device=far_ahead())
+    run = train_decoder(6, budget, device=far_ahead(), keep=["1"], never_recompute=[RMSNorm])
+    assert loose.session is not None
+    assert run.session is not None
+    step_us = Adaptation._step_us
+
+    def counted(*given: Any, **more: Any) -> float | None:
+        plans.append(1)
+        return step_us(*given, **more)
+
+    monkeypatch.setattr(Adaptation, "_step_us", counted)
+    report = run.session.report()
+    again = run.session.report()
+    assert len(plans) == 1  # once, for all reports
+    pins, before = report.pins, loose.session.report()
+    assert again.pins == pins
+    assert before.pins == {}
+    assert (pins["keep"], pins["never_recompute"]) == (["1"], ["RMSNorm"])
+    movable = sum(before.planned_bytes[what] for what in ("kept", "swapped", "recomputed"))
+    assert pins["kept_bytes"] == movable - sum(report.planned_bytes[what] for what in ("kept", "swapped", "recomputed")) > 0
+    assert pins["never_recomputed_bytes"] > 0
+    fastest = [min(trial.program.plan.step_us for trial in latest(one.session).trials) for one in (loose, run)]
+    assert [pins["step_us_without"], pins["step_us"]] == pytest.approx(fastest, rel=1e-12)
+    assert fastest[0] < fastest[1]
+    row = next(text for label, text in report.rows() if label.startswith("pins"))
+    assert re.fullmatch(
+        r"keep=\['1'\], never_recompute=\['RMSNorm'\]: .* kept, .* never recomputed; predicted step .* \(\+.* %\)", row
+    )
+    report.save_html(tmp_path / "page.html")
+    assert row.partition(": ")[2] in (tmp_path / "page.html").read_text()
+    json.dumps(report.to_dict())
+
+
+def test_pins_without_room_leave_no_plan_and_the_report_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    run = train_decoder(3, budget_for(0.3), device=far_ahead(), keep=["*"])
+    assert run.seen == plainly(3).seen
+    assert run.session is not None
+    report = run.session.report()
+    assert report.pins["step_us"] is None
+    assert report.pins["step_us_without"] > 0
+    assert "no plan with them" in str(report)
+    assert "Modules of `keep` hold 24." in caplog.text
+
+
+# --- errors
+
+
+NONE = "which names none; near names: "
+
+
+@pytest.mark.parametrize(
+    ("pin", "error", "said"),
+    [
+        ("lm_head", TypeError, "keep: expected a list of patterns, modules or classes, got 'lm_head' (str); put it in [...]"),
+        ([3], TypeError, 'keep: expected a path ("*.lm_head"), a module or a class, got 3 (int); leave it out'),
+        ([int], TypeError, "got the class int itself"),
+        (["0.upp"], ValueError, f"keep: expected a pin that names a module of the model, got '0.upp', {NONE}0.up"),
+        (["*.Act"], ValueError, f"got '*.Act', {NONE}0.act"),
+        (["*.lm_head"], ValueError, f"got '*.lm_head', {NONE}0, 0.up, 0.act"),
+        ([nn.Conv2d], ValueError, f"got the class Conv2d, {NONE}Block, Fine, Gelu"),
+        (["3", nn.Linear(1, 1)], ValueError, f"got an object of type Linear, {NONE}Linear"),
+    ],
+)  # fmt: skip
+def test_a_wrong_pin_is_one_line_before_anything_starts(pin: Any, error: type[Exception], said: str) -> None:
+    model, device = blocks(), SimDevice(hbm_bytes="1GiB")
+    for option in ("keep", "never_recompute"):
+        with pytest.raises(error) as told:
+            cm.attach(model, device=device, **{option: pin})
+        text = said.replace("keep", option) if said.startswith("keep") else said
+        assert text in str(told.value)
+        assert "\n" not in str(told.value)
+        assert not model._forward_pre_hooks
+
+
+def test_pins_need_a_model() -> None:
+    with pytest.raises(ValueError, match=r"keep: expected a session that knows its model; make it SwapSession\(model=model"):
+        cm.SwapSession(device="sim", keep=["a"])
+    cm.SwapSession(device="sim", keep=[], never_recompute=())
+
+
+def test_a_callback_refuses_what_is_no_pin_as_it_is_made() -> None:
+    with pytest.raises(TypeError, match="never_recompute: expected a list of patterns"):
+        cm.integrations.transformers.SwapCallback(never_recompute="mlp")
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(6)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.randn(1024, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("ended")
+"""
+
+
+def test_the_command_pins_by_patterns(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    usual = ["--hbm-budget", "9MiB", "--report", "report.json"]
+    cases = {
+        "pinned": [*usual, "--keep", "1", "--keep", "3.?", "--never-recompute", "*.1", "script.py"],
+        "wrong": ["--keep", "1", "--keep", "7", "script.py"],
+        "misspelt": ["--keeps", "1", "script.py"],
+    }
+    ended = runs(cases, tmp_path, tmp_path / "notes")
+    assert (ended["pinned"].code, ended["pinned"].out) == (0, "ended\n"), ended["pinned"].err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["pins"]["keep"], report["pins"]["never_recompute"]) == (["1", "3.?"], ["*.1"])
+    assert report["pins"]["kept_bytes"] >= 2 << 20
+    assert report["bytes_swapped_out"] > 0
+    assert ended["wrong"].code == 1
+    assert "ended" not in ended["wrong"].out
+    assert "keep: expected a pin that names a module of the model, got '7', which names none" in ended["wrong"].err
+    assert ended["misspelt"].code == 2
+    assert "did you mean --keep?" in ended["misspelt"].err

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 from chameleon_mm.device import SPECS, SimDevice
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.tools import session_on_shapes
+from chameleon_mm.tools.blocks import blocks_of
 from chameleon_mm.tools.cli import main
-from chameleon_mm.tools.compiled_blocks import Fusion, Kernel, attention_known, blocks_of, compile_blocks
+from chameleon_mm.tools.compiled_blocks import Fusion, Kernel, attention_known, compile_blocks
 from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.prediction import PARTITIONS, predict, predict_compiled
 from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, record, run_session

@@ -9,9 +9,14 @@ A link rate is a published measurement or is derived from one. `source` says whi
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
-from chameleon_mm.units import GIB
+from chameleon_mm.units import GIB, parse_size
+
+_SHARED = 0.75
+"""Share of the sum of both directions' rates that they reach at once, where only each alone is known: an H200's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +192,31 @@ def spec_by_name(name: str) -> GpuSpec:
         if _letters(known) == _letters(name):
             return spec
     raise ValueError(f"GPU spec: expected one of {', '.join(SPECS)}, got {name!r}")
+
+
+def spec_from_file(path: Path) -> GpuSpec:
+    """Read the spec of a GPU from a JSON file: an object with the fields of `GpuSpec`. `hbm_bytes` may be a text ("24GiB").
+    `source` may be missing, and `duplex_gbps`: 75 % of both directions' sum, as on an H200.
+
+    Raises `ValueError` for a file that is no such object, and `OSError` if it cannot be read.
+    """
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a GPU's figures as JSON, got {error}") from error
+    kinds = {figure.name: str if figure.name in ("name", "source") else (int, float) for figure in fields(GpuSpec)}
+    told = {"source": str(path), **told} if isinstance(told, dict) else {}
+    if isinstance(size := told.get("hbm_bytes"), str):
+        told["hbm_bytes"] = parse_size(size, what=f"{path}: hbm_bytes")
+    for name, kind in kinds.items():
+        if name == "duplex_gbps":
+            told.setdefault(name, _SHARED * (told["h2d_gbps"] + told["d2h_gbps"]))
+        if not isinstance(told.get(name), kind):
+            found = f"got {told[name]!r}" if name in told else f"{name} is missing"
+            raise ValueError(f"{path}: expected {name} as a {'text' if kind is str else 'number'}; {found}")
+    if unknown := sorted(set(told) - set(kinds)):
+        raise ValueError(f"{path}: expected {', '.join(kinds)}; {unknown[0]} is unknown")
+    return GpuSpec(**told)
 
 
 def _letters(name: str) -> str:

@@ -415,6 +415,12 @@ class Recorder(StepMode):
             self._flaw = self._flaw or flaw
             self.stop()
 
+    def number_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Number of a storage in the trace; None: no operator has touched it. Call it before `finish`."""
+        with self._lock:
+            traced = self._log.table.find(storage)
+        return None if traced is None else traced.number
+
     # --- the end
 
     def finish(self, fingerprint: int = 0) -> Trace:

@@ -42,23 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from chameleon_mm.record.dispatch_state import compiled_region
-
-# --- Blocks: the modules that are compiled
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Outermost blocks of `model`: modules with parameters in its lists and sequences. If it has none: the model itself."""
-    found: list[nn.Module] = []
-    waiting = [model]
-    while waiting:
-        module = waiting.pop(0)
-        repeats = isinstance(module, (nn.ModuleList, nn.Sequential))
-        for child in module.children():
-            is_block = (
-                repeats and any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.Sequential))
-            )
-            (found if is_block else waiting).append(child)
-    return found or [model]
+from chameleon_mm.tools.blocks import blocks_of
 
 
 def compile_blocks(model: nn.Module, *, activation_memory_budget: float) -> tuple[str, ...]:

@@ -22,13 +22,23 @@ from rich.console import Console
 
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.specs import spec_by_name
+from chameleon_mm.device.specs import GpuSpec, spec_by_name, spec_from_file
 from chameleon_mm.files import write_file
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule
+from chameleon_mm.tools.adapters import BITS, adapted, parse_adapters
 from chameleon_mm.tools.largest import SIZES, largest, say
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
-from chameleon_mm.tools.prediction import PARTITIONS, REPLAYED, default_budget, predict, predict_compiled, show
+from chameleon_mm.tools.prediction import (
+    PARTITIONS,
+    REPLAYED,
+    default_budget,
+    predict,
+    predict_compiled,
+    show,
+    with_checkpointing,
+)
 from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, predict_session, record, show_session
+from chameleon_mm.tools.sharding import Shards
 from chameleon_mm.tools.step_on_shapes import AUTOCAST, DTYPES, OPTIMIZERS
 from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, hugging_face, own_function
 from chameleon_mm.units import AUTO, parse_budget, parse_size
@@ -49,7 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_step_arguments(parser.add_argument_group("the step"))
     where = parser.add_argument_group("where it would run and what it may use")
-    where.add_argument("--gpu", default="h200", metavar="NAME", help=f"one of {', '.join(SPECS)} (default h200)")
+    where.add_argument(
+        "--gpu",
+        default="h200",
+        metavar="NAME|FILE",
+        help=f"one of {', '.join(SPECS)} (default h200), or a .json file with a GPU's figures: docs/plan.md has one",
+    )
+    where.add_argument(
+        "--fsdp",
+        metavar="N[:DTYPE]",
+        help="one of N ranks with shards of parameters, gradients and optimizer state, as FSDP2's; DTYPE: theirs (8:float32)",
+    )
     where.add_argument(
         "--hbm-budget",
         metavar="SIZE",
@@ -60,6 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-recompute", action="store_true", help="a plan that only swaps (default: recompute where that takes less time)"
     )
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
+    where.add_argument(
+        "--checkpointing", nargs="?", type=int, const=1, metavar="N",
+        help="show torch's checkpointing beside the plan, of each block or of every N-th",
+    )  # fmt: skip
     beside = parser.add_argument_group("a session that swaps more than activations")
     beside.add_argument(
         "--swap-optimizer",
@@ -106,6 +130,11 @@ def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
         help="each repeated block is compiled, as by block.compile(), and what its compiled code saves is chosen too",
     )
     step.add_argument(
+        "--lora", metavar="R[:NAMES]",
+        help="adapters of rank R on linear modules of these names (8:q_proj,up), or on all but the output; the rest is frozen",
+    )  # fmt: skip
+    step.add_argument("--quantise", choices=list(BITS), help="bits of the frozen linear weights, with --lora")
+    step.add_argument(
         "--optimizer", choices=list(OPTIMIZERS), default="adamw",
         help="; ".join(f"{name}: {about}" for name, about in OPTIMIZERS.items()) + " (default adamw)",
     )  # fmt: skip
@@ -138,10 +167,16 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         else:
             with console.status("recording one step under fake tensors, and planning"):
                 prediction = predict(record(request), *budgets)
+        if args.checkpointing is not None:
+            with console.status("recording the step with checkpointing"):
+                beside = record(
+                    replace(request, checkpointed=args.checkpointing, compiled=PARTITIONS[0] if args.compile else None)
+                )
+                prediction = with_checkpointing(prediction, beside, args.checkpointing)
         show(prediction, console)
         told, held = prediction.to_dict(), prediction.infeasible is None
     if args.json is not None:
-        told = {**environment("plan", SimDevice(spec_by_name(args.gpu))), **told}
+        told = {**environment("plan", SimDevice(_spec(args.gpu))), **told}
         write_file(args.json, json.dumps(told, indent=1) + "\n")
         tell_written(console, args.json)
     return 0 if held else 1
@@ -152,15 +187,16 @@ def _request(args: argparse.Namespace, **size: int) -> RunRequest:
 
     Raises `ValueError` for invalid sizes, and what `source_of` raises. No model is built.
     """
-    spec = spec_by_name(args.gpu)
+    spec = _spec(args.gpu)
     given, whole = args.hbm_budget, lambda: spec.hbm_bytes
     hbm_budget = default_budget(spec) if given in (None, AUTO) else parse_budget(given, whole, what="--hbm-budget")
     if hbm_budget == 0:
         raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
     autocast = None if args.autocast is None else AUTOCAST[args.autocast]
     dtype = DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")]
+    build = source_of(args.model, dtype=dtype, **{"batch": args.batch, "seq": args.seq, "layers": None, **size})
     return RunRequest(
-        build=source_of(args.model, dtype=dtype, **{"batch": args.batch, "seq": args.seq, "layers": None, **size}),
+        build=build if args.lora is None else adapted(build, parse_adapters(args.lora, args.quantise)),
         spec=spec,
         swapped=Swapped(optimizer=args.swap_optimizer, parameters=args.swap_parameters),
         hbm_budget_bytes=hbm_budget,
@@ -169,7 +205,19 @@ def _request(args: argparse.Namespace, **size: int) -> RunRequest:
         optimizer=args.optimizer,
         min_bytes=DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes"),
         autocast=autocast,
+        shards=None if args.fsdp is None else _shards(args.fsdp),
     )
+
+
+def _spec(text: str) -> GpuSpec:
+    return spec_from_file(Path(text)) if text.endswith(".json") else spec_by_name(text)
+
+
+def _shards(text: str) -> Shards:
+    ranks, _, dtype = text.partition(":")
+    if not ranks.isdecimal() or int(ranks) < 2 or (":" in text and dtype not in DTYPES):
+        raise ValueError(f"--fsdp: expected 2 or more ranks, or those and one of {', '.join(DTYPES)} (8:float32), got {text!r}")
+    return Shards(ranks=int(ranks), dtype=DTYPES[dtype] if dtype else None)
 
 
 def _check_swapped(args: argparse.Namespace) -> None:
@@ -178,6 +226,19 @@ def _check_swapped(args: argparse.Namespace) -> None:
         raise ValueError("--swap-optimizer: expected an optimizer, whose state is swapped, got --optimizer none; name one")
     if args.compile and (args.largest or args.swap_optimizer or args.swap_parameters):
         raise ValueError("--compile: expected no --largest, --swap-optimizer or --swap-parameters beside it; leave those out")
+    if args.quantise is not None and args.lora is None:
+        raise ValueError("--quantise: expected --lora beside it, since packed weights are not trained; name a rank")
+    if args.fsdp is not None and (args.swap_optimizer or args.swap_parameters):
+        raise ValueError(
+            "--fsdp: expected no --swap-optimizer or --swap-parameters beside it, which are one device's; leave those out"
+        )
+    if args.checkpointing is not None and (
+        args.checkpointing < 1 or args.largest or args.swap_optimizer or args.swap_parameters
+    ):
+        raise ValueError(
+            f"--checkpointing: expected 1 or more, and no --largest, --swap-optimizer or --swap-parameters beside it, got "
+            f"{args.checkpointing}; leave those out"
+        )
     if args.largest is None:
         return
     if args.swap_parameters and not args.swap_optimizer:

@@ -53,6 +53,8 @@ _MOST_PLANNED = 3
 
 SCHEMA = "chameleon_mm.plan/1"
 
+_ESTIMATED = "full recomputation"
+
 
 def default_budget(spec: GpuSpec) -> int:
     """Bytes of device memory that a session takes by default."""
@@ -200,7 +202,7 @@ class Prediction(StepNeeds):
     """Phase of the peak that remains with every candidate swapped out."""
     ways: tuple[Way, ...]
     """Ways to run the step, in order: no swapping; the plan, if any; a plan that only swaps, if that plan recomputes; swapping
-    everything, if fewer than `_MOST_PLANNED` ways come before it; full recomputation."""
+    everything, if fewer than `_MOST_PLANNED` ways come before it; full recomputation, or torch's checkpointing if recorded."""
     smallest_budget_bytes: int
     """Smallest budget for which there is a plan within the host's budget, at any cost in time."""
     hidden_budget_bytes: int
@@ -389,9 +391,19 @@ def _ways(
     return (*ways, _full_recomputation(trace))
 
 
+def with_checkpointing(prediction: Prediction, step: RecordedStep, every: int) -> Prediction:
+    """Put a recorded way in place of the estimated one: `step` is the same step with torch's checkpointing of each `every`-th
+    block."""
+    trace, unswapped = step.trace, prediction.ways[0]
+    name = "torch checkpointing" if every == 1 else f"checkpointing 1/{every}"
+    again_us = trace.duration_us - unswapped.step_us
+    way = Way(name=name, peak_bytes=peak_memory(trace).nbytes, step_us=trace.duration_us, recompute_us=max(0.0, again_us))
+    return dataclasses.replace(prediction, ways=(*prediction.ways[:-1], way))
+
+
 def _full_recomputation(trace: Trace) -> Way:
     again = full_recomputation(trace)
-    return Way(name="full recomputation", peak_bytes=again.peak_bytes, step_us=again.step_us, recompute_us=again.recomputed_us)
+    return Way(name=_ESTIMATED, peak_bytes=again.peak_bytes, step_us=again.step_us, recompute_us=again.recomputed_us)
 
 
 def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
@@ -485,7 +497,8 @@ def assumptions(prediction: Prediction) -> list[str]:
         lines.append(
             "what runs again takes its time in forward once more; products run again only where the device repeats them exactly"
         )
-    lines.append("full recomputation is an estimate, its segments cut where the least crosses; no plan of ours does it")
+    if prediction.ways[-1].name == _ESTIMATED:
+        lines.append(f"{_ESTIMATED} is an estimate, its segments cut where the least crosses; no plan of ours does it")
     lines.extend(prediction.step.notes)
     return lines
 

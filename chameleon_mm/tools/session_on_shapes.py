@@ -34,6 +34,7 @@ from chameleon_mm.state.hosted import MIN_BYTES
 from chameleon_mm.tools.outputs import print_table
 from chameleon_mm.tools.prediction import StepNeeds, conclude, rooflines
 from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic, gpu_autocast
+from chameleon_mm.tools.sharding import Shards, shardable, sharded
 from chameleon_mm.tools.step_on_shapes import RecordedStep, TrainingStep, default_dtype, record_step
 from chameleon_mm.tools.workload import Build
 from chameleon_mm.units import allocated_size, format_size, format_us
@@ -111,6 +112,10 @@ class RunRequest:
     autocast: torch.dtype | None = None
     compiled: float | None = None
     """`activation_memory_budget` of torch under which each repeated block is compiled; None: all runs eagerly."""
+    checkpointed: int | None = None
+    """Each repeated block whose number this divides runs under torch's checkpointing; None: none does."""
+    shards: Shards | None = None
+    """Ranks that parameters, gradients and optimizer state are sharded over; None: one rank has all of them."""
 
 
 def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = True) -> SessionRun:
@@ -284,8 +289,8 @@ class SessionPrediction(StepNeeds):
 def record(request: RunRequest, *, in_buckets: bool = False) -> RecordedStep:
     """Record one step of the request's model. `in_buckets`: a swapped optimizer steps in buckets that suit the budget."""
     buckets = in_buckets and request.swapped.optimizer
-    return record_step(
-        request.build,
+    step = record_step(
+        request.build if request.shards is None else shardable(request.build, request.shards),
         request.spec,
         dtype=request.dtype,
         optimizer=request.optimizer,
@@ -293,7 +298,9 @@ def record(request: RunRequest, *, in_buckets: bool = False) -> RecordedStep:
         autocast=request.autocast,
         bucket_bytes=bucket_bytes_within(request.hbm_budget_bytes) if buckets else None,
         compiled=request.compiled,
+        checkpointed=request.checkpointed,
     )
+    return step if request.shards is None else sharded(step, request.shards)
 
 
 def predict_session(request: RunRequest) -> SessionPrediction:

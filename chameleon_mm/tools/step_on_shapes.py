@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
@@ -25,11 +26,12 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import GpuSpec
-from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.trace import Int64s, Trace
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.state.optimizer_swap import alone, buckets_of, raw_step
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
+from chameleon_mm.tools.blocks import checkpoint_blocks, groups_of
 from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, gpu_autocast
 from chameleon_mm.tools.workload import Build, ModelUnusable, Workload, told_as
 
@@ -39,6 +41,7 @@ AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS = {
     "adamw": "torch's AdamW as it runs by default on CUDA, which makes temporaries as large as the parameters",
     "adamw-fused": "AdamW(fused=True): one kernel, no temporaries",
+    "adamw-8bit": "AdamW with moments of 8 bits and a float32 scale for 256 elements, as bitsandbytes' and torchao's",
     "sgd": "SGD with momentum, as it runs by default on CUDA",
     "none": "forward and backward alone",
 }
@@ -80,6 +83,8 @@ class RecordedStep:
     """Torch's setting under which the repeated blocks are compiled; None: all runs eagerly."""
     min_bytes: int
     trace: Trace
+    gathered: tuple[Int64s, ...]
+    """Numbers of the trace's storages whose parameters FSDP gathers together: each block's, then the rest's."""
     window: Callable[[int], int]
     """Maps a budget to the bytes that a session sets aside for swapped parameters. Raises `InfeasibleBudget`."""
     largest_bucket_bytes: int
@@ -119,6 +124,7 @@ def record_step(
     autocast: torch.dtype | None = None,
     bucket_bytes: int | None = None,
     compiled: float | None = None,
+    checkpointed: int | None = None,
 ) -> RecordedStep:
     """Record one step of the workload of `build` under fake tensors: weights, batch and activations take no memory.
 
@@ -126,17 +132,21 @@ def record_step(
     never move. autocast: dtype of the autocast around forward; None: there is none, and the model's own still acts as CUDA's.
     bucket_bytes: state that the optimizer steps together, as in a session that swaps the state; None: all of it.
     compiled: each repeated block is compiled with this `activation_memory_budget` of torch, 0 to 1; None: all runs eagerly.
+    checkpointed: each repeated block whose number this divides runs under torch's checkpointing; None: none does.
     Takes tens of microseconds for each operator. Raises `ModelUnusable` if the model fails.
     """
     device = SimDevice(spec)
     with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast(), _uncompiled():
         workload = build()
-        step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes, compiled=compiled)
+        step = TrainingStep(
+            workload, optimizer, autocast, bucket_bytes=bucket_bytes, compiled=compiled, checkpointed=checkpointed
+        )
         recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
         with recorder:
             with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
                 loss = step.forward_backward()
             step.update()
+        numbers = [[recorder.number_of(p.untyped_storage()) for p in group] for group in groups_of(workload.model)]
         trace = recorder.finish()
         del loss  # a training loop, too, holds it until here
     return RecordedStep(
@@ -148,6 +158,7 @@ def record_step(
         optimizer=optimizer,
         min_bytes=min_bytes,
         trace=trace,
+        gathered=tuple(np.array([n for n in group if n is not None], np.int64) for group in numbers),
         window=partial(window_for, charged_sizes(workload.model.parameters())),
         largest_bucket_bytes=step.largest_bucket_bytes,
     )
@@ -160,7 +171,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 class TrainingStep:
     """Step of a training loop. `started`: the optimizer already has its state, as from the second step on.
-    `bucket_bytes` and `compiled`: as in `record_step`."""
+    `bucket_bytes`, `compiled` and `checkpointed`: as in `record_step`."""
 
     def __init__(
         self,
@@ -171,6 +182,7 @@ class TrainingStep:
         started: bool = True,
         bucket_bytes: int | None = None,
         compiled: float | None = None,
+        checkpointed: int | None = None,
     ) -> None:
         trained = [p for p in workload.model.parameters() if p.requires_grad]
         if not trained:
@@ -192,6 +204,8 @@ class TrainingStep:
             from chameleon_mm.tools.compiled_blocks import compile_blocks  # imports Inductor, which takes seconds
 
             self.notes = compile_blocks(self.model, activation_memory_budget=compiled)
+        if checkpointed is not None:
+            checkpoint_blocks(self.model, every=checkpointed)
         self.optimizers = _optimizers(optimizer, trained)
         if started and self.optimizers:
             for parameter in trained:
@@ -232,8 +246,29 @@ def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
         return []
     if name == "adamw-fused":
         return [AdamW(parameters, fused=True)]
+    if name == "adamw-8bit":
+        return [EightBitAdamW(parameters, {})]
     # `foreach` is explicit: torch picks it on CUDA, but a loop over the parameters on the CPU.
     return [AdamW(parameters, foreach=True) if name == "adamw" else SGD(parameters, lr=1e-3, momentum=0.9, foreach=True)]
+
+
+class EightBitAdamW(Optimizer):
+    """State and memory traffic of an AdamW with moments of 8 bits, for shapes alone: its step's values mean nothing.
+
+    Moments of fewer than 4096 elements are float32, as bitsandbytes' are.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no training loop of ours gives a closure
+        """Read each parameter, its gradient and its moments once, and write all but the gradient: as one kernel does."""
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            for name in ("exp_avg", "exp_avg_sq") if not self.state[p] else ():
+                self.state[p][name] = torch.zeros_like(p, dtype=torch.float32 if p.numel() < 4096 else torch.uint8)
+                if p.numel() >= 4096:
+                    self.state[p][f"{name}_scales"] = torch.zeros(-(-p.numel() // 256), dtype=torch.float32)
+            p.add_(p.grad)
+            for value in self.state[p].values():
+                value.add_(1)
 
 
 def _by_dtype(model: nn.Module) -> dict[str, int]:

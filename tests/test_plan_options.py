@@ -1,0 +1,271 @@
+"""`chameleon-mm plan` for what people run: checkpointing, shards, adapters, packed weights, 8-bit moments, another GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from chameleon_mm.device import SPECS
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.sim.cost_model import CostModel
+from chameleon_mm.device.specs import spec_from_file
+from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
+from chameleon_mm.plan.unswapped_memory import peak_memory
+from chameleon_mm.tools.adapters import Adapters, adapted
+from chameleon_mm.tools.cli import main
+from chameleon_mm.tools.shape_operators import GpuOperators
+from chameleon_mm.tools.sharding import Shards, shardable, sharded
+from chameleon_mm.tools.step_on_shapes import RecordedStep, TrainingStep, record_step
+from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload
+from chameleon_mm.units import GIB, allocated_size
+from tests._user_modules import write_module
+
+H200 = SPECS["h200"]
+LLAMA = LlamaShape(layers=4, width=64, heads=4, kv_heads=2, ffn=160, vocabulary=128, context=64)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(width, width, bias=False), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.dropout(self.linear(x)))
+
+
+class Blocks(nn.Module):
+    """Three equal blocks of one matrix each, between two matrices outside them."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(width, width, bias=False) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def blocks() -> Workload:
+    model, x = Blocks(), torch.zeros(8, 256)
+    return Workload(about="blocks", model=model, loss=lambda: model(x).sum())
+
+
+def llama() -> Workload:
+    model, ids = Llama(LLAMA), torch.zeros(2, 64, dtype=torch.int64)
+    return Workload(about="a small llama", model=model, loss=lambda: model.loss(ids))
+
+
+def recorded(build: Build, **options: Any) -> RecordedStep:
+    return record_step(build, H200, **{"dtype": torch.float32, "optimizer": "adamw-fused", "min_bytes": 1, **options})
+
+
+def bytes_of(trace: Trace, kind: TensorKind) -> int:
+    return int(trace.tensor_bytes[trace.tensor_kind == kind].sum())
+
+
+# --- checkpointing
+
+
+@pytest.mark.parametrize(("build", "every"), [(llama, 1), (llama, 3), (blocks, 1)])  # what `blocks` drops, it drops again
+def test_a_checkpointed_step_needs_what_it_needs_when_it_runs(build: Build, every: int) -> None:
+    """To the byte and to the microsecond, on the simulated GPU with a host that takes no time."""
+    trace = recorded(build, checkpointed=every).trace
+    device = SimDevice(H200, cost=CostModel(spec=H200, launch_us=0.0, view_us=0.0, event_us=0.0))
+    with device.compute(), GpuOperators():
+        step = TrainingStep(build(), "adamw-fused", checkpointed=every)
+        device.reset_peaks()
+        start = device.current_stream().record(timed=True)
+        loss = step.forward_backward()
+        step.update()
+        end = device.current_stream().record(timed=True)
+    del loss
+    device.synchronize()
+    assert peak_memory(trace).nbytes == device.peak_allocated_bytes()
+    assert trace.duration_us == pytest.approx(end.elapsed_us(start), rel=1e-9)  # added up in another order
+
+
+def test_it_is_what_a_user_gets_who_checkpoints_each_block() -> None:
+    def by_hand() -> Workload:
+        workload = llama()
+        for block in workload.model.blocks:  # type: ignore[union-attr]  # it is a Llama
+            forward = block.forward
+            block.forward = lambda *args, forward=forward: checkpoint(
+                forward, *args, use_reentrant=False, preserve_rng_state=False
+            )
+        return workload
+
+    ours, theirs, plain = recorded(llama, checkpointed=1).trace, recorded(by_hand).trace, recorded(llama).trace
+    assert (peak_memory(ours).nbytes, ours.duration_us) == (peak_memory(theirs).nbytes, theirs.duration_us)
+    assert peak_memory(ours).nbytes < peak_memory(plain).nbytes
+    assert ours.duration_us > plain.duration_us
+
+
+# --- shards
+
+
+def test_shards_are_a_share_of_what_one_rank_would_keep() -> None:
+    whole, shard = recorded(llama), sharded(recorded(llama), Shards(ranks=4))
+    for kind in (TensorKind.PARAMETER, TensorKind.GRADIENT):
+        assert bytes_of(shard.trace, kind) * 4 == bytes_of(whole.trace, kind)
+    assert bytes_of(shard.trace, TensorKind.ACTIVATION) == bytes_of(whole.trace, TensorKind.ACTIVATION)
+    of_optimizer = whole.trace.op_phase == StepPhase.OPTIMIZER
+    np.testing.assert_array_equal(shard.trace.op_us[~of_optimizer], whole.trace.op_us[~of_optimizer])
+    np.testing.assert_allclose(shard.trace.op_us[of_optimizer] * 4, whole.trace.op_us[of_optimizer])
+    wide = sharded(recorded(llama, dtype=torch.bfloat16), Shards(ranks=4, dtype=torch.float32))
+    assert bytes_of(wide.trace, TensorKind.PARAMETER) == bytes_of(shard.trace, TensorKind.PARAMETER)
+
+
+def test_a_block_is_whole_from_the_block_before_until_it_has_run() -> None:
+    """Counted by hand, in weights. The two outside the blocks are whole all along, and so are their gradients once made."""
+    step = recorded(blocks)
+    weight = int(allocated_size(256 * 256 * 4))
+    shard = sharded(step, Shards(ranks=2))
+    held = (shard.trace.op_inner_bytes - step.trace.op_inner_bytes) // weight
+    forward = shard.trace.op_phase == StepPhase.FORWARD
+    products = [i for i, name in enumerate(shard.trace.op_name) if "mm" in shard.trace.op_names[name]]
+    assert [int(held[i]) for i in products if forward[i]] == [2, 2 + 2, 2 + 2, 2 + 1, 2]
+    assert int(held[forward].max()) == 4
+    # A block's two products: its own gradient is there from the first on; what is reduced is the last block's, then its own too
+    last, third, second, first = (3, 3), (2 + 2 + 1 + 1, 2 + 2 + 1 + 1 + 1), (2 + 2 + 1 + 1 + 1, 8), (2 + 1 + 1 + 1 + 1, 7)
+    assert [int(held[i]) for i in products if not forward[i]] == [*last, *third, *second, *first, 2 + 2 + 1]
+
+
+def test_ranks_that_do_not_divide_are_said_before_a_step_is_recorded() -> None:
+    with pytest.raises(ModelUnusable, match=r"divides the rows of every parameter, got 3 and tokens\.weight of 128 rows"):
+        shardable(llama, Shards(ranks=3))()
+    mixed = lambda: Workload(about="x", model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half()), loss=torch.Tensor)  # noqa: E731 - two models of one line
+    with pytest.raises(ModelUnusable, match="one dtype, got float16 and float32"):
+        shardable(mixed, Shards(ranks=2, dtype=torch.float32))()
+    shardable(mixed, Shards(ranks=2))()
+
+
+# --- adapters, packed weights, moments of 8 bits
+
+
+def test_adapters_cost_what_pefts_cost() -> None:
+    peft = pytest.importorskip("peft")
+
+    def theirs() -> Workload:
+        workload = llama()
+        config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q", "v"], lora_dropout=0.0)
+        model = peft.get_peft_model(workload.model, config)
+        model.get_input_embeddings = lambda: None
+        workload.model.tokens.register_forward_hook(lambda module, args, out: out.requires_grad_())  # type: ignore[union-attr]  # it is a Llama
+        return Workload(about="peft", model=model, loss=workload.loss)
+
+    ours, peers = recorded(adapted(llama, Adapters(rank=8, modules=("q", "v")))), recorded(theirs)
+    assert ours.num_parameters == peers.num_parameters
+    for kind in (TensorKind.PARAMETER, TensorKind.GRADIENT, TensorKind.ACTIVATION):
+        assert bytes_of(ours.trace, kind) == bytes_of(peers.trace, kind)
+    assert peak_memory(ours.trace).nbytes == peak_memory(peers.trace).nbytes
+    assert ours.trace.duration_us == peers.trace.duration_us
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_weights_take_their_bits_and_a_scale_for_64_elements(bits: int) -> None:
+    step, plain = (recorded(adapted(llama, Adapters(rank=8, bits=b))) for b in (bits, None))
+    linear = sum(p.numel() for block in Llama(LLAMA).blocks for name, p in block.named_parameters() if "norm" not in name)
+    assert step.parameters_by_dtype["uint8"] == linear * bits // 8
+    less = bytes_of(plain.trace, TensorKind.PARAMETER) - bytes_of(step.trace, TensorKind.PARAMETER)
+    assert less == linear * 4 - linear * bits // 8 - linear // 64 * 4
+    assert bytes_of(step.trace, TensorKind.ACTIVATION) == bytes_of(plain.trace, TensorKind.ACTIVATION)  # never saved unpacked
+    unpacked = [i for i, name in enumerate(step.trace.op_name) if "unpack" in step.trace.op_names[name]]
+    in_backward = sum(step.trace.op_phase[unpacked] == StepPhase.BACKWARD)
+    assert len(unpacked) - in_backward == 4 * 7  # each weight of each block, once
+    assert in_backward == 4 * 7
+
+
+def test_moments_of_8_bits_take_a_byte_and_a_scale_for_256_elements() -> None:
+    step = recorded(blocks, optimizer="adamw-8bit")
+    assert bytes_of(step.trace, TensorKind.OPTIMIZER) == 5 * 2 * (256 * 256 + 256 * 4)
+    small = recorded(lambda: Workload(about="x", model=(m := nn.Linear(8, 8)), loss=lambda: m(torch.zeros(2, 8)).sum()),
+                     optimizer="adamw-8bit")  # fmt: skip
+    assert bytes_of(small.trace, TensorKind.OPTIMIZER) == 2 * 4 * (64 + 8)
+
+
+# --- the command
+
+
+GPU = {"name": "X", "hbm_bytes": "24GiB", "hbm_gbps": 1000, "bf16_tflops": 100, "fp32_tflops": 50, "h2d_gbps": 9, "d2h_gbps": 9}
+
+
+def test_what_is_asked_for_is_in_the_table_and_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "gpu.json", tmp_path / "plan.json"
+    path.write_text(json.dumps(GPU))
+    spec = spec_from_file(path)
+    assert (spec.name, spec.hbm_bytes, spec.duplex_gbps, spec.source) == ("X", 24 * GIB, 13.5, str(path))
+    command = [
+        "plan",
+        "gpt2",
+        "--seq",
+        "64",
+        "--gpu",
+        str(path),
+        "--checkpointing",
+        "2",
+        "--lora",
+        "4:qkv",
+        "--quantise",
+        "4bit",
+    ]
+    assert main([*command, "--optimizer", "adamw-8bit", "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["ways"][-1]["name"] == "checkpointing 1/2"
+    text = " ".join(capsys.readouterr().out.split())
+    assert "full recomputation" not in text
+    assert "copies run at 9 GB/s out, 9 back and 13.5 both ways together" in text
+    assert "adapters of rank 4, without dropout; all else is frozen, frozen linear weights of 4 bits" in text
+
+
+def test_shards_of_ones_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "import torch\ndef tiny(batch): return torch.nn.Linear(64, 64), torch.zeros(batch, 64), lambda out, x: out.sum()"
+    name = write_module("a_users_model", text, tmp_path, monkeypatch)
+    assert main(["plan", f"{name}:tiny", "--batch", "4", "--fsdp", "8:float32"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "one of 8 ranks, which keep shards in float32 of parameters, gradients and optimizer state" in text
+    assert main(["plan", f"{name}:tiny", "--fsdp", "2", "--largest", "batch", "--hbm-budget", "1MiB"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", {**GPU, "hbm_gbps": None}], ["hbm_gbps as a number"]),
+        (["--gpu", {**GPU, "watts": 3}], ["watts is unknown"]),
+        (["--gpu", {**GPU, "hbm_gbps": "fast"}], ["hbm_gbps as a number", "'fast'"]),
+        (["--gpu", {"name": "X"}], ["hbm_bytes is missing"]),
+        (["--gpu", []], ["name is missing"]),
+        (["--gpu", "absent.json"], ["absent.json"]),
+        (["--gpu", {**GPU, "fp32_tflops": -1}], ["above 0, got -1"]),
+        (["--fsdp", "3"], ["--fsdp", "divides", "got 3"]),
+        (["--fsdp", "1"], ["--fsdp", "2 or more", "'1'"]),
+        (["--fsdp", "8:int8"], ["--fsdp", "'8:int8'"]),
+        (["--fsdp", "2", "--swap-optimizer"], ["--fsdp", "leave those out"]),
+        (["--checkpointing", "0"], ["--checkpointing", "1 or more", "got 0"]),
+        (["--checkpointing", "--largest", "batch"], ["--checkpointing", "leave those out"]),
+        (["--lora", "0"], ["--lora", "'0'"]),
+        (["--lora", "8:"], ["--lora", "'8:'"]),
+        (["--lora", "8:nothing"], ["--lora", "qkv", "'nothing'"]),
+        (["--lora", "8", "--quantise", "3bit"], ["--quantise", "'3bit'", "4bit"]),
+        (["--quantise", "4bit"], ["--quantise", "--lora"]),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_with_2(
+    arguments: list[Any], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(next((told for told in arguments if not isinstance(told, str)), None)))
+    assert main(["plan", "gpt2", *(told if isinstance(told, str) else str(path) for told in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert [word for word in words if word not in captured.err] == []
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 or captured.err.startswith("usage:")

@@ -386,7 +386,7 @@ def test_a_warning_is_logged_once_and_counted(sim: cm.SimDevice, caplog: pytest.
                 del kept
     (logged,) = [record.getMessage() for record in caplog.records if "no plan for a step" in record.getMessage()]
     report = session.report()
-    assert report.warnings == {logged: 2}
+    assert {text: count for text, count in report.warnings.items() if "no plan for a step" in text} == {logged: 2}
     assert ("WARNING", f"{logged} (2 of its kind)") in report.rows() and report.to_dict()["warnings"] == report.warnings
     most = max(step.peak_hbm_bytes for step in report.step_figures if step.kind is StepKind.BY_RULE)
     needs = f"one needs {format_size(sum(report.least_peak.values()))} or more"

@@ -282,6 +282,8 @@ class CopyQueue:
             self._fail(move)
             raise
         self._running.append(done)
+        if self._running[0].query():
+            self._running.popleft()  # one for one: pieces that are handed over at once are counted nowhere else
         if start is not None:
             move.pieces.append(Piece(start, done, end - begin))
         if end == move.nbytes:

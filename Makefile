@@ -20,7 +20,7 @@ EXTRAS ?= $(if $(CUDA),[dev$(comma)cuda],[dev])
 comma := ,
 
 # Which tests `make test` runs, as a pytest marker expression, and more arguments for pytest or the demo.
-MARKERS ?= not slow and not gpu and not thorough
+MARKERS ?= not slow and not ci and not gpu and not thorough
 PYTEST_ARGS ?=
 ARGS ?=
 
@@ -54,8 +54,8 @@ demo: $(STAMP) ## Train a small GPT with swapping, without, and in plain PyTorch
 test: $(STAMP) ## Run the tests that need no GPU and no patience (PYTEST_ARGS="-k pool")
 	@$(BIN)/python -m pytest $(SHARED) -m "$(MARKERS)" $(PYTEST_ARGS)
 
-test-slow: $(STAMP) ## Run the slow ones
-	@$(BIN)/python -m pytest $(SHARED) -m "slow and not gpu and not thorough" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
+test-slow: $(STAMP) ## Run those that `make test` leaves out
+	@$(BIN)/python -m pytest $(SHARED) -m "(slow or ci) and not gpu and not thorough" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
 
 test-thorough: $(STAMP) $(CUDA_STAMP) ## Run what the others sample, whole: operators in all dtypes, random programs by the hundred, each single fault (hours)
 	@$(BIN)/python -m pytest $(SHARED) -m "thorough and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]

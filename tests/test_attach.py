@@ -266,6 +266,7 @@ LOOPS: dict[Loop, int] = {
 """Steps that each has, as its session counts them."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_a_loop_has_the_bits_of_plain_pytorch(loop: Loop, device: Device) -> None:
     check_bits(lambda attach: loop(device.torch_device, attach), device, LOOPS[loop])
@@ -458,6 +459,7 @@ TOGETHER: dict[str, Callable[[nn.Module, nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("together", TOGETHER)
 @pytest.mark.parametrize("by_turns", [False, True])
 def test_steps_of_a_module_whose_children_alone_are_called_are_found(together: str, by_turns: bool, sim: cm.SimDevice) -> None:

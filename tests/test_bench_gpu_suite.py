@@ -88,6 +88,7 @@ def test_a_part_that_fails(code: str | None, record: dict[str, Any] | None, deta
     assert detail in outcome.detail
 
 
+@pytest.mark.ci
 def test_a_part_that_hangs_is_ended_with_its_children_and_its_record_kept(tmp_path: Path) -> None:
     child = "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     code = f"{child}; pathlib.Path(r'{tmp_path}', 'pid').write_text(str(child.pid)); time.sleep(600)"

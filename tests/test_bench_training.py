@@ -198,6 +198,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.ci
 def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     assert (record["simulated"], record["theme"]) == (True, "training")
     cells = {row["peer"]: row["cells"] for row in record["tables"]["peers"]["rows"]}
@@ -223,6 +224,7 @@ def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     assert sum(bound["held"] is True for bound in changed) == len(changed) - len(PLANNING[4:])
 
 
+@pytest.mark.ci
 def test_what_a_plan_foresaw_stands_beside_what_came(record: dict[str, Any]) -> None:
     table = record["tables"]["planned against measured"]
     rows = {(row["peer"], row["quantity"]): row["cells"] for row in table["rows"]}
@@ -240,6 +242,7 @@ def test_what_a_plan_foresaw_stands_beside_what_came(record: dict[str, Any]) -> 
     assert not any("NOT steady" in note for note in table["notes"])
 
 
+@pytest.mark.ci
 def test_the_four_classes_are_the_plans_and_what_was_done(record: dict[str, Any]) -> None:
     rows = {row["peer"]: row["cells"] for row in record["tables"]["classes"]["rows"]}
     assert list(rows) == PLANNING
@@ -254,6 +257,7 @@ def test_the_four_classes_are_the_plans_and_what_was_done(record: dict[str, Any]
     assert rows["swap_session_half"]["swapped"]["median"] < rows["swap_session_half_swap_only"]["swapped"]["median"]
 
 
+@pytest.mark.ci
 def test_nothing_beats_the_bound_and_plans_come_nearer_to_it(record: dict[str, Any]) -> None:
     rows = {row["name"]: row["cells"] for row in record["tables"]["bound"]["rows"]}
     assert len(rows) == len(PLANNING) + 1
@@ -319,6 +323,7 @@ def with_result(monkeypatch: pytest.MonkeyPatch, key: str, change: Any) -> None:
     monkeypatch.setattr(training, "run_peer", fake)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("key", "shape"),
     [("swap_session_half", DEEP), ("swap_session_quarter_unplanned", SMALL), ("chameleon_save_on_cpu", SMALL)],

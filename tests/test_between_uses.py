@@ -313,6 +313,7 @@ def budget_of(seed: int, share: float, backwards: int) -> tuple[int, bool]:
     return budget, budget < smallest_budget(away_before_first_uses_alone(trace))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", seeds(2, of=range(6)))
 @pytest.mark.parametrize(("share", "backwards"), [(0.02, 2), (0.4, 2), (0.1, 3)])
 def test_the_executor_does_what_was_simulated(seed: int, share: float, backwards: int) -> None:
@@ -461,6 +462,7 @@ def train_on(program: Program, keeps: bool, in_step: Callable[[Callable[[], None
     return [*found, *(p.detach().numpy().tobytes() for p in model.parameters())]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("program", [one_graph_twice, two_losses, gradients_first, one_for_each_row])
 @pytest.mark.parametrize("recompute", [False, True])

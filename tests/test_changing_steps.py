@@ -190,6 +190,7 @@ def test_a_sequence_that_changes_in_one_way(kind: str) -> None:
     assert max(recordings(works, got).values()) <= 1
 
 
+@pytest.mark.ci
 def test_a_sequence_that_changes_in_every_way() -> None:
     works = list(schedule(KINDS, 30))
     got = assert_exact_within(works, 0.6)
@@ -232,6 +233,7 @@ def test_two_lengths_in_turn_are_recorded_once_each() -> None:
     )  # all but the two that were recorded, and the first of each taken for another
 
 
+@pytest.mark.ci
 def test_a_known_sequence_that_comes_back_is_not_recorded_again() -> None:
     others = [Work(micro_batches=count) for count in (2, 3)]
     works = [PLAIN, *others * 25, PLAIN]
@@ -252,6 +254,7 @@ def test_the_cache_of_known_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 # --- routing that changes with every step: how many rows each expert gets, or which parts run at all
 
 
+@pytest.mark.ci
 def test_steps_whose_routing_nobody_can_tell_follow_one_plan() -> None:
     make, shapes = MODELS["mixture"], [(4, 128)] * 12
     budget = share_of_unswapped(make, (4, 128), 0.6)
@@ -260,6 +263,7 @@ def test_steps_whose_routing_nobody_can_tell_follow_one_plan() -> None:
     assert report_of(run).steps_by_phase["planned"] >= 7
 
 
+@pytest.mark.ci
 def test_lengths_change_with_the_routing() -> None:
     make, shapes = MODELS["mixture"], [(2, n) for n in (96, 120, 80, 200, 64, 150, 100, 90, 170, 110, 130, 75)]
     budget = share_of_unswapped(make, (2, 200), 0.7)
@@ -287,6 +291,7 @@ class Skipping(LengthModel):
         return loss
 
 
+@pytest.mark.ci
 def test_recordings_that_nothing_comes_of_are_bounded() -> None:
     shapes = [(2, 128)] * 48
     budget = share_of_unswapped(Skipping, (2, 128), 0.8)

@@ -131,6 +131,7 @@ def train(model: str, backend: str, device: Device, *, swapped: bool) -> list[Te
     return seen
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled_training_is_bit_identical_in_a_session(model: str, backend: str, unwatched: Device) -> None:

@@ -100,6 +100,7 @@ def saved_by(block: nn.Module, args: tuple[Tensor, ...]) -> tuple[Counter[tuple[
     return Counter((t.dtype, t.numel()) for t in saved), out, gradients
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_saves_what_torchs_compiled_code_saves(name: str, share: float) -> None:
@@ -192,6 +193,7 @@ def request(share: float | None, budget: int, layers: int = 2) -> RunRequest:
     )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_a_session_keeps_the_plan_of_compiled_blocks(share: float) -> None:
     """The session's own executor, on the simulated device: time within 2 %, and no later step above the budget."""
@@ -206,6 +208,7 @@ def test_a_session_keeps_the_plan_of_compiled_blocks(share: float) -> None:
     assert run.holds_later
 
 
+@pytest.mark.ci
 def test_the_plan_takes_less_time_than_torchs_partition_and_torchs_memory_budget_alone() -> None:
     budget = int(5.9 * GIB)
     prediction = predict_compiled([record(request(share, budget)) for share in PARTITIONS], H100, budget, None)
@@ -239,6 +242,7 @@ def test_what_the_user_compiled_is_planned_as_it_would_be_uncompiled() -> None:
     assert (plain.trace.op_us == compiled.trace.op_us).all()
 
 
+@pytest.mark.ci
 def test_the_command_prints_the_partition_and_writes_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     assert main(["plan", "gpt2", "--batch", "2", "--seq", "256", "--gpu", "h100", "--compile", "--json", str(out)]) == 0
@@ -254,6 +258,7 @@ def test_what_it_does_not_predict_is_refused(more: list[str], capsys: pytest.Cap
     assert "--compile: expected no --largest" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "share"), [("llama-7b", 1.0), ("llama-13b", None)])
 def test_a_plan_costs_no_more_if_the_host_is_not_far_ahead(
     name: str, share: float | None, monkeypatch: pytest.MonkeyPatch

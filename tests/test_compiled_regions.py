@@ -123,6 +123,7 @@ PAIRS = [pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in PRO
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("program", "backend"), PAIRS)
 def test_a_compiled_program_has_its_bits_in_a_session(program: str, backend: str, device: Device, same_as_alone: Any) -> None:
     session = session_on(device)
@@ -211,6 +212,7 @@ def test_a_step_whose_first_backward_is_compiled_in_it_gives_no_plan(sim: cm.Sim
     assert flaws[1] is None
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["aot_eager", inductor])
 def test_loss_and_optimizer_may_be_compiled_as_full_graphs(backend: str, device: Device, same_as_alone: Any) -> None:
     """On the simulator, whose compute is a dispatch mode, as well."""
@@ -302,6 +304,7 @@ def breaks_between(x: Tensor) -> Tensor:
     return F.gelu(x)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["aot_eager", inductor])
 def test_the_session_chooses_the_partition_for_its_budget(backend: str, device: Device) -> None:
     """A region that is the whole model: all it saves is there when its backward begins, so swapping saves nothing. The bits are

@@ -235,6 +235,7 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     assert min(data["report"]["bytes_swapped_out"], data["report"]["bytes_swapped_in"]) > 0
 
 
+@pytest.mark.ci
 def test_the_budget_that_the_demo_asks_for_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *TINY_ARGS, "--hbm-budget", "2MiB"]) == 1
     out = capsys.readouterr().out
@@ -280,6 +281,7 @@ TAMPERED: dict[str, tuple[Callable[[RunResult, bool], RunResult], tuple[str, ...
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("what", TAMPERED)
 def test_what_is_not_as_promised_fails_the_demo_and_is_named(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -333,6 +335,7 @@ def test_a_device_that_is_too_small_fails_with_a_way_out(
 # --- within a part of its memory
 
 
+@pytest.mark.ci
 def test_a_ratio_of_four_trains_within_a_quarter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ratio.json"
     args = ["--device=sim", "--layers=8", "--width=512", "--heads=4", "--context=32", "--batch=4", "--steps=3", "--ratio=4"]

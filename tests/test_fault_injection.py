@@ -141,6 +141,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
 @pytest.mark.parametrize(
     ("each_up_to", "stride"),

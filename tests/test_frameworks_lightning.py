@@ -135,6 +135,7 @@ def check_bits(build: Callable[[Seen], Any], options: tuple[str, ...], folder: P
     check_callback(SwapCallback, lambda swap: trained(build, folder, swap, **args), budget_kib)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("checkpointing", "options", "budget_kib"),
     [
@@ -158,6 +159,7 @@ def test_manual_optimization_gives_the_same_bits(tmp_path: Path) -> None:
     check_bits(Adversaries, ("two steps a batch",), tmp_path, 250)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.slow), "bf16-mixed"])
 def test_fabric_gives_the_same_bits(precision: str) -> None:
     def train(budget: str | None) -> tuple[Outcome, Any]:

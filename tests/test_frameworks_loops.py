@@ -25,6 +25,7 @@ def _state_of_its_own() -> Iterator[None]:
     AcceleratorState._reset_state(True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("precision", "checkpointing", "budget_kib"),
     [pytest.param("no", False, 1250, marks=pytest.mark.slow), ("bf16", True, 1200)],
@@ -59,6 +60,7 @@ def test_accelerate_gives_the_same_bits(precision: str, checkpointing: bool, bud
     check_loop(train, budget_kib)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("checkpointing", "budget_kib"), [pytest.param(False, 600, marks=pytest.mark.slow), (True, 600)])
 def test_a_recipe_gives_the_same_bits(checkpointing: bool, budget_kib: int) -> None:
     """As torchtune's recipes: losses of micro-batches are added up, gradients scaled, clipped, then one step of each."""

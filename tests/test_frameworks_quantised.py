@@ -92,6 +92,7 @@ def half_of_the_activations(folder: Path, how: str) -> int:
     return peak - left // 2 - (sum(sizes) - LEAST_STORAGES * max(sizes))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=[pytest.mark.slow] if how in READ_AS_DATA else []) for how in QUANTISED]
 )

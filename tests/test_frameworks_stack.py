@@ -41,6 +41,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n.startswith("QDoRA") else []) for n in ADAPTERS])
 def test_adapters_give_the_same_bits(name: str, tmp_path: Path) -> None:
     how, lora = ADAPTERS[name]

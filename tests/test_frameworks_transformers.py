@@ -75,6 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "options", "budget_kib"),
     [
@@ -208,6 +209,7 @@ def tuned(folder: Path, swap: Any = None, build: Any = tuning, **args: Any) -> O
     return seen.finish(model, made.optimizer)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("checkpointing", "budget_kib"), [(False, 6500), pytest.param(True, 3490, marks=pytest.mark.slow)])
 def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, tmp_path: Path) -> None:
     args = {

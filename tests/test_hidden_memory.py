@@ -115,6 +115,7 @@ def run(
     return done
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("share", [0.85, 0.78])
 @pytest.mark.parametrize(("plain", "hidden"), [("expanded", "repeated"), ("plain", "metric"), ("plain", "evaluation")])
 def test_memory_that_no_hook_tells_of_passes_the_budget_once(plain: str, hidden: str, share: float) -> None:
@@ -144,6 +145,7 @@ def test_a_little_that_is_kept_at_each_hook_is_noticed_and_planned_for(share: fl
     assert sum(us > 10 * min(waits) for us in waits) <= 2  # an outlier until the second one, then a plan has room
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("has_model", [True, False])
 @pytest.mark.parametrize("later", ["held", "kept", "held and kept", "some kept"])
 def test_gradients_are_there_as_a_step_begins_if_they_are_and_not_if_as_much_is(later: str, has_model: bool) -> None:
@@ -264,6 +266,7 @@ HIDDEN = ("metric", "another metric", "evaluation")
 SEEN = ("saves more", "more rows", "fewer rows")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("share", [0.95, 0.8])
 @pytest.mark.parametrize("at", [1, 5])
 @pytest.mark.parametrize("odd", [*HIDDEN, *SEEN])
@@ -295,6 +298,7 @@ def test_one_odd_step_on_cuda_leaves_the_plan_of_the_others(odd: str) -> None:
     assert got.kinds[6:] == ["planned"] * 10
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("parts", "over"), [([2, *[9] * 8], {1}), ([2, 2, 10, 11, *[12] * 6], {2, 3})])
 def test_needs_that_follow_the_data_have_room_once_they_are_known(parts: list[int], over: set[int]) -> None:
     """As those of sparse gradients: no hook shows how many entries there are."""
@@ -315,6 +319,7 @@ def test_an_odd_step_that_is_recorded_is_recorded_again(odd: str) -> None:
     assert got.kinds == ["recorded", "by_rule", "by_rule", "recorded", *["planned"] * 8]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("turns", [("metric",), ("metric", "another metric"), ("metric", "saves more")])
 def test_odd_steps_at_intervals_are_planned_for_when_they_are_due_alone(turns: tuple[str, ...]) -> None:
     """A plan with room for them moves more bytes than the others need."""
@@ -344,6 +349,7 @@ def test_odd_steps_that_no_plan_has_room_for_go_by_the_default_rule_alone() -> N
     assert max(got.peaks[at] for at in by_rule) < got.peaks[5]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("share", [0.95, 0.83, 0.77])
 def test_steps_that_add_to_the_gradients_that_they_keep_hold_the_budget(share: float, micro_batches: int) -> None:

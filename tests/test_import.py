@@ -122,6 +122,7 @@ def reported(ended: Ended) -> dict[str, object]:
     return report
 
 
+@pytest.mark.ci
 def test_the_report_sees_what_it_is_asked_about(ended: dict[str, Ended]) -> None:
     assert reported(ended["cupy"])["heavy"] == ["cupy"]
 

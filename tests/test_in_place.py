@@ -139,6 +139,7 @@ HOLDERS: dict[str, Holder] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", HOLDERS)
 def test_what_somebody_holds_is_never_empty_and_goes_once_nobody_does(name: str, sim: cm.SimDevice) -> None:
     with sim.compute():

@@ -269,6 +269,7 @@ class Counters:
         self.cumulative += nbytes
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_allocated_and_gone_again_is_told_from_what_stays(seed: int) -> None:
     rng, counters = Random(seed), Counters()

@@ -128,6 +128,7 @@ def _breaches(
     return [f"{path}: {found}" for path in checked for found in rule(sources[path])]
 
 
+@pytest.mark.ci
 def test_the_sources_keep_the_rules() -> None:
     folders = {Path(name).parts[1] for name in _PACKAGE}  # found through the links
     assert folders >= {"__init__.py", "device", *_TOP_LEVEL_FOLDERS}

@@ -319,6 +319,7 @@ def check(mixed: Mixed, kind: Kind, tally: Tally) -> None:
 KINDS = [pytest.param(SIM, id="sim"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("begin", "programs"), [(0, 20), pytest.param(1, 300, marks=[pytest.mark.slow, pytest.mark.thorough])])
 def test_mixed_training_is_plain_pytorchs(begin: int, programs: int, kind: Kind) -> None:

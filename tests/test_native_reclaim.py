@@ -100,6 +100,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
 # --- the queue by itself
 
 
+@pytest.mark.ci
 def test_what_is_copied_goes_without_a_wait_and_the_rest_stays(queue: Queue) -> None:
     held = [queue.hold(event) for event in (1, 2, 3)]
     queue.hook.set_limits(EVERYTHING, 0, False)

@@ -347,6 +347,7 @@ def program_with(kind: str, inner: Callable[[], AbstractContextManager[object]])
     return program
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early stop", "to the end"])
 @pytest.mark.parametrize("where", ["around", "inside", "both"])
 @pytest.mark.parametrize("kind", CHECKPOINTS)

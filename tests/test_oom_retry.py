@@ -114,6 +114,7 @@ def expected() -> list[Tensor]:
     return train(None, None)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("shortages", "every"),
     [(1, 1), (3, 3), pytest.param(3, 1, marks=[pytest.mark.slow, pytest.mark.thorough])],

@@ -86,6 +86,7 @@ def check_in_first_dtype(name: str, kind: str, *, all_ways: bool = False) -> int
         return found + sweep_without_gradient(name, ways, device_type=kind, samples=1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", COMMON)
 def test_operators_that_models_are_made_of(name: str, kind: str) -> None:
     assert check_in_first_dtype(name, kind, all_ways=True)
@@ -98,6 +99,7 @@ def test_operators_whose_other_dtypes_take_another_way(name: str, dtype: torch.d
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sim", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.thorough])], indirect=True)
 @pytest.mark.parametrize("name", sorted(OPS.keys() - set(COMMON)))
 def test_every_other_operator(name: str, kind: str) -> None:
     skip_where_torch_lacks_it(name, kind)
@@ -117,6 +119,7 @@ def skip_where_torch_lacks_it(name: str, kind: str) -> None:
         pytest.skip(f"torch has {name} on CUDA alone")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", OTHER_UNDER_A_MODE | OTHER_FORWARD_UNDER_A_MODE)
 def test_what_is_listed_does_differ_under_a_mode_that_does_nothing(name: str) -> None:
     """In some sample: other factors are multiplied, or strides differ. No CPU rounds all of that to the same."""

@@ -115,6 +115,7 @@ def hosted(optimizer: torch.optim.Optimizer) -> list[HostedStorage]:
 RUNS = [("AdamW", False, 200), *((name, False, 8) for name in OPTIMIZERS if name != "AdamW"), ("AdamW, fused", True, 8)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "plans", "steps"), RUNS)
 def test_training_has_plain_pytorchs_bits(name: str, plans: bool, steps: int, device: Device) -> None:
     expected = plainly(OPTIMIZERS[name], device.torch_device, steps)

@@ -82,6 +82,7 @@ def train(
     return [torch.tensor(losses), *(p.detach().clone() for p in model.parameters())]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("installed", [False, True], ids=["torch's", "ours in its place"])
 @pytest.mark.parametrize("way", WAYS)
 def test_offload_true_is_within_the_budget_where_offload_false_is(way: str, installed: bool) -> None:

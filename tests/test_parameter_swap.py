@@ -85,6 +85,7 @@ COMBINED = [
 """Each program with one configuration; with the two others in `thorough`."""
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")  # a program does, and breaks the cycle
 @pytest.mark.parametrize(("name", "how"), COMBINED)
 def test_a_program_has_plain_pytorchs_bits(name: str, how: str, device: Device) -> None:

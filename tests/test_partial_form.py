@@ -102,6 +102,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("verify", [False, True])
 def test_it_is_whole_again_from_everywhere(way: str, verify: bool) -> None:
@@ -116,6 +117,7 @@ def test_it_is_whole_again_from_everywhere(way: str, verify: bool) -> None:
     life.assert_nothing_left()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", WAYS)
 def test_it_ends_anywhere_with_nothing_left(way: str) -> None:
     life = Life()

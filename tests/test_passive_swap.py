@@ -136,6 +136,7 @@ def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:
     return shortage.count
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("short_step", [pytest.param(RECORDED, marks=pytest.mark.slow), STEADY])
 @pytest.mark.parametrize("keeps_gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
@@ -161,6 +162,7 @@ def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
         assert runs_again > count / 2
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize(
     ("short_step", "plans"),
@@ -236,6 +238,7 @@ def unswapped() -> tuple[int, list[Tensor]]:
     return run.device.peak_allocated_bytes(), run.outcome()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("again", [False, True], ids=["step", "run_step"])
 @pytest.mark.parametrize("share", [None, 1.0])
 def test_a_model_four_times_too_large_trains_from_its_first_step(

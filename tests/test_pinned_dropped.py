@@ -290,6 +290,7 @@ with device.compute():
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["keep", "drop"])
 def test_dropped_at_the_end_of_the_interpreter(device: Device, how: str) -> None:
     ended = python(["-c", AT_EXIT, "sim" if device.simulated else "cuda", how], ROOT)

@@ -609,6 +609,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert (self.device.chunks, self.pool.stats().pageable_bytes) == ({}, 0)
 
 
+@pytest.mark.ci
 def test_the_machine_for_30_000_steps() -> None:
     """Steps are rules that ran and were followed by a check of the invariants, counted one by one where those are checked:
     the settings alone would overstate them, for hypothesis ends many a program early."""

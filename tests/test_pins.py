@@ -115,6 +115,7 @@ PINS: dict[str, tuple[Any, set[int]]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("plans", [True, False], ids=["planned", "by rule"])
 @pytest.mark.parametrize("name", PINS)
 def test_what_a_kept_module_saves_never_leaves_and_the_rest_does(device: Device, name: str, plans: bool) -> None:
@@ -338,6 +339,7 @@ print("ended")
 """
 
 
+@pytest.mark.ci
 def test_the_command_pins_by_patterns(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     usual = ["--hbm-budget", "9MiB", "--report", "report.json"]

@@ -132,6 +132,7 @@ LAYER_SAMPLE = slice(None, None, 5)
 """Every layer, every dtype, contiguous and not: no list that `ALL_LAYERS` is the product of has a factor 5 in its length."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(LAYER_SAMPLE))
 def test_a_session_trains_recurrent_layers_as_plain_pytorch_does(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
     check_session(case_of(layer, dtype, contiguous=contiguous))

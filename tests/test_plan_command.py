@@ -350,6 +350,7 @@ def hides(outcome: Prediction, budget: int, host_budget: int | None) -> bool:
     return step_us <= outcome.step.trace.duration_us * (1 + HIDDEN_WITHIN)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "none"])
 @pytest.mark.parametrize("gpu", ["rtx4090", "gh200"])
 @pytest.mark.parametrize("build", [large_llama, large_gpt2])

@@ -43,6 +43,7 @@ def settled_us(steps: list[Step]) -> float:
     return median(step.step_us for step in steps[-SAMPLES:])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", seeds(1, of=(0, 3, 4)))
 @pytest.mark.parametrize("times", [0.5, 2.0, 8.0])
 def test_a_link_that_was_assumed_wrong_costs_little_in_the_end(seed: int, times: float) -> None:

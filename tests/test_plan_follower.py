@@ -117,6 +117,7 @@ RARE = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("words", RARE.values(), ids=RARE)
 def test_a_sequence_that_is_never_expected_is_recorded_once_too(words: Sequence[str]) -> None:
     """And follows its plan from then on."""
@@ -147,6 +148,7 @@ def test_another_known_step_takes_over_in_the_middle() -> None:
     assert training.counts[2] == hits + 6
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("stray", ["tsecstst", "tsecs", "tscst", "ctsecst", "tsectsecst", "tsesct"])
 def test_a_step_that_strays_is_exact_and_costs_one_recording(stray: str) -> None:
     training = Training()

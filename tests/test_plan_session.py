@@ -139,6 +139,7 @@ def test_memory_that_nobody_writes_is_never_there() -> None:
 # --- the run
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("build", "swapped", "ratio", "optimizer"),
     [(gpt, BOTH, 4.0, "adamw-fused"), (gpt, BOTH, 3.0, "adamw"), (llama, BOTH, 2.5, "sgd"), (llama, STATE, 2.0, "adamw-fused")],
@@ -172,6 +173,7 @@ def recorded_by_a_session(request: RunRequest, monkeypatch: pytest.MonkeyPatch) 
     return adaptation.latest.trace
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("build", [gpt, llama])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_what_lies_beside_the_window_is_what_a_session_records(
@@ -282,6 +284,7 @@ def found(command: list[str], path: Path) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("swaps", [[], ["--swap-optimizer"], ["--swap-optimizer", "--swap-parameters"]])
 def test_the_largest_batch_fits_and_one_more_does_not(swaps: list[str], models: str, tmp_path: Path) -> None:
     options = ["--dtype", "float32", "--hbm-budget", "12MiB", "--min-bytes", "64KiB", "--no-recompute", *swaps]

@@ -217,6 +217,7 @@ def test_where_swapping_costs_no_time_nothing_is_recomputed() -> None:
     assert generate_plan(trace, peak, None, H200_LINK, recompute=ALL).actions == ()
 
 
+@pytest.mark.ci
 def test_the_best_plan_that_only_swaps_comes_second() -> None:
     """Its limit is a quarter more time: met with long rows. With short ones it takes twice as long and is not worth a trial."""
     cost = link_of(spec_by_name("h100"))
@@ -280,6 +281,7 @@ MUST_HOLD = [
 """Model, batch, sequence, GPU, parts of the idle activations; the step over the unswapped one at most; the bound's share."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("model", "batch", "seq", "gpu", "parts", "at_most", "of_bound"), MUST_HOLD)
 def test_what_was_promised(model: str, batch: int, seq: int, gpu: str, parts: int, at_most: float, of_bound: float) -> None:
     trace, cost = traced(model, batch, seq, gpu), link_of(spec_by_name(gpu))
@@ -306,6 +308,7 @@ def test_of_7b_the_choice_is_as_good_as_a_mixed_integer_program() -> None:
         assert plan.step_us <= 1.005 * least_us
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("gpu", ["h100", "rtx4090", "gh200"])
 def test_a_larger_budget_never_takes_longer(gpu: str) -> None:
     trace, cost = traced("gpt2", 8, 1024, gpu), link_of(spec_by_name(gpu))

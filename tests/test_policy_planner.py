@@ -532,6 +532,7 @@ def within_two_percent(seed: int, *, most: int = 10, link: Callable[[Random], Li
         assert plan.step_us <= 1.02 * least_us
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", range(10))
 def test_small_steps_come_within_two_percent_of_the_least_time_there_is(seed: int) -> None:
     within_two_percent(seed)

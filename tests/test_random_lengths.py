@@ -71,6 +71,7 @@ def check(make: Callable[[], LengthModel], shapes: Sequence[Shape], budget: int,
     return run
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "recompute"), [("llama", True), ("bert", False)])
 def test_lengths_that_nobody_saw_are_planned_without_a_recording(name: str, recompute: bool) -> None:
     make, shapes = MODELS[name], [(2, n) for n in lengths_of("uniform", 24, Random(1), longest=400)]
@@ -80,6 +81,7 @@ def test_lengths_that_nobody_saw_are_planned_without_a_recording(name: str, reco
     assert report_of(run).steps_by_phase == {"recorded": 2, "by_rule": 1, "planned": 21}
 
 
+@pytest.mark.ci
 def test_rows_and_length_change_apart() -> None:
     rng = Random(2)
     make, shapes = MODELS["llama"], [(rng.randint(1, 5), rng.randint(40, 300)) for _ in range(20)]
@@ -97,6 +99,7 @@ def test_one_longer_than_all_known_is_within_the_budget_at_once() -> None:
     assert report_of(run).steps_by_phase["planned"] >= 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_wrong_prediction_costs_time_alone(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     trace_of = Structure.trace_of

@@ -201,6 +201,7 @@ def check_many(kind: str, *, programs_drawn: int, begin: int) -> None:
 BEGINS = [0, *(pytest.param(begin, marks=[pytest.mark.slow, pytest.mark.thorough]) for begin in range(1, 6))]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("begin", BEGINS)
 def test_random_programs_give_what_plain_pytorch_gives(begin: int, kind: str) -> None:
@@ -281,6 +282,7 @@ def forward(x: Tensor, w: Tensor) -> Tensor:
     return x.sum()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("keep_one", [True, False])
 @pytest.mark.parametrize("session", [True, False])

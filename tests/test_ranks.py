@@ -97,6 +97,7 @@ def test_micro_batches_without_gradient_sync_are_no_steps_of_their_own(ranks: in
         assert set(map(str, outcome.values())) == {str({"steps": 4, "different": []})}, f"rank {rank}: {outcome}"
 
 
+@pytest.mark.ci
 def test_what_ranks_say_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
     """Budgets that differ, a machine too small for both, the share of it that each gets, and one report of both."""
     zero, one = outcomes(2, "tests._rank_checks", tmp_path)

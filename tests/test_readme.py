@@ -43,6 +43,7 @@ SNIPPETS = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: f"{snippet.page}-{snippet.first_call}")
 def test_a_snippet_runs_as_it_stands(
     snippet: Snippet, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -60,6 +61,7 @@ def test_a_snippet_runs_as_it_stands(
     assert bool(said) == ("print(" in snippet.text)
 
 
+@pytest.mark.ci
 def test_the_tutorial_runs_from_its_first_block_to_its_last(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

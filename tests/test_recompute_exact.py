@@ -633,6 +633,7 @@ PROGRAMS: list[Program] = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("held", [0.0, 0.5], ids=["", "held"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__qualname__.partition(".")[0])

@@ -139,6 +139,7 @@ def totals(run: Run) -> Any:
     return totals_of_session(run.session)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("each_watch")
 @pytest.mark.parametrize("share", [0.6, 0.4, 0.3])
 def test_a_plan_that_recomputes_gives_plain_bits_within_the_budget(share: float) -> None:
@@ -156,6 +157,7 @@ def test_a_plan_that_recomputes_gives_plain_bits_within_the_budget(share: float)
     assert run.peaks[-1] >= 0.98 * budget
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("each_watch")
 @pytest.mark.parametrize("share", [0.6, 0.4, 0.3])
 def test_the_step_takes_the_time_that_was_predicted(share: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,7 @@ class Training:
         return [*self.seen, *self.model.parameters(), *self.model.buffers(), *grads, *state, torch.get_rng_state()]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("warm", "named"), [(0, True), (2, True), (1, False)])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.usefixtures("no_gc")
@@ -182,6 +183,7 @@ def test_memory_of_a_trace_at_every_operator(case: Case) -> None:
     assert [curve(trace)[tick] for tick in trace.op_tick] == readings
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("hooks", [True, False], ids=["hooks", "no hooks"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_recording_changes_no_bit(case: Case, hooks: bool) -> None:

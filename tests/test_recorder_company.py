@@ -315,6 +315,7 @@ def opened(device: cm.SimDevice, **how: Any) -> cm.SwapSession:
     return cm.SwapSession(device.allocated_bytes() + 16 * MIB, "8MiB", device, min_bytes=0, **how)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("device", [cm.SimDevice, Unwatched], ids=["simulated", "unwatched"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_recorded_step_and_those_that_follow_its_plan(

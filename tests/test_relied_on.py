@@ -130,6 +130,7 @@ def named(value: object) -> str:
     return f"{value.share} {value.link}" if isinstance(value, Budget) else str(value)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("each_watch", "number"), DIAGONAL, indirect=["each_watch"])
 def test_a_write_that_eager_allows_changes_no_bit(each_watch: str, number: int) -> None:
     broken = [found for case, setting in diagonal(number) if (found := problem(case, setting)) is not None]
@@ -185,6 +186,7 @@ def test_the_programs_are_plain_pytorchs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(3000)  # some 180 trainings, which take minutes on a busy machine
 def test_most_programs_recompute() -> None:
     """Within a budget or with a mix of the diagonal. A program that recomputes nothing tests nothing."""

@@ -164,6 +164,7 @@ def problem(seed: int) -> str | None:
     return None if broken is None else f"program {seed}, {setting}: {broken}"
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("quiet", "each_watch")
 @pytest.mark.parametrize("seed", range(QUICK))
 def test_a_random_program_is_right_or_named(seed: int) -> None:

@@ -120,6 +120,7 @@ with cm.SwapSession(device="sim", hbm_budget="64MiB", min_bytes=0):
 """
 
 
+@pytest.mark.ci
 @without_cuda
 def test_a_script_is_told_once_that_a_gpu_is_simulated_and_that_its_steps_are_not_seen() -> None:
     """Checked in a script that sets up no logging and turns warnings into errors."""

@@ -48,6 +48,7 @@ def test_a_script_finds_what_python_gives_it_and_leaves_the_same_files_and_outpu
     assert swapped.err.count("written: ") == 3
 
 
+@pytest.mark.ci
 def test_each_ending_is_pythons(tmp_path: Path) -> None:
     cases = {}
     for number, (name, text) in enumerate(scripts.ENDINGS.items()):

@@ -375,6 +375,7 @@ def synchronous(make: Make, batch: Batch, min_bytes: int) -> Takes:
     return Takes(device.peak_allocated_bytes(), hooks.bound_bytes)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("min_bytes", [0, 3 * KIB, 12 * KIB])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_fits_where_synchronous_hooks_fit_with_plain_eagers_bits(name: str, min_bytes: int) -> None:

@@ -143,6 +143,7 @@ def peak_bytes(wrap: Wrap) -> int:
     return device.peak_allocated_bytes()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("device", [cm.SimDevice, Unwatched], ids=["simulated", "unwatched"])
 @pytest.mark.parametrize("name", WRAPS)
 def test_what_they_keep_is_planned_where_torch_shows_it_and_told_where_not(

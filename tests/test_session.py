@@ -319,6 +319,7 @@ def train(
     return done
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("work", [MLP, TRANSFORMER], ids=["mlp", "transformer"])
 def test_half_of_the_unswapped_peak_holds_at_every_step(work: Workload, link: str, sim: cm.SimDevice) -> None:
@@ -343,6 +344,7 @@ def test_half_of_the_unswapped_peak_holds_at_every_step(work: Workload, link: st
     assert swapped.session.pool.stats().num_live == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("shares", [(4, 4, 1, 4, 1), (1, 2, 4, 1, 2), (1, 3, 1, 2, 1)])
 def test_the_budget_holds_when_the_batch_changes_from_step_to_step(

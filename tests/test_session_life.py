@@ -104,6 +104,7 @@ def alive_after(refs: dict[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, ref in refs.items() if ref() is not None]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_session_goes_with_its_last_reference(

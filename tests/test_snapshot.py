@@ -313,6 +313,7 @@ def _once(body: Callable[[], None]) -> Callable[[], None]:
     return step
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("kind", "name"), [run for run in RUNS if run[0] != "neither"])
 def test_a_step_whose_optimizer_had_begun_is_repaired_and_run_again(kind: str, name: str, device: Device) -> None:
     expected = plainly(name, device.torch_device, range(3))
@@ -513,6 +514,7 @@ def test_when_and_what_it_may_be_called_with(sim: cm.SimDevice, tmp_path: Path) 
 # --- wherever it is
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("restored_at", list(Where))
 @pytest.mark.parametrize("taken_at", list(Where))
 def test_parameters_and_state_wherever_they_are(taken_at: Where, restored_at: Where, device: Device) -> None:

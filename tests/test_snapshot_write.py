@@ -215,6 +215,7 @@ BEFORE, AFTER = 3, 5
 """Steps in the earlier checkpoint, and in the new one."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("where", "left", "readable", "done"),
     [
@@ -263,6 +264,7 @@ def test_a_write_that_fails_after_one_that_was_killed_leaves_the_earlier_one_its
     assert contents(path) == before
 
 
+@pytest.mark.ci
 def test_a_process_ends_once_its_writes_have(tmp_path: Path) -> None:
     program = """
 import sys

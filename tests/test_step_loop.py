@@ -137,6 +137,7 @@ def test_a_planned_step_runs_by_the_loop_to_its_end(machine_type: type[Machine])
     assert session.device.peak_allocated_bytes() <= session.budget
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("at", "letter"), list(enumerate("mtvhimtvhim")))
 def test_a_step_that_leaves_at_any_place_is_eagers(at: int, letter: str) -> None:
     words = [WORD] * 4 + [WORD[:at] + letter + WORD[at:], WORD, WORD[:at] or "m", WORD]

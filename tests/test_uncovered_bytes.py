@@ -182,6 +182,7 @@ def plain(device: Device, name: str) -> list[Tensor]:
     return [t.cpu() for t in step(model_on(device, name), device)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", MODELS)
 def test_save_on_cpu_has_eagers_bits(name: str, device: Device) -> None:
     expected = plain(device, name)
@@ -195,6 +196,7 @@ def test_save_on_cpu_has_eagers_bits(name: str, device: Device) -> None:
             assert pool.stats().num_live == 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_step_of_a_session_has_eagers_bits(name: str, recompute: bool, device: Device) -> None:
@@ -276,6 +278,7 @@ def _wait_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slot, "has_uncovered", lambda self: False)
 
 
+@pytest.mark.ci
 def test_where_such_copies_wait_in_the_queue_the_simulator_names_the_race(monkeypatch: pytest.MonkeyPatch) -> None:
     _wait_in_the_queue(monkeypatch)
     red = set()

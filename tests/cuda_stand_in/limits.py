@@ -78,6 +78,7 @@ LATE_ALONE: dict[str, str] = {
         f"tests/test_{name}.py": "run in mode late alone: what dynamo compiles has nothing to do with the mode"
         for name in ("compile", "compiled_regions")
     },
+    "tests/test_mixed_training.py": "run in mode late alone, where copies are late; smaller random programs run in both",
     "tests/test_plain_models.py": "run in mode late alone, where copies are late; smaller models run in both",
     "tests/test_stand_in_compute.py": "run in mode late alone: operators run the same kernels in each mode",
     "tests/test_kernels_exact.py": "run in mode late alone: kernels compute the same in each mode",

@@ -177,7 +177,8 @@ class CopyQueue:
         self._limit = outstanding
         self.queued: deque[Move] = deque()
         """Moves that wait to be handed over. Others only read it."""
-        self._running: deque[Event] = deque()
+        self._running = deque[Event](maxlen=outstanding)
+        """Events after the latest pieces, as many as may run: pieces complete in order, so no earlier one matters."""
 
     def submit(self, move: Move, *, at_once: bool = False) -> Move:
         """Queue a move, and hand over pieces within the limit. `at_once`: hand over all of it and all moves before it. Returns
@@ -282,8 +283,6 @@ class CopyQueue:
             self._fail(move)
             raise
         self._running.append(done)
-        if self._running[0].query():
-            self._running.popleft()  # one for one: pieces that are handed over at once are counted nowhere else
         if start is not None:
             move.pieces.append(Piece(start, done, end - begin))
         if end == move.nbytes:

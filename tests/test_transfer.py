@@ -399,7 +399,9 @@ class CountingStream:
         self._copied = False
 
     def copy_storage(self, storage: torch.UntypedStorage, host: Tensor, *, start: int = 0, out: bool) -> None:
-        outstanding = sum(not event.seen for event in self._after_copy)
+        # Copies of a stream complete in order: those before one that was seen complete are complete, too.
+        latest_first = enumerate(reversed(self._after_copy))
+        outstanding = next((number for number, event in latest_first if event.seen), len(self._after_copy))
         assert self.urgent or outstanding < self._limit, f"{outstanding} copies outstanding, and one more"
         self.inner.copy_storage(storage, host, start=start, out=out)
         self._copied = True

@@ -24,7 +24,6 @@ from chameleon_mm.units import GIB
 
 Outcome = PeerRun | Waived
 
-
 QUANTITIES = ("step ms", "peak GiB", "stall ms", "recomputing ms")
 
 

@@ -25,7 +25,6 @@ import chameleon_mm
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.trace import StepPhase, TensorKind
 from chameleon_mm.plan.unswapped_memory import peak_memory
@@ -33,9 +32,10 @@ from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.prediction import HIDDEN_WITHIN, Prediction, assumptions, link_of, predict, show, verdicts
 from chameleon_mm.tools.shape_operators import GpuOperators, gpu_autocast
-from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, TrainingStep, record_step, shapes_alone
+from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, record_step, shapes_alone
 from chameleon_mm.tools.workload import Build, Gpt2, Gpt2Shape, Llama, LlamaShape, ModelUnusable, Workload, built_in
 from chameleon_mm.units import GIB, MIB, parse_size
+from tests._simulated_step import simulated_step
 from tests._trace_records import ops_of
 from tests._user_modules import write_module
 
@@ -149,20 +149,10 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_step_that_never_ran_needs_what_it_needs_when_it_runs(build: Build, optimizer: str) -> None:
     """To the byte and to the microsecond, on the simulated GPU with a host that takes no time."""
     trace = recorded(build, optimizer=optimizer).trace
-    device = SimDevice(H200, cost=CostModel(spec=H200, launch_us=0.0, view_us=0.0, event_us=0.0))
-    with device.compute(), GpuOperators():
-        step = TrainingStep(build(), optimizer)
-        device.reset_peaks()
-        start_bytes = device.allocated_bytes()
-        start = device.current_stream().record(timed=True)
-        loss = step.forward_backward()
-        step.update()
-        end = device.current_stream().record(timed=True)
-    del loss
-    device.synchronize()
-    assert peak_memory(trace).nbytes == device.peak_allocated_bytes()
+    start_bytes, peak_bytes, us = simulated_step(build, optimizer)
+    assert peak_memory(trace).nbytes == peak_bytes
     assert trace.start_bytes == start_bytes
-    assert trace.duration_us == pytest.approx(end.elapsed_us(start), rel=1e-9)  # added up in another order
+    assert trace.duration_us == pytest.approx(us, rel=1e-9)  # added up in another order
 
 
 def test_it_takes_no_memory_and_leaves_torch_as_it_was() -> None:

@@ -13,18 +13,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from chameleon_mm.device import SPECS
-from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.sim.cost_model import CostModel
 from chameleon_mm.device.specs import spec_from_file
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools.adapters import Adapters, adapted
 from chameleon_mm.tools.cli import main
-from chameleon_mm.tools.shape_operators import GpuOperators
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
-from chameleon_mm.tools.step_on_shapes import RecordedStep, TrainingStep, record_step
+from chameleon_mm.tools.step_on_shapes import RecordedStep, record_step
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload
 from chameleon_mm.units import GIB, allocated_size
+from tests._simulated_step import simulated_step
 from tests._user_modules import write_module
 
 H200 = SPECS["h200"]
@@ -81,18 +79,9 @@ def bytes_of(trace: Trace, kind: TensorKind) -> int:
 def test_a_checkpointed_step_needs_what_it_needs_when_it_runs(build: Build, every: int) -> None:
     """To the byte and to the microsecond, on the simulated GPU with a host that takes no time."""
     trace = recorded(build, checkpointed=every).trace
-    device = SimDevice(H200, cost=CostModel(spec=H200, launch_us=0.0, view_us=0.0, event_us=0.0))
-    with device.compute(), GpuOperators():
-        step = TrainingStep(build(), "adamw-fused", checkpointed=every)
-        device.reset_peaks()
-        start = device.current_stream().record(timed=True)
-        loss = step.forward_backward()
-        step.update()
-        end = device.current_stream().record(timed=True)
-    del loss
-    device.synchronize()
-    assert peak_memory(trace).nbytes == device.peak_allocated_bytes()
-    assert trace.duration_us == pytest.approx(end.elapsed_us(start), rel=1e-9)  # added up in another order
+    _, peak_bytes, us = simulated_step(build, "adamw-fused", checkpointed=every)
+    assert peak_memory(trace).nbytes == peak_bytes
+    assert trace.duration_us == pytest.approx(us, rel=1e-9)  # added up in another order
 
 
 def test_it_is_what_a_user_gets_who_checkpoints_each_block() -> None:

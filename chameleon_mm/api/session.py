@@ -432,7 +432,7 @@ class SwapSession:
         if adaptation is None or not self._recompute or self._ranks.of > 1 or not partition_is_torchs_own():
             return  # ranks that differ in what they remake would differ in their collectives
         if self.pins["never_recompute"]:
-            return  # nobody knows which module's tensors a region would remake
+            return  # what a region would remake is of no module that is known
         share = adaptation.choose_partition()
         if share is not None:
             self._stack.enter_context(compiled_partition(share))

@@ -378,12 +378,12 @@ class Adaptation:
         planned = self.latest
         if planned is None:
             return {}
-        trace, refused = planned.without_pins(), planned.refused
-        candidates = Candidates.of(trace, between_uses=True)
-        size = dict(zip(candidates.tensor.tolist(), candidates.nbytes.tolist(), strict=True))
-        never = {number for number in refused if refused[number] is NEVER_RECOMPUTE}
+        never = {number for number, why in planned.refused.items() if why is NEVER_RECOMPUTE}
         if not planned.staying and not never:
             return {}
+        trace = planned.without_pins()
+        candidates = Candidates.of(trace, between_uses=True)
+        size = dict(zip(candidates.tensor.tolist(), candidates.nbytes.tolist(), strict=True))
         if planned.unpinned_us is None:
             planned.unpinned_us = self._step_us(planned, trace, unpinned=True)
         return {

@@ -392,8 +392,8 @@ class PlanFollower(Director):
     @staticmethod
     def _number(saved: SavedStorage, hook: int, way: Way | None) -> None:
         """Assign `saved`, first saved at `hook`, its number in the plan of `way`."""
-        number = saved.number = None if way is None else way.program.number_at(hook)
-        if way is not None and number is not None:
+        saved.number = None
+        if way is not None and (number := way.program.number_at(hook)) is not None:
             way.number(saved, number)
 
     def _compare_size(self, saved: SavedStorage, hook: int) -> None:

@@ -267,9 +267,7 @@ class Budget:
         """Bytes that swap-ins took since the last check."""
         return self._taken
 
-    def note_checks(
-        self, growths: Sequence[int], *, allocated: int, cumulative: int, taken: int, peak: int, seen: int
-    ) -> None:  # fmt: skip
+    def note_checks(self, growths: Sequence[int], *, allocated: int, cumulative: int, taken: int, peak: int, seen: int) -> None:
         """Record checks of memory made elsewhere, with the growth at each and the last one's readings. `peak`, `seen`: the last
         reading of the device's peak, and the most bytes allocated at any of them."""
         for growth in growths if self._cumulative is not None else growths[1:]:

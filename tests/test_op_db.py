@@ -33,8 +33,7 @@ pytestmark = [
 ]
 
 SAMPLES = {torch.float32: 2, torch.complex128: 1, torch.bfloat16: 1}
-"""Samples per operator, by dtype, in the order in which dtypes are tried. The first sample is also differentiated twice. A run
-of CI takes the first dtype of which torch has a gradient: swapping knows no dtype.
+"""Samples per operator, by dtype, in the order in which dtypes are tried. The first sample is also differentiated twice.
 
 A run of CI takes the first dtype of which torch has a gradient: swapping knows no dtype."""
 DTYPES = tuple(SAMPLES)
@@ -99,8 +98,8 @@ def test_operators_whose_other_dtypes_take_another_way(name: str, dtype: torch.d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sim", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.thorough])], indirect=True)
 @pytest.mark.parametrize("name", sorted(OPS.keys() - set(COMMON)))
+@pytest.mark.parametrize("kind", ["sim", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.thorough])], indirect=True)
 def test_every_other_operator(name: str, kind: str) -> None:
     skip_where_torch_lacks_it(name, kind)
     skip_without_samples(name, check_in_first_dtype(name, kind))

@@ -67,19 +67,19 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def ways_on(kind: str, *, all_ways: bool) -> dict[str, Callable[[], Way]]:
-    """Ways to run a sample; on CUDA without `all_ways` the two that have all in them: hooks that swap everything, a session."""
-    if kind == "cpu":
-        return IN_SIMULATOR
-    return {label: way for label, way in ON_CUDA.items() if all_ways or label in ("swapped", "session")}
+    """Ways to run a sample; without `all_ways` the two that have all in them: hooks that swap everything, a session."""
+    ways = IN_SIMULATOR if kind == "cpu" else ON_CUDA
+    return {label: way for label, way in ways.items() if all_ways or label in ("swapped", "session")}
 
 
-def check(name: str, kind: str, dtypes: Sequence[torch.dtype], *, all_ways: bool = False) -> int:
-    """Compare the operator's samples in each dtype. Returns how many there were."""
+def check(name: str, kind: str, dtypes: Sequence[torch.dtype], *, all_ways: bool = True) -> int:
+    """Compare the operator's samples in each dtype, one of each without `all_ways`. Returns how many there were."""
     with opened(ways_on(kind, all_ways=all_ways)) as ways:
-        return sum(sweep(name, ways, device_type=kind, dtypes=(one,), samples=SAMPLES[one], twice=1) for one in dtypes)
+        counts = {one: SAMPLES[one] if all_ways else 1 for one in dtypes}
+        return sum(sweep(name, ways, device_type=kind, dtypes=(one,), samples=n, twice=1) for one, n in counts.items())
 
 
-def check_in_first_dtype(name: str, kind: str, *, all_ways: bool = False) -> int:
+def check_in_first_dtype(name: str, kind: str, *, all_ways: bool = True) -> int:
     found = check(name, kind, differentiable(OPS[name], kind, DTYPES)[:1], all_ways=all_ways)
     with opened(ways_on(kind, all_ways=all_ways)) as ways:
         return found + sweep_without_gradient(name, ways, device_type=kind, samples=1)
@@ -88,7 +88,7 @@ def check_in_first_dtype(name: str, kind: str, *, all_ways: bool = False) -> int
 @pytest.mark.ci
 @pytest.mark.parametrize("name", COMMON)
 def test_operators_that_models_are_made_of(name: str, kind: str) -> None:
-    assert check_in_first_dtype(name, kind, all_ways=True)
+    assert check_in_first_dtype(name, kind)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("nn_functional_silu", torch.bfloat16), ("linalg_pinv", torch.complex128)])
@@ -98,24 +98,19 @@ def test_operators_whose_other_dtypes_take_another_way(name: str, dtype: torch.d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(OPS.keys() - set(COMMON)))
-@pytest.mark.parametrize("kind", ["sim", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.thorough])], indirect=True)
-def test_every_other_operator(name: str, kind: str) -> None:
-    skip_where_torch_lacks_it(name, kind)
-    skip_without_samples(name, check_in_first_dtype(name, kind))
+@pytest.mark.parametrize("name", sorted(OPS.keys() - set(COMMON) - set(CUDA_ALONE)))
+def test_every_other_operator(name: str) -> None:
+    skip_without_samples(name, check_in_first_dtype(name, "cpu", all_ways=False))
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", OPS)
-def test_every_operator_in_its_other_dtypes(name: str, kind: str) -> None:
-    skip_where_torch_lacks_it(name, kind)
-    skip_without_samples(name, check(name, kind, differentiable(OPS[name], kind, DTYPES)[1:]))
-
-
-def skip_where_torch_lacks_it(name: str, kind: str) -> None:
+def test_every_operator_in_each_dtype(name: str, kind: str) -> None:
     if kind == "cpu" and name in CUDA_ALONE:
         pytest.skip(f"torch has {name} on CUDA alone")
+    found = check(name, kind, differentiable(OPS[name], kind, DTYPES), all_ways=kind == "cpu")
+    skip_without_samples(name, found + check_in_first_dtype(name, kind, all_ways=False))
 
 
 @pytest.mark.ci

@@ -44,8 +44,7 @@ TESTS: dict[str, str] = {
         )
     },
     **{
-        f"tests/test_op_db.py::{test}[cuda-{name}]": reason
-        for test in ("test_every_other_operator", "test_every_operator_in_its_other_dtypes")
+        f"tests/test_op_db.py::test_every_operator_in_each_dtype[cuda-{name}]": reason
         for name, reason in {
             **{
                 f"jiterator_{name}": _NVRTC

@@ -200,8 +200,12 @@ def test_a_sequence_that_changes_in_every_way() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "steps"),
-    [(KINDS, 200), *(pytest.param((kind,), 60, marks=pytest.mark.thorough) for kind in KINDS)],
-    ids=["all", *KINDS],
+    [
+        (KINDS, 100),
+        pytest.param(KINDS, 200, marks=pytest.mark.thorough),
+        *(pytest.param((kind,), 60, marks=pytest.mark.thorough) for kind in KINDS),
+    ],
+    ids=["all", "all, longer", *KINDS],
 )
 def test_many_steps(kinds: Sequence[str], steps: int) -> None:
     works = list(schedule(kinds, steps))

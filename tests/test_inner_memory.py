@@ -401,6 +401,7 @@ def test_without_it_the_same_step_passes_its_budget(device: Device, monkeypatch:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["sim", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.thorough])], indirect=True)
 @pytest.mark.parametrize("share", [0.5, pytest.param(0.6, marks=pytest.mark.thorough)])
 def test_a_changing_sequence_passes_no_budget_once_its_steps_are_known(device: Device, share: float) -> None:
     rng = Random(3)

@@ -316,7 +316,10 @@ def check(mixed: Mixed, kind: Kind, tally: Tally) -> None:
         assert found.reasons, f"steps' peaks {found.peaks}, budget {budget}, plain {plain.peaks}"
 
 
-KINDS = [pytest.param(SIM, id="sim"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
+KINDS = [
+    pytest.param(SIM, id="sim", marks=[pytest.mark.slow, pytest.mark.thorough]),
+    pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu),
+]
 
 
 @pytest.mark.ci

@@ -137,8 +137,14 @@ def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("short_step", [pytest.param(RECORDED, marks=pytest.mark.slow), STEADY])
-@pytest.mark.parametrize("keeps_gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("short_step", "keeps_gradients"),
+    [
+        (STEADY, False),
+        *(pytest.param(RECORDED, keeps, marks=pytest.mark.slow) for keeps in (False, True)),
+        pytest.param(STEADY, True, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
+)
 def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
     shortage: Faults, short_step: int, keeps_gradients: bool
 ) -> None:

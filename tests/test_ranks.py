@@ -73,7 +73,7 @@ def wrong(programs: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_each_rank_has_the_bits_that_it_has_without_a_session(ranks: int, tmp_path: Path) -> None:
     """DDP, `no_sync`, FSDP2, tensor parallel layers, pipelines and mixtures: losses, gradients and weights of six steps."""
     for rank, outcome in enumerate(outcomes(ranks, "tests._rank_runs", tmp_path)):
@@ -89,7 +89,7 @@ def test_each_rank_has_the_bits_that_it_has_without_a_session(ranks: int, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_micro_batches_without_gradient_sync_are_no_steps_of_their_own(ranks: int, tmp_path: Path) -> None:
     """FSDP2 keeps their gradients unsharded, where no parameter shows them: four steps of two micro-batches each."""
     for rank, outcome in enumerate(outcomes(ranks, "tests._rank_steps", tmp_path)):

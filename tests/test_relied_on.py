@@ -160,8 +160,14 @@ def test_without_proofs_a_write_is_recomputed_or_named(case: Case, seed: int) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("when", When)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        pytest.param(name, when, marks=() if number % 2 == turn else pytest.mark.thorough)
+        for number, name in enumerate(KINDS)
+        for turn, when in enumerate(When)
+    ],
+)
 def test_a_write_on_cuda_changes_no_bit(name: str, when: When) -> None:
     (program,) = (program for program in PROGRAMS if program.__name__ == name)
     case = Case(program, when)

@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,11 +71,23 @@ def names_of(nodeid: str) -> tuple[str, str, str]:
     return nodeid, nodeid.partition("[")[0], nodeid.partition("::")[0]
 
 
+def _is_whole(config: pytest.Config) -> bool:
+    """True if no file of tests is named on the command line."""
+    return config.args == config.getini("testpaths")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A whole run in another mode than late does not import the files that it would skip."""
+    return (control.mode() != "late" and _is_whole(config) and f"tests/{collection_path.name}" in LATE_ALONE) or None
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     names = {name for item in items for name in names_of(item.nodeid)}
-    if config.args == config.getini("testpaths") and (unknown := sorted((TESTS | LATE_ALONE).keys() - names)):
-        raise pytest.UsageError(f"tests/cuda_stand_in/limits.py: expected names of tests, got {', '.join(unknown)}")
+    if control.mode() == "late" and _is_whole(config) and (unknown := sorted((TESTS | LATE_ALONE).keys() - names)):
+        problem = f"tests/cuda_stand_in/limits.py: expected names of tests, got {', '.join(unknown)}"
+        sys.stderr.write(f"{problem}\n")  # a process of pytest-xdist loses the error's text
+        raise pytest.UsageError(problem)
     for item in items:
         if (limit := limit_of(item.nodeid)) is not None:
             item.add_marker(pytest.mark.skip(reason=PREFIX + limit))

@@ -24,13 +24,13 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.plan.swap_all import swap_all
 from chameleon_mm.plan.trace import TensorKind
 from chameleon_mm.plan.unswapped_memory import peak_memory
-from chameleon_mm.tools import workload
+from chameleon_mm.tools import hub_models
 from chameleon_mm.tools.adapters import Adapters, adapted
 from chameleon_mm.tools.blocks import blocks_of, with_function_modes
 from chameleon_mm.tools.prediction import link_of
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
 from chameleon_mm.tools.step_on_shapes import record_step
-from chameleon_mm.tools.workload import Build, Gpt2, Gpt2Shape, Llama, LlamaShape, RMSNorm, Workload
+from chameleon_mm.tools.workload import BUILT_IN, Build, Gpt2, Gpt2Shape, Llama, LlamaShape, RMSNorm, Workload
 from chameleon_mm.units import GIB
 
 TOLD: dict[str, Any] = tomllib.loads(Path(__file__).with_name("published_figures.toml").read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ def _hugging_face(config: Any, rows: int, seq: int) -> Build:
     """Builder of transformers' model of `config`. Of Qwen3 the loss is the mean of the last token's logits, as axolotl has."""
 
     def build() -> Workload:
-        attention = workload._attention(transformers, config)
+        attention = hub_models.fused_attention(transformers, config)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
         ids = torch.zeros(rows, seq, dtype=torch.int64)
 
@@ -136,7 +136,7 @@ LLAMA_7B = transformers.LlamaConfig(
     hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, intermediate_size=11008, vocab_size=32000
 )
 SHAPES: dict[str, Any] = {
-    **workload.BUILT_IN,
+    **BUILT_IN,
     "llama-3.2-3b": LlamaShape(layers=28, width=3072, heads=24, kv_heads=8, ffn=8192, vocabulary=128256, context=131072),
     "qwen3-14b": LlamaShape(layers=40, width=5120, heads=40, kv_heads=8, ffn=17408, vocabulary=151936, context=40960),
 }

@@ -608,8 +608,7 @@ def test_a_path_to_nothing_is_told_as_one(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "t5"}, ["causal language model", "T5Config", "module:function"]),
-        ({"model_type": "vit"}, ["causal language model", "ViTConfig"]),
+        ({"model_type": "vits"}, ["causal language model", "image classification", "VitsConfig", "module:function"]),
         ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}, ["100", "multiple", "heads (7)"]),
         ({"model_type": "no such"}, ["transformers can read", "no such"]),
         ([], ["transformers can read"]),

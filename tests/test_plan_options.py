@@ -18,6 +18,7 @@ from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools.adapters import Adapters, adapted
 from chameleon_mm.tools.cli import main
+from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
 from chameleon_mm.tools.step_on_shapes import RecordedStep, record_step
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload
@@ -70,6 +71,49 @@ def recorded(build: Build, **options: Any) -> RecordedStep:
 
 def bytes_of(trace: Trace, kind: TensorKind) -> int:
     return int(trace.tensor_bytes[trace.tensor_kind == kind].sum())
+
+
+# --- models of Hugging Face, by the kind that their configuration is of
+
+_TEXT = {"vocab_size": 64, "d_model": 32, "max_position_embeddings": 48, "pad_token_id": 0}
+_SIDES = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4))}
+_STACK = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "t5": ({"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "n_positions": 48},
+           "T5ForConditionalGeneration), 2 x 48 tokens"),
+    "bart": ({**_TEXT, **_SIDES, "encoder_layerdrop": 0.1}, "BartForConditionalGeneration), 2 x 48 tokens"),
+    "bert": ({**_STACK, "vocab_size": 64, "max_position_embeddings": 48}, "BertForMaskedLM), 2 x 48 tokens"),
+    "vit": ({**_STACK, "image_size": [32, 16], "patch_size": 8}, "ViTForImageClassification), 2 x 3 x 32 x 16"),
+    "convnext": ({"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "image_size": 32, "drop_path_rate": 0.0},
+                 "ConvNextForImageClassification), 2 x 3 x 32 x 32"),
+    "whisper": ({**_TEXT, **_SIDES, "max_source_positions": 32, "max_target_positions": 16, "num_mel_bins": 8,
+                 "decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 1},
+                "WhisperForConditionalGeneration), 2 x 16 tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_each_kind_of_hugging_faces_needs_what_it_needs_when_it_runs(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config, about = CONFIGURATIONS[kind]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, **config}))
+    build = source_of(str(path), batch=2, seq=None, dtype=torch.float32)
+    step = recorded(build)
+    assert step.about.endswith(about)
+    _, peak_bytes, us = simulated_step(build, "adamw-fused")
+    assert peak_memory(step.trace).nbytes == peak_bytes
+    assert step.trace.duration_us == pytest.approx(us, rel=1e-9)
+    assert any("layerdrop off" in note for note in step.notes) == (kind == "bart")
+
+
+def test_a_row_of_an_image_model_has_no_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "vit"}))
+    assert main(["plan", str(path), "--seq", "9"]) == 2
+    assert "--seq: expected none" in capsys.readouterr().err
 
 
 # --- checkpointing
@@ -208,11 +252,12 @@ def test_what_is_asked_for_is_in_the_table_and_the_notes(tmp_path: Path, capsys:
         "--quantise",
         "4bit",
     ]
-    assert main([*command, "--optimizer", "adamw-8bit", "--json", str(out)]) == 0
+    assert main([*command, "--optimizer", "adamw-8bit", "--local-ranks", "2", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["ways"][-1]["name"] == "checkpointing 1/2"
     text = " ".join(capsys.readouterr().out.split())
     assert "full recomputation" not in text
-    assert "copies run at 9 GB/s out, 9 back and 13.5 both ways together" in text
+    assert "copies run at 4.5 GB/s out, 4.5 back and 6.75 both ways together" in text
+    assert "2 ranks share the link and host memory: rates and pinned bytes here are one rank's" in text
     assert "adapters of rank 4, without dropout; all else is frozen, frozen linear weights of 4 bits" in text
 
 
@@ -236,6 +281,7 @@ def test_shards_of_ones_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--gpu", "absent.json"], ["absent.json"]),
         (["--gpu", {**GPU, "fp32_tflops": -1}], ["above 0, got -1"]),
         (["--fsdp", "3"], ["--fsdp", "divides", "got 3"]),
+        (["--local-ranks", "0"], ["--local-ranks", "1 or more", "got 0"]),
         (["--fsdp", "1"], ["--fsdp", "2 or more", "'1'"]),
         (["--fsdp", "8:int8"], ["--fsdp", "'8:int8'"]),
         (["--fsdp", "2", "--swap-optimizer"], ["--fsdp", "leave those out"]),

@@ -64,6 +64,11 @@ class GpuSpec:
                 f"({total}), got {self.duplex_gbps}"
             )
 
+    def shared_by(self, ranks: int) -> GpuSpec:
+        """What one of `ranks` ranks has if all of them copy over one link at once."""
+        h2d, d2h, duplex = (rate / ranks for rate in (self.h2d_gbps, self.d2h_gbps, self.duplex_gbps))
+        return replace(self, h2d_gbps=h2d, d2h_gbps=d2h, duplex_gbps=duplex)
+
 
 _H200 = GpuSpec(
     name="H200", hbm_bytes=141 * GIB, hbm_gbps=4800.0, bf16_tflops=989.5, fp32_tflops=67.0,
@@ -149,11 +154,11 @@ _RTX_5090 = GpuSpec(
 
 _GH200 = GpuSpec(
     name="GH200", hbm_bytes=96 * GIB, hbm_gbps=4000.0, bf16_tflops=989.5, fp32_tflops=67.0,
-    h2d_gbps=300.0, d2h_gbps=300.0, duplex_gbps=345.0,
+    h2d_gbps=411.0, d2h_gbps=170.0, duplex_gbps=436.0,
     source=(
         "NVIDIA GH200 datasheet, 96 GB HBM3 and 480 GB LPDDR5X version: 4 TB/s, BF16 1979 TFLOP/s with sparsity (half is "
-        "dense), FP32 67; link: derived, one way two thirds of NVLink-C2C's 450 GB/s per direction, both ways 90 % of the "
-        "host memory's 384 GB/s, which is then the narrower"
+        "dense), FP32 67; link: copy engines over NVLink-C2C as reported for one machine; others differ (arXiv 2407.07850 has "
+        "375 back and 297 out); derived, both ways 75 % of their sum as on the H200"
     ),
 )  # fmt: skip
 

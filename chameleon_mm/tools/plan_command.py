@@ -26,6 +26,7 @@ from chameleon_mm.device.specs import GpuSpec, spec_by_name, spec_from_file
 from chameleon_mm.files import write_file
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule
 from chameleon_mm.tools.adapters import BITS, adapted, parse_adapters
+from chameleon_mm.tools.hub_models import hugging_face
 from chameleon_mm.tools.largest import SIZES, largest, say
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
 from chameleon_mm.tools.prediction import (
@@ -40,7 +41,7 @@ from chameleon_mm.tools.prediction import (
 from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, predict_session, record, show_session
 from chameleon_mm.tools.sharding import Shards
 from chameleon_mm.tools.step_on_shapes import AUTOCAST, DTYPES, OPTIMIZERS
-from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, hugging_face, own_function
+from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, own_function
 from chameleon_mm.units import AUTO, parse_budget, parse_size
 
 Environment = Callable[[str, Device], Mapping[str, Any]]
@@ -70,6 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N[:DTYPE]",
         help="one of N ranks with shards of parameters, gradients and optimizer state, as FSDP2's; DTYPE: theirs (8:float32)",
     )
+    where.add_argument(
+        "--local-ranks", type=int, default=1, metavar="N",
+        help="ranks that share the GPU's link to the host and its memory: each has 1/N of the rates (default 1)",
+    )  # fmt: skip
     where.add_argument(
         "--hbm-budget",
         metavar="SIZE",
@@ -187,7 +192,9 @@ def _request(args: argparse.Namespace, **size: int) -> RunRequest:
 
     Raises `ValueError` for invalid sizes, and what `source_of` raises. No model is built.
     """
-    spec = _spec(args.gpu)
+    if args.local_ranks < 1:
+        raise ValueError(f"--local-ranks: expected 1 or more, got {args.local_ranks}")
+    spec = _spec(args.gpu).shared_by(args.local_ranks)
     given, whole = args.hbm_budget, lambda: spec.hbm_bytes
     hbm_budget = default_budget(spec) if given in (None, AUTO) else parse_budget(given, whole, what="--hbm-budget")
     if hbm_budget == 0:
@@ -206,6 +213,7 @@ def _request(args: argparse.Namespace, **size: int) -> RunRequest:
         min_bytes=DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes"),
         autocast=autocast,
         shards=None if args.fsdp is None else _shards(args.fsdp),
+        local_ranks=args.local_ranks,
     )
 
 

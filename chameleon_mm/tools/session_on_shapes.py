@@ -15,7 +15,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -116,6 +116,8 @@ class RunRequest:
     """Each repeated block whose number this divides runs under torch's checkpointing; None: none does."""
     shards: Shards | None = None
     """Ranks that parameters, gradients and optimizer state are sharded over; None: one rank has all of them."""
+    local_ranks: int = 1
+    """Ranks that share the link, of which `spec` has one's part, and host memory."""
 
 
 def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = True) -> SessionRun:
@@ -300,6 +302,9 @@ def record(request: RunRequest, *, in_buckets: bool = False) -> RecordedStep:
         compiled=request.compiled,
         checkpointed=request.checkpointed,
     )
+    if request.local_ranks > 1:
+        note = f"{request.local_ranks} ranks share the link and host memory: rates and pinned bytes here are one rank's"
+        step = replace(step, notes=(*step.notes, note))
     return step if request.shards is None else sharded(step, request.shards)
 
 

@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,6 +175,26 @@ class _Outcome(NamedTuple):
 
 
 _RUNS = _Outcome(None)
+
+
+class ValuesReadAsZero(TorchDispatchMode):
+    """While active, reading a fake tensor's value gives 0: `trunc_normal_` looks at what it drew, drop-path rates are read from
+    a `linspace`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        self.notes: tuple[str, ...] = ()
+        """A note if a number was read."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten._local_scalar_dense.default or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        if args[0].dtype is torch.bool:
+            return False
+        self.notes = ("numbers that the model reads from tensors while it is built count as 0, such as rates of its layers",)
+        return 0.0 if args[0].is_floating_point() else 0
 
 
 class NoArithmetic(TorchDispatchMode):

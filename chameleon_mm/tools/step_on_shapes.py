@@ -32,7 +32,7 @@ from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.state.optimizer_swap import alone, buckets_of, raw_step
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
 from chameleon_mm.tools.blocks import checkpoint_blocks, groups_of
-from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, gpu_autocast
+from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, ValuesReadAsZero, gpu_autocast
 from chameleon_mm.tools.workload import Build, ModelUnusable, Workload, told_as
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -137,7 +137,8 @@ def record_step(
     """
     device = SimDevice(spec)
     with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast(), _uncompiled():
-        workload = build()
+        with ValuesReadAsZero() as values:
+            workload = build()
         step = TrainingStep(
             workload, optimizer, autocast, bucket_bytes=bucket_bytes, compiled=compiled, checkpointed=checkpointed
         )
@@ -151,7 +152,7 @@ def record_step(
         del loss  # a training loop, too, holds it until here
     return RecordedStep(
         about=workload.about,
-        notes=(*workload.notes, *step.notes),
+        notes=(*workload.notes, *values.notes, *step.notes),
         activation_memory_budget=compiled,
         parameters_by_dtype=_by_dtype(workload.model),
         autocast=None if autocast is None else _name(autocast),

@@ -73,7 +73,8 @@ def names_of(nodeid: str) -> tuple[str, str, str]:
 
 def _is_whole(config: pytest.Config) -> bool:
     """True if no file of tests is named on the command line."""
-    return config.args == config.getini("testpaths")
+    whole: bool = config.args == config.getini("testpaths")
+    return whole
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

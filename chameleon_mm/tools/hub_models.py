@@ -1,0 +1,211 @@
+"""Models of Hugging Face whose step can be predicted, by their configuration: no weights are read.
+
+build = hugging_face("./config.json", batch=2, seq=None, dtype=torch.bfloat16)    # checked; nothing built yet
+
+Built with random weights under fake tensors, which take no memory. Rows are whole and as long as each other. What a row is
+follows from the kind of model, the first in `KINDS` that transformers has for the configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, Workload, said_by, told_as
+
+Inputs = dict[str, Tensor]
+
+_MOST_TOKENS = 4096
+"""Maximum default length of a row in tokens: models that can read 128k tokens are not trained on rows of that length."""
+
+_SAMPLES = 160_000
+"""Default length of a row of sound: ten seconds at 16 kHz."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Kind of model: transformers' class for it, and what a row of its batch is."""
+
+    name: str
+    auto: str
+    """Name of transformers' class that builds such a model from a configuration."""
+    mapping: str
+    """Name of its mapping from configurations to models."""
+    inputs: Callable[[Any, int, int], Inputs]
+    """Configuration, rows, length of a row -> arguments of forward, labels among them."""
+    unit: str | None = "tokens"
+    """What --seq counts; None: the configuration has the size of a row."""
+    length: Callable[[Any], int | None] = lambda config: getattr(config, "max_position_embeddings", None)
+    """The longest row that the model can read; None: any."""
+
+
+def _ids(rows: int, tokens: int) -> Tensor:
+    return torch.zeros(rows, tokens, dtype=torch.int64)
+
+
+def _text(config: Any, rows: int, tokens: int) -> Inputs:
+    ids = _ids(rows, tokens)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _image(config: Any, rows: int, _: int) -> Inputs:
+    config = getattr(config, "vision_config", config)
+    side = config.image_size
+    height, width = side if isinstance(side, (list, tuple)) else (side, side)
+    labels = torch.zeros(rows, dtype=torch.int64)
+    return {"pixel_values": torch.zeros(rows, config.num_channels, height, width), "labels": labels}
+
+
+def _speech(config: Any, rows: int, tokens: int) -> Inputs:
+    frames = 2 * config.max_source_positions  # the encoder's convolution halves them
+    return {"input_features": torch.zeros(rows, config.num_mel_bins, frames), "labels": _ids(rows, tokens)}
+
+
+def _sound(config: Any, rows: int, samples: int) -> Inputs:
+    return {"input_values": torch.zeros(rows, samples), "labels": torch.zeros(rows, dtype=torch.int64)}
+
+
+KINDS = (
+    Kind(
+        name="speech to text", auto="AutoModelForSpeechSeq2Seq", mapping="MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", inputs=_speech,
+        length=lambda config: getattr(config, "max_target_positions", None),
+    ),
+    Kind(
+        name="text to text", auto="AutoModelForSeq2SeqLM", mapping="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", inputs=_text,
+        length=lambda config: getattr(config, "max_position_embeddings", getattr(config, "n_positions", None)),
+    ),
+    Kind(name="masked language model", auto="AutoModelForMaskedLM", mapping="MODEL_FOR_MASKED_LM_MAPPING", inputs=_text),
+    Kind(name="causal language model", auto="AutoModelForCausalLM", mapping="MODEL_FOR_CAUSAL_LM_MAPPING", inputs=_text),
+    Kind(
+        name="image classification", auto="AutoModelForImageClassification",
+        mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", inputs=_image, unit=None,
+    ),
+    Kind(
+        name="sound classification", auto="AutoModelForAudioClassification",
+        mapping="MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", inputs=_sound, unit="samples", length=lambda config: _SAMPLES,
+    ),
+)  # fmt: skip
+"""Kinds of models, in the order in which they are looked for."""
+
+
+def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:
+    """Builder of the model whose configuration is the file or folder `text`, or is published under that name.
+
+    Raises `ModelUnusable` without transformers, and for a configuration that cannot be read or used.
+    """
+    if find_spec("transformers") is None:
+        raise ModelUnusable(
+            f"MODEL: expected a built-in model ({', '.join(BUILT_IN)}) or module:function, got {text!r}; a Hugging Face "
+            f"configuration needs transformers, which is not installed: pip install 'chameleon-mm[plan]'"
+        )
+    transformers: Any = importlib.import_module("transformers")  # as Any: type checkers would follow all of it
+    config = _config(transformers, text)
+    kind = _kind(transformers, text, config)
+    if kind.unit is None and seq is not None:
+        raise ModelUnusable(f"--seq: expected none for {text}, whose configuration has the size of an image; leave it out")
+    if layers is not None:
+        config = _with_layers(config, text, layers)
+    longest = kind.length(config)
+    length = min(longest or _MOST_TOKENS, _SAMPLES if kind.unit == "samples" else _MOST_TOKENS) if seq is None else seq
+    notes = ["rows are whole: no padding, so attention needs no mask"] if kind.unit == "tokens" else []
+    if kind.unit == "tokens" and longest is not None and length > longest:
+        notes.append(f"rows are longer than the {longest} tokens that the model can read")
+    if getattr(config, "quantization_config", None) is not None:
+        notes.append("its quantization_config is ignored: weights are trained, and planned, as they are before it")
+    if drawn := [name for name in _DRAWN if getattr(config, name, None)]:
+        notes.append(f"{' and '.join(drawn)} off: what a step then leaves out or hides depends on numbers that are drawn")
+    config = _changed(config, {name: type(getattr(config, name))(0) for name in drawn} | _of_decoders(config))
+
+    def build() -> Workload:
+        with told_as(f"{text}: transformers could not build it under fake tensors"):
+            model: nn.Module = getattr(transformers, kind.auto).from_config(
+                config, dtype=dtype, attn_implementation=fused_attention(transformers, config)
+            )
+            given = kind.inputs(config, batch, length)
+        model.train()
+        inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
+        no_cache = {"use_cache": False} if kind.auto == "AutoModelForCausalLM" else {}
+
+        def loss() -> Tensor:
+            found: Tensor = model(**inputs, **no_cache).loss
+            return found
+
+        row = f"{length} {kind.unit}" if kind.unit else " x ".join(map(str, inputs["pixel_values"].shape[1:]))
+        about = f"{text} ({type(model).__name__}), {batch} x {row}"
+        return Workload(about=about, model=model, loss=loss, notes=tuple(notes))
+
+    return build
+
+
+_DRAWN = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment")
+"""Settings by which a step of training depends on numbers that are drawn, which fake tensors do not have."""
+
+
+def _kind(transformers: Any, text: str, config: Any) -> Kind:
+    for kind in KINDS:
+        is_decoder = kind.auto == "AutoModelForMaskedLM" and getattr(config, "is_decoder", False)
+        if type(config) in getattr(transformers, kind.mapping) and not is_decoder:
+            return kind
+    raise ModelUnusable(
+        f"MODEL: expected the configuration of one of: {', '.join(kind.name for kind in KINDS)}; got {text!r}, a "
+        f"{type(config).__name__}; give it as module:function"
+    )
+
+
+def _changed(config: Any, settings: dict[str, Any]) -> Any:
+    return type(config).from_dict({**config.to_dict(), **settings}) if settings else config
+
+
+def _of_decoders(config: Any) -> dict[str, int]:
+    """The token that a decoder's row begins with, where an encoder-decoder's configuration lacks it: only shapes count."""
+    lacks = config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None
+    return {"decoder_start_token_id": 0} if lacks else {}
+
+
+def _with_layers(config: Any, text: str, layers: int) -> Any:
+    """Copy the configuration with another number of layers; the kinds of layers repeat in order."""
+    told = config.to_dict()
+    if "num_hidden_layers" not in told:
+        raise ModelUnusable(
+            f"--largest layers: expected a configuration with num_hidden_layers, got {text!r}, a {type(config).__name__} "
+            f"without; search for another size"
+        )
+    kinds = told.get("layer_types")
+    repeated = {"layer_types": [kinds[i % len(kinds)] for i in range(layers)]} if kinds else {}
+    return _changed(config, {"num_hidden_layers": layers, **repeated})
+
+
+def fused_attention(transformers: Any, config: Any) -> str:
+    """Register fused attention without a mask, as whole rows have it, and return its name.
+
+    On a GPU, transformers drops a mask that hides nothing. It cannot read the values of fake tensors, so it would keep a mask
+    for each layer, as large as a matrix of scores.
+    """
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "eager"  # torch's fused attention cannot cap scores
+    name = "chameleon_mm_whole_rows"
+    sdpa = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    transformers.AttentionInterface.register(name, sdpa)
+    transformers.AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    return name
+
+
+def _config(transformers: Any, text: str) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(text)
+    except Exception as error:  # the hub's client passes on all kinds of network errors, with the same meaning here
+        if Path(text).exists():
+            expected, way_out = "a configuration that transformers can read", "is it a config.json, or a folder with one?"
+            reason = said_by(error)
+        else:
+            expected = "a built-in model, module:function, or a Hugging Face configuration"
+            way_out = "a name needs the network, or an earlier download"
+            reason = next(iter(said_by(error).split(". ")))  # the rest is advice about the hub
+        raise ModelUnusable(f"MODEL: expected {expected}, got {text!r}: {reason}; {way_out}") from error

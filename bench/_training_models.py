@@ -1,6 +1,6 @@
 """Models of the training benchmark, one of each family, with data: small, in plain torch, with blocks that may be checkpointed.
 
-work = llama(Shape(...)); work = gpt2(Sizes(...)); work = vit(Sizes(...)); work = resnet(Sizes(...))
+work = llama(Shape(...)); work = gpt2(Sizes(...))     # vit, resnet, video_dit as gpt2
 model, loss = work.make(device, checkpointed)         # weights from torch's generator
 loss(*work.batch(device)).backward()                  # data from the same one
 
@@ -9,6 +9,7 @@ gpt2    LayerNorm, GELU, dropout, learned positions, biases; the vocabulary is t
 vit     patches by a convolution, a class token, LayerNorm, GELU, attention to all patches
 resnet  bottlenecks of convolutions with batch norm, ReLU in place, three stages; no max pooling, whose backward has no
         deterministic kernel on a GPU
+video   latents of 17 frames: attention within frames, along them and to a caption (tools/video_models.py)
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from torch.utils.checkpoint import checkpoint
 
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack, noise
 from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
+from chameleon_mm.tools.video_models import VideoShape
 
 CLASSES = 10
 """Classes of images that ViT and ResNet distinguish."""
 
 PATCHES = 16
 """Patches along a side of a ViT's image."""
+
+FRAMES = 17
+"""Frames of a video's latents: a wavelet VAE's of 65."""
 
 STAGES = 3
 """Stages of a ResNet: each after the first has twice the width at half the side."""
@@ -49,7 +54,7 @@ class Sizes:
     heads: int = 1
     """Attention heads; a ResNet has none."""
     seq: int
-    """Tokens of a row; for an image, pixels of a side."""
+    """Tokens of a row; for an image, pixels of a side; for a video, latents of a side."""
     batch: int
     """Rows or images of a step."""
     dtype: str
@@ -137,6 +142,29 @@ def resnet(sizes: Sizes) -> Workload:
     return _of_images(f"ResNet: {STAGES} stages of {sizes.layers} bottlenecks, width {sizes.width}", sizes, ResNet)
 
 
+def video_dit(sizes: Sizes) -> Workload:
+    """A video diffusion transformer over noise. Raises `ValueError` for an odd side."""
+    if sizes.seq % 2:
+        raise ValueError(f"--seq: expected an even number of latents for video-dit, got {sizes.seq}")
+    sides, dtype = (sizes.seq, sizes.seq), DTYPES[sizes.dtype]
+    of = {"layers": sizes.layers, "width": sizes.width, "heads": sizes.heads}
+    shape = VideoShape(**of, frames=FRAMES, sides=sides, caption=77, caption_width=512)
+
+    def make(device: torch.device, checkpointed: bool) -> tuple[nn.Module, Loss]:
+        with device:
+            model = shape.model().to(dtype)
+        model.blocks = _blocks(model.blocks, checkpointed)
+        return model, model.loss
+
+    return Workload(
+        about=f"video DiT: {sizes.layers} blocks, width {sizes.width}, {sizes.heads} heads, {sizes.batch} of {shape.about}, "
+        f"{sizes.dtype}",
+        params=asdict(sizes),
+        make=make,
+        batch=lambda device: shape.batch(sizes.batch, dtype=dtype, device=device),
+    )
+
+
 def _of_images(about: str, sizes: Sizes, kind: Callable[[Sizes, bool], ViT | ResNet]) -> Workload:
     dtype = DTYPES[sizes.dtype]
 
@@ -161,14 +189,14 @@ def _of_images(about: str, sizes: Sizes, kind: Callable[[Sizes, bool], ViT | Res
 
 
 class Checkpointed(nn.Module):
-    """Block that saves only its input and runs again in backward."""
+    """Block that saves only its inputs and runs again in backward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, checkpoint(self.block, x, use_reentrant=False))
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return cast(Tensor, checkpoint(self.block, *inputs, use_reentrant=False))
 
 
 def _blocks(blocks: nn.ModuleList, checkpointed: bool) -> nn.ModuleList:

@@ -14,7 +14,7 @@ from typing import Any
 
 from chameleon_mm.bench._llama import DTYPES, Shape
 from chameleon_mm.bench._stand_in import computes_on_cpu
-from chameleon_mm.bench._training_models import Sizes, Workload, gpt2, llama, resnet, vit
+from chameleon_mm.bench._training_models import Sizes, Workload, gpt2, llama, resnet, video_dit, vit
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.pool.host_memory import available_host_bytes
 
@@ -48,8 +48,16 @@ OTHERS: Mapping[str, tuple[Callable[[Sizes], Workload], Sized]] = {
             "fill": {"layers": 4, "width": 64, "seq": 112, "batch": 64, "dtype": "bfloat16"},
         },
     ),
+    "video-dit": (
+        video_dit,
+        {
+            "tiny": {"layers": 4, "width": 128, "heads": 4, "seq": 16, "batch": 2, "dtype": "float32"},
+            "fill": {"layers": 12, "width": 384, "heads": 6, "seq": 32, "batch": 16, "dtype": "bfloat16"},
+        },
+    ),
 }
-"""Builders of each family except the Llama, and their sizes: `fill` as in GPT-2 large, ViT-L/14, and a ResNet of 38 layers."""
+"""Builders of each family except the Llama, and their sizes: `fill` as in GPT-2 large, ViT-L/14, a ResNet of 38 layers,
+and a small video model over 4 x 17 x 32 x 32 latents."""
 
 MODELS = ("llama", *OTHERS)
 
@@ -60,7 +68,8 @@ def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (
         ("layers", "blocks; of a resnet: of each stage"), ("width", "residual stream; of a resnet: inside the first blocks"),
         ("heads", "attention heads"), ("ffn", "width inside SwiGLU, of the llama alone"),
-        ("seq", "tokens per row; of images: pixels of a side"), ("batch", "rows or images per step"),
+        ("seq", "tokens per row; of images: pixels of a side; of videos: latents of a side"),
+        ("batch", "rows, images or videos per step"),
     ):  # fmt: skip
         parser.add_argument(
             f"--{name}", type=int, metavar="N", help=f"{what} (llama: tiny {TINY[name]}, fill {FILL.get(name, 'fitted')})"

@@ -9,8 +9,8 @@
     classes: bytes that the plan keeps, swaps, recomputes, holds
     bound:   T* | T* / step time of each session
 
-The model is a small Llama, GPT-2, ViT or ResNet (`--model`). On a simulator, tensors are tiny and computed on the CPU; times
-and peaks are simulated: they show the order of the peers, not a GPU's figures.
+The model is a small Llama, GPT-2, ViT, ResNet or video DiT (`--model`). On a simulator, tensors are tiny and computed on the
+CPU; times and peaks are simulated: they show the order of the peers, not a GPU's figures.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
 from chameleon_mm.bench._small_step import NO_SESSION, SESSION, small_step
-from chameleon_mm.bench._training_models import Checkpointed, Sizes, Workload, gpt2, llama, resnet, vit
+from chameleon_mm.bench._training_models import Checkpointed, Sizes, Workload, gpt2, llama, resnet, video_dit, vit
 from chameleon_mm.bench._training_peers import PLANNED, ModelledSaveOnCpu, Peer, peers
 from chameleon_mm.bench._training_run import NO_PLAN, PeerRun, run_peer, warmup_steps
 from chameleon_mm.bench._training_sizes import FILL, TINY, choose_shape, choose_workload, fill_layers
@@ -131,6 +131,7 @@ def test_a_simulator_is_tiny_unless_told_otherwise_and_its_host_costs_nothing() 
         (("gpt2", "--ffn", "8"), "--ffn: expected none with --model gpt2"),
         (("resnet", "--heads", "2"), "--heads: expected none with --model resnet"),
         (("resnet", "--seq", "30"), "--seq: expected a multiple of 4 pixels"),
+        (("video-dit", "--seq", "3"), "--seq: expected an even number of latents"),
         (("vit", "--seq", "30"), "--seq: expected a multiple of 16 pixels"),
         (("vit", "--heads", "3"), "multiple of heads"),
         (("gpt2", "--layers", "0"), "--layers"),
@@ -393,7 +394,12 @@ def test_torchs_own_peer_is_the_real_one_on_a_gpu() -> None:
 
 
 SIZES = Sizes(layers=2, width=32, heads=2, seq=32, batch=2, dtype="float32")
-OTHERS = {"gpt2": gpt2(SIZES), "vit": vit(SIZES), "resnet": resnet(dataclasses.replace(SIZES, width=8, heads=1))}
+OTHERS = {
+    "gpt2": gpt2(SIZES),
+    "vit": vit(SIZES),
+    "resnet": resnet(dataclasses.replace(SIZES, width=8, heads=1)),
+    "video-dit": video_dit(dataclasses.replace(SIZES, seq=4)),
+}
 FAMILIES = {"llama": llama(Shape(layers=2, width=32, heads=2, ffn=48, seq=16, batch=2, dtype="float32")), **OTHERS}
 
 

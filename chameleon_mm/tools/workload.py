@@ -34,6 +34,7 @@ from chameleon_mm.errors import ChameleonError
 from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.image_models import IMAGE_MODELS, ImageShape
 from chameleon_mm.tools.shape_operators import gpu_autocast
+from chameleon_mm.tools.video_models import VIDEO_MODELS, VideoShape
 
 _NO_SUCH_DEVICE = re.compile(r"not (compiled|linked) with", re.IGNORECASE)
 """Pattern of torch's messages about devices that its build lacks; CUDA's name comes before or after it."""
@@ -219,7 +220,7 @@ class Gpt2Shape:
     context: int = 1024
 
 
-BUILT_IN: dict[str, LlamaShape | Gpt2Shape | ImageShape] = {
+BUILT_IN: dict[str, LlamaShape | Gpt2Shape | ImageShape | VideoShape] = {
     "llama-7b": LlamaShape(layers=32, width=4096, heads=32, kv_heads=32, ffn=11008, vocabulary=32000, context=4096),
     "llama-13b": LlamaShape(layers=40, width=5120, heads=40, kv_heads=40, ffn=13824, vocabulary=32000, context=4096),
     "llama-70b": LlamaShape(layers=80, width=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=32000, context=4096),
@@ -229,6 +230,7 @@ BUILT_IN: dict[str, LlamaShape | Gpt2Shape | ImageShape] = {
     "gpt2-large": Gpt2Shape(layers=36, width=1280, heads=20),
     "gpt2-xl": Gpt2Shape(layers=48, width=1600, heads=25),
     **IMAGE_MODELS,
+    **VIDEO_MODELS,
 }
 """Sizes from the papers on Llama 2 (arXiv 2307.09288) and Llama 3 (arXiv 2407.21783), and from GPT-2's configurations."""
 
@@ -251,18 +253,18 @@ class Gpt2(GPT):
 
 def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = None) -> Build:
     """Builder of the model `name`: `batch` rows of `seq` tokens (None: its context), `layers` layers (None: its own number).
-    Rows of an image model are images of one size.
+    Rows of an image model are images of one size, of a video model videos.
 
     Raises `ModelUnusable` for a row that the model cannot read, and for sizes that it does not have.
     """
     found = BUILT_IN[name]
-    if isinstance(found, ImageShape) and seq is not None:
+    if isinstance(found, (ImageShape, VideoShape)) and seq is not None:
         raise ModelUnusable(f"--seq: expected none for {name}, each row of which has {found.about}, got {seq}; leave it out")
     if layers is not None and found.layers is None:
         raise ModelUnusable(f"--largest layers: expected a model of equal layers, got {name}; search for the largest batch")
     shape = found if layers is None else replace(found, layers=layers)
     of_layers = f"{name}{'' if layers is None else f' of {layers} layers'}, {batch} x "
-    if isinstance(shape, ImageShape):
+    if isinstance(shape, (ImageShape, VideoShape)):
         return partial(_images, shape, batch, of_layers + shape.about)
     tokens = shape.context if seq is None else seq
     if isinstance(shape, Gpt2Shape) and tokens > shape.context:
@@ -280,7 +282,7 @@ def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = Non
     return build
 
 
-def _images(shape: ImageShape, rows: int, about: str) -> Workload:
+def _images(shape: ImageShape | VideoShape, rows: int, about: str) -> Workload:
     model, batch = shape.model(), shape.batch(rows)
     return Workload(about=about, model=model, loss=lambda: model.loss(*batch))
 

@@ -6,10 +6,9 @@ A model is the nearest that is at hand: Hugging Face's own code, the built-in Ll
 from __future__ import annotations
 
 import tomllib
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from chameleon_mm.device import SPECS
 from chameleon_mm.plan.swap_all import swap_all
@@ -26,7 +24,7 @@ from chameleon_mm.plan.trace import TensorKind
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools import hub_models
 from chameleon_mm.tools.adapters import Adapters, adapted
-from chameleon_mm.tools.blocks import blocks_of, with_function_modes
+from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.prediction import link_of
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
 from chameleon_mm.tools.step_on_shapes import record_step
@@ -49,8 +47,6 @@ class Outcome:
 def predicted(name: str) -> Outcome:
     step = TOLD["steps"][name]
     build, gpu = MODELS[step["model"]](step["rows"], step["seq"]), GPUS[step["gpu"]]
-    if step.get("selective"):
-        build = selective(build)
     if "lora" in step:
         rank, *modules = step["lora"]
         build = adapted(build, Adapters(rank=rank, modules=tuple(modules), bits=step.get("bits")))
@@ -58,7 +54,7 @@ def predicted(name: str) -> Outcome:
     recorded = record_step(
         build if shards is None else shardable(build, shards), gpu, dtype=torch.bfloat16, min_bytes=1 << 16,
         optimizer=step.get("optimizer", "adamw-fused"), compiled=1.0 if step.get("compiled") else None,
-        checkpointed=step.get("checkpointed"),
+        checkpointed=_checkpointing(step),
     )  # fmt: skip
     trace = (recorded if shards is None else sharded(recorded, shards)).trace
     parameters = int(trace.tensor_bytes[trace.tensor_kind == TensorKind.PARAMETER].sum())
@@ -66,6 +62,12 @@ def predicted(name: str) -> Outcome:
         return Outcome(trace.duration_us, peak_memory(trace).nbytes, parameters)
     plan = swap_all(trace, link_of(gpu))
     return Outcome(plan.step_us, plan.peak_bytes, parameters)
+
+
+def _checkpointing(step: dict[str, Any]) -> Checkpointing | None:
+    if step.get("selective"):
+        return Checkpointing(selective=True)
+    return Checkpointing(Fraction(1, step["checkpointed"])) if "checkpointed" in step else None
 
 
 # --- Models: functions of the number of rows and their length
@@ -150,41 +152,3 @@ MODELS: dict[str, Callable[[int, int], Build]] = {
     "mpt-3b": partial(_mpt, 2560, 20),
     "mpt-7b": partial(_mpt, 4096, 32),
 }
-
-
-# --- Selective checkpointing of operators, as torchtitan has it: every second product and attention are kept
-
-
-def selective(build: Build) -> Build:
-    def build_selective() -> Workload:
-        made = build()
-        for block in blocks_of(made.model):
-            block.forward = partial(
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=_selective_contexts
-            )
-        return made
-
-    return build_selective
-
-
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    counts: dict[bool, int] = defaultdict(int)
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_product = op is torch.ops.aten.mm.default
-        counts[ctx.is_recompute] += is_product
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        kept = op is attention or (is_product and counts[ctx.is_recompute] % 2)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    forward, again = create_selective_checkpoint_contexts(policy)
-    modes = with_function_modes()[1]
-
-    @contextmanager
-    def recompute() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(modes)
-            stack.enter_context(again)
-            yield
-
-    return forward, recompute()

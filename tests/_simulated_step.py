@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel, SimDevice
+from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.shape_operators import GpuOperators
 from chameleon_mm.tools.step_on_shapes import TrainingStep
 from chameleon_mm.tools.workload import Build
 
 
-def simulated_step(build: Build, optimizer: str, *, checkpointed: int | None = None) -> tuple[int, int, float]:
+def simulated_step(build: Build, optimizer: str, *, checkpointed: Checkpointing | None = None) -> tuple[int, int, float]:
     """Bytes before a step of `build` on an H200, its peak in bytes, its time in us. `checkpointed`: as in `TrainingStep`."""
     spec = SPECS["h200"]
     device = SimDevice(spec, cost=CostModel(spec=spec, launch_us=0.0, view_us=0.0, event_us=0.0))

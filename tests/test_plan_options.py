@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from chameleon_mm.device.specs import spec_from_file
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools.adapters import Adapters, adapted
+from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.plan_command import source_of
+from chameleon_mm.tools.prediction import Way, predict, with_checkpointing
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
 from chameleon_mm.tools.step_on_shapes import RecordedStep, record_step
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload
@@ -119,11 +122,20 @@ def test_a_row_of_an_image_model_has_no_length(tmp_path: Path, capsys: pytest.Ca
 # --- checkpointing
 
 
-@pytest.mark.parametrize(("build", "every"), [(llama, 1), (llama, 3), (blocks, 1)])  # what `blocks` drops, it drops again
-def test_a_checkpointed_step_needs_what_it_needs_when_it_runs(build: Build, every: int) -> None:
+@pytest.mark.parametrize(
+    ("build", "how"),
+    [
+        (llama, Checkpointing()),
+        (llama, Checkpointing(Fraction(3, 4))),
+        (llama, Checkpointing(selective=True)),
+        (blocks, Checkpointing()),  # what it drops, it drops again
+    ],
+    ids=str,
+)
+def test_a_checkpointed_step_needs_what_it_needs_when_it_runs(build: Build, how: Checkpointing) -> None:
     """To the byte and to the microsecond, on the simulated GPU with a host that takes no time."""
-    trace = recorded(build, checkpointed=every).trace
-    _, peak_bytes, us = simulated_step(build, "adamw-fused", checkpointed=every)
+    trace = recorded(build, checkpointed=how).trace
+    _, peak_bytes, us = simulated_step(build, "adamw-fused", checkpointed=how)
     assert peak_memory(trace).nbytes == peak_bytes
     assert trace.duration_us == pytest.approx(us, rel=1e-9)  # added up in another order
 
@@ -138,10 +150,28 @@ def test_it_is_what_a_user_gets_who_checkpoints_each_block() -> None:
             )
         return workload
 
-    ours, theirs, plain = recorded(llama, checkpointed=1).trace, recorded(by_hand).trace, recorded(llama).trace
+    ours, theirs, plain = recorded(llama, checkpointed=Checkpointing()).trace, recorded(by_hand).trace, recorded(llama).trace
     assert (peak_memory(ours).nbytes, ours.duration_us) == (peak_memory(theirs).nbytes, theirs.duration_us)
     assert peak_memory(ours).nbytes < peak_memory(plain).nbytes
     assert ours.duration_us > plain.duration_us
+
+
+def test_as_few_blocks_as_fit_are_checkpointed_and_selective_keeps_more_than_none() -> None:
+    def ways(how: Checkpointing | None, budget: int) -> Way:
+        step = recorded(llama)
+        prediction = predict(step, H200, budget, None)
+        return with_checkpointing(prediction, how, lambda how: recorded(llama, checkpointed=how)).ways[-1]
+
+    peaks = [
+        peak_memory(recorded(llama, checkpointed=Checkpointing(Fraction(n, 4)) if n else None).trace).nbytes for n in range(5)
+    ]
+    assert sorted(peaks, reverse=True) == peaks
+    for count in (1, 2, 3):  # all four need as much as three: the last block's own, in backward
+        fitting = ways(None, peaks[count])
+        assert (fitting.name, fitting.peak_bytes) == (Checkpointing(Fraction(count, 4)).name, peaks[count])
+    selective, whole = ways(Checkpointing(selective=True), peaks[0]), ways(Checkpointing(), peaks[0])
+    assert whole.peak_bytes < selective.peak_bytes < peaks[0]
+    assert whole.step_us > selective.step_us
 
 
 # --- shards
@@ -285,7 +315,8 @@ def test_shards_of_ones_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--fsdp", "1"], ["--fsdp", "2 or more", "'1'"]),
         (["--fsdp", "8:int8"], ["--fsdp", "'8:int8'"]),
         (["--fsdp", "2", "--swap-optimizer"], ["--fsdp", "leave those out"]),
-        (["--checkpointing", "0"], ["--checkpointing", "1 or more", "got 0"]),
+        (["--checkpointing", "0"], ["--checkpointing", "1 or more", "'0'"]),
+        (["--checkpointing", "some"], ["--checkpointing", "fit, selective", "'some'"]),
         (["--checkpointing", "--largest", "batch"], ["--checkpointing", "leave those out"]),
         (["--lora", "0"], ["--lora", "'0'"]),
         (["--lora", "8:"], ["--lora", "'8:'"]),

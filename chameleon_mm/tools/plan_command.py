@@ -14,6 +14,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from chameleon_mm.device.specs import GpuSpec, spec_by_name, spec_from_file
 from chameleon_mm.files import write_file
 from chameleon_mm.plan.rule import DEFAULT_BUDGET_SHARE, DefaultRule
 from chameleon_mm.tools.adapters import BITS, adapted, parse_adapters
+from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.hub_models import hugging_face
 from chameleon_mm.tools.largest import SIZES, largest, say
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
@@ -86,8 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
     where.add_argument(
-        "--checkpointing", nargs="?", type=int, const=1, metavar="N",
-        help="show torch's checkpointing beside the plan, of each block or of every N-th",
+        "--checkpointing", nargs="?", const="1", metavar="N|fit|selective",
+        help="show torch's checkpointing beside the plan: of each block, of every N-th, of as few as fit the budget, or of "
+        "each, keeping attention and every second product",
     )  # fmt: skip
     beside = parser.add_argument_group("a session that swaps more than activations")
     beside.add_argument(
@@ -174,10 +177,10 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
                 prediction = predict(record(request), *budgets)
         if args.checkpointing is not None:
             with console.status("recording the step with checkpointing"):
-                beside = record(
-                    replace(request, checkpointed=args.checkpointing, compiled=PARTITIONS[0] if args.compile else None)
+                plain = replace(request, compiled=PARTITIONS[0] if args.compile else None)
+                prediction = with_checkpointing(
+                    prediction, _checkpointing(args.checkpointing), lambda how: record(replace(plain, checkpointed=how))
                 )
-                prediction = with_checkpointing(prediction, beside, args.checkpointing)
         show(prediction, console)
         told, held = prediction.to_dict(), prediction.infeasible is None
     if args.json is not None:
@@ -228,6 +231,17 @@ def _shards(text: str) -> Shards:
     return Shards(ranks=int(ranks), dtype=DTYPES[dtype] if dtype else None)
 
 
+def _checkpointing(text: str) -> Checkpointing | None:
+    """None: of as few blocks as fit."""
+    if text == "fit":
+        return None
+    if text == "selective":
+        return Checkpointing(selective=True)
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--checkpointing: expected fit, selective, or a number of 1 or more, got {text!r}")
+    return Checkpointing(Fraction(1, int(text)))
+
+
 def _check_swapped(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options about swapping that contradict each other."""
     if args.optimizer == "none" and args.swap_optimizer:
@@ -240,13 +254,12 @@ def _check_swapped(args: argparse.Namespace) -> None:
         raise ValueError(
             "--fsdp: expected no --swap-optimizer or --swap-parameters beside it, which are one device's; leave those out"
         )
-    if args.checkpointing is not None and (
-        args.checkpointing < 1 or args.largest or args.swap_optimizer or args.swap_parameters
-    ):
-        raise ValueError(
-            f"--checkpointing: expected 1 or more, and no --largest, --swap-optimizer or --swap-parameters beside it, got "
-            f"{args.checkpointing}; leave those out"
-        )
+    if args.checkpointing is not None:
+        _checkpointing(args.checkpointing)
+        if args.largest or args.swap_optimizer or args.swap_parameters:
+            raise ValueError(
+                "--checkpointing: expected no --largest, --swap-optimizer or --swap-parameters beside it; leave those out"
+            )
     if args.largest is None:
         return
     if args.swap_parameters and not args.swap_optimizer:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ from chameleon_mm.plan.timing import COUNTED_ON, LinkCost
 from chameleon_mm.plan.trace import StepPhase, Trace
 from chameleon_mm.plan.unswapped_memory import KIND_NAMES, Peak, full_recomputation, least_memory, peak_memory, sum_over_time
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
+from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.outputs import print_line, print_table
 from chameleon_mm.tools.step_on_shapes import RecordedStep
 from chameleon_mm.units import allocated_size, format_size, format_size_up, format_us, parse_size
@@ -391,13 +394,29 @@ def _ways(
     return (*ways, _full_recomputation(trace))
 
 
-def with_checkpointing(prediction: Prediction, step: RecordedStep, every: int) -> Prediction:
-    """Put a recorded way in place of the estimated one: `step` is the same step with torch's checkpointing of each `every`-th
-    block."""
-    trace, unswapped = step.trace, prediction.ways[0]
-    name = "torch checkpointing" if every == 1 else f"checkpointing 1/{every}"
+def with_checkpointing(
+    prediction: Prediction, how: Checkpointing | None, recorded: Callable[[Checkpointing], RecordedStep]
+) -> Prediction:
+    """Put a recorded way in place of the estimated one: the same step with torch's checkpointing of its blocks.
+
+    how: None: as few of the blocks as keep within the budget, or all. recorded: records the step.
+    """
+
+    def within(some: Checkpointing) -> bool:
+        return peak_memory(recorded(some).trace).nbytes <= prediction.hbm_budget_bytes
+
+    chosen, unswapped = how or Checkpointing(), prediction.ways[0]
+    step = recorded(chosen)
+    if how is None:
+        blocks = len(step.gathered) - 1
+        counts = [Checkpointing(Fraction(count, blocks)) for count in range(1, blocks)]
+        if (place := bisect_left(counts, True, key=within)) < len(counts):
+            step = recorded(chosen := counts[place])
+    trace = step.trace
     again_us = trace.duration_us - unswapped.step_us
-    way = Way(name=name, peak_bytes=peak_memory(trace).nbytes, step_us=trace.duration_us, recompute_us=max(0.0, again_us))
+    way = Way(
+        name=chosen.name, peak_bytes=peak_memory(trace).nbytes, step_us=trace.duration_us, recompute_us=max(0.0, again_us)
+    )
     return dataclasses.replace(prediction, ways=(*prediction.ways[:-1], way))
 
 

@@ -31,6 +31,7 @@ from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.state.hosted import MIN_BYTES
+from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.outputs import print_table
 from chameleon_mm.tools.prediction import StepNeeds, conclude, rooflines
 from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic, gpu_autocast
@@ -112,8 +113,8 @@ class RunRequest:
     autocast: torch.dtype | None = None
     compiled: float | None = None
     """`activation_memory_budget` of torch under which each repeated block is compiled; None: all runs eagerly."""
-    checkpointed: int | None = None
-    """Each repeated block whose number this divides runs under torch's checkpointing; None: none does."""
+    checkpointed: Checkpointing | None = None
+    """Repeated blocks that run under torch's checkpointing; None: none does."""
     shards: Shards | None = None
     """Ranks that parameters, gradients and optimizer state are sharded over; None: one rank has all of them."""
     local_ranks: int = 1

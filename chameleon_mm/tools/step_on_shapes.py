@@ -31,7 +31,7 @@ from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.record.step_log import PricedTimes
 from chameleon_mm.state.optimizer_swap import alone, buckets_of, raw_step
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
-from chameleon_mm.tools.blocks import checkpoint_blocks, groups_of
+from chameleon_mm.tools.blocks import Checkpointing, checkpoint_blocks, groups_of
 from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, ValuesReadAsZero, gpu_autocast
 from chameleon_mm.tools.workload import Build, ModelUnusable, Workload, told_as
 
@@ -124,7 +124,7 @@ def record_step(
     autocast: torch.dtype | None = None,
     bucket_bytes: int | None = None,
     compiled: float | None = None,
-    checkpointed: int | None = None,
+    checkpointed: Checkpointing | None = None,
 ) -> RecordedStep:
     """Record one step of the workload of `build` under fake tensors: weights, batch and activations take no memory.
 
@@ -132,7 +132,7 @@ def record_step(
     never move. autocast: dtype of the autocast around forward; None: there is none, and the model's own still acts as CUDA's.
     bucket_bytes: state that the optimizer steps together, as in a session that swaps the state; None: all of it.
     compiled: each repeated block is compiled with this `activation_memory_budget` of torch, 0 to 1; None: all runs eagerly.
-    checkpointed: each repeated block whose number this divides runs under torch's checkpointing; None: none does.
+    checkpointed: repeated blocks that run under torch's checkpointing; None: none does.
     Takes tens of microseconds for each operator. Raises `ModelUnusable` if the model fails.
     """
     device = SimDevice(spec)
@@ -183,7 +183,7 @@ class TrainingStep:
         started: bool = True,
         bucket_bytes: int | None = None,
         compiled: float | None = None,
-        checkpointed: int | None = None,
+        checkpointed: Checkpointing | None = None,
     ) -> None:
         trained = [p for p in workload.model.parameters() if p.requires_grad]
         if not trained:
@@ -206,7 +206,7 @@ class TrainingStep:
 
             self.notes = compile_blocks(self.model, activation_memory_budget=compiled)
         if checkpointed is not None:
-            checkpoint_blocks(self.model, every=checkpointed)
+            checkpoint_blocks(self.model, checkpointed)
         self.optimizers = _optimizers(optimizer, trained)
         if started and self.optimizers:
             for parameter in trained:

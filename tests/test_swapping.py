@@ -165,18 +165,6 @@ def test_no_grad_and_inference_save_nothing(device: Device, pool: cm.PinnedPool)
 # --- identity
 
 
-def test_one_copy_per_storage_whatever_the_number_of_views(device: Device, pool: cm.PinnedPool) -> None:
-    swapper = swapping_executor(device, pool)
-    with device.compute():
-        base = randn(device, 32, 32)
-        handles = [swapper.save(view) for view in (base, base.t(), base[4:], base.view(-1))]
-        assert len({id(h.claim) for h in handles if isinstance(h, SwappedView)}) == 1
-        assert len(swapper._registry) == 1
-        assert [torch.equal(swapper.use(h), v) for h, v in zip(handles, (base, base.t(), base[4:], base.view(-1)), strict=True)]
-        del handles
-    assert pool.stats().num_live == 0
-
-
 @pytest.mark.parametrize(("begun", "copies"), [(True, 2), (False, 1)])
 def test_a_new_version_is_a_new_copy_where_one_has_begun(begun: bool, copies: int, device: Device, pool: cm.PinnedPool) -> None:
     """A copy that begins after the write has the new bytes; the old ones may not be used."""

@@ -219,7 +219,9 @@ def test_all_views_come_back_with_one_copy(device: Device) -> None:
         assert len({id(handle.claim) for handle in handles}) == 1
         storage = y.untyped_storage()._cdata
         del y, views
-        hook(swapper, times=2)
+        hook(swapper)
+        device.synchronize()  # the copy has ended
+        hook(swapper)
         assert handles[0].claim.saved.state is State.ON_HOST
         used = [swapper.use(handle) for handle in handles]
         assert {t.untyped_storage()._cdata for t in used} == {storage}  # the saved storage

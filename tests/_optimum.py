@@ -1,6 +1,6 @@
 """Least time of any plan of a small step: a mixed-integer program, solved by scipy's HiGHS. For tests.
 
-least_step_us(problem, budget, cost)       a bound from below, within `gap` of what its own best solution takes
+least_step_us(problem, budget, cost)       a bound from below, within 0.2 % of what its own best solution takes
 
 Exact where it matters: stalls at reclaims and uses, both engines in any order, how many bytes of each storage move, what is
 away from each hook until the next, room for what stays of one that moves in part. Left out, so that the bound stays one: copies
@@ -25,9 +25,9 @@ UNIT = 512
 """Unit of the byte counts: the solver is exact only with numbers of similar size."""
 
 
-def least_step_us(problem: Problem, budget: int, cost: LinkCost, *, gap: float = 0.002, limit_s: float = 30.0) -> float | None:
-    """None: not settled within `limit_s` seconds. Sizes and budget are multiples of 512."""
-    return _Program(problem, budget, cost).solve(gap, limit_s)
+def least_step_us(problem: Problem, budget: int, cost: LinkCost) -> float | None:
+    """None: not settled within 30 seconds. Sizes and budget are multiples of 512."""
+    return _Program(problem, budget, cost).solve()
 
 
 class Program:
@@ -76,8 +76,8 @@ class _Program(Program):
         self._room_for_parts()
         self._one_at_a_time()
 
-    def solve(self, gap: float, limit_s: float) -> float | None:
-        found = self._least_sum(self._left[-1], time_limit=limit_s, mip_rel_gap=gap)
+    def solve(self) -> float | None:
+        found = self._least_sum(self._left[-1], time_limit=30.0, mip_rel_gap=0.002)
         if found.status != 0:
             return None
         return float(found.mip_dual_bound) + self._p.total_us - self._p.time_us[-1]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,13 +129,13 @@ def check_session(case: Case, kind: Kind = SIM) -> None:
     raise AssertionError(f"expected a step that follows a plan, got none in any session; of the last: {report}")
 
 
-def trained_in_session(case: Case, room: float, kind: Kind = SIM, *, recompute: bool = True) -> tuple[Outcome, cm.SwapReport]:
+def trained_in_session(case: Case, room: float, kind: Kind = SIM) -> tuple[Outcome, cm.SwapReport]:
     """Train in a session whose budget has room for this share of the storages that forward leaves for backward."""
     budget = budget_of(case, room, kind)
     device = kind.make()
     with device.compute():
         training = Training(case, kind)
-        session = cm.SwapSession(budget, "64MiB", device, min_bytes=MIN_BYTES, recompute=recompute)
+        session = cm.SwapSession(budget, "64MiB", device, min_bytes=MIN_BYTES)
         with session:
             for _ in range(case.steps):
                 with session.step():
@@ -169,12 +170,17 @@ def budget_of(case: Case, room: float, kind: Kind = SIM) -> int:
     """Return a step's unswapped peak, minus the share of forward's saved storages that shall have no room."""
     device = kind.make()
     with device.compute():
-        training = Training(case, kind)
-        training.step()  # the optimizer's state comes with the first one
-        device.reset_peaks()
-        training.step()
-        peak, there = device.peak_allocated_bytes(), device.allocated_bytes()
-        loss = training.forward()
-        left = device.allocated_bytes() - there
-        del loss
+        peak, left = peak_and_left(device, Training(case, kind))
     return peak - int(left * (1 - room))
+
+
+def peak_and_left(device: Device, training: Any) -> tuple[int, int]:
+    """Return the peak of a step, and what forward leaves for backward, in bytes. `training`: with `forward` and `step`."""
+    training.step()  # the optimizer's state comes with the first one
+    device.reset_peaks()
+    training.step()
+    peak, there = device.peak_allocated_bytes(), device.allocated_bytes()
+    loss = training.forward()
+    left = device.allocated_bytes() - there
+    del loss
+    return peak, left

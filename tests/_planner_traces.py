@@ -48,15 +48,7 @@ class LayerShape:
 
 def layer_chain(shape: LayerShape, layers: int) -> Trace:
     """Step in which each operator of each layer saves its result. Backward takes twice as long and runs in reverse."""
-    step = _Step(start_bytes=64 * MIB)
-    parts = shape.parts()
-    for _ in range(layers):
-        for name, us, nbytes in parts:
-            step.forward(name, us, nbytes)
-    for _ in range(layers):
-        for name, us, _ in reversed(parts):
-            step.backward(name, 2 * us)
-    return step.finish()
+    return pipeline_chain(shape, 1, layers)
 
 
 def pipeline_chain(shape: LayerShape, micro_batches: int, layers: int) -> Trace:

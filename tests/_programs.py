@@ -2,7 +2,7 @@
 
 deep(x)                    a chain whose every link saves something that nobody else keeps
 leaf(device), opened(device)  what it runs on, and a session in which all that it saves may move
-swapping_executor(device, pool)  an executor alone, in which all may move
+swapping_executor(device, pool)  an executor alone, in which all may move; saved_by(executor, t): what swaps t in it
 gradient(device, x)        what it gives without one
 on_a_thread(work), at_once(works)  `work` elsewhere, to its end; several, from one moment on
 assert_same(a, b), same(a, b)  as many tensors in both, and equal ones
@@ -22,6 +22,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.plan.rule import DefaultRule, Limits
 from chameleon_mm.swap.classify import ProtectedStorages
 from chameleon_mm.swap.executor import Executor
+from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.units import MIB
 
 
@@ -51,6 +52,12 @@ def swapping_executor(
     """Executor of the default rule. Compute waits for every copy out at the next hook, unless `limits` say otherwise."""
     limits, protected = limits or Limits(leaving_bytes=0), ProtectedStorages()
     return Executor(device, pool, rule=DefaultRule(min_bytes=min_bytes), limits=limits, protected=protected, **given)
+
+
+def saved_by(swapper: Executor, t: Tensor) -> SwappedView:
+    handle = swapper.save(t)
+    assert isinstance(handle, SwappedView)
+    return handle
 
 
 def at_once(works: Iterable[Callable[[], object]]) -> None:

@@ -37,6 +37,7 @@ from tests._oracles import carried_out, plan_within_host, timed_one_by_one
 from tests._random_models import SLOW_GPU, far_ahead, link_of, planning, seeds, train
 from tests._trace_records import hooks_of
 from tests._traces import H200_LINK, away_before_first_uses_alone, between, plan_of
+from tests.test_policy_planner import any_step, held_to
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 SLOW_LINK = LinkCost(d2h_gbps=0.5, h2d_gbps=0.5, duplex_gbps=0.8, copy_us=3.0, hbm_gbps=5.0)
@@ -191,27 +192,27 @@ def test_a_plan_keeps_its_budget_exactly_as_simulated(seed: int, share: float, s
     trace, cost = used_again(Random(seed)), SLOW_LINK if slow else H200_LINK
     budget = between(trace, share)
     plan = generate_plan(trace, budget, None, cost, drafts=60)
-    told = simulate(trace, plan, cost)
-    assert told.peak_bytes == plan.peak_bytes <= budget
-    assert told.host_bytes == plan.host_bytes
-    assert told.step_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
+    held_to(trace, plan, cost)
     assert max(carried_out(trace, plan)[0]) == plan.peak_bytes
-    assert timed_one_by_one(trace, plan, cost).step_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
-    assert [action.use_at for action in plan.actions] == sorted(action.use_at for action in plan.actions)
     assert ideal(trace, budget, cost).step_us <= plan.step_us * (1 + 1e-9)
 
 
+STEPS: dict[str, Callable[[int], Trace]] = {"used once": any_step, "used again": lambda seed: used_again(Random(seed))}
+"""Random steps, by the number that they are drawn from."""
+
+
+@pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), short=st.integers(1, 5000))
-def test_below_the_least_the_error_names_a_budget_that_will_do(seed: int, short: int) -> None:
-    trace = used_again(Random(seed))
+def test_below_the_least_the_error_names_a_budget_that_will_do(make: Callable[[int], Trace], seed: int, short: int) -> None:
+    trace = make(seed)
     least = smallest_budget(trace)
     if least <= short:
         return
     with pytest.raises(InfeasibleBudget, match=f"expected {least} bytes") as refusal:
         generate_plan(trace, least - short, None, SLOW_LINK)
     assert refusal.value.smallest_bytes == least
-    assert generate_plan(trace, least, None, SLOW_LINK, drafts=60).peak_bytes <= least
+    held_to(trace, generate_plan(trace, least, None, SLOW_LINK, drafts=60), SLOW_LINK)
 
 
 @settings(max_examples=60)
@@ -228,13 +229,16 @@ def test_nothing_is_away_between_uses_where_first_uses_are_enough(seed: int, sha
             generate_plan(alone, budget, None, SLOW_LINK, drafts=60)
 
 
-@settings(max_examples=40)
+@pytest.mark.parametrize("make", STEPS.values(), ids=STEPS)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 0.9), of_host=st.floats(0, 0.99))
-def test_a_host_budget_holds_or_the_error_names_both_ways_out(seed: int, share: float, of_host: float) -> None:
-    trace = used_again(Random(seed))
+def test_a_host_budget_holds_or_the_error_names_both_ways_out(
+    make: Callable[[int], Trace], seed: int, share: float, of_host: float
+) -> None:
+    trace = make(seed)
     plan = plan_within_host(trace, between(trace, share), of_host, SLOW_LINK)
     if plan is not None:
-        assert simulate(trace, plan, SLOW_LINK).host_bytes == plan.host_bytes
+        held_to(trace, plan, SLOW_LINK)
 
 
 def test_what_is_used_all_the_time_is_not_said_to_be_something_else() -> None:

@@ -16,7 +16,8 @@ from chameleon_mm.device.sim import CostModel
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.swap.host_copy import State
 from chameleon_mm.units import KIB, MIB
-from tests.test_changing_steps import LONG_ROWS, MIN_BYTES, PLAIN, Net, Work, run, step
+from tests._programs import same
+from tests.test_changing_steps import LONG_ROWS, MIN_BYTES, PLAIN, Work, net, run, step
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -29,17 +30,6 @@ ENOUGH = 512 * KIB
 """Host budget that plans which only swap can do with."""
 
 
-def plainly(works: list[Work]) -> tuple[list[float], list[Tensor]]:
-    """Losses and parameters in plain PyTorch, with nothing of ours around it."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses: list[float] = []
-    for number, work in enumerate(works):
-        losses += step(model, optimizer, work, torch.Generator().manual_seed(number))
-    return losses, list(model.parameters())
-
-
 class Training:
     """The net of the tests of changing steps, in a session."""
 
@@ -49,8 +39,7 @@ class Training:
         self.device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
         torch.manual_seed(0)
         with self.device.compute():
-            self.model = Net()
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+            self.model, self.optimizer = net()
         self.session = cm.SwapSession(self.bytes_of(share), "64MiB", self.device, MIN_BYTES, model=self.model, **given)
         self.losses: list[float] = []
 
@@ -62,14 +51,14 @@ class Training:
         number = len(self.losses)
         self.device.reset_peaks()
         with self.session.step():
-            self.losses += step(self.model, self.optimizer, self.works[number], torch.Generator().manual_seed(number))
+            self.losses += step(self.works, self.model, self.optimizer, number)
         return self.device.peak_allocated_bytes()
 
     def assert_exact(self) -> None:
         """Assert that the steps so far have plain PyTorch's results."""
-        losses, parameters = plainly(self.works[: len(self.losses)])
-        assert self.losses == losses
-        assert all(torch.equal(a, b) for a, b in zip(self.model.parameters(), parameters, strict=True))
+        plain = run(self.works[: len(self.losses)], plain=True)
+        assert self.losses == plain.seen
+        assert same(list(self.model.parameters()), plain.parameters)
 
 
 def pinned_in_step(training: Training) -> int:

@@ -74,11 +74,6 @@ def test_help_exits_with_0_and_says_what_there_is(
     assert [word for word in words if word not in text] == []
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"chameleon-mm {chameleon_mm.__version__}\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -80,14 +80,6 @@ def test_the_model_learns() -> None:
 # --- one run
 
 
-def test_a_run_reproduces_itself_and_one_on_other_rows_does_not() -> None:
-    first = tiny_run().values
-    assert first_difference(first, tiny_run().values) is None
-    other = first_difference(first, train(TINY, tiny_rows()[::-1], SimDevice()).values)
-    assert other is not None
-    assert other.startswith("loss of step 1:")
-
-
 def test_a_run_leaves_nothing_on_the_device(sim: SimDevice, no_gc: None) -> None:
     rows = tiny_rows()
     result = train(TINY, rows, sim)

@@ -14,7 +14,7 @@ from chameleon_mm.state.parameter_swap import LEAST_STORAGES, plain_parts
 from chameleon_mm.units import KIB
 from tests._frameworks import Seen
 from tests._plain_models import language
-from tests._plain_training import Outcome, differences
+from tests._plain_training import Outcome, differences, peak_and_left
 from tests._quantised_models import QUANTISED, save, tuned
 
 STEPS, LAYERS = 5, 4
@@ -62,11 +62,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def finish(self) -> Outcome:
-        self.seen.note("random state", torch.get_rng_state())
-        for name, p in self.model.named_parameters():
-            for part in plain_parts(p):
-                self.seen.note(name, part)
-        return self.seen.outcome
+        return self.seen.finish(self.model, self.optimizer)
 
 
 def plain(folder: Path, how: str) -> Outcome:
@@ -82,13 +78,7 @@ def half_of_the_activations(folder: Path, how: str) -> int:
     with device.compute():
         training = Training(folder, how)
         sizes = frozen(training.model)
-        training.step()
-        device.reset_peaks()
-        training.step()
-        peak, there = device.peak_allocated_bytes(), device.allocated_bytes()
-        loss = training.forward()
-        left = device.allocated_bytes() - there
-        del loss
+        peak, left = peak_and_left(device, training)
     return peak - left // 2 - (sum(sizes) - LEAST_STORAGES * max(sizes))
 
 

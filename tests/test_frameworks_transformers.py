@@ -56,10 +56,10 @@ def trainer(model: nn.Module, folder: Path, callbacks: list[TrainerCallback], **
     return Trainer(model, arguments, train_dataset=examples(24), eval_dataset=examples(4), callbacks=callbacks)
 
 
-def trained(build: Any, folder: Path, swap: Any = None, **args: Any) -> Outcome:
+def trained(build: Any, folder: Path, swap: Any = None, make: Any = trainer, **args: Any) -> Outcome:
     seen = Seen()
     model = build()
-    made = trainer(model, folder, [Notes(seen), *([swap] if swap is not None else [])], **args)
+    made = make(model, folder, [Notes(seen), *([swap] if swap is not None else [])], **args)
     made.train()
     check_nothing_left(model)
     return seen.finish(model, made.optimizer)
@@ -200,15 +200,6 @@ def reinforcing(model: nn.Module, folder: Path, callbacks: list[Any], **args: An
     )
 
 
-def tuned(folder: Path, swap: Any = None, build: Any = tuning, **args: Any) -> Outcome:
-    seen = Seen()
-    model = llama(2)()
-    made = build(model, folder, [Notes(seen), *([swap] if swap is not None else [])], **args)
-    made.train()
-    check_nothing_left(model)
-    return seen.finish(model, made.optimizer)
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize(("checkpointing", "budget_kib"), [(False, 6500), pytest.param(True, 3490, marks=pytest.mark.slow)])
 def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, tmp_path: Path) -> None:
@@ -217,13 +208,13 @@ def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, t
         f"{CHECKPOINTING}_checkpointing": checkpointing,
         "bf16": checkpointing,
     }
-    check_callback(TrlCallback, lambda swap: tuned(tmp_path, swap, **args), budget_kib)
+    check_callback(TrlCallback, lambda swap: trained(llama(2), tmp_path, swap, tuning, **args), budget_kib)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("build", "budget_kib"), [(preferring, 3000), (reinforcing, 1500)])
 def test_learning_from_preferences_and_rewards_gives_the_same_bits(build: Any, budget_kib: int, tmp_path: Path) -> None:
-    check_callback(TrlCallback, lambda swap: tuned(tmp_path, swap, build), budget_kib)
+    check_callback(TrlCallback, lambda swap: trained(llama(2), tmp_path, swap, build), budget_kib)
 
 
 def test_its_own_offload_beside_ours_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.host_copy import State
 from tests._fakes import leave_out_meeting, refusing
 from tests._ordering import SLOW_LINK
+from tests._programs import saved_by
 from tests.observed import SimRaceError
 
 ROWS, ROW = 64, 1024
@@ -96,16 +97,10 @@ def swapper_on(device: Device, pool: cm.PinnedPool, *, min_bytes: int = 1024, le
     )
 
 
-def saved(swapper: Executor, t: Tensor) -> SwappedView:
-    handle = swapper.save(t)
-    assert isinstance(handle, SwappedView)
-    return handle
-
-
 def gathered(swapper: Executor, *rows: int | tuple[int, slice]) -> tuple[list[Tensor], list[SwappedView]]:
     """Save rows of a large storage that nothing else holds, before an operator that has ended. Return bytes and handles."""
     big = torch.randn(ROWS, ROW, device=swapper.device.torch_device)
-    expected, handles = [big[row].clone() for row in rows], [saved(swapper, big[row]) for row in rows]
+    expected, handles = [big[row].clone() for row in rows], [saved_by(swapper, big[row]) for row in rows]
     del big
     next_op(swapper)
     return expected, handles
@@ -129,7 +124,7 @@ def test_the_last_row_moves_alone_and_its_storage_goes_at_once(device: Device, p
         before = device.allocated_bytes()
         big = torch.randn(ROWS, 4, ROW // 4, device=device.torch_device)
         expected = big[:, -1].clone()
-        handle = saved(swapper, big[:, -1])
+        handle = saved_by(swapper, big[:, -1])
         del big
         next_op(swapper)
         # Gathered in stream order: the storage is free before any byte has crossed. Left: `expected`, and as much packed.
@@ -150,7 +145,7 @@ def test_views_of_one_part_share_one_copy_and_one_storage(device: Device, pool: 
     with device.compute():
         big = torch.randn(ROWS, ROW, device=device.torch_device)
         rows = big[3:5].clone()
-        handles = [saved(swapper, big[3:5]), saved(swapper, big[3:5].t()), saved(swapper, big[3:5].view(torch.int32))]
+        handles = [saved_by(swapper, big[3:5]), saved_by(swapper, big[3:5].t()), saved_by(swapper, big[3:5].view(torch.int32))]
         del big
         next_op(swapper)
         first, second, third = (swapper.use(handle) for handle in handles)
@@ -165,7 +160,7 @@ def test_a_saved_storage_that_lives_on_is_used_itself(device: Device, pool: cm.P
     swapper = swapper_on(device, pool)
     with device.compute():
         big = torch.randn(ROWS, ROW, device=device.torch_device)
-        handle = saved(swapper, big[7])
+        handle = saved_by(swapper, big[7])
         next_op(swapper)
         assert swapper.use(handle).untyped_storage() is big.untyped_storage()
     assert swapper.metrics.totals.bytes_swapped_in == 0
@@ -182,7 +177,7 @@ def test_many_views_end_in_one_copy_of_all(rows: int, alone: int, device: Device
         big = torch.randn(ROWS, ROW, device=device.torch_device)
         expected = big.clone()
         starts = range(0, ROWS - rows + 1, rows)
-        handles = {start: saved(swapper, big[start : start + rows]) for start in starts}
+        handles = {start: saved_by(swapper, big[start : start + rows]) for start in starts}
         del big
         next_op(swapper)
         for start, handle in handles.items():
@@ -210,7 +205,7 @@ def test_what_was_written_to_is_not_gathered_and_raises(device: Device, pool: cm
     swapper = swapper_on(device, pool)
     with device.compute():
         big = torch.randn(ROWS, ROW, device=device.torch_device)
-        handle = saved(swapper, big[0])
+        handle = saved_by(swapper, big[0])
         big.add_(1)
         next_op(swapper)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -254,7 +249,7 @@ def gathered_and_used(*, gathered_on_side: bool, used_on_side: bool) -> None:
     with device.compute():
         big = torch.randn(ROWS, ROW)
         expected = big[5].clone()
-        handle = saved(swapper, big[5])
+        handle = saved_by(swapper, big[5])
         del big
         with device.stream(side) if gathered_on_side else nullcontext():
             next_op(swapper)

@@ -131,10 +131,15 @@ def test_shares_of_host_memory_are_of_what_this_rank_may_pin(monkeypatch: pytest
         session.host_budget = again
         assert session.host_budget == nbytes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cm.SwapSession(host_budget="50%", device=SimDevice()).host_budget == GIB // 2
+    for half in (None, "auto", "50%"):
+        assert cm.SwapSession(host_budget=half, device=SimDevice()).host_budget == GIB // 2
     monkeypatch.setattr("chameleon_mm.pool.host_memory.available_host_bytes", lambda: 0)
     with pytest.raises(ValueError, match=r"host_budget: expected memory to take '50%' of, got none that is known; give a size"):
         cm.SwapSession(host_budget="50%", device=SimDevice())
+    for auto in ("auto", None):
+        with pytest.raises(ValueError, match=r'^max_bytes: expected the available host memory, which "auto" takes'):
+            cm.PinnedPool(auto, "sim")
+    assert cm.PinnedPool("1MiB", "sim").limit_bytes == MIB, "a limit in bytes is nobody's share"
 
 
 def trained(attach: Callable[[nn.Module], Any]) -> tuple[list[torch.Tensor], Any]:

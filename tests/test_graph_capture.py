@@ -1,9 +1,5 @@
 """CUDA graphs: while a stream is captured, swapping stays out of it. What is saved stays, and nothing is asked of the device.
 
-    device.is_capturing = True            # scripted; on a GPU: torch.cuda.graph(...)
-    forward, backward                     # the bits of the run without hooks; asked == []
-    device.is_capturing = False           # what was on its way before goes on
-
 A copy in a capture would be replayed without the host that has to follow it; an event query or a host wait ends a capture.
 """
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.device import SPECS, Device
+from chameleon_mm.bench._lengths_run import SMALL_GPU as GPU
+from chameleon_mm.device import Device
 from chameleon_mm.device.sim import CostModel, sim_device
 from chameleon_mm.follow.structure import RECENT_STEPS
 from chameleon_mm.units import KIB, allocated_size, format_size
+from tests._runs import Run, run_steps
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 ROWS, WIDTH, LAYERS, AT = 192, 48, 12, 10
-
-GPU = dataclasses.replace(
-    SPECS["h200"], bf16_tflops=2.0, fp32_tflops=2.0, hbm_gbps=100.0, h2d_gbps=4.0, d2h_gbps=4.0, duplex_gbps=6.0
-)
 
 
 class Net(nn.Module):
@@ -68,20 +66,6 @@ class Net(nn.Module):
         return x
 
 
-@dataclasses.dataclass
-class Run:
-    losses: list[float] = dataclasses.field(default_factory=list)
-    peaks: list[int] = dataclasses.field(default_factory=list)
-    hits: list[int] = dataclasses.field(default_factory=list)
-    """Number of steps with a plan, after each step."""
-    report: cm.SwapReport | None = None
-
-    @property
-    def kinds(self) -> list[str]:
-        """Kinds of the session's steps."""
-        return [] if self.report is None else [step.kind.value for step in self.report.step_figures]
-
-
 def batch(number: int, kind: str) -> Tensor:
     rows = {"more rows": ROWS * 5 // 4, "fewer rows": ROWS // 2}.get(kind, ROWS)
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
@@ -92,27 +76,33 @@ def run(
 ) -> Run:
     """`held`: the steps in which other tensors hold that much of the device. `on`: None: a simulated one."""
     device = on or cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
-    torch.manual_seed(0)
-    with device.compute():
-        model = Net().to(device.torch_device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = None if budget is None else cm.SwapSession(budget, "64MiB", device, 8 * KIB, model=model)
-    done = Run()
-    with session or device.compute():
-        for number, kind in enumerate(kinds):
-            other = torch.empty(held_bytes, dtype=torch.uint8) if number in held else None
-            device.reset_peaks()
-            with nullcontext() if session is None else session.step():
-                loss = model(batch(number, kind).to(device.torch_device), kind)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                done.losses.append(loss.item())
-            done.peaks.append(device.peak_allocated_bytes())
-            done.hits.append(0 if session is None else session.report().plan_cache_hits)
-            del other, loss
-    done.report = None if session is None else session.report()
-    return done
+
+    def other(number: int) -> Tensor | None:
+        return torch.empty(held_bytes, dtype=torch.uint8) if number in held else None
+
+    return steps_of(kinds, device, budget, before=other)
+
+
+def plainly(kinds: Sequence[str]) -> list[float]:
+    """Losses of plain PyTorch."""
+    return steps_of(kinds, None).seen
+
+
+def steps_of(kinds: Sequence[str], device: Device | None, budget: int | None = None, **given: Any) -> Run:
+    at = device.torch_device if device else torch.device("cpu")
+
+    def make() -> tuple[Net, torch.optim.Optimizer]:
+        model = Net().to(at)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(model: Net, optimizer: torch.optim.Optimizer, number: int) -> list[float]:
+        loss = model(batch(number, kinds[number]).to(at), kinds[number])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.item()]
+
+    return run_steps(device, make, step, len(kinds), budget, **given)
 
 
 @pytest.mark.ci
@@ -123,11 +113,10 @@ def test_memory_that_no_hook_tells_of_passes_the_budget_once(plain: str, hidden:
     expected = run(kinds)
     budget = int(max(expected.peaks) * share)
     got = run(kinds, budget)
-    assert got.losses == expected.losses
-    assert got.report is not None and (got.report.warnings or max(got.peaks) <= budget)
+    assert got.seen == expected.seen
+    assert got.report.warnings or max(got.peaks) <= budget
     # The first of its kind is an outlier, until the second one.
     assert {number for number, peak in enumerate(got.peaks) if peak > budget} <= {5, 7}
-    assert got.report is not None
     assert (got.report.detailed_steps, got.report.plan_cache_hits) == (1, len(kinds) - 1)
 
 
@@ -137,9 +126,8 @@ def test_a_little_that_is_kept_at_each_hook_is_noticed_and_planned_for(share: fl
     kinds = [*["plain"] * 4, *["keeps a little"] * 12]
     budget = int(max(run(["plain"] * 2).peaks) * share)
     got = run(kinds, budget)
-    assert got.losses == plainly(kinds)
+    assert got.seen == plainly(kinds)
     assert got.kinds == ["recorded", *["planned"] * 15]
-    assert got.report is not None
     assert max(got.peaks) <= budget and not got.report.warnings
     waits = [step.stall_us or 0.0 for step in got.report.step_figures[4:]]
     assert sum(us > 10 * min(waits) for us in waits) <= 2  # an outlier until the second one, then a plan has room
@@ -211,9 +199,8 @@ def test_memory_that_somebody_held_once_is_planned_without_again() -> None:
     expected = run(kinds)
     budget = int(max(expected.peaks) * 0.85)
     got = run(kinds, budget, held=[5], held_bytes=300 * KIB)
-    assert got.losses == expected.losses
+    assert got.seen == expected.seen
     assert got.kinds == ["recorded", *["planned"] * 4, "by_rule", *["planned"] * (len(kinds) - 6)]  # no room for the plan
-    assert got.report is not None
     assert ["300.0 KiB more device memory allocated than its plan has" in text for text in got.report.warnings] == [True]
     assert all(peak <= budget for number, peak in enumerate(got.peaks) if number != 5)
 
@@ -223,10 +210,9 @@ def test_a_step_unlike_the_planned_ones_that_passes_the_budget_is_told_once(held
     kinds = [*["plain"] * 4, "more rows", *["plain"] * 2]
     budget = int(max(run(["plain"] * 2).peaks) * 0.85)
     got = run(kinds, budget, held=[4], held_bytes=held_bytes)
-    assert got.losses == plainly(kinds)
+    assert got.seen == plainly(kinds)
     assert got.kinds[4] == "by_rule"
     assert (got.peaks[4] > budget) == (held_bytes > 0)
-    assert got.report is not None
     more = format_size(got.peaks[4] - budget) if held_bytes else ""
     assert [f"unlike the planned ones passed the budget by {more};" in text for text in got.report.warnings] == [True] * bool(
         more
@@ -242,24 +228,10 @@ def test_what_operators_take_inside_themselves_in_their_first_step_alone_is_forg
         sim_device, "inner_bytes", lambda call: 2 * budget if call.facts.name == "tanh" and next(tried, None) is not None else 0
     )
     got = run(kinds, budget)
-    assert got.losses == expected.losses
+    assert got.seen == expected.seen
     # No plan has room for that, and none is needed: two steps without it make the recorded one odd, and another is recorded.
     assert got.kinds == ["recorded", "by_rule", "by_rule", "recorded", *["planned"] * (len(kinds) - 4)]
     assert all(peak <= budget for peak in got.peaks[4:])
-
-
-def plainly(kinds: Sequence[str]) -> list[float]:
-    """Losses of plain PyTorch: no device, no session, no mode."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for number, kind in enumerate(kinds):
-        loss = model(batch(number, kind), kind)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 HIDDEN = ("metric", "another metric", "evaluation")
@@ -277,8 +249,7 @@ def test_one_odd_step_leaves_the_plan_of_the_others(odd: str, at: int, share: fl
     kinds = [*["plain"] * at, odd, *["plain"] * (15 - at)]
     budget = int(max(run(["plain"] * 2).peaks) * share)
     got = run(kinds, budget)
-    assert got.losses == plainly(kinds)
-    assert got.report is not None
+    assert got.seen == plainly(kinds)
     late = 1 if odd == "saves more" and at == 1 else 0  # two kinds came once each: it may be either
     assert got.kinds[at + 1 + late :] == ["planned"] * (15 - at - late)
     assert got.report.steps_by_phase["planned"] == 14 - late
@@ -296,7 +267,7 @@ def test_one_odd_step_on_cuda_leaves_the_plan_of_the_others(odd: str) -> None:
     before_bytes = device.allocated_bytes()
     budget = before_bytes + int((max(run(["plain"] * 2, on=device).peaks) - before_bytes) * 0.9)
     got = run(kinds, budget, on=device)
-    assert got.losses == expected.losses
+    assert got.seen == expected.seen
     assert got.kinds[6:] == ["planned"] * 10
 
 
@@ -307,8 +278,7 @@ def test_needs_that_follow_the_data_have_room_once_they_are_known(parts: list[in
     kinds = [f"metric of {n}" for n in parts]
     budget = int(max(run(kinds).peaks) * 0.85)
     got = run(kinds, budget)
-    assert got.losses == plainly(kinds)
-    assert got.report is not None
+    assert got.seen == plainly(kinds)
     passed = {number for number, peak in enumerate(got.peaks) if peak > budget}
     assert passed <= over and (got.report.warnings or not passed)
 
@@ -317,7 +287,7 @@ def test_needs_that_follow_the_data_have_room_once_they_are_known(parts: list[in
 def test_an_odd_step_that_is_recorded_is_recorded_again(odd: str) -> None:
     kinds = [odd, *["plain"] * 11]
     got = run(kinds, int(max(run(["plain"] * 2).peaks) * 0.8))
-    assert got.losses == plainly(kinds)
+    assert got.seen == plainly(kinds)
     assert got.kinds == ["recorded", "by_rule", "by_rule", "recorded", *["planned"] * 8]
 
 
@@ -331,10 +301,9 @@ def test_odd_steps_at_intervals_are_planned_for_when_they_are_due_alone(turns: t
         kinds[at] = turns[number % len(turns)]
     budget = int(max(run(kinds).peaks) * 0.85)
     got = run(kinds, budget)
-    assert got.losses == plainly(kinds)
+    assert got.seen == plainly(kinds)
     assert {number for number, peak in enumerate(got.peaks) if peak > budget} <= {at for at in odd[:4] if kinds[at] in HIDDEN}
     assert got.kinds[24:].count("planned") >= 36
-    assert got.report is not None
     moved = [step.bytes_out for step in got.report.step_figures]
     assert moved[-2] <= moved[4] < moved[odd[-2]]
 
@@ -344,7 +313,7 @@ def test_odd_steps_that_no_plan_has_room_for_go_by_the_default_rule_alone() -> N
     for at in range(5, 40, 6):
         kinds[at] = "metric"
     got = run(kinds, int(max(run(["plain"] * 2).peaks) * 0.95))
-    assert got.losses == plainly(kinds)
+    assert got.seen == plainly(kinds)
     by_rule = [number for number, kind in enumerate(got.kinds) if kind == "by_rule"]
     assert by_rule == [17, 23, 29, 35]  # from the third on
     assert got.kinds.count("planned") == 40 - 1 - 6

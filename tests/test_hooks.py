@@ -290,11 +290,3 @@ def test_copies_and_waits_are_ranges_of_the_profilers_trace() -> None:
     assert_same([plain] * 6, [*unprofiled, *gradients])
     assert min(names[f"chameleon::{what}"] for what in ("swap_out", "swap_in", "reclaim")) > 0
     assert annotation("chameleon::swap_out") is annotation("chameleon::reclaim")  # without a profiler: one that does nothing
-
-
-if __name__ == "__main__":
-    found = planned_hooks(cm.SimDevice())
-    lines = [f"{path.kind:4}  {path.num_files:3} files  {path.num_calls:4} calls" for path in found]
-    longest = max(found, key=lambda path: path.num_calls)
-    lines += [f"{count:4}  {file}  {function}" for (file, function), count in sorted(longest.calls.items())]
-    sys.stdout.write("\n".join(lines) + "\n")

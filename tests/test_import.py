@@ -1,7 +1,5 @@
 """`import chameleon_mm` is light: no torch, no cupy, no Triton, no CUDA; every public name is there without the last three.
 
-    an interpreter that has torch imports  ->  reports which of them are loaded  ->  none
-
 A public name loads its own modules and torch at its first use. A device or a session asks for the rest when it is made.
 """
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -27,6 +25,7 @@ from chameleon_mm.record.storages import Readings, StorageTable
 from chameleon_mm.tools.prediction import needs_of
 from chameleon_mm.units import KIB
 from tests._plain_training import Image, image
+from tests._runs import Run, run_steps
 from tests._trace_records import ops_of
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -333,46 +332,30 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-@dataclass
-class Run:
-    peaks: list[int] = field(default_factory=list)
-    numbers: list[Image] = field(default_factory=list)
-    """Images of losses and gradients."""
-    recorded: list[bool] = field(default_factory=list)
-    """Per step: True if it was recorded to its end."""
-    hits: int = 0
-
-
 def train(
     device: Device, lengths: list[int], budget: int | None = None, *, evaluates: bool = False, eager: bool = False
 ) -> Run:
     """`eager`: by plain PyTorch, with nothing of ours around it. Without a budget: nothing is swapped."""
-    torch.manual_seed(0)
-    run, chance = Run(), Random(1)
-    with nullcontext() if eager else device.compute():
+    chance = Random(1)
+
+    def make() -> tuple[GPT, torch.optim.Optimizer]:
         model = GPT().to(device.torch_device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    session = None if budget is None else cm.SwapSession(budget, "64MiB", device, 4 * KIB, model=model)
-    with session or (nullcontext() if eager else device.compute()):
-        for number, length in enumerate(lengths):
-            ids = torch.randint(VOCABULARY, (ROWS, length), generator=torch.Generator().manual_seed(number))
-            before = 0 if session is None else session.report().detailed_steps
-            device.reset_peaks()
-            with nullcontext() if session is None else session.step():
-                ids = ids.to(device.torch_device)
-                if evaluates and chance.random() < 0.25:
-                    with torch.no_grad():
-                        model(ids)
-                loss = model(ids)
-                loss.backward()
-                run.numbers += [image(t) for t in (loss, *(p.grad for p in model.parameters())) if t is not None]
-                optimizer.step()
-                optimizer.zero_grad()
-            run.peaks.append(device.peak_allocated_bytes())
-            run.recorded.append(session is not None and session.report().detailed_steps > before)
-            del loss, ids
-    run.hits = 0 if session is None else session.report().plan_cache_hits
-    return run
+        return model, torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def step(model: GPT, optimizer: torch.optim.Optimizer, number: int) -> list[Image]:
+        ids = torch.randint(VOCABULARY, (ROWS, lengths[number]), generator=torch.Generator().manual_seed(number))
+        ids = ids.to(device.torch_device)
+        if evaluates and chance.random() < 0.25:
+            with torch.no_grad():
+                model(ids)
+        loss = model(ids)
+        loss.backward()
+        images = [image(t) for t in (loss, *(p.grad for p in model.parameters())) if t is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        return images
+
+    return run_steps(None if eager else device, make, step, len(lengths), budget, min_bytes=4 * KIB)
 
 
 @pytest.mark.parametrize("share", [1 / 2, 3 / 4])
@@ -382,9 +365,9 @@ def test_a_planned_step_keeps_its_budget_with_what_operators_hold_inside(device:
     budget = int(idle * share)
     got = train(device, lengths, budget)
     assert got.recorded == [True, *[False] * 4]
-    assert got.hits == 4
+    assert got.kinds.count("planned") == 4
     assert max(got.peaks[1:]) <= budget < idle
-    assert got.numbers == train(device, lengths, eager=True).numbers
+    assert got.seen == train(device, lengths, eager=True).seen
 
 
 def test_without_it_the_same_step_passes_its_budget(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,5 +392,5 @@ def test_a_changing_sequence_passes_no_budget_once_its_steps_are_known(device: D
     budget = int(max(train(device, lengths, evaluates=True).peaks) * share)
     got = train(device, lengths, budget, evaluates=True)
     assert [number for number, peak in enumerate(got.peaks) if peak > budget and not got.recorded[number]] == []
-    assert got.hits >= 50
-    assert got.numbers == train(device, lengths, evaluates=True, eager=True).numbers
+    assert got.report.plan_cache_hits >= 50
+    assert got.seen == train(device, lengths, evaluates=True, eager=True).seen

@@ -37,11 +37,6 @@ from chameleon_mm.units import KIB, MIB, allocated_size
 from tests._caching_allocator import Block, CachingAllocator
 from tests._memory_models import MODELS, Job, Training
 
-# --- a step on one device
-#
-# unswapped(device, make)             peak of a step above what was there before it; its trace
-
-
 _MIN_BYTES = 4 * KIB
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -112,7 +113,10 @@ def hosted(optimizer: torch.optim.Optimizer) -> list[HostedStorage]:
     return [hosted for state in states for _, hosted in state.away()]
 
 
-RUNS = [("AdamW", False, 200), *((name, False, 8) for name in OPTIMIZERS if name != "AdamW"), ("AdamW, fused", True, 8)]
+RUNS = [
+    *(("AdamW", False, 200), *((name, False, 8) for name in OPTIMIZERS if name != "AdamW"), ("AdamW, fused", True, 8)),
+    *(pytest.param(*run, 200, marks=[pytest.mark.slow, pytest.mark.thorough]) for run in product(OPTIMIZERS, (False, True))),
+]
 
 
 @pytest.mark.ci
@@ -133,14 +137,6 @@ def test_training_has_plain_pytorchs_bits(name: str, plans: bool, steps: int, de
     assert report.state_bytes_swapped_out == report.state_bytes_swapped_in or name == "Adafactor"
     assert not any(isinstance(state, SwappedState) for state in training.optimizer.state.values())
     assert session.pool.stats().live_bytes == 0
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.parametrize("plans", [False, True], ids=["rule", "plans"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_hundred_steps_have_plain_pytorchs_bits(name: str, plans: bool, device: Device) -> None:
-    test_training_has_plain_pytorchs_bits(name, plans, 200, device)
 
 
 def test_no_state_is_on_the_device_between_steps(device: Device) -> None:

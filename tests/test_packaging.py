@@ -1,7 +1,5 @@
 """Contents of an installation: one top-level name, real files in place of links, no figures, the same wheel from the sdist.
 
-    copy of the checkout + a planted result  ->  sdist, wheel  ->  wheel out of the unpacked sdist  ->  compare the three
-
 The copy keeps the links as links: following them is the build's part.
 """
 

@@ -167,17 +167,6 @@ def test_a_carrier_lives_as_long_as_its_last_member(swapping: Swapping) -> None:
     assert group.packed.state is State.RETIRED
 
 
-def test_used_twice_under_pressure_it_is_unpacked_twice(swapping: Swapping) -> None:
-    handles, expected = swapping.save_small(10)
-    swapping.executor.end_step(completed=False)
-    swapping.assert_exact(handles[:1], expected[:1])
-    assert places(handles)[1:] == [State.RESTORED] * 9
-    swapping.executor.budget.reclaim_all(exclude=())
-    assert places(handles) == [State.ON_HOST] * 10
-    swapping.assert_exact(handles, expected)
-    swapping.assert_exact(handles, expected)  # and again, as for retain_graph
-
-
 def test_a_written_or_dropped_tensor_is_left_behind(swapping: Swapping) -> None:
     handles, expected = swapping.save_small(4)
     written = torch.randn(SMALL // 4)

@@ -23,6 +23,7 @@ from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.units import KIB, MIB
 from tests._ordering import SLOW_LINK
 from tests._parameter_programs import OPTIMIZERS, PROGRAMS, WIDTH, Make, Plain, Swapped, go_on, mlp, train
+from tests._programs import same
 from tests.observed import SimLifetimeError, SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -41,12 +42,6 @@ def _no_watch_stays() -> Iterator[None]:
     while torch.overrides._get_current_function_mode() is not None:
         torch.overrides._pop_mode()
     assert stays is None
-
-
-def equal(got: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(got) == len(expected) and all(
-        a.shape == b.shape and torch.equal(a.cpu(), b.cpu()) for a, b in zip(got, expected, strict=True)
-    )
 
 
 def left(loop: Plain) -> list[Tensor]:
@@ -97,8 +92,8 @@ def test_a_program_has_plain_pytorchs_bits(name: str, how: str, device: Device) 
         loop.close()
         assert loop.session is not None
         report = loop.session.report()
-        assert equal(seen, expected)
-        assert equal(left(loop), left(plain))
+        assert same(seen, expected)
+        assert same(left(loop), left(plain))
     assert report.parameter_bytes_swapped_in > 0
     told = [figures.peak_hbm_bytes for figures in report.step_figures]
     assert len(told) == len(loop.peaks) and all(bytes_ <= peak for bytes_, peak in zip(told, loop.peaks, strict=True))
@@ -115,9 +110,9 @@ def test_two_hundred_steps_have_plain_pytorchs_bits(make: Make, device: Device) 
     expected = train(plain, make, steps=200)
     with device.compute():
         loop = Swapped(device, 160 * KIB)
-        assert equal(train(loop, make, steps=200), expected)
+        assert same(train(loop, make, steps=200), expected)
         loop.close()
-        assert equal(left(loop), left(plain))
+        assert same(left(loop), left(plain))
 
 
 # --- memory
@@ -140,7 +135,7 @@ def test_a_model_four_times_the_device_trains_on_it() -> None:
     loop.optimizer(OPTIMIZERS["AdamW, fused"])
     with small.compute():
         seen = go_on(loop, 4)
-        assert equal(seen, expected)
+        assert same(seen, expected)
         assert max(loop.peaks) <= plain_peak // 4
         loop.close()
     assert loop.session is not None
@@ -164,7 +159,7 @@ def test_after_the_session_all_is_on_the_device_and_plain(device: Device) -> Non
         after = Plain(device.torch_device)
         after.trained, after.stepped = loop.trained, loop.stepped
         go_on(after, 2)
-        assert equal(left(after), left(plain))
+        assert same(left(after), left(plain))
 
 
 def test_what_does_not_fit_after_the_session_is_host_memory(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +173,7 @@ def test_what_does_not_fit_after_the_session_is_host_memory(caplog: pytest.LogCa
         loop.close()
         assert "of parameters and gradients do not fit on the device and are in host memory now" in caplog.text
         del blocking
-    assert equal(left(loop), left(plain))
+    assert same(left(loop), left(plain))
 
 
 @pytest.mark.parametrize("host_bytes", [0, 40 * KIB, 120 * KIB])
@@ -188,9 +183,9 @@ def test_what_the_host_does_not_take_stays(host_bytes: int, device: Device) -> N
     with device.compute():
         pool = cm.PinnedPool(max(1, host_bytes), device=device, chunk_bytes=max(1, host_bytes))
         loop = Swapped(device, 160 * KIB, pool=pool)
-        assert equal(train(loop), expected)
+        assert same(train(loop), expected)
         loop.close()
-        assert equal(left(loop), left(plain))
+        assert same(left(loop), left(plain))
         assert loop.session is not None
         assert loop.session.report().fallbacks > 0
 
@@ -211,8 +206,8 @@ def test_a_budget_that_is_changed(device: Device) -> None:
         with pytest.raises(cm.InfeasibleBudget):
             session.hbm_budget = 32 * KIB
         loop.close()
-        assert equal(seen, expected)
-        assert equal(left(loop), left(plain))
+        assert same(seen, expected)
+        assert same(left(loop), left(plain))
 
 
 def test_an_error_in_a_step_leaves_all_as_in_plain_pytorch(device: Device) -> None:
@@ -244,8 +239,8 @@ def test_an_error_in_a_step_leaves_all_as_in_plain_pytorch(device: Device) -> No
         loop = Swapped(device, 160 * KIB)
         seen = fail(loop)
         loop.close()
-        assert equal(seen, expected)
-        assert equal(left(loop), left(plain))
+        assert same(seen, expected)
+        assert same(left(loop), left(plain))
 
 
 # --- orders that are missing
@@ -302,7 +297,7 @@ def test_a_rule_that_is_missing_is_seen(
         with sim.compute():
             loop = Swapped(sim, 128 * KIB, plans=False)
             try:
-                return not equal(PROGRAMS[name](loop), expected)
+                return not same(PROGRAMS[name](loop), expected)
             except (SimLifetimeError, RuntimeError):
                 return True
             finally:

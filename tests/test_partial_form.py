@@ -265,10 +265,6 @@ def leaks_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 MUTANTS = [forgets_the_head, keeps_it_after_the_drop, sends_the_first_bytes, leaks_the_head]
 
 
-def test_there_and_back_as_it_is() -> None:
-    one_way_there_and_back()
-
-
 @broken_on_purpose
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_broken_on_purpose_it_goes_red(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,7 @@ import chameleon_mm as cm
 from chameleon_mm.device.sim.machine import Ledger
 from chameleon_mm.plan.rule import Limits
 from chameleon_mm.swap.handles import SwappedView
-from chameleon_mm.tools.demo import GPT, GPTConfig, draw_rows, first_difference, read_text, train
-from chameleon_mm.tools.demo_command import SIZES
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import Faults
 from tests._programs import same, swapping_executor
@@ -278,21 +277,6 @@ def test_unswapped_it_does_not_fit(unswapped: tuple[int, list[Tensor]]) -> None:
     run = GptRun(cm.SimDevice(hbm_bytes=unswapped[0] // 4))
     with run.device.compute(), pytest.raises(torch.OutOfMemoryError):
         run.step(run.rows[0])
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_at_its_own_sizes_the_demos_model_trains_on_a_quarter_of_its_peak() -> None:
-    size = SIZES["simulated"]
-    config = GPTConfig(layers=size["layers"], width=size["width"], heads=size["heads"], context=size["context"])
-    rows = draw_rows(read_text(), steps=3, batch=size["batch"], context=size["context"])
-    unswapped = train(config, rows, cm.SimDevice())
-    device = cm.SimDevice(hbm_bytes=unswapped.peak_bytes // 4)
-    swapped = train(config, rows, device, {})
-    assert first_difference(unswapped.values, swapped.values) is None
-    assert swapped.report is not None
-    assert swapped.peak_bytes <= swapped.report.hbm_budget_bytes < device.capacity
-    assert swapped.report.oom_retries == 0
 
 
 # --- what goes first

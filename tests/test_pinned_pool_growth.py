@@ -252,21 +252,6 @@ def test_pageable_memory_is_kept_until_its_event_is_complete(scripted: Scripted)
 
 
 @pytest.mark.usefixtures("no_gc")
-def test_a_copy_may_read_a_pageable_block_after_it_was_released(sim: SimDevice) -> None:
-    with PinnedPool("1MiB", sim) as pool:
-        h2d, target = sim.new_stream("h2d"), sim.current_stream().alloc(100)
-        h2d.wait(sim.current_stream().record())
-        block = pool.allocate_pageable(100)
-        block.numpy((100,), np.uint8)[:] = 3
-        h2d.copy(target, block.buffer)
-        block.release(after=h2d.record())
-        del block
-        pool.stats()
-        sim.synchronize()
-        assert torch.equal(target, torch.full((100,), 3, dtype=torch.uint8))
-
-
-@pytest.mark.usefixtures("no_gc")
 def test_a_dropped_pool_waits_for_the_device_before_pageable_memory_goes(scripted: Scripted) -> None:
     pool = PinnedPool("1MiB", scripted)
     pool.allocate_pageable(100).release(after=ManualEvent())
@@ -331,34 +316,21 @@ def registrations() -> int:
 
 
 REGISTRATIONS = range(1, registrations() + 1)
-
-
-def test_the_scenario_registers_more_than_once() -> None:
-    assert len(REGISTRATIONS) >= 4
+assert len(REGISTRATIONS) >= 4
 
 
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("nth", REGISTRATIONS)
-@pytest.mark.parametrize("error", [HostMemoryExhausted, MemoryError])
+@pytest.mark.parametrize("error", [HostMemoryExhausted, MemoryError, RuntimeError, KeyboardInterrupt])
 def test_the_nth_registration_fails_and_raises(scripted: Scripted, nth: int, error: type[BaseException]) -> None:
+    """Other errors than that of no memory are passed on as they are."""
     pool = PinnedPool("1MiB", scripted, CHUNK)
     scripted.fail_at, scripted.error = {nth}, error
-    said = rf"asked the device for a chunk of \d+ bytes, got: no pages to lock for chunk {nth}\. \d+ of at most {MIB} bytes"
-    with pytest.raises(HostMemoryExhausted, match=said):
+    own = f"no pages to lock for chunk {nth}"
+    said = rf"asked the device for a chunk of \d+ bytes, got: {own}\. \d+ of at most {MIB} bytes"
+    no_memory = issubclass(error, MemoryError)
+    with pytest.raises(HostMemoryExhausted if no_memory else error, match=said if no_memory else f"^{own}$"):
         serve(pool)
     gc.collect()  # the error that pytest keeps has frames, and they the blocks
     assert pool.stats().num_live == 0, "what the scenario had is back"
-    check_whole(pool, scripted)
-
-
-@pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("nth", REGISTRATIONS)
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_the_nth_registration_ends_in_another_error_which_is_passed_on(
-    scripted: Scripted, nth: int, error: type[BaseException]
-) -> None:
-    pool = PinnedPool("1MiB", scripted, CHUNK)
-    scripted.fail_at, scripted.error = {nth}, error
-    with pytest.raises(error, match=f"^no pages to lock for chunk {nth}$"):
-        serve(pool)
     check_whole(pool, scripted)

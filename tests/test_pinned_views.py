@@ -200,13 +200,27 @@ def test_a_view_made_while_another_thread_releases_never_sees_bytes_of_another_b
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.float64], ids=str
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.complex128,
+    ],
+    ids=str,
 )
 def test_empty_is_a_tensor_whose_last_view_returns_its_block(device: Device, dtype: torch.dtype) -> None:
     with PinnedPool("1MiB", device) as pool:
         tensor = pool.empty((3, 5), dtype)
         assert (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.device.type) == ((3, 5), dtype, True, "cpu")
-        assert pool.stats().requested_bytes == 15 * dtype.itemsize
+        assert (pool.stats().requested_bytes, tensor.data_ptr() % PAGE) == (15 * dtype.itemsize, 0)
         row = tensor[1].detach()
         del tensor
         assert pool.stats().num_live == 1

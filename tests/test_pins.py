@@ -24,6 +24,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device, SimDevice
 from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.plan.unswapped_memory import place_of
+from tests import _runs
 from tests._programs import assert_same
 from tests._random_models import far_ahead
 from tests._run_scripts import runs
@@ -67,13 +68,10 @@ def blocks() -> nn.Module:
     return nn.Sequential(*(Block(Fine() if i == 2 else Gelu()) for i in range(BLOCKS)))
 
 
-@dataclass
-class Run:
-    seen: list[Tensor] = field(default_factory=list)
-    """Losses, gradients, parameters."""
+@dataclass(slots=True, kw_only=True)
+class Run(_runs.Run):
     there: list[set[int]] = field(default_factory=list)
     """After each forward: blocks whose activation's input is on the device."""
-    session: cm.SwapSession | None = None
 
 
 def train(device: Device, build: Callable[[], nn.Module], free_bytes: int | None = None, **given: Any) -> Run:
@@ -89,10 +87,10 @@ def train(device: Device, build: Callable[[], nn.Module], free_bytes: int | None
             pins: dict[str, Any] = {}
             for name in {"keep", "never_recompute"} & given.keys():
                 pins[name] = [pin(model) if isinstance(pin, FunctionType) else pin for pin in given.pop(name)]
-            run.session = cm.SwapSession(budget, "64MiB", device, "16KiB", model=model, **pins, **given)
-        with run.session or nullcontext():
+            run.ran_in = cm.SwapSession(budget, "64MiB", device, "16KiB", model=model, **pins, **given)
+        with run.ran_in or nullcontext():
             for _ in range(STEPS):
-                with run.session.step() if run.session is not None else nullcontext():
+                with run.ran_in.step() if run.ran_in is not None else nullcontext():
                     loss = model(torch.randn(ROWS, WIDTH).to(device.torch_device)).square().mean()
                     run.there.append({i for i, act in enumerate(acts(model)) if act.is_there})
                     loss.backward()
@@ -107,44 +105,9 @@ def acts(model: nn.Module) -> list[Gelu]:
     return [module for module in model.modules() if isinstance(module, Gelu)]
 
 
-PINS: dict[str, tuple[Any, set[int]]] = {
-    "path": ("3", {3}),
-    "inner path": ("[14].act", {1, 4}),
-    "module": (lambda model: model[4], {4}),
-    "class": (Fine, {2}),
-}
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("plans", [True, False], ids=["planned", "by rule"])
-@pytest.mark.parametrize("name", PINS)
-def test_what_a_kept_module_saves_never_leaves_and_the_rest_does(device: Device, name: str, plans: bool) -> None:
-    pin, kept = PINS[name]
-    run = train(device, blocks, 8 * STORAGE, keep=[pin], plans=plans, recompute=False)
-    assert_same(train(device, blocks).seen, run.seen)
-    assert all(kept <= there for there in run.there), run.there
-    assert all(len(there) < BLOCKS for there in run.there), run.there
-    loose = train(device, blocks, 8 * STORAGE, plans=plans, recompute=False)
-    assert not all(kept <= there for there in loose.there), "they would have stayed anyway"
-
-
-@pytest.mark.parametrize("plans", [True, False], ids=["planned", "by rule"])
-def test_nothing_is_copied_out_of_a_model_that_is_kept_whole_however_short_memory_is(device: Device, plans: bool) -> None:
-    run = train(device, blocks, STORAGE, keep=["?"], plans=plans)
-    assert_same(train(device, blocks).seen, run.seen)
-    assert run.there == [{*range(BLOCKS)}] * STEPS
-    assert run.session is not None
-    report = run.session.report()
-    outside = 1  # the loss's square saves the model's result, in no module
-    assert report.bytes_swapped_out <= outside * STORAGE * STEPS
-    assert report.recomputed == 0
-    loose = train(device, blocks, STORAGE, plans=plans)
-    assert loose.session is not None
-    assert loose.session.report().bytes_swapped_out > BLOCKS * STORAGE * STEPS
-
-
 class Shared(nn.Module):
-    """`first` saves a storage, then operators that save others, then `act` saves that storage again."""
+    """`first` saves a storage, then operators that save others, then `act` saves that storage again. The copy of
+    the first save may be under way by then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,16 +121,40 @@ class Shared(nn.Module):
         return out
 
 
+PINS: dict[str, tuple[Callable[[], nn.Module], Any, set[int]]] = {
+    "path": (blocks, "3", {3}),
+    "inner path": (blocks, "[14].act", {1, 4}),
+    "module": (blocks, lambda model: model[4], {4}),
+    "class": (blocks, Fine, {2}),
+    "storage of two modules, by the first": (Shared, "first", {0, 1}),
+    "storage of two modules, by the other": (Shared, "act", {0, 1}),
+}
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("plans", [True, False], ids=["planned", "by rule"])
-@pytest.mark.parametrize("pin", ["first", "act"])
-def test_a_storage_of_several_modules_stays_if_any_of_them_is_kept(device: Device, pin: str, plans: bool) -> None:
-    """The first save may have its copy under way when the second comes."""
-    run = train(device, Shared, 8 * STORAGE, keep=[pin], plans=plans, recompute=False)
-    assert_same(train(device, Shared).seen, run.seen)
-    assert all({0, 1} <= there for there in run.there), run.there
-    assert all(len(there) < BLOCKS + 2 for there in run.there), run.there
-    loose = train(device, Shared, 8 * STORAGE, plans=plans, recompute=False)
-    assert not all({0, 1} <= there for there in loose.there)
+@pytest.mark.parametrize("name", PINS)
+def test_what_a_kept_module_saves_never_leaves_and_the_rest_does(device: Device, name: str, plans: bool) -> None:
+    build, pin, kept = PINS[name]
+    run = train(device, build, 8 * STORAGE, keep=[pin], plans=plans, recompute=False)
+    assert_same(train(device, build).seen, run.seen)
+    assert all(kept <= there for there in run.there), run.there
+    assert all(len(there) < len(acts(build())) for there in run.there), run.there
+    loose = train(device, build, 8 * STORAGE, plans=plans, recompute=False)
+    assert not all(kept <= there for there in loose.there), "they would have stayed anyway"
+
+
+@pytest.mark.parametrize("plans", [True, False], ids=["planned", "by rule"])
+def test_nothing_is_copied_out_of_a_model_that_is_kept_whole_however_short_memory_is(device: Device, plans: bool) -> None:
+    run = train(device, blocks, STORAGE, keep=["?"], plans=plans)
+    assert_same(train(device, blocks).seen, run.seen)
+    assert run.there == [{*range(BLOCKS)}] * STEPS
+    report = run.report
+    outside = 1  # the loss's square saves the model's result, in no module
+    assert report.bytes_swapped_out <= outside * STORAGE * STEPS
+    assert report.recomputed == 0
+    loose = train(device, blocks, STORAGE, plans=plans)
+    assert loose.report.bytes_swapped_out > BLOCKS * STORAGE * STEPS
 
 
 class Part(nn.Module):
@@ -189,8 +176,7 @@ class Part(nn.Module):
 def test_a_view_that_left_alone_stays_once_a_kept_module_saves_it(device: Device) -> None:
     run = train(device, Part, 2 * STORAGE, keep=["inside"], plans=False)
     assert_same(train(device, Part).seen, run.seen)
-    assert run.session is not None
-    report = run.session.report()
+    report = run.report
     assert report.gathers > 0
     assert report.kept_by_reason["keep"] == STEPS
 
@@ -244,8 +230,6 @@ def test_the_report_and_the_page_show_what_pins_cost(tmp_path: Path, monkeypatch
     budget, plans = budget_for(0.5), list[int]()
     loose = train_decoder(6, budget, device=far_ahead())
     run = train_decoder(6, budget, device=far_ahead(), keep=["1"], never_recompute=[RMSNorm])
-    assert loose.session is not None
-    assert run.session is not None
     step_us = Adaptation._step_us
 
     def counted(*given: Any, **more: Any) -> float | None:
@@ -253,10 +237,9 @@ def test_the_report_and_the_page_show_what_pins_cost(tmp_path: Path, monkeypatch
         return step_us(*given, **more)
 
     monkeypatch.setattr(Adaptation, "_step_us", counted)
-    report = run.session.report()
-    again = run.session.report()
+    report, again = run.session.report(), run.session.report()
     assert len(plans) == 1  # once, for all reports
-    pins, before = report.pins, loose.session.report()
+    pins, before = report.pins, loose.report
     assert again.pins == pins
     assert before.pins == {}
     assert (pins["keep"], pins["never_recompute"]) == (["1"], ["RMSNorm"])
@@ -278,8 +261,7 @@ def test_the_report_and_the_page_show_what_pins_cost(tmp_path: Path, monkeypatch
 def test_pins_without_room_leave_no_plan_and_the_report_says_so(caplog: pytest.LogCaptureFixture) -> None:
     run = train_decoder(3, budget_for(0.3), device=far_ahead(), keep=["*"])
     assert run.seen == plainly(3).seen
-    assert run.session is not None
-    report = run.session.report()
+    report = run.report
     assert report.pins["step_us"] is None
     assert report.pins["step_us_without"] > 0
     assert "no plan with them" in str(report)

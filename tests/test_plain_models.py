@@ -133,21 +133,18 @@ LAYER_SAMPLE = slice(None, None, 5)
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(LAYER_SAMPLE))
-def test_a_session_trains_recurrent_layers_as_plain_pytorch_does(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
-    check_session(case_of(layer, dtype, contiguous=contiguous))
+def test_a_session_trains_recurrent_layers_as_plain_pytorch_does(
+    layer: str, dtype: torch.dtype, contiguous: bool, kind: Kind
+) -> None:
+    """On a GPU fused kernels run, which save one workspace for all gates."""
+    check_session(case_of(layer, dtype, contiguous=contiguous), kind)
 
 
 @pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(LAYER_SAMPLE))
 def test_save_on_cpu_trains_recurrent_layers_as_plain_pytorch_does(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
     check_save_on_cpu(case_of(layer, dtype, contiguous=contiguous))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("layer", "dtype", "contiguous"), each(LAYER_SAMPLE))
-def test_a_session_trains_recurrent_layers_on_cuda(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
-    """A GPU's fused kernels run, which save one workspace for all gates."""
-    check_session(case_of(layer, dtype, contiguous=contiguous), CUDA)
 
 
 @pytest.mark.gpu

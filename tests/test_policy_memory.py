@@ -104,11 +104,3 @@ def test_every_micro_batch_has_its_own_candidates() -> None:
     assert len(Candidates.of(three)) == 3 * len(Candidates.of(one))
     assert peak_memory(three).nbytes == peak_memory(one).nbytes
     assert np.array_equal(memory_curve(one)[:60], memory_curve(three)[:60])
-
-
-@given(st.randoms(use_true_random=False))
-def test_the_clock_has_every_tick(random: Random) -> None:
-    trace = random_step(random)
-    clock_us = trace.clock_us()
-    assert len(clock_us) == trace.num_ticks + 1
-    assert all(clock_us[op.tick + 1] - clock_us[op.tick] >= 0 for op in ops_of(trace))

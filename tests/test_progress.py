@@ -328,12 +328,6 @@ def test_an_interrupt_in_the_function_ends_the_training_with_the_step_over(sim: 
         raise AssertionError("the step began")
 
 
-@pytest.mark.parametrize("progress", [1, 0, None, "yes", int, StepFigures], ids=repr)
-def test_what_is_no_switch_and_no_function_is_refused(progress: Any) -> None:
-    with pytest.raises(TypeError, match=r"progress: expected True, False or a function, got .*; pass True for a line a step"):
-        cm.SwapSession(device="sim", progress=progress)
-
-
 # --- a step that runs again
 
 

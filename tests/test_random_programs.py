@@ -1,8 +1,5 @@
 """Random training programs give what plain PyTorch gives: the same gradients, bit for bit, or the same error.
 
-    program = [("sin", 3, 0, 1), ("mul_", 1, 5, 0), ("backward", 1, 2, 0), ...]      # drawn by hypothesis
-    run(program, cpu).seen == run(program, cpu, swapping).seen                        # and no block is left behind
-
 The reference is torch alone: no hooks, no dispatch mode, no simulated device. What programs are made of: `_random_programs.py`;
 which writes they may not have, because torch itself does not notice them: `_unseen_writes.py`.
 """

@@ -1,8 +1,5 @@
 """Storages that are dropped and recomputed change no bit: random mixes over eight models, and odd programs with all dropped.
 
-    expected = train(case, steps)                                  # plain PyTorch
-    got      = train(case, steps, mixed(Mix(seed)))                # each storage kept, swapped or dropped by chance
-
 The reference is torch alone: no hooks, no dispatch mode, no simulated device. `Proofs.NEVER` shows what recipes are worth by
 themselves: nothing stands beside the original first.
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -25,6 +24,7 @@ from chameleon_mm.swap.metrics import StepTime
 from chameleon_mm.swap.recipe_runner import Comparisons, RecipeRunner
 from tests._mix_models import bits
 from tests._random_models import far_ahead
+from tests._runs import Run, run_steps
 
 WIDTH, HIDDEN, SEQ, BATCH, LAYERS = 64, 224, 128, 8, 4
 
@@ -61,67 +61,45 @@ def decoder() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(LAYERS)))
 
 
-@dataclass
-class Run:
-    """A few steps of training."""
-
-    seen: list[bytes] = field(default_factory=list)
-    """Losses, gradients, parameters, random state."""
-    peaks: list[int] = field(default_factory=list)
-    """Peak of device memory of each step, in bytes."""
-    kept_bytes: int = 0
-    """Bytes that are there between two steps."""
-    session: cm.SwapSession | None = None
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = decoder()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def train(
-    steps: int,
-    budget: int | None = None,
-    *,
-    device: cm.SimDevice | None = None,
-    **given: Any,
-) -> Run:
-    """Train in plain PyTorch, or on `device`, within `budget` where there is one."""
-    run = Run()
-    with device.compute() if device else nullcontext():
-        torch.manual_seed(0)
-        model = decoder()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        if budget is not None:
-            run.session = cm.SwapSession(budget, "1GiB", device, min_bytes="16KiB", model=model, **given)
-        with run.session or nullcontext():
-            for _ in range(steps):
-                if device:
-                    device.reset_peaks()
-                with run.session.step() if run.session else nullcontext():
-                    loss = model(torch.randn(BATCH, SEQ, WIDTH)).square().mean()
-                    loss.backward()
-                    run.seen += [bits(p.grad) for p in model.parameters() if p.grad is not None]
-                    optimizer.step()
-                    optimizer.zero_grad()
-                run.seen += [bits(loss), bits(torch.get_rng_state()), *(bits(p) for p in model.parameters())]
-                del loss
-                if device:
-                    device.synchronize()  # so that a session knows at once how long its step took
-                    run.peaks.append(device.peak_allocated_bytes())
-        run.kept_bytes = device.allocated_bytes() if device else 0
-    return run
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> list[bytes]:
+    """Gradients, loss, random state, parameters."""
+    loss = model(torch.randn(BATCH, SEQ, WIDTH)).square().mean()
+    loss.backward()
+    seen = [bits(p.grad) for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*seen, bits(loss), bits(torch.get_rng_state()), *(bits(p) for p in model.parameters())]
+
+
+def train(steps: int, budget: int, *, device: cm.SimDevice, **given: Any) -> Run:
+    def settle(number: int) -> None:
+        device.synchronize()  # so that a session knows at once how long its step took
+
+    return run_steps(device, trained, step, steps, budget, host_budget="1GiB", min_bytes=16 << 10, before=settle, **given)
 
 
 @cache
 def plainly(steps: int) -> Run:
-    return train(steps)
+    return run_steps(None, trained, step, steps)
 
 
 @cache
-def unswapped() -> Run:
-    return train(3, device=far_ahead())
+def unswapped() -> tuple[int, int]:
+    """Bytes that are there between two steps, and a step's peak."""
+    device, kept = far_ahead(), list[int]()
+    run = run_steps(device, trained, step, 3, before=lambda number: kept.append(device.allocated_bytes()))
+    return kept[-1], run.peaks[-1]
 
 
 def budget_for(share: float) -> int:
     """Bytes for a step with that share of the activations."""
-    run = unswapped()
-    return run.kept_bytes + int(share * (run.peaks[-1] - run.kept_bytes))
+    kept, peak = unswapped()
+    return kept + int(share * (peak - kept))
 
 
 def latest(session: cm.SwapSession | None) -> PlannedStep:
@@ -135,7 +113,6 @@ def totals_of_session(session: cm.SwapSession) -> Any:
 
 
 def totals(run: Run) -> Any:
-    assert run.session is not None
     return totals_of_session(run.session)
 
 
@@ -145,12 +122,11 @@ def totals(run: Run) -> Any:
 def test_a_plan_that_recomputes_gives_plain_bits_within_the_budget(share: float) -> None:
     budget = budget_for(share)
     run = train(8, budget, device=far_ahead())
-    assert run.session is not None
     assert run.seen == plainly(8).seen
     assert totals(run).recomputed > 0
     assert totals(run).recomputations > 0
     assert max(run.peaks) <= budget
-    report = run.session.report()
+    report = run.report
     assert report.steps_by_phase == {"recorded": 1, "planned": 7}
     assert report.planned_peak_bytes is not None
     assert run.peaks[-1] == pytest.approx(report.planned_peak_bytes, rel=0.01)
@@ -182,8 +158,7 @@ def test_recomputing_is_faster_than_swapping_alone() -> None:
     assert totals(swapping).recomputed == totals(swapping).proofs == 0
     steps_us = []
     for run in (mixed, swapping):
-        assert run.session is not None
-        report = run.session.report()
+        report = run.report
         assert report.planned_step_us is not None
         steps_us.append(report.planned_step_us)
     unswapped_us = latest(run.session).trace.duration_us
@@ -204,9 +179,8 @@ def test_each_place_is_proven_once_and_nothing_is_dropped_before_that() -> None:
     assert dropped[:2] == [0, 0]
     assert 0 < dropped[2] < dropped[3]
     assert proofs[0] == 0 < proofs[1]
-    assert run.session is not None
     assert len(latest(run.session).proven) == proofs[3]
-    assert run.session.report().not_recomputed_by_reason == {"proved at its use first": proofs[3]}
+    assert run.report.not_recomputed_by_reason == {"proved at its use first": proofs[3]}
 
 
 @pytest.mark.usefixtures("each_watch")
@@ -272,9 +246,8 @@ def differing(monkeypatch: pytest.MonkeyPatch, *, in_proof: bool) -> list[Origin
 def test_what_a_proof_finds_to_differ_is_swapped_and_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = differing(monkeypatch, in_proof=True)
     run = train(8, budget_for(0.4), device=far_ahead())
-    assert run.session is not None
     assert run.seen == plainly(8).seen
-    report = run.session.report()
+    report = run.report
     assert set(report.recipes_banned) == set(changed[0].operators)
     assert "not run again any more" in str(report)
     planned = latest(run.session)

@@ -1,8 +1,6 @@
 """Recorder in combination with all that users do inside a step: the bits of the run without a session, no leaks, then a plan.
 
-expected = three steps of a program, without a session
-got      = the same in a session: the first is recorded, the others follow its plan
-where the recorder cannot see all of the step, its flaw says so, and the default rule goes on
+Where the recorder cannot see all of the step, its flaw says so, and the default rule goes on.
 """
 
 from __future__ import annotations

@@ -271,27 +271,6 @@ def test_copy_time_is_that_of_the_spans(swapped: cm.SwapReport) -> None:
     assert swapped.hidden_fraction == pytest.approx(max(0.0, 1 - swapped.stall_us / swapped.copy_us))
 
 
-def test_waits_and_recomputations_are_the_spans_of_compute(swapped: cm.SwapReport) -> None:
-    waits = [wait.end_us - wait.start_us for wait in swapped.timed.waits if wait.kind != "recompute"]
-    again = [wait.end_us - wait.start_us for wait in swapped.timed.waits if wait.kind == "recompute"]
-    assert sum(waits) == pytest.approx(swapped.stall_us) and sum(again) == pytest.approx(swapped.recompute_us)
-
-
-def test_each_timed_step_has_a_span_that_holds_its_copies(swapped: cm.SwapReport) -> None:
-    steps = swapped.timed.steps
-    assert [(step.number, step.kind) for step in steps] == [(0, "recorded"), (1, "planned")]
-    assert all(before.end_us <= after.start_us for before, after in pairwise(steps))
-    assert [step.end_us - step.start_us for step in steps] == pytest.approx([step.step_us for step in swapped.step_figures])
-    assert all(any(step.start_us <= span.start_us for step in steps) for span in swapped.spans)
-
-
-def test_memory_is_read_in_timed_steps_on_the_hosts_clock(swapped: cm.SwapReport) -> None:
-    memory = swapped.timed.memory
-    assert memory and all(before.host_us <= after.host_us for before, after in pairwise(memory))
-    assert max(reading.hbm_bytes for reading in memory) <= swapped.peak_hbm_bytes
-    assert 0 < max(reading.host_bytes for reading in memory) <= swapped.peak_host_bytes
-
-
 # --- the metrics of the report
 
 

@@ -87,24 +87,6 @@ def test_a_pool_brings_its_device(device: Device) -> None:
     assert manager.pool is pool
 
 
-def test_one_pool_serves_several_managers_at_once(device: Device, x: Tensor) -> None:
-    pool = cm.PinnedPool("8MiB", device=device)
-    y = torch.randn(64, 64, device=device.torch_device, requires_grad=True)
-    managers = [cm.save_on_cpu(pool=pool, min_bytes=0) for _ in range(2)]
-    with device.compute():
-        outs = []
-        for manager, t in zip(managers, (x, y), strict=True):
-            with manager:
-                outs.append(deep(t).sum())
-        both = pool.stats().num_live
-        for out, t in zip(outs, (x, y), strict=True):
-            (got,) = torch.autograd.grad(out, t)
-            assert torch.equal(got, gradient(device, t))
-        del out, outs
-    assert both >= 2 * 4
-    assert pool.stats().num_live == 0
-
-
 def test_a_manager_keeps_its_own_pool_between_entries(device: Device, x: Tensor) -> None:
     manager = cm.save_on_cpu(device=device, min_bytes=0)
     for _ in range(3):
@@ -138,15 +120,6 @@ def test_small_tensors_stay_by_default(device: Device, x: Tensor) -> None:
     manager = cm.save_on_cpu(pool=pool)  # 1 MiB
     assert torch.equal(swapped(device, manager, x), gradient(device, x))
     assert pool.stats().peak_live_bytes == 0
-
-
-def test_hooks_act_on_the_innermost_manager(device: Device, x: Tensor) -> None:
-    outer, inner = (cm.save_on_cpu(pool=cm.PinnedPool("8MiB", device=device), min_bytes=0) for _ in range(2))
-    with device.compute():
-        with outer, inner:
-            out = deep(x).sum()
-        assert outer.pool.stats().num_live == 0 < inner.pool.stats().num_live
-        assert torch.equal(torch.autograd.grad(out, x)[0], gradient(device, x))
 
 
 # --- memory

@@ -1,9 +1,4 @@
-"""Tensors that selective checkpoints keep: swapped where torch shows them to hooks, else counted and reported; eager's bits.
-
-expected = a model with selective checkpoints, in plain PyTorch
-got      = the same in a session
-SHOWS    = this torch has `respect_saved_tensors_hooks`
-"""
+"""Tensors that selective checkpoints keep: swapped where torch shows them to hooks, else counted and reported; eager's bits."""
 
 from __future__ import annotations
 

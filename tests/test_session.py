@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from chameleon_mm.device import SPECS, Device
 from chameleon_mm.pool.host_memory import available_host_bytes
 from chameleon_mm.units import MIB
 from tests._programs import deep, gradient, leaf, on_a_thread
+from tests._runs import Run, run_steps
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -267,56 +268,24 @@ MLP = Workload(lambda: nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(1
 TRANSFORMER = Workload(lambda: nn.Sequential(*(block() for _ in range(6))), (32, 64, 64), 2 * MIB)
 
 
-@dataclass
-class Trained:
-    """Figures of each step."""
-
-    session: cm.SwapSession | None
-    peaks: list[int]
-    held_after_forward: list[int]
-    on_demand: list[int]
-    prefetches: list[int]
-    losses: list[Tensor]
-    fixed_bytes: int
-    """Parameters and the batch, before the first step."""
-
-
 def train(
-    work: Workload,
-    device: cm.SimDevice,
-    *,
-    hbm_budget: int | None,
-    steps: int = 4,
-    shares: tuple[int, ...] = (),
-    plans: bool = True,
-) -> Trained:
-    """Trains for `steps` steps of the whole batch, or for one step with each n-th part of it that `shares` names."""
-    torch.manual_seed(3)
-    with device.compute():
+    work: Workload, device: cm.SimDevice, budget: int | None = None, *, shares: tuple[int, ...] = (1,) * 4, **given: Any
+) -> Run:
+    """A step with each n-th part of the batch that `shares` names. Returns the losses."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = work.model()
-        batch = torch.randn(work.shape)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        session = None
-        if hbm_budget is not None:
-            session = cm.SwapSession(hbm_budget, "256MiB", device, 64 * KIB, model=model, plans=plans)
-        done = Trained(session, [], [], [], [], [], device.allocated_bytes())
-        with session or nullcontext():
-            for share in shares or (1,) * steps:
-                device.reset_peaks()
-                with session.step() if session else nullcontext():
-                    loss = model(batch[: len(batch) // share]).square().mean()
-                    done.held_after_forward.append(device.allocated_bytes())
-                    loss.backward()
-                    done.losses.append(loss.detach())
-                    del loss
-                    optimizer.step()
-                    optimizer.zero_grad()
-                done.peaks.append(device.peak_allocated_bytes())
-                if session is not None:
-                    report = session.report()
-                    done.on_demand.append(report.swap_ins_on_demand - sum(done.on_demand))
-                    done.prefetches.append(report.prefetches - sum(done.prefetches))
-    return done
+        model.batch = torch.randn(work.shape)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> list[Tensor]:
+        loss = model(model.batch[: len(model.batch) // shares[number]]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.detach()]
+
+    return run_steps(device, make, step, len(shares), budget, host_budget="256MiB", min_bytes=64 * KIB, **given)
 
 
 @pytest.mark.ci
@@ -332,13 +301,12 @@ def test_half_of_the_unswapped_peak_holds_at_every_step(work: Workload, link: st
     In the first step no climb is known. Then every look waits for all copies out and drops what they copied, and nothing
     comes back ahead of its use. What stays is what the model itself holds.
     """
-    plain = train(work, sim, hbm_budget=None)
+    plain = train(work, sim)
     budget = max(plain.peaks) // 2
-    swapped = train(work, cm.SimDevice(LINKS[link]), hbm_budget=budget)
+    swapped = train(work, cm.SimDevice(LINKS[link]), budget)
     assert max(swapped.peaks) <= budget
-    assert all(torch.equal(a, b) for a, b in zip(plain.losses, swapped.losses, strict=True))
-    assert swapped.session is not None
-    report = swapped.session.report()
+    assert all(torch.equal(a, b) for a, b in zip(plain.seen, swapped.seen, strict=True))
+    report = swapped.report
     assert report.peak_hbm_bytes <= budget == report.hbm_budget_bytes
     assert (report.budget_misses, report.oom_retries, report.fallbacks) == (0, 0, 0)
     assert swapped.session.pool.stats().num_live == 0
@@ -351,11 +319,11 @@ def test_the_budget_holds_when_the_batch_changes_from_step_to_step(
     shares: tuple[int, ...], link: str, sim: cm.SimDevice
 ) -> None:
     """A larger step than the one learned from shows at its first climbs, early in forward, while there is still room."""
-    budget = max(train(MLP, sim, hbm_budget=None).peaks) // 2
-    plain = train(MLP, cm.SimDevice(), hbm_budget=None, shares=shares)
-    swapped = train(MLP, cm.SimDevice(LINKS[link]), hbm_budget=budget, shares=shares)
+    budget = max(train(MLP, sim).peaks) // 2
+    plain = train(MLP, cm.SimDevice(), shares=shares)
+    swapped = train(MLP, cm.SimDevice(LINKS[link]), budget, shares=shares)
     assert max(swapped.peaks) <= budget < max(plain.peaks)
-    assert all(torch.equal(a, b) for a, b in zip(plain.losses, swapped.losses, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain.seen, swapped.seen, strict=True))
 
 
 def test_the_first_step_holds_no_more_than_the_model_does(sim: cm.SimDevice) -> None:
@@ -368,20 +336,22 @@ def test_the_first_step_holds_no_more_than_the_model_does(sim: cm.SimDevice) -> 
     A + A     what the current op reads and writes; in backward the gradients of its output and its input
     A         one temporary of the loss, or of an operator's backward
     """
-    swapped = train(MLP, cm.SimDevice(SLOW_LINK), hbm_budget=64 * MIB, steps=1)
-    parameters = swapped.fixed_bytes - MLP.activation_bytes
-    bound = swapped.fixed_bytes + parameters + 5 * MLP.activation_bytes
+    device, fixed_bytes = cm.SimDevice(SLOW_LINK), list[int]()
+    swapped = train(MLP, device, 64 * MIB, shares=(1,), before=lambda number: fixed_bytes.append(device.allocated_bytes()))
+    parameters = fixed_bytes[0] - MLP.activation_bytes
+    bound = fixed_bytes[0] + parameters + 5 * MLP.activation_bytes
     assert swapped.peaks[0] <= bound
-    plain = train(MLP, sim, hbm_budget=None, steps=1)
+    plain = train(MLP, sim, shares=(1,))
     assert bound < plain.peaks[0] // 2  # the bound says something
 
 
 def test_the_second_step_prefetches_what_the_first_fetched_on_demand(sim: cm.SimDevice) -> None:
-    budget = max(train(MLP, sim, hbm_budget=None).peaks) // 2
-    swapped = train(MLP, cm.SimDevice(), hbm_budget=budget, plans=False)
-    assert swapped.prefetches[0] == 0 < swapped.prefetches[1]
-    assert swapped.on_demand[1] < swapped.on_demand[0]
-    assert swapped.prefetches[1:] == [swapped.prefetches[1]] * 3  # a repeated step repeats the learned order
+    budget = max(train(MLP, sim).peaks) // 2
+    reports = [train(MLP, cm.SimDevice(), budget, shares=(1,) * steps, plans=False).report for steps in (1, 2, 3, 4)]
+    prefetches = [report.prefetches for report in reports]
+    assert prefetches[0] == 0 < prefetches[1]
+    assert reports[1].swap_ins_on_demand < 2 * reports[0].swap_ins_on_demand
+    assert prefetches == [step * prefetches[1] for step in range(4)]  # a repeated step repeats the learned order
 
 
 def test_an_order_that_is_not_the_reverse_is_learned(sim: cm.SimDevice) -> None:

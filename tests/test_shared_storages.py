@@ -5,8 +5,9 @@ The reference is plain PyTorch: the same program on plain tensors, with none of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -18,6 +19,7 @@ import chameleon_mm as cm
 from chameleon_mm.swap.calling_thread import current_operator, made_before
 from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.swap.slot import Slot
+from tests._programs import assert_same, same
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -181,27 +183,14 @@ def run(
     return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def assert_same_bits(got: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(got) == len(expected)
-    for mine, eager in zip(got, expected, strict=True):
-        assert mine.dtype == eager.dtype
-        assert torch.equal(mine, eager)
-
-
-@contextmanager
-def swapped(device: cm.SimDevice, pool: cm.PinnedPool) -> Iterator[None]:
-    with cm.save_on_cpu(device=device, min_bytes=0, pool=pool):
-        yield
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_save_on_cpu_has_eagers_bits(name: str, sim: cm.SimDevice) -> None:
     expected = run(PROGRAMS[name], nullcontext)
     with cm.PinnedPool("64MiB", device=sim) as pool:
         with sim.compute():
-            got = run(PROGRAMS[name], lambda: swapped(sim, pool), sim.synchronize)
+            got = run(PROGRAMS[name], partial(cm.save_on_cpu, device=sim, min_bytes=0, pool=pool), sim.synchronize)
             sim.synchronize()
-        assert_same_bits(got, expected)
+        assert_same(expected, got)
         assert pool.stats().num_live == 0
 
 
@@ -213,7 +202,7 @@ def test_every_step_of_a_session_has_eagers_bits(name: str, plans: bool, sim: cm
         for _ in range(4):
             with session.step():
                 got = run(PROGRAMS[name], nullcontext, sim.synchronize)
-            assert_same_bits(got, expected)
+            assert_same(expected, got)
 
 
 def _red(sim: cm.SimDevice) -> list[str]:
@@ -222,8 +211,8 @@ def _red(sim: cm.SimDevice) -> list[str]:
     for name, program in PROGRAMS.items():
         expected = run(program, nullcontext)
         with cm.PinnedPool("64MiB", device=sim) as pool, sim.compute():
-            got = run(program, lambda pool=pool: swapped(sim, pool), sim.synchronize)  # type: ignore[misc]  # mypy knows no default of a lambda
-            if not all(torch.equal(mine, eager) for mine, eager in zip(got, expected, strict=True)):
+            got = run(program, partial(cm.save_on_cpu, device=sim, min_bytes=0, pool=pool), sim.synchronize)
+            if not same(expected, got):
                 red.append(name)
     return red
 
@@ -384,7 +373,7 @@ def test_a_plan_moves_a_storage_once_that_is_saved_in_parts(sim: cm.SimDevice) -
             before = session.report().bytes_swapped_out
             with session.step():
                 got = step()
-            assert_same_bits(got, expected)
+            assert_same(expected, got)
             moved.append(session.report().bytes_swapped_out - before)
     report = session.report()
     assert report.to_dict()["plans"] >= 1

@@ -26,10 +26,9 @@ from tests._fakes import Faults, refusing
 from tests._mix_models import bits
 from tests._programs import same
 from tests._snapshots import OPTIMIZERS, RUNS, Training, away, plainly, read, session_of, steps
+from tests.test_run_step import SHORT, Fails
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-SHORT = "out of memory: injected. Tried to allocate 1.00 MiB."
 
 
 @pytest.mark.parametrize(("kind", "name"), RUNS)
@@ -300,19 +299,6 @@ def test_one_that_finds_no_memory_leaves_nothing(sim: cm.SimDevice, monkeypatch:
 # --- steps that run again
 
 
-def _once(body: Callable[[], None]) -> Callable[[], None]:
-    """A step whose first run finds no memory after all that it does."""
-    runs: list[int] = []
-
-    def step() -> None:
-        body()
-        runs.append(1)
-        if len(runs) == 1:
-            raise torch.OutOfMemoryError(SHORT)
-
-    return step
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize(("kind", "name"), [run for run in RUNS if run[0] != "neither"])
 def test_a_step_whose_optimizer_had_begun_is_repaired_and_run_again(kind: str, name: str, device: Device) -> None:
@@ -323,7 +309,7 @@ def test_a_step_whose_optimizer_had_begun_is_repaired_and_run_again(kind: str, n
         with session.pool, session:
             steps(session, training, (0,))
             for number in (1, 2):
-                session.run_step(_once(partial(training.step, number)), snapshot=True)
+                session.run_step(Fails(1, partial(training.step, number)), snapshot=True)
         assert same(training.outcome(), expected)
     report = session.report()
     assert (report.steps, report.steps_run_again, report.snapshots) == (3, 2, 2)
@@ -339,22 +325,11 @@ def test_a_step_that_fails_before_its_optimizer_runs_again_without_one(device: D
         with session.pool, session:
             for number in range(3):
                 if number:
-                    training.model[-4].register_full_backward_hook(_failing_once())
+                    fails = Fails(1)
+                    training.model[-4].register_full_backward_hook(lambda *_, fails=fails: fails())
                 session.run_step(partial(training.step, number))
         assert same(training.outcome(), expected)
     assert (session.report().steps_run_again, session.report().snapshots) == (2, 0)
-
-
-def _failing_once() -> Callable[..., None]:
-    """Hook that finds no memory in its first call."""
-    calls: list[int] = []
-
-    def hook(*_: object) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError(SHORT)
-
-    return hook
 
 
 def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,9 +385,9 @@ def test_an_optimizer_that_the_session_does_not_know_is_an_obstacle(sim: cm.SimD
 
         with session.pool, session:
             with pytest.raises(torch.OutOfMemoryError, match="not run again, because an optimizer of the model's had begun"):
-                session.run_step(_once(both), snapshot=True)
+                session.run_step(Fails(1, both), snapshot=True)
             with pytest.raises(torch.OutOfMemoryError, match="a parameter of the model had been replaced by another"):
-                session.run_step(_once(replaces), snapshot=True)
+                session.run_step(Fails(1, replaces), snapshot=True)
 
 
 # --- bad input

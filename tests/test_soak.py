@@ -1,9 +1,5 @@
 """Hundreds of steps of the demo's model under a tight budget: the bits of the run without, and nothing that grows.
 
-    unswapped run -> its peak -> a budget below it
-    400 steps: forward, backward, clip, AdamW       after each: device bytes, peak of the step, host blocks and bytes
-    from step SETTLED on every one of them is what it was; so are the number of objects and the process's memory, half-way on
-
 The garbage collector runs, as it does in training: torch leaves small cycles behind in every step, which are not ours.
 """
 

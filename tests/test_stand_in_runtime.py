@@ -1,8 +1,5 @@
 """Stand-in's CUDA runtime: wrong programs are named, right ones are not, and both run the same way every time.
 
-    wrong(cuda); cuda.violations() == ["... the write by A ... is not ordered after the read by B ..."]
-    right(cuda); cuda.violations() == []
-
 Each program runs in the modes late and early, in a process of its own where the mode, the number of devices or the allocator's
 settings are read as the library loads. Programs without torch speak to the runtime by ctypes (`_stand_in_calls.py`).
 """

@@ -21,7 +21,7 @@ from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import SwappedView
 from chameleon_mm.swap.saved_storage import SavedStorage
-from tests._programs import at_once, deep, gradient, on_a_thread, swapping_executor
+from tests._programs import at_once, deep, gradient, on_a_thread, saved_by, swapping_executor
 
 pytestmark = pytest.mark.usefixtures("no_gc", "flags_of_modes")
 
@@ -140,12 +140,6 @@ def test_forward_on_one_thread_backward_on_another(device: Device) -> None:
 
 def executor(device: Device, pool: cm.PinnedPool) -> Executor:
     return swapping_executor(device, pool, Limits(leaving_bytes=0, ahead_bytes=1 << 20))
-
-
-def saved_by(swapper: Executor, t: Tensor) -> SwappedView:
-    handle = swapper.save(t)
-    assert isinstance(handle, SwappedView)
-    return handle
 
 
 def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,16 +86,6 @@ def unbound(x: Tensor, w: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def split_with_an_activation(x: Tensor, w: Tensor) -> Tensor:
-    q, k, v = (x @ w).split(WIDTH, 1)
-    out: Tensor = q.sin() * F.silu(k) + v.tanh()
-    return out
-
-
-def gated(x: Tensor, w: Tensor) -> Tensor:
-    return F.glu(x @ w[:, : 2 * WIDTH], 1)
-
-
 def buffer_part_by_part(x: Tensor, w: Tensor) -> Tensor:
     buffer = torch.zeros(3, ROWS, WIDTH, device=x.device)
     for number in range(3):
@@ -110,8 +100,6 @@ LAYER_PROGRAMS: dict[str, Layer] = {
     "rows in turn": rows_in_turn,
     "chunk": chunked,
     "unbind": unbound,
-    "split": split_with_an_activation,
-    "glu": gated,
     "buffer": buffer_part_by_part,
 }
 
@@ -233,21 +221,6 @@ def test_verification_takes_no_other_bytes_for_wrong_ones(name: str) -> None:
                         got = step(model, sim)
                     assert_same(expected, [t.cpu() for t in got])
         peak = session.report().peak_hbm_bytes
-
-
-def test_parts_that_one_operator_saves_are_one_copy(sim: cm.SimDevice) -> None:
-    """A fused projection whose three parts are saved at once: swapped whole, once."""
-    with cm.PinnedPool("256MiB", device=sim) as pool, sim.compute():
-        hooks = cm.save_on_cpu(device=sim, min_bytes=0, pool=pool)
-        w = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH))
-        with hooks:
-            q, k, v = (torch.randn(ROWS, WIDTH) @ w).view(1, 1, ROWS, 3, WIDTH).unbind(3)
-            out = torch.addcmul(q, k, v)  # saves k and v
-            loss = torch.lerp(out, q, 0.5).sum()
-        loss.backward()
-        sim.synchronize()
-        totals = hooks._executor.metrics.totals
-        assert totals.bytes_swapped_out <= 4 * (3 * ROWS * WIDTH + ROWS * WIDTH)
 
 
 def test_what_is_restored_does_not_undo_what_its_owner_wrote(sim: cm.SimDevice) -> None:

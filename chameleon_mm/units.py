@@ -89,7 +89,8 @@ def parse_budget(budget: float | str, whole: Callable[[], int] | None = None, *,
         return parse_size(floor(cast("float", budget)) if _is_broken(budget) else cast("int | str", budget), what=what)
     nbytes = 0 if whole is None else floor(share * whole())
     if whole is not None and not nbytes:
-        raise ValueError(f'{what}: expected memory to take {budget!r} of, got none that is known; give a size, such as "8GiB"')
+        found = "got less than a byte" if whole() else "got none that is known"
+        raise ValueError(f'{what}: expected memory to take {budget!r} of, {found}; give a size, such as "8GiB"')
     return nbytes
 
 

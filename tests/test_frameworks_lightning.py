@@ -212,10 +212,20 @@ def test_loggers_and_metrics_of_the_trainer_have_the_figures_of_each_step(tmp_pa
     assert len(steps) == len(logged) == 3
     for metrics, figures in zip(logged, steps, strict=True):
         assert metrics["swap_step_us"] == figures.step_us
-        assert metrics["swap_peak_bytes"] == figures.peak_hbm_bytes
+        assert metrics["swap_peak_at_least_bytes"] == figures.peak_hbm_bytes
+        assert (metrics["swap_peak_bytes"] == figures.peak_hbm_bytes) == (
+            figures.peak_hbm_at_most_bytes == figures.peak_hbm_bytes
+        )
         assert metrics["swap_budget_bytes"] == 500 * 1024
         assert metrics["swap_bytes_out"] == figures.bytes_out > 0
         assert metrics["swap_stall_us"] == figures.stall_us
-    assert trainer.callback_metrics["swap_peak_bytes"] == steps[-1].peak_hbm_bytes
+    assert trainer.callback_metrics["swap_peak_at_least_bytes"] == steps[-1].peak_hbm_bytes
+    swap, seldom = SwapCallback(**swapping("500KiB")), Kept()
+    trainer = Trainer(**{**options, "max_steps": 6, "logger": seldom, "log_every_n_steps": 3}, callbacks=[swap])
+    trainer.fit(Pictures(Seen()), DataLoader(Examples(16 * STEPS), 4))
+    steps = swap.report().step_figures
+    assert [metrics["swap_bytes_out"] for metrics in seldom.metrics if "swap_step_us" in metrics] == [
+        sum(figures.bytes_out for figures in steps[at : at + 3]) / 3 for at in (0, 3)
+    ]
     bare = Trainer(max_steps=2, barebones=True, accelerator="cpu", callbacks=[SwapCallback(**swapping("500KiB"))])
     bare.fit(Pictures(Seen()), DataLoader(Examples(8 * STEPS), 4))  # logs nothing, and does not warn of that

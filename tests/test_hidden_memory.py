@@ -214,9 +214,33 @@ def test_a_step_unlike_the_planned_ones_that_passes_the_budget_is_told_once(held
     assert got.kinds[4] == "by_rule"
     assert (got.peaks[4] > budget) == (held_bytes > 0)
     more = format_size(got.peaks[4] - budget) if held_bytes else ""
-    assert [f"unlike the planned ones passed the budget by {more};" in text for text in got.report.warnings] == [True] * bool(
-        more
-    )
+    assert [f"follows no plan passed the budget by {more};" in text for text in got.report.warnings] == [True] * bool(more)
+
+
+@pytest.mark.parametrize("where", ["within the user's own hooks", "between steps"])
+def test_what_passes_the_budget_where_no_hook_of_ours_runs_is_told_once(
+    where: str, sim: cm.SimDevice, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget = int(max(run(["plain"] * 2).peaks) * 0.85)
+    with sim.compute():
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        session = cm.SwapSession(budget, "64MiB", sim, "16KiB", model=model)
+        with session:
+            for number in range(8):
+                own = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+                with session.step(), own if number == 5 and where.startswith("within") else nullcontext():
+                    model(batch(number, "plain"), "plain").backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if number == 5 and where.startswith("between"):
+                    torch.empty(2 * budget, dtype=torch.uint8).fill_(0)
+    report = session.report()
+    assert report.budget_held is False
+    assert [figures.peak_hbm_bytes > budget for figures in report.step_figures].count(True) == where.startswith("within")
+    words = "follows no plan passed the budget" if where.startswith("within") else "outside of steps"
+    assert [words in text for text in report.warnings] == [True]
+    assert caplog.text.count(words) == 1
 
 
 def test_what_operators_take_inside_themselves_in_their_first_step_alone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

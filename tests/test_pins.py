@@ -298,6 +298,31 @@ def test_a_wrong_pin_is_one_line_before_anything_starts(pin: Any, error: type[Ex
         assert not model._forward_pre_hooks
 
 
+def test_pins_of_modules_whose_forward_saves_nothing_are_said_to_hold_nothing(sim: SimDevice) -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = x + F.linear(F.linear(x, self.up.weight).tanh(), self.down.weight)
+            return x
+
+    with sim.compute():
+        model = Functional()
+        with cm.attach(model, hbm_budget="3MiB", device=sim, min_bytes=4096, keep=["up", "down"]) as handle:
+            for _ in range(3):
+                handle.begin_step()
+                model(torch.randn(512, 64)).square().mean().backward()
+                model.zero_grad()
+                handle.end_step()
+    report = handle.report()
+    assert report.steps_by_phase["planned"] == 2
+    assert (report.pins["kept_bytes"], report.pins["step_us"]) == (0, report.pins["step_us_without"])
+    assert ["hold nothing" in text for label, text in report.rows() if label.startswith("pins")] == [True]
+
+
 def test_pins_need_a_model() -> None:
     with pytest.raises(ValueError, match=r"keep: expected a session that knows its model; make it SwapSession\(model=model"):
         cm.SwapSession(device="sim", keep=["a"])

@@ -130,7 +130,6 @@ def test_a_row_of_an_image_model_has_no_length(tmp_path: Path, capsys: pytest.Ca
         (llama, Checkpointing(selective=True)),
         (blocks, Checkpointing()),  # what it drops, it drops again
     ],
-    ids=str,
 )
 def test_a_checkpointed_step_needs_what_it_needs_when_it_runs(build: Build, how: Checkpointing) -> None:
     """To the byte and to the microsecond, on the simulated GPU with a host that takes no time."""
@@ -268,6 +267,9 @@ def test_what_is_asked_for_is_in_the_table_and_the_notes(tmp_path: Path, capsys:
     path.write_text(json.dumps(GPU))
     spec = spec_from_file(path)
     assert (spec.name, spec.hbm_bytes, spec.duplex_gbps, spec.source) == ("X", 24 * GIB, 13.5, str(path))
+    path.write_text(json.dumps({**GPU, "d2h_gbps": 1}))
+    assert spec_from_file(path).duplex_gbps == 9.5  # 75 % of their sum would be less than one direction alone
+    path.write_text(json.dumps(GPU))
     command = [
         "plan",
         "gpt2",
@@ -310,6 +312,8 @@ def test_shards_of_ones_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--gpu", []], ["name is missing"]),
         (["--gpu", "absent.json"], ["absent.json"]),
         (["--gpu", {**GPU, "fp32_tflops": -1}], ["above 0, got -1"]),
+        (["--gpu", {**GPU, "h2d_gbps": float("nan")}], ["h2d_gbps above 0, got nan"]),
+        (["--gpu", {**GPU, "h2d_gbps": True}], ["h2d_gbps as a number"]),
         (["--fsdp", "3"], ["--fsdp", "divides", "got 3"]),
         (["--local-ranks", "0"], ["--local-ranks", "1 or more", "got 0"]),
         (["--fsdp", "1"], ["--fsdp", "2 or more", "'1'"]),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.swap.checksums import PAGE_BYTES
 
 pytestmark = pytest.mark.usefixtures("no_gc", "quiet")
 
@@ -138,3 +139,33 @@ def test_what_was_attached_goes_with_the_model(swaps: str, device: Device) -> No
             return refs
 
     assert left_after(run, device) == ([], 0)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_session_that_ended_holds_neither_model_nor_optimizer(
+    attached: bool, options: Callable[[Training], dict[str, Any]], device: Device
+) -> None:
+    kept: list[Any] = []
+
+    def run() -> dict[str, weakref.ref[Any]]:
+        with device.compute():
+            training = Training(device)
+            chosen = {"hbm_budget": BUDGET, "host_budget": "64MiB", "device": device, "min_bytes": 1024, **options(training)}
+            if attached:
+                chosen.pop("model", None)
+                kept.append(cm.attach(training.model, **chosen))
+                for _ in range(STEPS):
+                    training.step()
+                kept[-1].detach()
+            else:
+                kept.append(cm.SwapSession(**chosen))
+                in_steps(training, kept[-1])
+            return training.refs()
+
+    page_bytes = PAGE_BYTES if options is OPTIONS["verify"] else 0  # of checksums, for graphs that are still alive
+    assert left_after(run, device) == ([], page_bytes)
+    assert [one.report().steps for one in kept] == [STEPS, STEPS]
+    if not attached:
+        with pytest.raises(cm.SessionClosedError):
+            kept[-1].run_step(lambda: None)

@@ -84,12 +84,14 @@ class Attachment:
         return self.session.report()
 
     def log_values(self) -> dict[str, float]:
-        """Return figures of the steps that ended since the last call, for a training's log; empty if none did. Never waits.
+        """Return figures of the steps that were completed since the last call, for a training's log; empty if none was. A timed
+        step is complete when the GPU has done it. Never waits.
 
-        Times are microseconds, memory is bytes: "swap_step_us", "swap_peak_bytes", "swap_budget_bytes", "swap_bytes_out" and
-        "swap_stall_us", as far as known: a GPU times one step in sixteen. For each step alone: `progress` of `SwapSession`.
+        Times are microseconds, memory is bytes: "swap_step_us", "swap_peak_at_least_bytes", "swap_peak_bytes" if that is the
+        peak, "swap_budget_bytes", "swap_bytes_out" and "swap_stall_us", as far as known: a GPU times one step in sixteen. For
+        each step alone: `progress` of `SwapSession`.
         """
-        steps = [step for step in self.session._history.figures() if step.index >= self._logged]
+        steps = self.session._history.figures_since(self._logged)
         self._logged = steps[-1].index + 1 if steps else self._logged
         return log_values(steps)
 
@@ -119,6 +121,8 @@ class Attachment:
         for hook in (*self._hooks, *self._of_children):
             hook.remove()
         self._hooks = []
+        self._model = nn.Module()  # an attachment is kept for its report
+        self._bounds.end_for_good()
 
     @uncompiled
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -207,6 +211,10 @@ class StepBounds:
         """True if the first step has checked the budget against the bytes on the device."""
         self._held = False
         """True if only `end` ends the current step."""
+
+    def end_for_good(self) -> None:
+        """Drop the models."""
+        self._models = tuple
 
     @property
     def in_step(self) -> bool:

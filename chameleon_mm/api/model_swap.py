@@ -135,6 +135,11 @@ class ModelSwap:
             stack.callback(self._state.detach)
             self._state.attach()
 
+    def let_go(self) -> None:
+        """Drop the model and the optimizer, once nothing of them swaps any more."""
+        self._optimizer = self._model = self._given_model = None
+        self._state = self._parameters = None
+
     def snapshots(self, what: str, executor: Executor) -> Snapshots:
         """Snapshots of the model and its optimizer, for the session's method `what`. Raises `ValueError` without a model."""
         if self._given_model is None:

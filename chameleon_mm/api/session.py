@@ -170,6 +170,8 @@ class SwapSession:
         self._history = StepHistory(self.device, self._executor, self.pool, tell)
         self._executor.hook_counts.expects_steps = True
         self._runner: StepRunner | None = None
+        self._frozen = False
+        self._lowered_bytes: int | None = None
 
     def _plan_steps(self, *, recompute: bool) -> Adaptation:
         recomputes = recompute and not self._model_swap.swaps_parameters
@@ -226,11 +228,20 @@ class SwapSession:
             finally:
                 self._phase = Phase.CLOSED
             self._history.close(wait=error is None)
+            self._let_go()
         if error is None:
             (counts := self._executor.hook_counts).count_between_steps()
             if self._history.begun or counts.saves_between:
                 self.say_problem()
             self._executor.raise_late_error()
+
+    def _let_go(self) -> None:
+        """Drop the model and its optimizer: a closed session is kept for its report."""
+        self._frozen, self._lowered_bytes = self._is_frozen(), self._lowered_budget_bytes()
+        self.pins = {option: [text_of(pin) for pin in pins] for option, pins in self.pins.items()}
+        self._model = self._runner = None
+        self._model_swap.let_go()
+        del self._save, self._use
 
     @contextmanager
     def step(self) -> Iterator[SwapSession]:
@@ -266,6 +277,8 @@ class SwapSession:
         (`zero_grad()`), and there is nothing to copy. Raises `ValueError` for a session without `model`, `SessionClosedError`
         as `step` does, `HostMemoryExhausted` if the gradients find no room, and the errors of `fn`.
         """
+        if self._phase is Phase.CLOSED:
+            self._expect_open("run_step")
         if self._model is None:
             raise ValueError(
                 "session.run_step(): expected a session that knows the model, whose gradients a second run needs as they were; "
@@ -317,7 +330,7 @@ class SwapSession:
             self._history,
             hbm_budget_bytes=self.hbm_budget_bytes,
             hbm_budget_from=self._budget_taken.how,
-            lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
+            lowered_budget_bytes=self._lowered_budget_bytes(),
             problems=(*self._ranks.problems, *(problem for problem in problems if problem is not None)),
             adaptation=self._adaptation,
             ranks=self._ranks,
@@ -344,8 +357,8 @@ class SwapSession:
         return self.hbm_budget_bytes
 
     @hbm_budget.setter
-    def hbm_budget(self, size: float | str) -> None:
-        nbytes = (taken := take_budget(size, self.device)).nbytes
+    def hbm_budget(self, size: float | str | None) -> None:
+        nbytes = (taken := take_budget(AUTO if size is None else size, self.device)).nbytes
         self._expect_between_steps("hbm_budget")
         if self._phase is Phase.OPEN:
             self._model_swap.check_budget(self.device, nbytes, self._executor.checksums)
@@ -375,8 +388,8 @@ class SwapSession:
         return self.pool.limit_bytes
 
     @host_budget.setter
-    def host_budget(self, size: float | str) -> None:
-        held_bytes, size = self.pool.stats().reserved_bytes, 0.5 if is_auto(size) else size
+    def host_budget(self, size: float | str | None) -> None:
+        held_bytes, size = self.pool.stats().reserved_bytes, 0.5 if size is None or is_auto(size) else size
         nbytes = parse_budget(size, lambda: pinnable_bytes(held_bytes=held_bytes), what="host_budget")
         self._expect_between_steps("host_budget")
         if not self._owns_pool:
@@ -406,7 +419,7 @@ class SwapSession:
             )
 
     def _begin_step(self) -> None:
-        lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
+        lowered_bytes = self._lowered_budget_bytes()
         timed = self._history.begin(self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes)
         self._model_swap.begin_step()
         self._executor.begin_step(timed=timed, pack_hook=self._save)
@@ -445,12 +458,20 @@ class SwapSession:
             counts.was_told = True
             _log.warning("chameleon_mm: %s", problem)
 
+    def _is_frozen(self) -> bool:
+        """True if no parameter of the model is trained; of a closed session, if none was as it closed."""
+        return self._frozen if self._model is None else not any(p.requires_grad for p in self._model.parameters())
+
+    def _lowered_budget_bytes(self) -> int | None:
+        """The budget of `run_step` if a step had to run again; else None."""
+        return self._lowered_bytes if self._runner is None else self._runner.lowered_budget_bytes
+
     def _problem(self) -> str | None:
         found = misuse(
             self._executor.hook_counts,
             steps_begun=self._history.begun,
             closed=self._phase is Phase.CLOSED,
             thread=self._thread.name,
-            frozen=self._model is not None and not any(p.requires_grad for p in self._model.parameters()),
+            frozen=self._is_frozen(),
         )
         return found or limits_problem(self.hbm_budget_bytes, self.device.capacity, self.pool.limit_bytes, self._rule.min_bytes)

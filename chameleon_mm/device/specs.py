@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 
 from chameleon_mm.units import GIB, parse_size
@@ -55,7 +56,7 @@ class GpuSpec:
     def __post_init__(self) -> None:
         for figure in fields(self):
             value = getattr(self, figure.name)
-            if isinstance(value, (int, float)) and value <= 0:
+            if isinstance(value, (int, float)) and not 0 < value < inf:
                 raise ValueError(f"{self.name}: expected {figure.name} above 0, got {value}")
         fastest, total = max(self.h2d_gbps, self.d2h_gbps), self.h2d_gbps + self.d2h_gbps
         if not fastest < self.duplex_gbps <= total:
@@ -201,7 +202,8 @@ def spec_by_name(name: str) -> GpuSpec:
 
 def spec_from_file(path: Path) -> GpuSpec:
     """Read the spec of a GPU from a JSON file: an object with the fields of `GpuSpec`. `hbm_bytes` may be a text ("24GiB").
-    `source` may be missing, and `duplex_gbps`: 75 % of both directions' sum, as on an H200.
+    `source` may be missing, and `duplex_gbps`: 75 % of both directions' sum, as on an H200, or half of the slower one above the
+    faster, if that is more.
 
     Raises `ValueError` for a file that is no such object, and `OSError` if it cannot be read.
     """
@@ -215,8 +217,9 @@ def spec_from_file(path: Path) -> GpuSpec:
         told["hbm_bytes"] = parse_size(size, what=f"{path}: hbm_bytes")
     for name, kind in kinds.items():
         if name == "duplex_gbps":
-            told.setdefault(name, _SHARED * (told["h2d_gbps"] + told["d2h_gbps"]))
-        if not isinstance(told.get(name), kind):
+            total, fastest = told["h2d_gbps"] + told["d2h_gbps"], max(told["h2d_gbps"], told["d2h_gbps"])
+            told.setdefault(name, max(_SHARED * total, (fastest + total) / 2))
+        if not isinstance(told.get(name), kind) or isinstance(told[name], bool):
             found = f"got {told[name]!r}" if name in told else f"{name} is missing"
             raise ValueError(f"{path}: expected {name} as a {'text' if kind is str else 'number'}; {found}")
     if unknown := sorted(set(told) - set(kinds)):

@@ -374,13 +374,14 @@ class Adaptation:
             return None
 
     def pins(self) -> dict[str, Any]:
-        """Cost of the pins in the step that was planned last; empty if they hold nothing there. Plans it without them, once."""
+        """Cost of the pins in the step that was planned last, if any. Plans it without them, once, if they hold something."""
         planned = self.latest
         if planned is None:
             return {}
         never = {number for number, why in planned.refused.items() if why is NEVER_RECOMPUTE}
+        fastest = min((trial.program.plan.step_us for trial in planned.trials), default=None)
         if not planned.staying and not never:
-            return {}
+            return {"kept_bytes": 0, "never_recomputed_bytes": 0, "step_us": fastest, "step_us_without": fastest}
         trace = planned.without_pins()
         candidates = Candidates.of(trace, between_uses=True)
         size = dict(zip(candidates.tensor.tolist(), candidates.nbytes.tolist(), strict=True))
@@ -389,7 +390,7 @@ class Adaptation:
         return {
             "kept_bytes": sum(size.get(number, 0) for number in planned.staying),
             "never_recomputed_bytes": sum(size.get(number, 0) for number in never),
-            "step_us": min((trial.program.plan.step_us for trial in planned.trials), default=None),
+            "step_us": fastest,
             "step_us_without": planned.unpinned_us,
         }
 
@@ -613,12 +614,6 @@ class Adaptation:
             "them earlier, or raise hbm_budget by as much if it goes on: later plans leave so much free if they can"
         )
         self._metrics.warn(_log, told, format_size(more_bytes), where)
-
-    def tell_excess(self, excess_bytes: int) -> None:
-        """Warn that a step that left its plan passed the budget by `excess_bytes`, if it did."""
-        told = "chameleon_mm: a step unlike the planned ones passed the budget by %s; raise hbm_budget by as much if it goes on"
-        if excess_bytes > 0:
-            self._metrics.warn(_log, told, format_size(excess_bytes))
 
     def _learn_times(self) -> None:
         """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""

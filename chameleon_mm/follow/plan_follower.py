@@ -339,8 +339,6 @@ class PlanFollower(Director):
         memory, planned, budget, way = self._memory, self._planned, self._budget, self.way
         extra = replace(memory.at_first_hook, spikes=memory.spikes)
         proves = self.recompute is not None and not self.recompute.is_typical  # then it keeps what the plan drops
-        if completed and self._diverged and budget is not None and not extra.extra_bytes:  # else told as it began
-            self.adaptation.tell_excess(budget.peak_watch.peak().at_least_bytes - budget.hbm_budget_bytes)
         if not completed or planned is None or budget is None or way is None or self._diverged or proves:
             return extra
         lacking_bytes, peak_bytes, plan = memory.lacking_bytes, budget.peak_watch.peak().at_least_bytes, way.program.plan
@@ -429,7 +427,7 @@ def plan_steps(
     """
     import_dynamo()  # now: the first step's recorder would import it anyway
     me, metrics, names = weakref.ref(executor), executor.metrics, executor.names  # weak: the executor holds its director
-    device = executor.device
+    device, model_of = executor.device, (lambda: None) if model is None else weakref.ref(model)  # weak: the user's
     adaptation = Adaptation(
         metrics,
         hbm_budget_bytes=executor.budget.hbm_budget_bytes,
@@ -437,7 +435,7 @@ def plan_steps(
         host_budget=lambda: pool.limit_bytes,
         make_recorder=lambda: Recorder(
             device,
-            model=model,
+            model=model_of(),
             is_hidden=is_hidden,
             warn=metrics.warn,
             names=names,

@@ -6,17 +6,20 @@
 
 A step lasts from the start of a batch to the end of the first batch in which an optimizer stepped, automatically or manually:
 Lightning calls `training_step` inside the optimizer's step, and not through the module's forward. The figures of each step are
-logged by `LightningModule.log`, so loggers and `trainer.callback_metrics` have them.
+logged by `LightningModule.log` at every `log_every_n_steps`, so loggers and `trainer.callback_metrics` have them; what is not
+known is NaN.
 """
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import torch
 
 from chameleon_mm.integrations import load_framework
 from chameleon_mm.integrations._trainings import Trainings, refuse_cpu_checkpointing
+from chameleon_mm.report.step_history import LOGGED
 
 load_framework("lightning")
 from lightning.pytorch.callbacks import Callback  # noqa: E402  # only once it is known to be installed
@@ -50,10 +53,11 @@ class SwapCallback(Trainings, Callback):  # type: ignore[misc]  # mypy does not 
         """End the step if this batch was its last, and log its figures: see `Attachment.log_values`."""
         if trainer.global_step != self._steps_before:
             self.attachment.end_step()
-            if not trainer.barebones:  # it logs nothing
-                values = self.attachment.log_values().items()
-                # On the host: a copy to the device would make it wait for all work at every step.
-                pl_module.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in values})
+            if not trainer.barebones and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors do
+                values = self.attachment.log_values()
+                # Lightning repeats what is missing. On the host: a copy to the device would wait for all work before it.
+                known = {name: values.get(name, nan) for name in LOGGED} if values else {}
+                pl_module.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach if this training is attached."""

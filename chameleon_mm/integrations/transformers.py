@@ -52,8 +52,8 @@ class SwapCallback(Trainings, TrainerCallback):  # type: ignore[misc]  # mypy do
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures of the steps since the last log, except to logs of an evaluation."""
         of_another = self._key is not state
-        if of_another or logs is None or any(name.startswith("eval_") for name in logs):
-            return
+        if of_another or logs is None or any(name.endswith("_runtime") and name != "train_runtime" for name in logs):
+            return  # of an evaluation, with any prefix
         values = self.attachment.log_values()
         logs.update(values)
         if state.log_history:  # the trainer has appended a copy of `logs`

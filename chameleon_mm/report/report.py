@@ -123,6 +123,9 @@ _NOT_FIGURES = frozenset({"spans", "timed", "planned", "step_figures"})
 """Fields that only the page and the trace use."""
 
 
+_NO_FORWARD = "they may be used without it, replaced, or inside compiled code"
+
+
 @dataclass(slots=True, kw_only=True)
 class SwapReport(Counters):
     """Figures of one session. Bytes are bytes, `_us` microseconds of the device's clock (virtual on the simulator)."""
@@ -422,6 +425,8 @@ class SwapReport(Counters):
             text += ": {} kept, {} never recomputed; predicted step {} with them, {} without{}".format(
                 kept, never, *steps, more
             )
+            if not self.pins["kept_bytes"] and not self.pins["never_recomputed_bytes"]:
+                text = f"{', '.join(given)}: hold nothing: no forward of these modules saves what could move; {_NO_FORWARD}"
         return [(f"pins{clock}", text)]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:

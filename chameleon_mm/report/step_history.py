@@ -95,23 +95,32 @@ def sums_of(steps: Sequence[StepFigures]) -> dict[str, Any]:
     }
 
 
+LOGGED = (
+    "swap_step_us", "swap_peak_at_least_bytes", "swap_peak_bytes", "swap_budget_bytes", "swap_bytes_out", "swap_stall_us",
+)  # fmt: skip
+"""Names of the figures in a training's log."""
+
+
 def log_values(steps: Sequence[StepFigures]) -> dict[str, float]:
     """Figures of the latest `steps` for a training's log, without those that are not known; empty without a step.
 
-    "swap_step_us": median time, by the host's clock if none was timed. "swap_peak_bytes": the highest peak.
-    "swap_budget_bytes": the latest. "swap_bytes_out", "swap_stall_us": means of a step, the second of the timed ones.
+    "swap_step_us": median time, by the host's clock if none was timed. "swap_peak_at_least_bytes": the highest peak that hooks
+    saw; "swap_peak_bytes": the highest peak. "swap_budget_bytes": the latest. "swap_bytes_out", "swap_stall_us": means of a
+    step, the second of the timed ones.
     """
     if not steps:
         return {}
     sums, stalls = sums_of(steps), [step.stall_us for step in steps if step.stall_us is not None]
-    known = {
-        "swap_step_us": sums["step_us"] or median(step.host_us for step in steps),
-        "swap_peak_bytes": sums["peak_hbm_bytes"],
-        "swap_budget_bytes": steps[-1].hbm_budget_bytes,
-        "swap_bytes_out": sum(step.bytes_out for step in steps) / len(steps),
-        "swap_stall_us": sums["stall_us"] / len(stalls) if stalls else None,
-    }
-    return {name: value for name, value in known.items() if value is not None}
+    peak_bytes, at_most_bytes = sums["peak_hbm_bytes"], sums["peak_hbm_at_most_bytes"]
+    values = (
+        sums["step_us"] or median(step.host_us for step in steps),
+        peak_bytes,
+        peak_bytes if peak_bytes == at_most_bytes else None,
+        steps[-1].hbm_budget_bytes,
+        sum(step.bytes_out for step in steps) / len(steps),
+        sums["stall_us"] / len(stalls) if stalls else None,
+    )
+    return {name: value for name, value in zip(LOGGED, values, strict=True) if value is not None}
 
 
 # --- Reports of each step's figures while a session runs: lines on stderr, or calls of a function
@@ -181,6 +190,13 @@ TIMED_EVERY = 16
 """The first `ALWAYS_TIMED_STEPS` steps are timed in full, then one in `TIMED_EVERY`: on a GPU, timing a copy or a wait costs
 two timed events of 5 us on the host."""
 
+_PASSED = {
+    StepKind.RECORDED: "a step of which nothing was known",
+    StepKind.PARTLY_PLANNED: "a step unlike the planned ones",
+    StepKind.BY_RULE: "a step that follows no plan",
+}
+"""Kinds of steps that may pass the budget without a word of the planner's, and what a warning calls them."""
+
 MAX_FIGURES = 10_000
 """Maximum number of latest steps whose figures are kept: a few MB."""
 
@@ -203,6 +219,7 @@ class StepHistory:
         self._tell = tell
         self._watch: PeakWatch | None = None
         self._peak_is_over = False
+        self._last_peak_bytes = self._warned = 0
         self._running: tuple[int, int, float, int, int] | None = None
         """Number and budget of the running step; host's clock and total bytes out and in at its beginning. None: no step runs,
         or the device could not be asked."""
@@ -246,10 +263,12 @@ class StepHistory:
         if self._executor.hook_lock.may_ask_device():
             self._settle()
             self.note_peak()  # a loop that resets the peak at its top has the same one at the end of each step
+            self._tell_between(hbm_budget_bytes)
             self.pool.recent_peak_bytes()
             budget.peak_watch = PeakWatch(budget.peak_watch.last_bytes)
             began_us = self.device.host_us
             self._running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in
+            self._warned = self._num_warnings()
         return self.device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
 
     def end(self, kind: StepKind | None) -> None:
@@ -260,6 +279,8 @@ class StepHistory:
             return
         index, hbm_budget_bytes, began_us, bytes_out, bytes_in = step
         totals, sums, peak = self.metrics.totals, self.metrics.step, self._executor.budget.peak_watch.peak()
+        self._last_peak_bytes = peak.at_least_bytes
+        self._tell_excess(kind, peak.at_least_bytes, hbm_budget_bytes)
         figures = StepFigures(
             index=index,
             kind=kind,
@@ -276,6 +297,22 @@ class StepHistory:
         self._pending.append((figures, sums))
         self._settle()
 
+    def _tell_excess(self, kind: StepKind, peak_bytes: int, hbm_budget_bytes: int) -> None:
+        """Warn that a step passed its budget, if it did and nothing was said in it."""
+        if kind in _PASSED and peak_bytes > hbm_budget_bytes and self._num_warnings() == self._warned:
+            told = f"chameleon_mm: {_PASSED[kind]} passed the budget by %s; raise hbm_budget by as much if it goes on"
+            self.metrics.warn(_log, told, format_size(peak_bytes - hbm_budget_bytes))
+
+    def _tell_between(self, hbm_budget_bytes: int) -> None:
+        """Warn that memory passed the budget since the last step, if by more than in it."""
+        peak_bytes = self._executor.budget.peak_watch.peak().at_least_bytes
+        if peak_bytes > max(hbm_budget_bytes, self._last_peak_bytes):
+            told = "chameleon_mm: memory outside of steps, where nothing moves, as in an evaluation, passed the budget by %s"
+            self.metrics.warn(_log, told, format_size(peak_bytes - hbm_budget_bytes))
+
+    def _num_warnings(self) -> int:
+        return sum(count for _, count in self.metrics.totals.warnings.values())
+
     def close(self, *, wait: bool) -> None:
         """If there is a listener, report all remaining steps. `wait`: first wait for the device, so that they are complete."""
         if not self._pending or sys.is_finalizing() or not self._executor.hook_lock.may_ask_device():
@@ -289,6 +326,12 @@ class StepHistory:
     def figures(self) -> tuple[StepFigures, ...]:
         """Figures of the latest steps that ended, oldest first; without times if the device is not done. Never waits."""
         return (*self._figures.copy(), *starmap(self._with_times, self._pending.copy()))
+
+    def figures_since(self, index: int) -> list[StepFigures]:
+        """Figures of the latest steps from number `index` on that are complete: a timed one is once the device has done it."""
+        if self._executor.hook_lock.may_ask_device():
+            self._settle()
+        return [figures for figures in self._figures.copy() if figures.index >= index]
 
     def _settle(self, *, all_of_them: bool = False) -> None:
         """Report the figures of the oldest steps, as far as they are complete."""

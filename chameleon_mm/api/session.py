@@ -30,7 +30,7 @@ from chameleon_mm.api.pins import pinned_modules, text_of
 from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.api.torch_watch import TorchWatch
 from chameleon_mm.device import Device
-from chameleon_mm.device.compiled_regions import compile_again, compiled_partition, partition_is_torchs_own
+from chameleon_mm.device.region_partitions import compile_again, partition_is_torchs_own, partitioned
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import SessionClosedError, check_method, check_type
 from chameleon_mm.follow.adaptation import Adaptation
@@ -196,6 +196,8 @@ class SwapSession:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
             self._model_swap.attach(stack)
             self._watch.attach(stack)
+            if (adaptation := self._chooses_partitions()) is not None:
+                stack.enter_context(partitioned(adaptation.first_partitions))
             self._thread = threading.current_thread()
             self._phase = Phase.OPEN
             self._stack = stack.pop_all()
@@ -408,6 +410,8 @@ class SwapSession:
     def _begin_step(self) -> None:
         lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
         timed = self._history.begin(self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes)
+        if self._adaptation is not None and not self._model_swap.swaps_parameters:  # they share the budget with all else
+            self._adaptation.note_resident(self._history.began_bytes)
         self._model_swap.begin_step()
         self._executor.begin_step(timed=timed, pack_hook=self._save)
 
@@ -422,21 +426,16 @@ class SwapSession:
                 kind = self._executor.end_step(completed=completed)
                 self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
-                self._choose_partition()
+                if (adaptation := self._chooses_partitions()) is not None and adaptation.choose_partition():
+                    compile_again()
                 if self._history.completed == STEPS_UNTIL_SAID:
                     self.say_problem()
 
-    def _choose_partition(self) -> None:
-        """Choose what compiled regions save, once, and have them compiled so from the next step on."""
-        adaptation = self._adaptation
-        if adaptation is None or not self._recompute or self._ranks.of > 1 or not partition_is_torchs_own():
-            return  # ranks that differ in what they remake would differ in their collectives
-        if self.pins["never_recompute"]:
-            return  # what a region would remake is of no module that is known
-        share = adaptation.choose_partition()
-        if share is not None:
-            self._stack.enter_context(compiled_partition(share))
-            compile_again()
+    def _chooses_partitions(self) -> Adaptation | None:
+        """Return what chooses how much compiled regions save; None: torch does."""
+        if not self._recompute or self._ranks.of > 1 or not partition_is_torchs_own():
+            return None  # ranks that differ in what they remake would differ in their collectives
+        return None if self.pins["never_recompute"] else self._adaptation  # what would be remade is of no module that is known
 
     def say_problem(self) -> None:
         """Log once why nothing moves, or how the session is misused, if so."""

@@ -28,6 +28,8 @@ from torch._functorch import config as functorch_config
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.device.region_partitions import FirstChoice
+from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from tests._compiled_programs import PLACE, PROGRAMS, Block, Stack, rows
@@ -314,8 +316,8 @@ def breaks_between(x: Tensor) -> Tensor:
 def train_whole(
     backend: str, device: Device, session: cm.SwapSession | None, *shares: float, beside: int = 0
 ) -> tuple[list[Tensor], int]:
-    """Gradients and parameters of a model that is one region; and how often it compiled. `shares`: of a run without a session, for
-    each time that it compiles. `beside`: elements of a parameter that is in no region, with momentum."""
+    """Gradients and parameters of a model that is one region; and how often it compiled. `shares`: of a run without a session,
+    for each time that it compiles. `beside`: elements of a parameter that is in no region, with momentum."""
     torch._dynamo.reset()
     torch.manual_seed(3)
     model = Stack(*(Block() for _ in range(4))).to(device.torch_device)
@@ -352,8 +354,8 @@ def chosen(session: cm.SwapSession) -> list[float]:
 def test_the_session_chooses_the_partition_for_its_budget(
     backend: str, device: Device, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """A region that is the whole model: all it saves is there when its backward begins, so swapping saves nothing. The partition is
-    chosen before it first compiles, and the bits are those of the program that compiles with it."""
+    """A region that is the whole model: all it saves is there when its backward begins, so swapping saves nothing. The partition
+    is chosen as it first compiles, and the bits are those of the program that compiles with it."""
     caplog.set_level(logging.INFO, "chameleon_mm.device.region_partitions")
     caplog.set_level(logging.INFO, "chameleon_mm.follow.adaptation")
     budget_bytes = device.allocated_bytes() + (5 << 18)
@@ -368,8 +370,8 @@ def test_the_session_chooses_the_partition_for_its_budget(
     assert report.peak_hbm_bytes <= budget_bytes
     line, later = report.compiled_partitions
     assert re.fullmatch(
-        rf"forward at _compiled_programs.py:\d+, compile 0/0: activation_memory_budget {share:g}, for .*; estimates by that value: "
-        rf"1: peak .*, .* saved, \d+ operators remade; .*{share:g}: peak .* saved, \d+ operators remade",
+        rf"forward at _compiled_programs.py:\d+, compile 0/0: activation_memory_budget {share:g}, for .*; estimates by that "
+        rf"value: 1: peak .*, .* saved, \d+ operators remade; .*{share:g}: peak .* saved, \d+ operators remade",
         line,
     )
     assert later.startswith("as first compiled: by plan the step takes ")
@@ -397,16 +399,21 @@ def test_a_choice_that_was_too_large_is_corrected_once(backend: str, device: Dev
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("program", "backend"), [(name, backend) for backend in ("aot_eager", inductor) for name in BY_INDUCTOR])
-def test_partitions_chosen_for_regions_as_they_compile_give_the_bits_of_the_same_ones_alone(
-    program: str, backend: str, sim: cm.SimDevice
+@pytest.mark.parametrize(("program", "backend"), [pair for pair in PAIRS if pair.values[0] in BY_INDUCTOR])
+def test_regions_with_other_partitions_have_the_bits_of_the_same_ones_alone(
+    program: str, backend: str, sim: cm.SimDevice, same_as_alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a budget that none of them fits."""
-    session = cm.SwapSession(sim.allocated_bytes() + (64 << 10), "16MiB", sim, min_bytes=0)
-    got = train(program, backend, sim, session)
-    assert min(chosen(session)) < 1
-    with cm.compiled_partition(*chosen(session)):
-        assert_same(train(program, backend, sim, None), got)
+    shares = (0.0, 0.5, 0.25) * 10
+    monkeypatch.setattr(FirstChoice, "_chosen", lambda choice, *_: shares[len(choice.shares)])
+    monkeypatch.setattr(Adaptation, "choose_partition", lambda _: False)
+
+    def run(given: cm.SwapSession | None) -> list[Tensor]:
+        with nullcontext() if given else cm.compiled_partition(*shares):
+            return train(program, backend, sim, given, steps=4)
+
+    session = session_on(sim)
+    same_as_alone(run, session)
+    assert 0 < len(chosen(session)) < len(shares)
 
 
 def test_settings_of_torch_are_as_before_whatever_ends_first() -> None:

@@ -95,7 +95,7 @@ class SwapSession:
     `plans`: the first step, and one unlike earlier steps, is recorded; steps like it then follow a plan. False: the default
     rule moves everything in every step. `recompute`: plans may drop storages that are cheaper to recompute than to move, each
     only after a recomputation next to the original was bit-identical. False: plans only swap. Of compiled regions nothing is
-    recomputed so: the session chooses how much they save, and has them compiled once more for it, at most once
+    recomputed so: the session chooses how much they save as they first compile, and has them compiled once more at most
     (`compiled_partition`). False: they save what torch chose.
     `verify`: checksum copies, and raise `SwapMismatch` with tensor, operator and step if a copy back differs. Slow; takes a
     thousandth of the budget, from 16 KiB to 16 MiB, while the session exists. `progress`: True prints a line to stderr for each

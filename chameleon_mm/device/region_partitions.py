@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,8 @@ class _JointPass:
     def __init__(self, choose: Choose) -> None:
         self._choose, self._thread, self.ended = choose, threading.get_ident(), False
         self.before = config.joint_custom_pass, config.activation_memory_budget_runtime_estimator
-        config.joint_custom_pass, config.activation_memory_budget_runtime_estimator = self, _Uncached(self.before[1])
+        own: Any = self, _Uncached(self.before[1])
+        config.joint_custom_pass, config.activation_memory_budget_runtime_estimator = own
 
     def __call__(self, graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
         from torch._inductor.custom_graph_pass import CustomRuntimeEstimator  # loaded by now, as torch compiles
@@ -138,15 +139,22 @@ def divided(graph: fx.GraphModule, share: float) -> Divided:
     nodes.output(nodes.graph_copy(graph.graph, {}))
     copy = fx.GraphModule(graph, nodes)
     # The graph returns the results of forward, and then a gradient for each of its inputs.
-    results = tree_leaves(copy.graph.find_nodes(op="output")[0].args)
+    given, results = _given(nodes), tree_leaves(copy.graph.find_nodes(op="output")[0].args)
     num_results = len(results) - sum(_is_input(node) for node in copy.graph.find_nodes(op="placeholder"))
     with config.patch(activation_memory_budget=share):
         forward, backward = min_cut_rematerialization_partition(copy, (), num_fwd_outputs=num_results)
-    saved = [node for node in backward.graph.find_nodes(op="placeholder") if not node.name.startswith(("primals", "tangents"))]
+    saved = storages_of([node for node in backward.graph.find_nodes(op="placeholder") if not node.name.startswith("tangents")])
     in_both = {node.name for node in forward.graph.nodes} & {n.name for n in backward.graph.nodes if n.op == "call_function"}
     return Divided(
-        max(_peak_bytes(forward.graph), _peak_bytes(backward.graph)), sum(storages_of(saved).values()), len(in_both)
+        peak_bytes=max(_peak_bytes(one.graph, given) for one in (forward, backward)),
+        saved_bytes=sum(nbytes for storage, nbytes in saved.items() if storage not in given),
+        remade=len(in_both),
     )
+
+
+def _given(graph: fx.Graph) -> dict[int, int]:
+    """Storages of the inputs and parameters of a joint graph, which its views of them have too, and their bytes."""
+    return storages_of([node for node in graph.nodes if _is_input(node)])
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -157,29 +165,26 @@ def storages_of(nodes: Sequence[fx.Node]) -> dict[int, int]:
     """Return the bytes of each storage that `nodes` make or are given."""
     found = dict[int, int]()
     for tensor in tree_leaves([node.meta.get("val") for node in nodes]):
-        if isinstance(tensor, Tensor) and not tensor.is_sparse:
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
             nbytes: Any = (storage := tensor.untyped_storage()).nbytes()
             found[storage._cdata] = nbytes if isinstance(nbytes, int) else nbytes.node.hint or 0
     return found
 
 
-def _peak_bytes(graph: fx.Graph) -> int:
-    """Most bytes at a time as `graph` runs, each storage from its first operator to its last."""
-    nodes = list(graph.nodes)
-    last = {storage: i for i, node in enumerate(nodes) for storage in storages_of([node, *node.all_input_nodes])}
-    resident = storages_of([node for node in nodes if _is_input(node)])
-    given = storages_of(graph.find_nodes(op="placeholder"))
-    alive = {storage: nbytes for storage, nbytes in given.items() if storage not in resident}
-    peak_bytes = now_bytes = sum(alive.values())
-    for i, node in enumerate(nodes):
-        for storage, nbytes in storages_of([node]).items():
-            if storage not in alive and storage not in resident:
-                alive[storage] = nbytes
-                now_bytes += nbytes
+def _peak_bytes(graph: fx.Graph, given: Collection[int]) -> int:
+    """Most bytes at a time as `graph` runs, each storage from its first operator to its last, without those `given`."""
+    held = {node: storages_of([node]) for node in graph.nodes}
+    last = {storage: node for node in graph.nodes for used in (node, *node.all_input_nodes) for storage in held[used]}
+    alive = {storage: nbytes for node in held if node.op == "placeholder" for storage, nbytes in held[node].items()}
+    peak_bytes = now_bytes = sum(nbytes for storage, nbytes in alive.items() if storage not in given)
+    for node in graph.nodes:
+        new = {storage: nbytes for storage, nbytes in held[node].items() if storage not in alive and storage not in given}
+        alive |= new
+        now_bytes += sum(new.values())
         peak_bytes = max(peak_bytes, now_bytes)
-        for storage in storages_of([node, *node.all_input_nodes]):
-            if last[storage] == i and storage in alive:
-                now_bytes -= alive.pop(storage)
+        for storage in {storage for used in (node, *node.all_input_nodes) for storage in held[used]}.difference(given):
+            if last[storage] is node:
+                now_bytes -= alive[storage]
     return peak_bytes
 
 
@@ -191,8 +196,8 @@ def _is_set(nodes: Sequence[fx.Node]) -> bool:
 
 
 class FirstChoice:
-    """Chooses for each region as it compiles: torch's own partition if what it needs fits, else the first of `shares` that does,
-    else the one that needs least."""
+    """Chooses for each region as it compiles: torch's own partition if it fits, else the first of `shares` that does, else the one
+    that needs least."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
@@ -223,16 +228,17 @@ class FirstChoice:
         if self.budget_bytes is None:
             return 1.0
         room_bytes = max(0, self.budget_bytes - self.resident_bytes - self.beside_bytes)
-        given = storages_of([node for node in nodes if _is_input(node)])
-        bound_bytes = sum(nbytes for storage, nbytes in storages_of(nodes).items() if storage not in given)
-        if bound_bytes <= room_bytes:
-            self._note(nodes, f"torch's own, which needs at most {format_size(bound_bytes)} of {format_size(room_bytes)}")
+        undivided_bytes = _peak_bytes(graph.graph, _given(graph.graph))  # nothing is remade: more than by torch's own partition
+        if undivided_bytes <= room_bytes:
+            self.most_bytes = max(self.most_bytes, undivided_bytes)
+            self._note(nodes, f"torch's own, which needs less than {format_size(undivided_bytes)} of {format_size(room_bytes)}")
             return 1.0
-        tried = {1.0: divided(graph, 1.0)}
+        tried = {1.0: (own := divided(graph, 1.0))}
         for share in self._shares:
             if min(one.peak_bytes for one in tried.values()) <= room_bytes:
                 break
-            tried[share] = divided(graph, share)
+            if own.peak_bytes - (1 - share) * own.saved_bytes <= room_bytes or share == self._shares[-1]:  # else it cannot do
+                tried[share] = divided(graph, share)
         chosen = min(tried, key=lambda share: max(tried[share].peak_bytes, room_bytes))  # the first one that fits, if one does
         self.fits &= tried[chosen].peak_bytes <= room_bytes
         self.most_bytes = max(self.most_bytes, tried[chosen].peak_bytes)

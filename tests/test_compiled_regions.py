@@ -354,8 +354,8 @@ def chosen(session: cm.SwapSession) -> list[float]:
 def test_the_session_chooses_the_partition_for_its_budget(
     backend: str, device: Device, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """A region that is the whole model: all it saves is there when its backward begins, so swapping saves nothing. The partition
-    is chosen as it first compiles, and the bits are those of the program that compiles with it."""
+    """A region that is the whole model: all it saves is there when its backward begins, so swapping saves nothing. It is
+    chosen as it first compiles, and the bits are those of the program that compiles with it."""
     caplog.set_level(logging.INFO, "chameleon_mm.device.region_partitions")
     caplog.set_level(logging.INFO, "chameleon_mm.follow.adaptation")
     budget_bytes = device.allocated_bytes() + (5 << 18)

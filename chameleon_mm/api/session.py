@@ -30,7 +30,7 @@ from chameleon_mm.api.pins import pinned_modules, text_of
 from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.api.torch_watch import TorchWatch
 from chameleon_mm.device import Device
-from chameleon_mm.device.region_partitions import compile_again, partition_is_torchs_own, partitioned
+from chameleon_mm.device.region_partitions import partition_is_torchs_own, partitioned
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import SessionClosedError, check_method, check_type
 from chameleon_mm.follow.adaptation import Adaptation
@@ -427,7 +427,7 @@ class SwapSession:
                 self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
                 if (adaptation := self._chooses_partitions()) is not None and adaptation.choose_partition():
-                    compile_again()
+                    torch._dynamo.reset_code_caches()  # each function compiles at its next call
                 if self._history.completed == STEPS_UNTIL_SAID:
                     self.say_problem()
 

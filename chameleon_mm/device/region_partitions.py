@@ -1,15 +1,11 @@
 """What compiled regions save: chosen as torch divides each one's graph into forward and backward, before either is compiled.
 
-    with partitioned(choose):                # for regions that compile on this thread, by any backend of AOTAutograd
-        torch traced a region's forward and backward as one graph:
-            share = choose(graph)            # torch's `activation_memory_budget` for this region alone; None: torch's own
-        torch divides the graph accordingly
+    with partitioned(FirstChoice(shares)):   # for regions that compile on this thread, by any backend of AOTAutograd
+        torch traced forward and backward as one graph:
+            share = choose(graph)            # torch's `activation_memory_budget` for this region alone: the first that fits
 
-    choice = FirstChoice(shares)             # a `choose`: the first share whose graphs need no more than the budget leaves
-
-Torch asks `torch._functorch.config.joint_custom_pass` with each such graph. The share is a mark on the graph, so that
-`activation_memory_budget` itself stays as it is. Torch's cache of divided graphs does not know the mark: within the context no
-region enters that cache or comes from it. The cache of Inductor's code holds.
+Torch asks `joint_custom_pass` with each such graph. The share is a mark on it, and torch's own setting stays.
+Torch's cache of divided graphs does not know the mark, and is left out meanwhile. Inductor's cache of code holds.
 """
 
 from __future__ import annotations
@@ -38,10 +34,10 @@ _log = logging.getLogger(__name__)
 def compiled_partition(*activation_memory_budget: float) -> Iterator[None]:
     """Context in which torch compiles regions on this thread so that they save what its `activation_memory_budget` leaves: 1
     what torch saves by itself, 0 the inputs alone. The rest is remade within their backward. Several values are of the regions
-    in the order in which they compile, and the last one of all from there on.
+    in the order in which they compile, and the last one of all that follow.
 
-    A program that is compiled in this context without a session has the bits that it has in a session that chose the same.
-    Regions compiled before stay as they are. Raises `ValueError` for none, or for a value beyond 0 to 1.
+    A program that is compiled in this context has the bits that it has in a session that chose the same. Regions compiled
+    before stay as they are. Raises `ValueError` for none, or for a value beyond 0 to 1.
     """
     if not activation_memory_budget or not all(0 <= share <= 1 for share in activation_memory_budget):
         raise ValueError(
@@ -56,11 +52,6 @@ def compiled_partition(*activation_memory_budget: float) -> Iterator[None]:
 def partition_is_torchs_own() -> bool:
     """True if nobody has set an `activation_memory_budget` on this thread."""
     return bool(config.activation_memory_budget == 1)
-
-
-def compile_again() -> None:
-    """Have dynamo forget what it compiled in this process: each function compiles at its next call."""
-    torch._dynamo.reset_code_caches()
 
 
 @contextmanager
@@ -137,24 +128,21 @@ def divided(graph: fx.GraphModule, share: float) -> Divided:
 
     nodes = fx.Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
-    copy = fx.GraphModule(graph, nodes)
+    given, results = _given(nodes), tree_leaves([node.args for node in nodes.find_nodes(op="output")])
     # The graph returns the results of forward, and then a gradient for each of its inputs.
-    given, results = _given(nodes), tree_leaves(copy.graph.find_nodes(op="output")[0].args)
-    num_results = len(results) - sum(_is_input(node) for node in copy.graph.find_nodes(op="placeholder"))
+    num_results = len(results) - sum(map(_is_input, nodes.nodes))
     with config.patch(activation_memory_budget=share):
-        forward, backward = min_cut_rematerialization_partition(copy, (), num_fwd_outputs=num_results)
-    saved = storages_of([node for node in backward.graph.find_nodes(op="placeholder") if not node.name.startswith("tangents")])
-    in_both = {node.name for node in forward.graph.nodes} & {n.name for n in backward.graph.nodes if n.op == "call_function"}
-    return Divided(
-        peak_bytes=max(_peak_bytes(one.graph, given) for one in (forward, backward)),
-        saved_bytes=sum(nbytes for storage, nbytes in saved.items() if storage not in given),
-        remade=len(in_both),
-    )
+        divided = min_cut_rematerialization_partition(fx.GraphModule(graph, nodes), (), num_fwd_outputs=num_results)
+    forward, backward = (one.graph for one in divided)
+    saved = storages_of([node for node in backward.find_nodes(op="placeholder") if not node.name.startswith("tangents")])
+    again = {node.name for node in forward.nodes} & {node.name for node in backward.nodes if node.op == "call_function"}
+    saved_bytes = sum(nbytes for storage, nbytes in saved.items() if storage not in given)
+    return Divided(max(_peak_bytes(forward, given), _peak_bytes(backward, given)), saved_bytes, len(again))
 
 
 def _given(graph: fx.Graph) -> dict[int, int]:
-    """Storages of the inputs and parameters of a joint graph, which its views of them have too, and their bytes."""
-    return storages_of([node for node in graph.nodes if _is_input(node)])
+    """Storages of the inputs and parameters of a joint graph, which its views of them have too."""
+    return storages_of(list(filter(_is_input, graph.nodes)))
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -175,16 +163,11 @@ def _peak_bytes(graph: fx.Graph, given: Collection[int]) -> int:
     """Most bytes at a time as `graph` runs, each storage from its first operator to its last, without those `given`."""
     held = {node: storages_of([node]) for node in graph.nodes}
     last = {storage: node for node in graph.nodes for used in (node, *node.all_input_nodes) for storage in held[used]}
-    alive = {storage: nbytes for node in held if node.op == "placeholder" for storage, nbytes in held[node].items()}
-    peak_bytes = now_bytes = sum(nbytes for storage, nbytes in alive.items() if storage not in given)
+    alive, peak_bytes = dict[int, int](), 0
     for node in graph.nodes:
-        new = {storage: nbytes for storage, nbytes in held[node].items() if storage not in alive and storage not in given}
-        alive |= new
-        now_bytes += sum(new.values())
-        peak_bytes = max(peak_bytes, now_bytes)
-        for storage in {storage for used in (node, *node.all_input_nodes) for storage in held[used]}.difference(given):
-            if last[storage] is node:
-                now_bytes -= alive[storage]
+        alive |= {storage: nbytes for storage, nbytes in held[node].items() if storage not in given}
+        peak_bytes = max(peak_bytes, sum(alive.values()))
+        alive = {storage: nbytes for storage, nbytes in alive.items() if last[storage] is not node}
     return peak_bytes
 
 
@@ -196,33 +179,26 @@ def _is_set(nodes: Sequence[fx.Node]) -> bool:
 
 
 class FirstChoice:
-    """Chooses for each region as it compiles: torch's own partition if it fits, else the first of `shares` that does, else the one
-    that needs least."""
+    """Chooses for each region as it compiles: torch's own partition if it fits, else the first of `shares` that does, else what
+    needs least."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
         self.budget_bytes: int | None = None
-        """Bytes for all; None: unknown, torch's own partition stays."""
         self.resident_bytes = self.beside_bytes = 0
-        """Bytes of them that stay on the device, and that other things take meanwhile."""
+        """Bytes for all (None: unknown, torch's own stays); of them what stays on the device, and what other things take."""
         self.fixed: float | None = None
         """Share of all regions that compile from now on; None: chosen for each."""
-        self.shares = list[float]()
-        """Of the regions in the order in which they compiled, as `compiled_partition` takes them."""
-        self.most_bytes = 0
-        """The most that one was estimated to need as it was chosen."""
-        self.fits = True
-        """False: a region needs more by any share."""
-        self.lines = list[str]()
-        """A line for each region that compiled: its share, and estimates for those that were tried."""
+        self.shares, self.lines = list[float](), list[str]()
+        """For each region in the order in which they compiled, as `compiled_partition` takes them; lines with estimates."""
+        self.most_bytes, self.fits = 0, True
+        """The most that one needs as chosen, by estimate; and if all fit."""
 
     def __call__(self, graph: fx.GraphModule) -> float | None:
         nodes = list(graph.graph.nodes)
-        if _is_set(nodes):
-            self.shares.append(1.0)
-            return None
-        self.shares.append(self._chosen(graph, nodes) if self.fixed is None else self.fixed)
-        return self.shares[-1]
+        is_set = _is_set(nodes)
+        self.shares.append(1.0 if is_set else self._chosen(graph, nodes) if self.fixed is None else self.fixed)
+        return None if is_set else self.shares[-1]
 
     def _chosen(self, graph: fx.GraphModule, nodes: Sequence[fx.Node]) -> float:
         if self.budget_bytes is None:
@@ -240,8 +216,8 @@ class FirstChoice:
             if own.peak_bytes - (1 - share) * own.saved_bytes <= room_bytes or share == self._shares[-1]:  # else it cannot do
                 tried[share] = divided(graph, share)
         chosen = min(tried, key=lambda share: max(tried[share].peak_bytes, room_bytes))  # the first one that fits, if one does
-        self.fits &= tried[chosen].peak_bytes <= room_bytes
         self.most_bytes = max(self.most_bytes, tried[chosen].peak_bytes)
+        self.fits &= tried[chosen].peak_bytes <= room_bytes
         said = "torch's own" if chosen == 1 else f"activation_memory_budget {chosen:g}"
         estimates = "; ".join(f"{share:g}: {one}" for share, one in tried.items())
         self._note(nodes, f"{said}, for {format_size(room_bytes)}; estimates by that value: {estimates}")

@@ -378,11 +378,6 @@ class Adaptation:
         self.first_partitions.resident_bytes = nbytes
         self.first_partitions.budget_bytes = self._hbm_budget_bytes - self._spare_bytes
 
-    @property
-    def partition_lines(self) -> tuple[str, ...]:
-        """What compiled regions save: a line for each as it first compiled, then one for all, by the first recorded step."""
-        return (*self.first_partitions.lines, *filter(None, [self.partition.text]))
-
     def _step_us(self, planned: PlannedStep, trace: Trace, *, unpinned: bool = False) -> float | None:
         """Predicted time of a step like `planned` with that trace. `unpinned`: as if no pin were given. None: no plan fits."""
         other = PlannedStep(planned.record, trace, admitted=planned.admitted, banned=planned.banned)

@@ -500,7 +500,9 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "host_bytes_wanted": None if adaptation is None else adaptation.host_bytes_wanted,
         "recipes_banned": () if adaptation is None else adaptation.banned,
         "compiled_regions": () if planned is None else tuple(region_lines(planned.trace)),
-        "compiled_partitions": () if adaptation is None else adaptation.partition_lines,
+        "compiled_partitions": ()
+        if adaptation is None
+        else (*adaptation.first_partitions.lines, *filter(None, [adaptation.partition.text])),
     }
 
 

@@ -362,12 +362,10 @@ class Adaptation:
         choice.make(planned.trace, own_us, step_us, present=min(first.shares, default=1.0))
         first.fixed = choice.share
         if choice.share is not None and own_us is None and first.most_bytes:  # each one's need is known from its own graph
-            first.fixed, first.beside_bytes = (
-                None,
-                max(0, smallest_budget(planned.trace) - first.most_bytes - first.resident_bytes),
-            )
+            beside_bytes = max(0, smallest_budget(planned.trace) - first.most_bytes - first.resident_bytes)
+            first.fixed, first.beside_bytes = None, beside_bytes
             choice.text = (
-                f"as first compiled no plan fits; compiled once more, {format_size(first.beside_bytes)} left to other storages"
+                f"as first compiled no plan fits; compiled once more, beside {format_size(beside_bytes)} of other storages"
             )
         if choice.text:
             _log.info("chameleon_mm: partition of compiled regions: %s", choice.text)

@@ -203,8 +203,9 @@ class FirstChoice:
     def _chosen(self, graph: fx.GraphModule, nodes: Sequence[fx.Node]) -> float:
         if self.budget_bytes is None:
             return 1.0
-        room_bytes = max(0, self.budget_bytes - self.resident_bytes - self.beside_bytes)
-        undivided_bytes = _peak_bytes(graph.graph, _given(graph.graph))  # nothing is remade: more than by torch's own partition
+        given = _given(graph.graph)
+        room_bytes = max(0, self.budget_bytes - max(self.resident_bytes, sum(given.values())) - self.beside_bytes)
+        undivided_bytes = _peak_bytes(graph.graph, given)  # nothing is remade: more than by torch's own partition
         if undivided_bytes <= room_bytes:
             self.most_bytes = max(self.most_bytes, undivided_bytes)
             self._note(nodes, f"torch's own, which needs less than {format_size(undivided_bytes)} of {format_size(room_bytes)}")

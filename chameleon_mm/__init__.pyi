@@ -3,7 +3,7 @@ from .api.attach import Attachment, attach
 from .api.save_on_cpu import install, save_on_cpu, uninstall
 from .api.session import SwapSession
 from .device import CudaDevice, SimDevice, resolve_device
-from .device.compiled_regions import compiled_partition
+from .device.region_partitions import compiled_partition
 from .errors import (
     BlockInUseError,
     BlockReleasedError,

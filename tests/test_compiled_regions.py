@@ -8,11 +8,14 @@ All warnings are errors, and dynamo and the session may log none.
 
 from __future__ import annotations
 
+import html
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +23,13 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.device.region_partitions import FirstChoice
+from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from tests._compiled_programs import PLACE, PROGRAMS, Block, Stack, rows
@@ -304,57 +310,133 @@ def breaks_between(x: Tensor) -> Tensor:
     return F.gelu(x)
 
 
+# --- partitions
+
+
+def train_whole(
+    backend: str, device: Device, session: cm.SwapSession | None, *shares: float, beside: int = 0
+) -> tuple[list[Tensor], int]:
+    """Gradients and parameters of a model that is one region; and how often it compiled. `shares`: of a run without a session,
+    for each time that it compiles. `beside`: elements of a parameter that is in no region, with momentum."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model = Stack(*(Block() for _ in range(4))).to(device.torch_device)
+    other = nn.Parameter(torch.randn(beside).to(device.torch_device))
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.01, momentum=0.9 if beside else 0.0, foreach=False)
+    counting = CompileCounterWithBackend(backend)
+    net = torch.compile(model, backend=counting, dynamic=False)
+    seen: list[Any] = []
+    with session or cm.compiled_partition(*shares):
+        for number in range(7):
+            if number == 2 and len(shares) == 2:  # after the first recorded step, as a session
+                torch._dynamo.reset()
+            with session.step() if session else nullcontext():
+                (net(rows(number, 512).to(device.torch_device)).square().mean() + other.square().sum()).backward()
+                seen.extend(copy_of(p.grad) for p in model.parameters() if p.grad is not None)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert own_settings() == (None, "flops")
+    return tensors([*seen, *map(copy_of, model.parameters())]), counting.frame_count
+
+
+def own_settings() -> tuple[Any, Any]:
+    assert functorch_config.activation_memory_budget == 1
+    return functorch_config.joint_custom_pass, functorch_config.activation_memory_budget_runtime_estimator
+
+
+def chosen(session: cm.SwapSession) -> list[float]:
+    assert session._adaptation is not None
+    return session._adaptation.first_partitions.shares
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("backend", ["aot_eager", inductor])
-def test_the_session_chooses_the_partition_for_its_budget(backend: str, device: Device) -> None:
-    """A region that is the whole model: all it saves is there when its backward begins, so swapping saves nothing. The bits are
-    those of the program that compiles with that partition at that step."""
-    chosen_at: list[tuple[int, float]] = []
-
-    def run(session: cm.SwapSession | None) -> list[Tensor]:
-        torch._dynamo.reset()
-        torch.manual_seed(3)
-        model = Stack(*(Block() for _ in range(4))).to(device.torch_device)
-        seen: list[Any] = []
-        net = torch.compile(model, backend=backend, dynamic=False)
-        with ExitStack() as stack:
-            if session is not None:
-                stack.enter_context(session)
-            for number in range(7):
-                with session.step() if session else nullcontext():
-                    net(rows(number, 512).to(device.torch_device)).square().mean().backward()
-                    seen.extend(copy_of(p.grad) for p in model.parameters() if p.grad is not None)
-                    model.zero_grad()
-                choice = None if session is None or session._adaptation is None else session._adaptation.partition
-                if choice is not None and not chosen_at and choice.share is not None:
-                    chosen_at.append((number, choice.share))
-                if session is None and chosen_at and chosen_at[0][0] == number:
-                    stack.enter_context(cm.compiled_partition(chosen_at[0][1]))
-                    torch._dynamo.reset()
-        assert functorch_config.activation_memory_budget == 1
-        return tensors(seen)
-
-    session = cm.SwapSession(device.allocated_bytes() + (5 << 18), "16MiB", device, min_bytes=0)
-    got = run(session)
-    ((_, share),) = chosen_at
-    assert 0 <= share < 1
-    assert_same(run(None), got)
+def test_the_session_chooses_the_partition_for_its_budget(
+    backend: str, device: Device, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A region that is the whole model: all it saves is there when its backward begins, so swapping saves nothing. It is
+    chosen as it first compiles, and the bits are those of the program that compiles with it."""
+    caplog.set_level(logging.INFO, "chameleon_mm.device.region_partitions")
+    caplog.set_level(logging.INFO, "chameleon_mm.follow.adaptation")
+    budget_bytes = device.allocated_bytes() + (5 << 18)
+    session = cm.SwapSession(budget_bytes, "16MiB", device, min_bytes=0)
+    got, compiles = train_whole(backend, device, session)
+    (share,) = chosen(session)
+    assert 0 < share < 1
+    assert compiles == 1
+    assert_same(train_whole(backend, device, None, share)[0], got)
     report = session.report()
-    assert report.compiled_partition.startswith(f"activation_memory_budget {share:g}, compiled once more")
-    assert len(report.compiled_regions) == 1
-    assert report.steps_by_phase["planned"] >= 2
-    own = cm.SwapSession(device.allocated_bytes() + (5 << 18), "16MiB", device, min_bytes=0, recompute=False)
-    chosen_at.clear()
-    assert_same(run(None), run(own))
-    assert own.report().compiled_partition == ""
-    assert not chosen_at
+    assert report.steps_by_phase["planned"] >= 4
+    assert report.peak_hbm_bytes <= budget_bytes
+    line, later = report.compiled_partitions
+    assert re.fullmatch(
+        rf"forward at _compiled_programs.py:\d+, compile 0/0: activation_memory_budget {share:g}, for .*; estimates by that "
+        rf"value: 1: peak .*, .* saved, \d+ operators remade; .*{share:g}: peak .* saved, \d+ operators remade",
+        line,
+    )
+    assert later.startswith("as first compiled: by plan the step takes ")
+    report.save_html(tmp_path / "page.html")
+    for text in (line, later):
+        assert ("partition of compiled regions", text) in report.rows()
+        assert html.escape(text) in (tmp_path / "page.html").read_text()
+        assert any(text in record.getMessage() for record in caplog.records)
+    own = cm.SwapSession(budget_bytes, "16MiB", device, min_bytes=0, recompute=False)
+    assert_same(train_whole(backend, device, None, 1)[0], train_whole(backend, device, own)[0])
+    assert own.report().compiled_partitions == ()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", inductor])
+def test_a_choice_that_was_too_large_is_corrected_once(backend: str, device: Device) -> None:
+    """The optimizer's state and the gradient of the other parameter are made after the model has compiled."""
+    session = cm.SwapSession(device.allocated_bytes() + (5 << 19), "16MiB", device, min_bytes=0)
+    got, compiles = train_whole(backend, device, session, beside=100_000)
+    first, second = chosen(session)
+    assert second < first
+    assert compiles == 2
+    assert_same(train_whole(backend, device, None, first, second, beside=100_000)[0], got)
+    assert session.report().compiled_partitions[-1].startswith("as first compiled no plan fits; compiled once more, ")
+    assert session.report().steps_by_phase["planned"] >= 2
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("program", "backend"), [pair for pair in PAIRS if pair.values[0] in BY_INDUCTOR])
+def test_regions_with_other_partitions_have_the_bits_of_the_same_ones_alone(
+    program: str, backend: str, sim: cm.SimDevice, same_as_alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = (0.0, 0.5, 0.25) * 10
+    monkeypatch.setattr(FirstChoice, "_chosen", lambda choice, *_: shares[len(choice.shares)])
+    monkeypatch.setattr(Adaptation, "choose_partition", lambda _: False)
+
+    def run(given: cm.SwapSession | None) -> list[Tensor]:
+        with nullcontext() if given else cm.compiled_partition(*shares):
+            return train(program, backend, sim, given, steps=4)
+
+    session = session_on(sim)
+    same_as_alone(run, session)
+    assert 0 < len(chosen(session)) < len(shares)
+
+
+def test_settings_of_torch_are_as_before_whatever_ends_first() -> None:
+    before = own_settings()
+    outer, inner = cm.compiled_partition(0.5), cm.compiled_partition(0.25)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert own_settings() != before
+    inner.__exit__(None, None, None)
+    assert own_settings() == before
+    with pytest.raises(KeyError), cm.SwapSession("1GiB", "16MiB", cm.SimDevice()):
+        assert own_settings() != before
+        raise KeyError
+    assert own_settings() == before
 
 
 def test_a_partition_of_the_users_own_stays(sim: cm.SimDevice) -> None:
-    with cm.compiled_partition(0.5):
+    with functorch_config.patch(activation_memory_budget=0.5):
         session = session_on(sim)
         train("whole", "aot_eager", sim, session)
         assert functorch_config.activation_memory_budget == 0.5
-    assert session.report().compiled_partition == ""
-    with pytest.raises(ValueError, match="from 0 to 1"), cm.compiled_partition(2):
-        pass
+    assert session.report().compiled_partitions == ()
+    for wrong in ((2,), (), (0.5, -1)):
+        with pytest.raises(ValueError, match="from 0 to 1"), cm.compiled_partition(*wrong):
+            pass

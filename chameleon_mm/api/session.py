@@ -30,7 +30,7 @@ from chameleon_mm.api.pins import pinned_modules, text_of
 from chameleon_mm.api.save_on_cpu import check_early
 from chameleon_mm.api.torch_watch import TorchWatch
 from chameleon_mm.device import Device
-from chameleon_mm.device.compiled_regions import compile_again, compiled_partition, partition_is_torchs_own
+from chameleon_mm.device.region_partitions import partition_is_torchs_own, partitioned
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import SessionClosedError, check_method, check_type
 from chameleon_mm.follow.adaptation import Adaptation
@@ -95,7 +95,7 @@ class SwapSession:
     `plans`: the first step, and one unlike earlier steps, is recorded; steps like it then follow a plan. False: the default
     rule moves everything in every step. `recompute`: plans may drop storages that are cheaper to recompute than to move, each
     only after a recomputation next to the original was bit-identical. False: plans only swap. Of compiled regions nothing is
-    recomputed so: the session chooses how much they save, and has them compiled once more for it, at most once
+    recomputed so: the session chooses how much they save as they first compile, and has them compiled once more at most
     (`compiled_partition`). False: they save what torch chose.
     `verify`: checksum copies, and raise `SwapMismatch` with tensor, operator and step if a copy back differs. Slow; takes a
     thousandth of the budget, from 16 KiB to 16 MiB, while the session exists. `progress`: True prints a line to stderr for each
@@ -198,6 +198,8 @@ class SwapSession:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
             self._model_swap.attach(stack)
             self._watch.attach(stack)
+            if (adaptation := self._chooses_partitions()) is not None:
+                stack.enter_context(partitioned(adaptation.first_partitions))
             self._thread = threading.current_thread()
             self._phase = Phase.OPEN
             self._stack = stack.pop_all()
@@ -421,6 +423,8 @@ class SwapSession:
     def _begin_step(self) -> None:
         lowered_bytes = self._lowered_budget_bytes()
         timed = self._history.begin(self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes)
+        if self._adaptation is not None and not self._model_swap.swaps_parameters:  # they share the budget with all else
+            self._adaptation.note_resident(self._history.began_bytes)
         self._model_swap.begin_step()
         self._executor.begin_step(timed=timed, pack_hook=self._save)
 
@@ -435,21 +439,16 @@ class SwapSession:
                 kind = self._executor.end_step(completed=completed)
                 self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
-                self._choose_partition()
+                if (adaptation := self._chooses_partitions()) is not None and adaptation.choose_partition():
+                    torch._dynamo.reset_code_caches()  # each function compiles at its next call
                 if self._history.completed == STEPS_UNTIL_SAID:
                     self.say_problem()
 
-    def _choose_partition(self) -> None:
-        """Choose what compiled regions save, once, and have them compiled so from the next step on."""
-        adaptation = self._adaptation
-        if adaptation is None or not self._recompute or self._ranks.of > 1 or not partition_is_torchs_own():
-            return  # ranks that differ in what they remake would differ in their collectives
-        if self.pins["never_recompute"]:
-            return  # what a region would remake is of no module that is known
-        share = adaptation.choose_partition()
-        if share is not None:
-            self._stack.enter_context(compiled_partition(share))
-            compile_again()
+    def _chooses_partitions(self) -> Adaptation | None:
+        """Return what chooses how much compiled regions save; None: torch does."""
+        if not self._recompute or self._ranks.of > 1 or not partition_is_torchs_own():
+            return None  # ranks that differ in what they remake would differ in their collectives
+        return None if self.pins["never_recompute"] else self._adaptation  # what would be remade is of no module that is known
 
     def say_problem(self) -> None:
         """Log once why nothing moves, or how the session is misused, if so."""

@@ -16,9 +16,7 @@ A region without gradients (an optimizer, an evaluation) has no such class: its 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,36 +69,6 @@ def find_regions() -> None:
 
 def _mutated(function: Any) -> tuple[int, ...]:
     return tuple(i for i, info in enumerate(function.metadata.input_info) if info.mutates_data)
-
-
-@contextmanager
-def compiled_partition(activation_memory_budget: float) -> Iterator[None]:
-    """Context in which torch compiles regions on this thread so that they save what its `activation_memory_budget` leaves: 1
-    what torch saves by itself, 0 the inputs alone. The rest is remade within their backward.
-
-    A session that chooses a partition enters this itself. A program that is compiled in this context without a session has the
-    bits that it has in that session. Regions compiled before stay as they are. Raises `ValueError` for a value beyond 0 to 1.
-    """
-    if not 0 <= activation_memory_budget <= 1:
-        raise ValueError(
-            f"compiled_partition: expected a value from 0 to 1, got {activation_memory_budget}; it is torch's "
-            f"activation_memory_budget"
-        )
-    from torch._functorch import config  # loads parts of dynamo
-
-    with config.patch(activation_memory_budget=activation_memory_budget, activation_memory_budget_solver="dp"):
-        yield
-
-
-def partition_is_torchs_own() -> bool:
-    """True if nobody has set an `activation_memory_budget` on this thread."""
-    config = sys.modules.get("torch._functorch.config")
-    return config is None or config.activation_memory_budget == 1
-
-
-def compile_again() -> None:
-    """Have dynamo forget what it compiled in this process: each function compiles at its next call."""
-    torch._dynamo.reset_code_caches()
 
 
 class _Forward:

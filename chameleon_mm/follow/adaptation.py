@@ -20,16 +20,17 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from chameleon_mm.device import Stream
+from chameleon_mm.device.region_partitions import FirstChoice
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.follow.planned_step import PlannedStep, PlanTrial
 from chameleon_mm.follow.step_cache import CachedStep, StepCache
 from chameleon_mm.follow.structure import TIMES_OFF, ExtraMemory, Structure, Structures
 from chameleon_mm.plan.planner import candidate_plans
-from chameleon_mm.plan.regions import PartitionChoice
+from chameleon_mm.plan.regions import SHARES, PartitionChoice
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import COUNTED_ON, LinkCost
 from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, saved_where, without_making
-from chameleon_mm.plan.unswapped_memory import Candidates
+from chameleon_mm.plan.unswapped_memory import Candidates, smallest_budget
 from chameleon_mm.record.light_profiler import Feature, StepRecord
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.swap.calling_thread import annotation
@@ -278,7 +279,7 @@ class Adaptation:
         self._replayable = replayable
         self._banned: set[str] = set()
         self.steps: Steps = StepCache(CACHED_STEPS)
-        self.partition = PartitionChoice()
+        self.partition, self.first_partitions = PartitionChoice(), FirstChoice(SHARES)
         self._min_bytes = min_bytes
         self._structures = Structures(min_bytes)
         self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
@@ -349,17 +350,31 @@ class Adaptation:
             self.plans += len(made[id(planned)])
         self.planning_us += (perf_counter() - began) * 1e6
 
-    def choose_partition(self) -> float | None:
+    def choose_partition(self) -> bool:
         """Choose what compiled regions save, once, from the first step that was recorded with some. Called between steps.
-        Returns torch's `activation_memory_budget` to compile them with; None: they stay as they are."""
-        planned = self.latest
-        if self.partition.is_made or planned is None:
-            return None
+        Returns True if they are to be compiled once more."""
+        planned, first, choice = self.latest, self.first_partitions, self.partition
+        if choice.is_made or planned is None:
+            return False
         own_us = None if planned.current is None else planned.current.program.plan.step_us
-        self.partition.make(planned.trace, own_us, lambda trace: self._step_us(planned, trace))
-        if self.partition.text:
-            _log.info("chameleon_mm: partition of compiled regions: %s", self.partition.text)
-        return self.partition.share
+        hopeless = own_us is None and not first.fits
+        step_us = (lambda _: None) if hopeless else (lambda trace: self._step_us(planned, trace))
+        choice.make(planned.trace, own_us, step_us, present=min(first.shares, default=1.0))
+        first.fixed = choice.share
+        if choice.share is not None and own_us is None and first.most_bytes:  # each one's need is known from its own graph
+            beside_bytes = max(0, smallest_budget(planned.trace) - first.most_bytes - first.resident_bytes)
+            first.fixed, first.beside_bytes = None, beside_bytes
+            choice.text = (
+                f"as first compiled no plan fits; compiled once more, beside {format_size(beside_bytes)} of other storages"
+            )
+        if choice.text:
+            _log.info("chameleon_mm: partition of compiled regions: %s", choice.text)
+        return choice.share is not None
+
+    def note_resident(self, nbytes: int) -> None:
+        """Note the bytes that stay on the device in the next step: a region that compiles in it has the rest of the budget."""
+        self.first_partitions.resident_bytes = nbytes
+        self.first_partitions.budget_bytes = self._hbm_budget_bytes - self._spare_bytes
 
     def _step_us(self, planned: PlannedStep, trace: Trace, *, unpinned: bool = False) -> float | None:
         """Predicted time of a step like `planned` with that trace. `unpinned`: as if no pin were given. None: no plan fits."""

@@ -79,7 +79,7 @@ def with_partition(trace: Trace, share: float) -> Trace:
 
 
 class PartitionChoice:
-    """Choice of one partition for all regions of a program, once."""
+    """Choice of one partition for all regions of a program, once, by a step of them as they were first compiled."""
 
     def __init__(self) -> None:
         self.is_made = False
@@ -88,21 +88,22 @@ class PartitionChoice:
         self.text = ""
         """What was chosen, and the alternatives. Empty: no region was recorded."""
 
-    def make(self, trace: Trace, own: float | None, step_us: Callable[[Trace], float | None]) -> None:
+    def make(self, trace: Trace, own: float | None, step_us: Callable[[Trace], float | None], *, present: float = 1.0) -> None:
         """Choose for the step of `trace`, if it has regions. `step_us(trace)`: time by its best plan; None: it has none. `own`:
-        this time of `trace` itself."""
+        this time of `trace` itself. `present`: the least share that its regions were compiled with."""
         if not regions_of(trace):
             return
         self.is_made = True
+        stays = "torch's own" if present == 1 else "as first compiled"
         if own is not None and own <= (1 + WORTH_COMPILING) * trace.duration_us:
-            self.text = f"torch's own: by plan the step takes {format_us(own)}, {format_us(trace.duration_us)} unswapped"
+            self.text = f"{stays}: by plan the step takes {format_us(own)}, {format_us(trace.duration_us)} unswapped"
             return
-        tried = {share: step_us(with_partition(trace, share)) for share in SHARES}
+        tried = {present * share: step_us(with_partition(trace, share)) for share in SHARES if present}
         times = {share: us for share, us in tried.items() if us is not None}
-        all_of_them = ", ".join(f"{share:g}: {_time(us)}" for share, us in {1.0: own, **tried}.items())
+        all_of_them = ", ".join(f"{share:g}: {_time(us)}" for share, us in {present: own, **tried}.items())
         best = min(times, key=times.__getitem__, default=None)
         if best is None or (own is not None and times[best] > (1 - WORTH_COMPILING) * own):
-            self.text = f"torch's own; estimates by activation_memory_budget: {all_of_them}"
+            self.text = f"{stays}; estimates by activation_memory_budget: {all_of_them}"
             return
         self.share = best
         self.text = f"activation_memory_budget {best:g}, compiled once more for it; estimates by that value: {all_of_them}"

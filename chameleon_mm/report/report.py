@@ -203,8 +203,9 @@ class SwapReport(Counters):
     no plan). Empty: no pins."""
     compiled_regions: tuple[str, ...] = ()
     """Lines about the compiled regions of the step that was planned last."""
-    compiled_partition: str = ""
-    """What was chosen for them to save, and the alternatives; empty: nothing was chosen."""
+    compiled_partitions: tuple[str, ...] = ()
+    """Lines about what was chosen for compiled regions to save, with estimates of the alternatives: one for each as it first
+    compiled, then one for all, from the first recorded step."""
     lowered_budget_bytes: int | None
     """Tighter budget of all steps since a step was run again; None: none was."""
     problems: tuple[str, ...]
@@ -344,7 +345,7 @@ class SwapReport(Counters):
             *(("reserved by torch at most", format_size(n)) for n in (self.peak_reserved_bytes,) if n is not None),
             *self._recomputed_rows(clock),
             *(("compiled region", line) for line in self.compiled_regions),
-            *([("partition of compiled regions", self.compiled_partition)] if self.compiled_partition else []),
+            *(("partition of compiled regions", line) for line in self.compiled_partitions),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             *self._state_rows(),
             ("reclaimed", format_size(self.bytes_reclaimed) + inside),
@@ -504,7 +505,9 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "host_bytes_wanted": None if adaptation is None else adaptation.host_bytes_wanted,
         "recipes_banned": () if adaptation is None else adaptation.banned,
         "compiled_regions": () if planned is None else tuple(region_lines(planned.trace)),
-        "compiled_partition": "" if adaptation is None else adaptation.partition.text,
+        "compiled_partitions": ()
+        if adaptation is None
+        else (*adaptation.first_partitions.lines, *filter(None, [adaptation.partition.text])),
     }
 
 

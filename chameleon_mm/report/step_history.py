@@ -211,7 +211,7 @@ class StepHistory:
         self, device: Device, executor: Executor, pool: PinnedPool, tell: Callable[[StepFigures], object] | None
     ) -> None:
         """`tell`: called with the figures of each step. An error in it is logged and ends the calls, but not the training."""
-        self.completed = self.begun = 0
+        self.completed = self.begun = self.began_bytes = 0
         self.device = device
         self._executor = executor
         self.metrics = executor.metrics
@@ -234,7 +234,8 @@ class StepHistory:
         """Start to watch the device's peak, or start anew."""
         peak_bytes = self.device.peak_allocated_bytes()
         self._watch, self._executor.budget.peak_watch = PeakWatch(peak_bytes), PeakWatch(peak_bytes)
-        self._watch.note(peak_bytes, self.device.allocated_bytes())
+        self.began_bytes = self.device.allocated_bytes()
+        self._watch.note(peak_bytes, self.began_bytes)
 
     def note_peak(self) -> None:
         """Read the device's peak."""
@@ -265,6 +266,7 @@ class StepHistory:
             self.note_peak()  # a loop that resets the peak at its top has the same one at the end of each step
             self._tell_between(hbm_budget_bytes)
             self.pool.recent_peak_bytes()
+            self.began_bytes = self.device.allocated_bytes()
             budget.peak_watch = PeakWatch(budget.peak_watch.last_bytes)
             began_us = self.device.host_us
             self._running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in

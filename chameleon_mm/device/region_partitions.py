@@ -1,0 +1,232 @@
+"""What compiled regions save: chosen as torch divides each one's graph into forward and backward, before either is compiled.
+
+    with partitioned(FirstChoice(shares)):   # for regions that compile on this thread, by any backend of AOTAutograd
+        torch traced forward and backward as one graph:
+            share = choose(graph)            # torch's `activation_memory_budget` for this region alone: the first that fits
+
+Torch asks `joint_custom_pass` with each such graph. The share is a mark on it, and torch's own setting stays.
+Torch's cache of divided graphs does not know the mark, and is left out meanwhile. Inductor's cache of code holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import config  # loads nothing of dynamo
+from torch.utils._pytree import tree_leaves
+
+from chameleon_mm.units import format_size
+
+Choose = Callable[[fx.GraphModule], "float | None"]
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def compiled_partition(*activation_memory_budget: float) -> Iterator[None]:
+    """Context in which torch compiles regions on this thread so that they save what its `activation_memory_budget` leaves: 1
+    what torch saves by itself, 0 the inputs alone. The rest is remade within their backward. Several values are of the regions
+    in the order in which they compile, and the last one of all that follow.
+
+    A program that is compiled in this context has the bits that it has in a session that chose the same. Regions compiled
+    before stay as they are. Raises `ValueError` for none, or for a value beyond 0 to 1.
+    """
+    if not activation_memory_budget or not all(0 <= share <= 1 for share in activation_memory_budget):
+        raise ValueError(
+            f"compiled_partition: expected values from 0 to 1, got {activation_memory_budget}; each is torch's "
+            f"activation_memory_budget"
+        )
+    coming = list(activation_memory_budget)
+    with partitioned(lambda _: coming.pop(0) if len(coming) > 1 else coming[0]):
+        yield
+
+
+def partition_is_torchs_own() -> bool:
+    """True if nobody has set an `activation_memory_budget` on this thread."""
+    return bool(config.activation_memory_budget == 1)
+
+
+@contextmanager
+def partitioned(choose: Choose) -> Iterator[None]:
+    """Context in which regions that compile on this thread save what `choose` says. What it raises, the compile raises."""
+    joint_pass = _JointPass(choose)
+    try:
+        yield
+    finally:
+        joint_pass.end()
+
+
+class _JointPass:
+    """Torch's pass over joint graphs, and what it replaces among the settings of this thread (torch 2.11: of the process)."""
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose, self._thread, self.ended = choose, threading.get_ident(), False
+        self.before = config.joint_custom_pass, config.activation_memory_budget_runtime_estimator
+        own: Any = self, _Uncached(self.before[1])
+        config.joint_custom_pass, config.activation_memory_budget_runtime_estimator = own
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        from torch._inductor.custom_graph_pass import CustomRuntimeEstimator  # loaded by now, as torch compiles
+
+        CustomRuntimeEstimator.register(_Uncached)
+        if callable(self.before[0]):
+            graph = self.before[0](graph, inputs)
+        if not self.ended and threading.get_ident() == self._thread and (share := self._choose(graph)) is not None:
+            next(iter(graph.graph.nodes)).meta["memory_budget"] = float(share)  # of an input, which no pass removes
+        return graph
+
+    def end(self) -> None:
+        """Restore the settings, unless somebody set others since. Contexts of several threads may end in any order."""
+        self.ended = True
+        while isinstance(found := config.joint_custom_pass, _JointPass) and found.ended:
+            config.joint_custom_pass, config.activation_memory_budget_runtime_estimator = found.before
+
+
+class _Uncached:
+    """Torch's estimate of a node's time as it was set, by which torch knows that no cache may hold what comes of it."""
+
+    def __init__(self, estimator: Any) -> None:
+        self._estimator = estimator
+
+    def __call__(self, node: fx.Node) -> float:
+        from torch._functorch.partitioners import estimate_runtime
+
+        with config.patch(activation_memory_budget_runtime_estimator=self._estimator):
+            return float(estimate_runtime(node))
+
+    def uuid(self) -> None:
+        """No key."""
+
+
+# --- the choice
+
+
+class Divided(NamedTuple):
+    """Estimate of a region that is compiled with some partition. Inputs and parameters of the region are not in it."""
+
+    peak_bytes: int
+    """Most bytes at a time, with all results on the device."""
+    saved_bytes: int
+    remade: int
+    """Operators of forward that run again in backward."""
+
+    def __str__(self) -> str:
+        return f"peak {format_size(self.peak_bytes)}, {format_size(self.saved_bytes)} saved, {self.remade} operators remade"
+
+
+def divided(graph: fx.GraphModule, share: float) -> Divided:
+    """Return the estimate for a joint graph, which stays as it is. Takes about 1 ms for each operator."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    nodes = fx.Graph()
+    nodes.output(nodes.graph_copy(graph.graph, {}))
+    given, results = _given(nodes), tree_leaves([node.args for node in nodes.find_nodes(op="output")])
+    # The graph returns the results of forward, and then a gradient for each of its inputs.
+    num_results = len(results) - sum(map(_is_input, nodes.nodes))
+    with config.patch(activation_memory_budget=share):
+        divided = min_cut_rematerialization_partition(fx.GraphModule(graph, nodes), (), num_fwd_outputs=num_results)
+    forward, backward = (one.graph for one in divided)
+    saved = storages_of([node for node in backward.find_nodes(op="placeholder") if not node.name.startswith("tangents")])
+    again = {node.name for node in forward.nodes} & {node.name for node in backward.nodes if node.op == "call_function"}
+    saved_bytes = sum(nbytes for storage, nbytes in saved.items() if storage not in given)
+    return Divided(max(_peak_bytes(forward, given), _peak_bytes(backward, given)), saved_bytes, len(again))
+
+
+def _given(graph: fx.Graph) -> dict[int, int]:
+    """Storages of the inputs and parameters of a joint graph, which its views of them have too."""
+    return storages_of(list(filter(_is_input, graph.nodes)))
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.name.startswith("primals")
+
+
+def storages_of(nodes: Sequence[fx.Node]) -> dict[int, int]:
+    """Return the bytes of each storage that `nodes` make or are given."""
+    found = dict[int, int]()
+    for tensor in tree_leaves([node.meta.get("val") for node in nodes]):
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+            nbytes: Any = (storage := tensor.untyped_storage()).nbytes()
+            found[storage._cdata] = nbytes if isinstance(nbytes, int) else nbytes.node.hint or 0
+    return found
+
+
+def _peak_bytes(graph: fx.Graph, given: Collection[int]) -> int:
+    """Most bytes at a time as `graph` runs, each storage from its first operator to its last, without those `given`."""
+    held = {node: storages_of([node]) for node in graph.nodes}
+    last = {storage: node for node in graph.nodes for used in (node, *node.all_input_nodes) for storage in held[used]}
+    alive, peak_bytes = dict[int, int](), 0
+    for node in graph.nodes:
+        alive |= {storage: nbytes for storage, nbytes in held[node].items() if storage not in given}
+        peak_bytes = max(peak_bytes, sum(alive.values()))
+        alive = {storage: nbytes for storage, nbytes in alive.items() if last[storage] is not node}
+    return peak_bytes
+
+
+def _is_set(nodes: Sequence[fx.Node]) -> bool:
+    """True if an `activation_memory_budget` was set for a region: on this thread, or around its code."""
+    custom = ({**node.meta, **(node.meta.get("custom") or {})} for node in nodes)
+    marks = {"memory_budget", "_region_activation_memory_budget"}
+    return not partition_is_torchs_own() or any(not marks.isdisjoint(meta) for meta in custom)
+
+
+class FirstChoice:
+    """Chooses for each region as it compiles: torch's own partition if it fits, else the first of `shares` that does, else what
+    needs least."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self._shares = shares
+        self.budget_bytes: int | None = None
+        self.resident_bytes = self.beside_bytes = 0
+        """Bytes for all (None: unknown, torch's own stays); of them what stays on the device, and what other things take."""
+        self.fixed: float | None = None
+        """Share of all regions that compile from now on; None: chosen for each."""
+        self.shares, self.lines = list[float](), list[str]()
+        """For each region in the order in which they compiled, as `compiled_partition` takes them; lines with estimates."""
+        self.most_bytes, self.fits = 0, True
+        """The most that one needs as chosen, by estimate; and if all fit."""
+
+    def __call__(self, graph: fx.GraphModule) -> float | None:
+        nodes = list(graph.graph.nodes)
+        is_set = _is_set(nodes)
+        self.shares.append(1.0 if is_set else self._chosen(graph, nodes) if self.fixed is None else self.fixed)
+        return None if is_set else self.shares[-1]
+
+    def _chosen(self, graph: fx.GraphModule, nodes: Sequence[fx.Node]) -> float:
+        if self.budget_bytes is None:
+            return 1.0
+        given = _given(graph.graph)
+        room_bytes = max(0, self.budget_bytes - max(self.resident_bytes, sum(given.values())) - self.beside_bytes)
+        undivided_bytes = _peak_bytes(graph.graph, given)  # nothing is remade: more than by torch's own partition
+        if undivided_bytes <= room_bytes:
+            self.most_bytes = max(self.most_bytes, undivided_bytes)
+            self._note(nodes, f"torch's own, which needs less than {format_size(undivided_bytes)} of {format_size(room_bytes)}")
+            return 1.0
+        tried = {1.0: (own := divided(graph, 1.0))}
+        for share in self._shares:
+            if min(one.peak_bytes for one in tried.values()) <= room_bytes:
+                break
+            if own.peak_bytes - (1 - share) * own.saved_bytes <= room_bytes or share == self._shares[-1]:  # else it cannot do
+                tried[share] = divided(graph, share)
+        chosen = min(tried, key=lambda share: max(tried[share].peak_bytes, room_bytes))  # the first one that fits, if one does
+        self.most_bytes = max(self.most_bytes, tried[chosen].peak_bytes)
+        self.fits &= tried[chosen].peak_bytes <= room_bytes
+        said = "torch's own" if chosen == 1 else f"activation_memory_budget {chosen:g}"
+        estimates = "; ".join(f"{share:g}: {one}" for share, one in tried.items())
+        self._note(nodes, f"{said}, for {format_size(room_bytes)}; estimates by that value: {estimates}")
+        return chosen
+
+    def _note(self, nodes: Sequence[fx.Node], text: str) -> None:
+        places = (re.search(r'File "(.*?)", line (\d+), in (.*)', node.meta.get("stack_trace") or "") for node in nodes)
+        place = next(filter(None, places), None)
+        where = "a region" if place is None else f"{place[3]} at {Path(place[1]).name}:{place[2]}"
+        self.lines.append(f"{where}, compile {torch._guards.CompileContext.current_compile_id()}: {text}")
+        _log.info("chameleon_mm: partition of a compiled region: %s", self.lines[-1])

@@ -75,7 +75,7 @@ class Training:
         self._kind = kind
         with kind.placed():
             self._model = case.build()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=case.learning_rate)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=case.learning_rate, fused=True)
         self._step = 0
 
     def forward(self) -> Tensor:

@@ -22,7 +22,7 @@ def gpt_report(*, steps: int = 4, plans: bool = True, hbm_mib: float = 7.0, link
     """Report of a GPT's steps within so much memory, on a GPU with such a link: slow enough for stalls and recomputation."""
     spec = dataclasses.replace(SPECS["h200"], d2h_gbps=link_gbps, h2d_gbps=link_gbps, duplex_gbps=2 * link_gbps)
     device, model = cm.SimDevice(spec), small_gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     ids = torch.randint(0, 256, (8, 64))
     session = cm.SwapSession(device.allocated_bytes() + int(hbm_mib * MIB), "64MiB", device, "16KiB", model=model, plans=plans)
     with session:

@@ -129,8 +129,19 @@ PAIRS = [pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in PRO
 ]
 
 
+ON_CUDA = [
+    pytest.param(*pair.values, "cuda", id=f"cuda-{pair.id}", marks=[*pair.marks, pytest.mark.gpu, *half])
+    for number, pair in enumerate(PAIRS)
+    for half in [[pytest.mark.thorough] if number % 2 else []]
+]
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize(("program", "backend"), PAIRS)
+@pytest.mark.parametrize(
+    ("program", "backend", "device"),
+    [*(pytest.param(*pair.values, "sim", id=f"sim-{pair.id}", marks=pair.marks) for pair in PAIRS), *ON_CUDA],
+    indirect=["device"],
+)
 def test_a_compiled_program_has_its_bits_in_a_session(program: str, backend: str, device: Device, same_as_alone: Any) -> None:
     session = session_on(device)
     known = ("more device memory allocated",) if program == "LSTM" else ()
@@ -399,7 +410,18 @@ def test_a_choice_that_was_too_large_is_corrected_once(backend: str, device: Dev
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("program", "backend"), [pair for pair in PAIRS if pair.values[0] in BY_INDUCTOR])
+@pytest.mark.parametrize(
+    ("program", "backend"),
+    [
+        *(pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in BY_INDUCTOR),
+        *(
+            pytest.param(
+                name, "inductor", id=f"{name}-inductor", marks=[*inductor.marks, *[pytest.mark.thorough] * (number > 1)]
+            )
+            for number, name in enumerate(BY_INDUCTOR)
+        ),
+    ],
+)
 def test_regions_with_other_partitions_have_the_bits_of_the_same_ones_alone(
     program: str, backend: str, sim: cm.SimDevice, same_as_alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,7 @@ def steps_of(kinds: Sequence[str], device: Device | None, budget: int | None = N
 
     def make() -> tuple[Net, torch.optim.Optimizer]:
         model = Net().to(at)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step(model: Net, optimizer: torch.optim.Optimizer, number: int) -> list[float]:
         loss = model(batch(number, kinds[number]).to(at), kinds[number])
@@ -146,7 +146,7 @@ def test_gradients_are_there_as_a_step_begins_if_they_are_and_not_if_as_much_is(
         with device.compute(), ExitStack() as opened:
             model = Net()
             nbytes = sum(int(allocated_size(p.untyped_storage().nbytes())) for p in model.parameters())
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             session = None
             if budget is not None:
                 named = model if has_model else None
@@ -224,7 +224,7 @@ def test_what_passes_the_budget_where_no_hook_of_ours_runs_is_told_once(
     budget = int(max(run(["plain"] * 2).peaks) * 0.85)
     with sim.compute():
         model = Net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         session = cm.SwapSession(budget, "64MiB", sim, "16KiB", model=model)
         with session:
             for number in range(8):

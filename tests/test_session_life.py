@@ -27,7 +27,7 @@ class Training:
         torch.manual_seed(0)
         self.to = device.torch_device
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU()) for _ in range(4))).to(self.to)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
 
     def step(self) -> Tensor:
         loss: Tensor = self.model(torch.ones(64, SIDE, device=self.to)).square().mean()

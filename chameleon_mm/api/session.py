@@ -348,8 +348,8 @@ class SwapSession:
 
     @property
     def hbm_budget(self) -> int:
-        """Bytes of device memory that a step may take. Set it, to whatever the session takes, between two steps, up or down;
-        "auto" reads again what is free. It holds from the next step on, which follows a new plan from earlier recordings,
+        """Bytes of device memory that a step may take. Set it between two steps, up or down, to a size, a share or "auto",
+        which reads again what is free. It holds from the next step on, which follows a new plan from earlier recordings,
         without being recorded again.
 
         Setting it raises `TypeError` and `ValueError` for an invalid size, and `SessionClosedError` inside a step and after the
@@ -359,8 +359,8 @@ class SwapSession:
         return self.hbm_budget_bytes
 
     @hbm_budget.setter
-    def hbm_budget(self, size: float | str | None) -> None:
-        nbytes = (taken := take_budget(AUTO if size is None else size, self.device)).nbytes
+    def hbm_budget(self, size: float | str) -> None:
+        nbytes = (taken := take_budget(size, self.device)).nbytes
         self._expect_between_steps("hbm_budget")
         if self._phase is Phase.OPEN:
             self._model_swap.check_budget(self.device, nbytes, self._executor.checksums)
@@ -390,8 +390,8 @@ class SwapSession:
         return self.pool.limit_bytes
 
     @host_budget.setter
-    def host_budget(self, size: float | str | None) -> None:
-        held_bytes, size = self.pool.stats().reserved_bytes, 0.5 if size is None or is_auto(size) else size
+    def host_budget(self, size: float | str) -> None:
+        held_bytes, size = self.pool.stats().reserved_bytes, 0.5 if is_auto(size) else size
         nbytes = parse_budget(size, lambda: pinnable_bytes(held_bytes=held_bytes), what="host_budget")
         self._expect_between_steps("host_budget")
         if not self._owns_pool:

@@ -323,6 +323,30 @@ def test_pins_of_modules_whose_forward_saves_nothing_are_said_to_hold_nothing(si
     assert ["hold nothing" in text for label, text in report.rows() if label.startswith("pins")] == [True]
 
 
+def test_a_pin_on_top_of_others_makes_no_plan_faster() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.down(torch.tanh(F.dropout(F.silu(self.up(self.norm(x))) * 1.5, 0.1)))
+            return out
+
+    us = []
+    for pins in ([], ["1"], ["1", "2"], ["0", "1", "2"]):
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        with cm.attach(model, device="sim:rtx4090", hbm_budget=15_300_000, min_bytes=4096, never_recompute=pins) as handle:
+            for _ in range(2):
+                model(torch.randn(2048, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        us.append(handle.report().planned_step_us or 0)
+    assert us == sorted(us)
+    assert us[1] < 2 * us[0]  # one of four blocks
+
+
 def test_pins_need_a_model() -> None:
     with pytest.raises(ValueError, match=r"keep: expected a session that knows its model; make it SwapSession\(model=model"):
         cm.SwapSession(device="sim", keep=["a"])

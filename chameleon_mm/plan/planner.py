@@ -44,6 +44,10 @@ _PLANNED = 2
 """Number of choices that are planned because their estimates are best."""
 _BESIDE = 4
 """Maximum number of choices that are planned because they are next to the best plan so far."""
+_FAR = 1.25
+"""Ratio of the best plan's time to the least estimate from which choices all over the path are planned."""
+_APART = 5
+"""Number of steps along the path then; each takes about as long as a plan that only swaps."""
 _WAITS = 1e-4
 """Share of the step from which stalls count as waiting."""
 _REPAIRS = 8
@@ -93,6 +97,8 @@ class HybridSearch:
             self._try(part, tried)
         if not self.plans:
             self._try(self._last, tried)
+        if not self.plans or self.plans[0].step_us > _FAR * min(parts.values()):
+            self._halve(tried)
         for _ in range(_BESIDE):
             # If copies make compute wait, recompute more; else try to recompute less.
             step = 1 if not self.plans or self.plans[0].stall_us > _WAITS * self.plans[0].step_us else -1
@@ -101,6 +107,17 @@ class HybridSearch:
                 part += step
             if not (0 <= part <= self._last) or self._best_part != part:
                 break
+
+    def _halve(self, tried: set[tuple[int, ...]]) -> None:
+        """Plan choices all over the path, then between the best and its neighbours, by half the distance each time: estimates
+        say nothing where memory has no room for what they would recompute."""
+        step = max(1, self._last // _APART)
+        for part in range(0, self._last + 1, step):
+            self._try(part, tried)
+        while (step := step // 2) and self.plans:
+            for part in (self._best_part - step, self._best_part + step):
+                if 0 <= part <= self._last:
+                    self._try(part, tried)
 
     def _choice(self, part: int) -> Choice:
         return self._path.choice(part / _FINER)

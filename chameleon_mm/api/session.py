@@ -420,6 +420,7 @@ class SwapSession:
                 f"step"
             )
 
+    @uncompiled  # a compiled function may run steps
     def _begin_step(self) -> None:
         lowered_bytes = self._lowered_budget_bytes()
         timed = self._history.begin(self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes)
@@ -428,6 +429,7 @@ class SwapSession:
         self._model_swap.begin_step()
         self._executor.begin_step(timed=timed, pack_hook=self._save)
 
+    @uncompiled
     def _end_step(self, *, completed: bool) -> None:
         """End the running step, once: at its own end, or at the session's if that comes first."""
         if Phase is None:  # as in `__exit__`

@@ -1,4 +1,4 @@
-"""What compiled regions save: chosen as torch divides each one's graph into forward and backward, before either is compiled.
+"""Chooses what each compiled region saves, as torch divides its graph into forward and backward, before either is compiled.
 
     with partitioned(FirstChoice(shares)):   # for regions that compile on this thread, by any backend of AOTAutograd
         torch traced forward and backward as one graph:

@@ -72,7 +72,7 @@ def failing_layer(model: nn.Module, way: Callable[[], None], place: str, is_due:
 def train(case: Case, rank: int, told: dict[str, Any]) -> None:
     torch.manual_seed(0)
     training = next(engine for engine in ENGINES if engine.__name__ == case.engine)()
-    optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
     number = 0
     if rank == 1:
         way = next(way for way in WAYS if way.__name__ == case.way)

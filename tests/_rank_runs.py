@@ -48,7 +48,7 @@ def trained(build: Callable[[], Training], make_session: Callable[[Training], cm
     """Losses and gradients of each step and the weights at the end, and the session."""
     torch.manual_seed(0)  # the same weights on each rank
     training = build()
-    optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2)
     torch.manual_seed(1 + dist.get_rank())  # other rows on each, other masks
     seen: Seen = {}
     session = make_session(training) if make_session else None

@@ -42,7 +42,7 @@ def zero_trained(stage: int, precision: str, hbm_budget: str | None) -> tuple[Se
     """Six steps of two micro-batches in DeepSpeed's engine, which has its own optimizer around torch's."""
     torch.manual_seed(0)
     model = blocks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": 2,

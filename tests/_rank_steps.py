@@ -55,7 +55,7 @@ def trained(end: End, *, keeps: bool, attached: bool) -> tuple[Seen, cm.SwapRepo
     """`keeps`: parameters stay whole after the backward of the first micro-batch."""
     torch.manual_seed(0)
     model: Any = sharded(blocks(), reshard=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1 + dist.get_rank())
     handle = cm.attach(model, hbm_budget="64MiB", host_budget="64MiB", min_bytes=1024) if attached else None
     seen: Seen = {}

@@ -38,7 +38,7 @@ def trained(way: str, rank: int, session: cm.SwapSession | None) -> list[Tensor]
     torch.manual_seed(0)  # the same weights on each rank
     layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)]
     model = wrapped(nn.Sequential(*layers).cuda(), way)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1 + rank)  # other rows on each
     seen = []
     with session or nullcontext():

@@ -66,7 +66,7 @@ def trained(*, attached: bool) -> Outcome:
     model = nn.Sequential(nn.Linear(16, 64), layer(), nn.Linear(64, 64), layer(), nn.Linear(64, 1))
     with kernels.use_kernel_mapping({"Gate": {"cpu": Local()}}):
         kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     handle = cm.attach(model, **swapping("64MiB")) if attached else None
     for _ in range(5):
         loss = model(torch.randn(8, 16)).square().mean()

@@ -57,7 +57,7 @@ class Pictures(LightningModule):  # type: ignore[misc]  # mypy does not follow l
                 self.seen.note("gradient", parameter.grad)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3, fused=True)
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5)}
 
 
@@ -166,7 +166,7 @@ def test_fabric_gives_the_same_bits(precision: str) -> None:
         seen = Seen()
         fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
         net = RESNET()
-        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True))
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
         swap = None if budget is None else cm.attach(model, optimizer, **swapping(budget))
         for number, (pictures, labels) in enumerate(DataLoader(Examples(8 * STEPS), 4)):
             accumulating = number % 2 == 0

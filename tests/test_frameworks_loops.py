@@ -39,7 +39,7 @@ def test_accelerate_gives_the_same_bits(precision: str, checkpointing: bool, bud
         net: Any = unet()
         if checkpointing:
             net.enable_gradient_checkpointing()
-        made = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+        made = torch.optim.AdamW(net.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.StepLR(made, 5)
         model, optimizer, loader, schedule = accelerator.prepare(
             net, made, DataLoader(TensorDataset(torch.arange(2 * STEPS))), schedule
@@ -69,7 +69,7 @@ def test_a_recipe_gives_the_same_bits(checkpointing: bool, budget_kib: int) -> N
         seen = Seen()
         build = recomputed(llama(2), reentrant=False) if checkpointing else llama(2)
         model, loss_of = build(), language(rows=2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
         swap = None if budget is None else cm.attach(model, **swapping(budget))
         running = torch.zeros(())
@@ -98,7 +98,7 @@ def test_generation_in_between_does_no_harm() -> None:
     def train(budget: str | None) -> tuple[Outcome, Any]:
         seen = Seen()
         model: Any = llama(2)()
-        loss_of, optimizer = language(rows=2), torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        loss_of, optimizer = language(rows=2), torch.optim.AdamW(model.parameters(), lr=1e-3)
         swap = None if budget is None else cm.attach(model, **swapping(budget))
         prompt = torch.arange(6).reshape(2, 3)
         for number in range(2 * STEPS):

@@ -555,7 +555,7 @@ def test_a_long_message_of_somebody_elses_is_cut(models: str, capsys: pytest.Cap
 
 def _without(monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("chameleon_mm.tools.workload.find_spec", lambda name: None if name == absent else find_spec(name))
+    monkeypatch.setattr("chameleon_mm.tools.hub_models.find_spec", lambda name: None if name == absent else find_spec(name))
 
 
 def test_without_transformers_the_others_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

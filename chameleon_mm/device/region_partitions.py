@@ -86,6 +86,8 @@ class _JointPass:
     def end(self) -> None:
         """Restore the settings, unless somebody set others since. Contexts of several threads may end in any order."""
         self.ended = True
+        if config is None:  # the interpreter's end has cleared this module
+            return  # type: ignore[unreachable]  # not to mypy
         while isinstance(found := config.joint_custom_pass, _JointPass) and found.ended:
             config.joint_custom_pass, config.activation_memory_budget_runtime_estimator = found.before
 

@@ -13,6 +13,7 @@ along the frames at one place, then to the caption, and has an MLP. The time shi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +48,9 @@ class VideoShape:
     def batch(self, rows: int, **factory: torch.dtype | torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Latents and noise [rows, channels, frames, height, width], captions [rows, tokens, width], times [rows] of 0 to 1."""
         video = (rows, self.channels, self.frames, *self.sides)
-        latents, noise = torch.randn(video, **factory), torch.randn(video, **factory)  # type: ignore[call-overload]
-        captions = torch.randn(rows, self.caption, self.caption_width, **factory)  # type: ignore[call-overload]
-        return latents, noise, captions, torch.rand(rows, **factory)  # type: ignore[call-overload]
+        made: dict[str, Any] = factory
+        latents, noise = torch.randn(video, **made), torch.randn(video, **made)
+        return latents, noise, torch.randn(rows, self.caption, self.caption_width, **made), torch.rand(rows, **made)
 
 
 class Attention(nn.Module):

@@ -158,7 +158,7 @@ _GH200 = GpuSpec(
     h2d_gbps=411.0, d2h_gbps=170.0, duplex_gbps=436.0,
     source=(
         "NVIDIA GH200 datasheet, 96 GB HBM3 and 480 GB LPDDR5X version: 4 TB/s, BF16 1979 TFLOP/s with sparsity (half is "
-        "dense), FP32 67; link: published rates of one machine's copy engines over NVLink-C2C (arXiv 2407.07850 has 375 back and "
+        "dense), FP32 67; link: published rates of one machine's copy engines over NVLink-C2C (arXiv 2407.07850 has 375 back, "
         "297 out); derived, both ways 75 % of their sum as on the H200"
     ),
 )  # fmt: skip

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -110,6 +110,9 @@ class SwapSession:
     already on the device.
     """
 
+    _frozen, _lowered_bytes = False, cast("int | None", None)
+    """What a closed session knows of its model and of `run_step`."""
+
     @uncompiled
     def __init__(
         self,
@@ -170,8 +173,6 @@ class SwapSession:
         self._history = StepHistory(self.device, self._executor, self.pool, tell)
         self._executor.hook_counts.expects_steps = True
         self._runner: StepRunner | None = None
-        self._frozen = False
-        self._lowered_bytes: int | None = None
 
     def _plan_steps(self, *, recompute: bool) -> Adaptation:
         recomputes = recompute and not self._model_swap.swaps_parameters

@@ -11,6 +11,7 @@ by an optimizer of a drawn kind, of which one steps in backward, and runs in hal
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -166,6 +167,8 @@ class Run:
     mixed: Mixed
     kind: Kind
     seen: list[Image] = field(default_factory=list)
+    in_backward: dict[Tensor, torch.optim.Optimizer] = field(default_factory=dict)
+    """Optimizer of each parameter that is stepped in backward."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(5)
@@ -179,13 +182,16 @@ class Run:
             return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if name != "in backward":
             return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=name == "fused")
+        me = weakref.ref(self)  # the collector cannot see through torch's hooks: a parameter's own optimizer would live on
+
+        def stepped(parameter: Tensor) -> None:
+            run = me()
+            assert run is not None
+            run.in_backward[parameter].step()
+            run.in_backward[parameter].zero_grad()
+
         for parameter in model.parameters():
-            mine = torch.optim.SGD([parameter], lr=0.01)
-
-            def stepped(parameter: Tensor, mine: torch.optim.Optimizer = mine) -> None:
-                mine.step()
-                mine.zero_grad()
-
+            self.in_backward[parameter] = torch.optim.SGD([parameter], lr=0.01)
             parameter.register_post_accumulate_grad_hook(stepped)
         return None
 

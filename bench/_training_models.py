@@ -25,16 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack, noise
 from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
-from chameleon_mm.tools.video_models import VideoShape
+from chameleon_mm.tools.video_models import VideoDiT, VideoShape
 
 CLASSES = 10
 """Classes of images that ViT and ResNet distinguish."""
 
 PATCHES = 16
 """Patches along a side of a ViT's image."""
-
-FRAMES = 17
-"""Frames of a video's latents: a wavelet VAE's of 65."""
 
 STAGES = 3
 """Stages of a ResNet: each after the first has twice the width at half the side."""
@@ -110,9 +107,7 @@ def gpt2(sizes: Sizes) -> Workload:
 
     def make(device: torch.device, checkpointed: bool) -> tuple[nn.Module, Loss]:
         config = GPTConfig(layers=sizes.layers, width=sizes.width, heads=sizes.heads, context=sizes.seq, dropout=DROPOUT)
-        model = GPT(config, device=device).to(DTYPES[sizes.dtype])
-        model.blocks = _blocks(model.blocks, checkpointed)
-        return model, model.loss
+        return _of_blocks(GPT(config, device=device), DTYPES[sizes.dtype], checkpointed)
 
     def batch(device: torch.device) -> tuple[Tensor, ...]:
         ids = torch.randint(0, VOCABULARY, (sizes.batch, sizes.seq + 1), device=device)
@@ -125,6 +120,12 @@ def gpt2(sizes: Sizes) -> Workload:
         make=make,
         batch=batch,
     )
+
+
+def _of_blocks(model: GPT | VideoDiT, dtype: torch.dtype, checkpointed: bool) -> tuple[nn.Module, Loss]:
+    model = model.to(dtype)
+    model.blocks = _blocks(model.blocks, checkpointed)
+    return model, model.loss
 
 
 def vit(sizes: Sizes) -> Workload:
@@ -148,13 +149,11 @@ def video_dit(sizes: Sizes) -> Workload:
         raise ValueError(f"--seq: expected an even number of latents for video-dit, got {sizes.seq}")
     sides, dtype = (sizes.seq, sizes.seq), DTYPES[sizes.dtype]
     of = {"layers": sizes.layers, "width": sizes.width, "heads": sizes.heads}
-    shape = VideoShape(**of, frames=FRAMES, sides=sides, caption=77, caption_width=512)
+    shape = VideoShape(**of, sides=sides, caption=77, caption_width=512)
 
     def make(device: torch.device, checkpointed: bool) -> tuple[nn.Module, Loss]:
         with device:
-            model = shape.model().to(dtype)
-        model.blocks = _blocks(model.blocks, checkpointed)
-        return model, model.loss
+            return _of_blocks(shape.model(), dtype, checkpointed)
 
     return Workload(
         about=f"video DiT: {sizes.layers} blocks, width {sizes.width}, {sizes.heads} heads, {sizes.batch} of {shape.about}, "

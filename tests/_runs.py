@@ -26,7 +26,7 @@ Step = Callable[[Model, torch.optim.Optimizer, int], list[Any]]
 @dataclass(slots=True, kw_only=True)
 class Run:
     seen: list[Any] = field(default_factory=list)
-    """What the steps returned."""
+    """Results of the steps, in order."""
     parameters: list[Tensor] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     """Peak of device memory in each step, in bytes."""

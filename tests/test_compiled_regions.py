@@ -130,9 +130,10 @@ PAIRS = [pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in PRO
 
 
 ON_CUDA = [
-    pytest.param(*pair.values, "cuda", id=f"cuda-{pair.id}", marks=[*pair.marks, pytest.mark.gpu, *half])
+    pytest.param(
+        *pair.values, "cuda", id=f"cuda-{pair.id}", marks=[*pair.marks, pytest.mark.gpu, *[pytest.mark.thorough] * (number % 2)]
+    )
     for number, pair in enumerate(PAIRS)
-    for half in [[pytest.mark.thorough] if number % 2 else []]
 ]
 
 

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar
 
 import torch
 from torch import nn
@@ -110,8 +110,10 @@ class SwapSession:
     already on the device.
     """
 
-    _frozen, _lowered_bytes = False, cast("int | None", None)
-    """What a closed session knows of its model and of `run_step`."""
+    _frozen = False
+    """True if a closed session's model had no parameter to train."""
+    _lowered_bytes: int | None = None
+    """A closed session's budget after steps that ran again; None: none did."""
 
     @uncompiled
     def __init__(

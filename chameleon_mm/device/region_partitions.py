@@ -50,7 +50,7 @@ def compiled_partition(*activation_memory_budget: float) -> Iterator[None]:
 
 
 def partition_is_torchs_own() -> bool:
-    """True if nobody has set an `activation_memory_budget` on this thread."""
+    """True if torch's `activation_memory_budget` has its default on this thread."""
     return bool(config.activation_memory_budget == 1)
 
 

@@ -54,10 +54,10 @@ class SwapCallback(Trainings, Callback):  # type: ignore[misc]  # mypy does not 
         if trainer.global_step != self._steps_before:
             self.attachment.end_step()
             if not trainer.barebones and trainer._logger_connector.should_update_logs:  # as Lightning's own monitors do
-                values = self.attachment.log_values()
-                # Lightning repeats what is missing. On the host: a copy to the device would wait for all work before it.
-                known = {name: values.get(name, nan) for name in LOGGED} if values else {}
-                pl_module.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()})
+                if values := self.attachment.log_values():
+                    values = dict.fromkeys(LOGGED, nan) | values  # Lightning repeats what is missing
+                # On the host: a copy to the device would make it wait for all work at every step.
+                pl_module.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Detach if this training is attached."""

@@ -123,9 +123,6 @@ _NOT_FIGURES = frozenset({"spans", "timed", "planned", "step_figures"})
 """Fields that only the page and the trace use."""
 
 
-_NO_FORWARD = "they may be used without it, replaced, or inside compiled code"
-
-
 @dataclass(slots=True, kw_only=True)
 class SwapReport(Counters):
     """Figures of one session. Bytes are bytes, `_us` microseconds of the device's clock (virtual on the simulator)."""
@@ -418,7 +415,10 @@ class SwapReport(Counters):
         if not given:
             return []
         text = ", ".join(given)
-        if "step_us" in self.pins:
+        if "step_us" in self.pins and not self.pins["kept_bytes"] + self.pins["never_recomputed_bytes"]:
+            text += ": hold nothing: no forward of these modules saves what could move; "
+            text += "they may be used without it, replaced, or inside compiled code"
+        elif "step_us" in self.pins:
             us, without_us = self.pins["step_us"], self.pins["step_us_without"]
             more = f" ({100 * (us / without_us - 1):+.1f} %)" if us is not None and without_us else ""
             kept, never = (format_size(self.pins[name]) for name in ("kept_bytes", "never_recomputed_bytes"))
@@ -426,8 +426,6 @@ class SwapReport(Counters):
             text += ": {} kept, {} never recomputed; predicted step {} with them, {} without{}".format(
                 kept, never, *steps, more
             )
-            if not self.pins["kept_bytes"] and not self.pins["never_recomputed_bytes"]:
-                text = f"{', '.join(given)}: hold nothing: no forward of these modules saves what could move; {_NO_FORWARD}"
         return [(f"pins{clock}", text)]
 
     def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:

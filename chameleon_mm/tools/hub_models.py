@@ -9,8 +9,8 @@ follows from the kind of model, the first in `KINDS` that transformers has for t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,15 @@ class Kind:
     inputs: Callable[[Any, int, int], Inputs]
     """Configuration, rows, length of a row -> arguments of forward, labels among them."""
     unit: str | None = "tokens"
-    """What --seq counts; None: the configuration has the size of a row."""
+    """Unit of --seq; None: the configuration has the size of a row."""
     length: Callable[[Any], int | None] = lambda config: getattr(config, "max_position_embeddings", None)
     """The longest row that the model can read; None: any."""
+    most: int = _MOST_TOKENS
+    """Maximum default length of a row."""
+    is_for: Callable[[Any], bool] = lambda config: True
+    """False for a configuration that the mapping has and that is trained as another kind."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of forward beside its inputs."""
 
 
 def _ids(rows: int, tokens: int) -> Tensor:
@@ -81,15 +87,22 @@ KINDS = (
         name="text to text", auto="AutoModelForSeq2SeqLM", mapping="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", inputs=_text,
         length=lambda config: getattr(config, "max_position_embeddings", getattr(config, "n_positions", None)),
     ),
-    Kind(name="masked language model", auto="AutoModelForMaskedLM", mapping="MODEL_FOR_MASKED_LM_MAPPING", inputs=_text),
-    Kind(name="causal language model", auto="AutoModelForCausalLM", mapping="MODEL_FOR_CAUSAL_LM_MAPPING", inputs=_text),
+    Kind(
+        name="masked language model", auto="AutoModelForMaskedLM", mapping="MODEL_FOR_MASKED_LM_MAPPING", inputs=_text,
+        is_for=lambda config: not getattr(config, "is_decoder", False),
+    ),
+    Kind(
+        name="causal language model", auto="AutoModelForCausalLM", mapping="MODEL_FOR_CAUSAL_LM_MAPPING", inputs=_text,
+        options={"use_cache": False},
+    ),
     Kind(
         name="image classification", auto="AutoModelForImageClassification",
         mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", inputs=_image, unit=None,
     ),
     Kind(
         name="sound classification", auto="AutoModelForAudioClassification",
-        mapping="MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", inputs=_sound, unit="samples", length=lambda config: _SAMPLES,
+        mapping="MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", inputs=_sound, unit="samples",
+        length=lambda config: None, most=_SAMPLES,
     ),
 )  # fmt: skip
 """Kinds of models, in the order in which they are looked for."""
@@ -113,9 +126,9 @@ def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, 
     if layers is not None:
         config = _with_layers(config, text, layers)
     longest = kind.length(config)
-    length = min(longest or _MOST_TOKENS, _SAMPLES if kind.unit == "samples" else _MOST_TOKENS) if seq is None else seq
+    length = min(longest or kind.most, kind.most) if seq is None else seq
     notes = ["rows are whole: no padding, so attention needs no mask"] if kind.unit == "tokens" else []
-    if kind.unit == "tokens" and longest is not None and length > longest:
+    if longest is not None and length > longest:
         notes.append(f"rows are longer than the {longest} tokens that the model can read")
     if getattr(config, "quantization_config", None) is not None:
         notes.append("its quantization_config is ignored: weights are trained, and planned, as they are before it")
@@ -131,10 +144,9 @@ def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, 
             given = kind.inputs(config, batch, length)
         model.train()
         inputs = {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
-        no_cache = {"use_cache": False} if kind.auto == "AutoModelForCausalLM" else {}
 
         def loss() -> Tensor:
-            found: Tensor = model(**inputs, **no_cache).loss
+            found: Tensor = model(**inputs, **kind.options).loss
             return found
 
         row = f"{length} {kind.unit}" if kind.unit else " x ".join(map(str, inputs["pixel_values"].shape[1:]))
@@ -150,8 +162,7 @@ _DRAWN = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_aug
 
 def _kind(transformers: Any, text: str, config: Any) -> Kind:
     for kind in KINDS:
-        is_decoder = kind.auto == "AutoModelForMaskedLM" and getattr(config, "is_decoder", False)
-        if type(config) in getattr(transformers, kind.mapping) and not is_decoder:
+        if type(config) in getattr(transformers, kind.mapping) and kind.is_for(config):
             return kind
     raise ModelUnusable(
         f"MODEL: expected the configuration of one of: {', '.join(kind.name for kind in KINDS)}; got {text!r}, a "

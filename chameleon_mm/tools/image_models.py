@@ -64,15 +64,21 @@ class SelfAttention(nn.Module):
         return mixed
 
 
-def _mlp(width: int, approximate: str) -> nn.Sequential:
+def mlp(width: int, approximate: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate), nn.Linear(4 * width, width))
+
+
+def waves(times: Tensor) -> Tensor:
+    """Times [b] as cosines and sines of 128 frequencies: float32 [b, 256]."""
+    angles = times[:, None].float() * torch.exp(torch.arange(128, device=times.device) / -14.0)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 class ViTBlock(nn.Module):
     def __init__(self, shape: ImageShape) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
-        self.attention, self.mlp = SelfAttention(shape.width, shape.heads), _mlp(shape.width, "none")
+        self.attention, self.mlp = SelfAttention(shape.width, shape.heads), mlp(shape.width, "none")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -106,7 +112,7 @@ class DiTBlock(nn.Module):
     def __init__(self, shape: ImageShape) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(shape.width, eps=1e-6, elementwise_affine=False)
-        self.attention, self.mlp = SelfAttention(shape.width, shape.heads), _mlp(shape.width, "tanh")
+        self.attention, self.mlp = SelfAttention(shape.width, shape.heads), mlp(shape.width, "tanh")
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 6 * shape.width))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -135,8 +141,7 @@ class DiT(ImageModel):
     def forward(self, latents: Tensor, times: Tensor, classes: Tensor) -> Tensor:
         """latents [b, channels, side, side], times [b], classes [b] -> [b, tokens, patch**2 * 2 * channels]."""
         x = self.patches(latents).flatten(2).transpose(1, 2) + self.positions
-        angles = times[:, None].float() * torch.exp(torch.arange(128) / -14.0)
-        condition = self.times(torch.cat((angles.cos(), angles.sin()), dim=-1).to(x.dtype)) + self.classes(classes)
+        condition = self.times(waves(times).to(x.dtype)) + self.classes(classes)
         for block in self.blocks:
             x = block(x, condition)
         shift, scale = self.modulation(condition)[:, None].chunk(2, dim=-1)

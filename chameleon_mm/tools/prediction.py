@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -405,18 +406,14 @@ def with_checkpointing(
     def within(some: Checkpointing) -> bool:
         return peak_memory(recorded(some).trace).nbytes <= prediction.hbm_budget_bytes
 
-    chosen, unswapped = how or Checkpointing(), prediction.ways[0]
-    step = recorded(chosen)
+    recorded, unswapped = cache(recorded), prediction.ways[0]
     if how is None:
-        blocks = len(step.gathered) - 1
-        counts = [Checkpointing(Fraction(count, blocks)) for count in range(1, blocks)]
-        if (place := bisect_left(counts, True, key=within)) < len(counts):
-            step = recorded(chosen := counts[place])
-    trace = step.trace
+        blocks = len(prediction.step.gathered) - 1
+        counts = [Checkpointing(Fraction(count, blocks)) for count in range(1, blocks + 1)]
+        how = counts[min(bisect_left(counts, True, key=within), blocks - 1)]
+    trace = recorded(how).trace
     again_us = trace.duration_us - unswapped.step_us
-    way = Way(
-        name=chosen.name, peak_bytes=peak_memory(trace).nbytes, step_us=trace.duration_us, recompute_us=max(0.0, again_us)
-    )
+    way = Way(name=how.name, peak_bytes=peak_memory(trace).nbytes, step_us=trace.duration_us, recompute_us=max(0.0, again_us))
     return dataclasses.replace(prediction, ways=(*prediction.ways[:-1], way))
 
 

@@ -6,8 +6,7 @@
 
 Latents of a video [b, channels, frames, height, width] become patches of 1 x 2 x 2. Each block attends within a frame, then
 along the frames at one place, then to the caption, and has an MLP. The time shifts, scales and gates them (adaLN-single, arXiv
-2310.00426). The model is trained to predict the velocity between noise and latents (rectified flow, arXiv
-2209.03003).
+2310.00426). The model is trained to predict the velocity between noise and latents (rectified flow, arXiv 2209.03003).
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from chameleon_mm.tools.image_models import mlp, waves
+
 _PATCH = 2
 """Side of a patch in latents; a patch is of one frame."""
 
@@ -28,7 +29,7 @@ class VideoShape:
     layers: int
     width: int
     heads: int
-    frames: int
+    frames: int = 17
     """Frames of latents; a wavelet VAE makes 17 of 65."""
     sides: tuple[int, int]
     """Height and width in latents, an eighth of the pixels; even."""
@@ -76,7 +77,7 @@ class VideoBlock(nn.Module):
         width = shape.width
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.spatial, self.temporal, self.caption = (Attention(width, shape.heads) for _ in range(3))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+        self.mlp = mlp(width, "tanh")
         self.offsets = nn.Parameter(torch.zeros(9, width))
 
     def forward(self, x: Tensor, caption: Tensor, time: Tensor) -> Tensor:
@@ -109,8 +110,7 @@ class VideoDiT(nn.Module):
         """latents [b, channels, frames, height, width], captions [b, tokens, width], times [b] -> as the latents."""
         height, width = latents.shape[-2:]
         x = self.patches(latents).flatten(3).permute(0, 2, 3, 1) + self.positions
-        angles = 1000 * times[:, None].float() * torch.exp(torch.arange(128, device=times.device) / -14.0)
-        time = self.times(torch.cat((angles.cos(), angles.sin()), dim=-1).to(x.dtype)).unflatten(-1, (9, -1))
+        time = self.times(waves(1000 * times.float()).to(x.dtype)).unflatten(-1, (9, -1))
         captions = self.captions(captions)
         for block in self.blocks:
             x = block(x, captions, time)
@@ -127,6 +127,6 @@ class VideoDiT(nn.Module):
 
 
 VIDEO_MODELS = {
-    "video-dit-2b": VideoShape(layers=28, width=1920, heads=24, frames=17, sides=(60, 80)),
+    "video-dit-2b": VideoShape(layers=28, width=1920, heads=24, sides=(60, 80)),
 }
 """About Open-Sora-Plan's (arXiv 2412.00131) at 65 frames of 480 x 640 pixels: its layers and width, rounded to two billion."""

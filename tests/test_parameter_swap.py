@@ -102,6 +102,17 @@ def test_a_program_has_plain_pytorchs_bits(name: str, how: str, device: Device) 
     assert loop.session.pool.stats().live_bytes == 0
 
 
+def test_optimizer_state_fits_beside_what_other_code_holds(device: Device) -> None:
+    """The budget is then larger, and what may come and go at once is not."""
+    with device.compute():
+        held = torch.empty(1 * MIB, device=device.torch_device, dtype=torch.uint8)
+        loop = Swapped(device, 160 * KIB, **CONFIGURATIONS["rule"])
+        PROGRAMS["written by hand"](loop)
+        loop.close()
+    assert loop.session is not None and held.nbytes > loop.session.hbm_budget // 2
+    assert max(loop.peaks) <= loop.session.hbm_budget
+
+
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())

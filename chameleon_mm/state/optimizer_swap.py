@@ -110,6 +110,9 @@ _log = logging.getLogger(__name__)
 BUCKET_BYTES = 64 * MIB
 """Bytes of state that are stepped together: copies of that size reach the link's rate, and three are a small part of a GPU."""
 
+BUCKETS_AT_ONCE = 3
+"""Buckets whose state is on the device at once: one arrives, one is stepped, one leaves."""
+
 _STATE_PER_PARAMETER = 2
 """Assumed number of state tensors of a parameter's size, before the optimizer has made them."""
 
@@ -139,6 +142,7 @@ class OptimizerSwap:
         self._optimizer = optimizer
         self.home = StateHome(executor, min_bytes=MIN_BYTES)
         self.bucket_bytes = bucket_bytes
+        """Most bytes of state that are stepped together; fewer where less of the budget is free."""
         self._splits = is_splittable(optimizer)
         self._active = False
         self._before: Any = None
@@ -216,7 +220,7 @@ class OptimizerSwap:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        buckets = buckets_of(self._optimizer, self._state_bytes, self.bucket_bytes)
+        buckets = buckets_of(self._optimizer, self._state_bytes, self._fitting_bytes())
         left_bytes, budget = 0, self.home.budget
         for i, bucket in enumerate(buckets):
             # The copies out of the last bucket's state may take until the next is stepped. Memory is read again: no autograd
@@ -231,6 +235,12 @@ class OptimizerSwap:
                 raw(self._optimizer)
             left_bytes = self.leave(bucket["params"])
         return loss
+
+    def _fitting_bytes(self) -> int:
+        """Bytes of a bucket such that those on the device at once, and temporaries of the size of one, fit what is free now."""
+        with self.home.entered():
+            free_bytes = self.home.budget.hbm_budget_bytes - self.home.budget.allocated_bytes()
+        return min(self.bucket_bytes, max(0, free_bytes) // (BUCKETS_AT_ONCE + 1))
 
     def _state_bytes(self, p: Tensor) -> int:
         state = self._optimizer.state.get(p)

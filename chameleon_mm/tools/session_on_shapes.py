@@ -31,6 +31,7 @@ from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.state.hosted import MIN_BYTES
+from chameleon_mm.state.optimizer_swap import BUCKETS_AT_ONCE
 from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.outputs import print_table
 from chameleon_mm.tools.prediction import StepNeeds, conclude, rooflines
@@ -209,8 +210,6 @@ def _quiet() -> Iterator[None]:
 # parameters, gradients, state >= MIN_BYTES -> left out; a gradient counts only from its product to its accumulation
 # each operator of the optimizer            -> holds three buckets of state: one arrives, one is stepped, one leaves
 # budget                                    -> reduced by the window, which grows with the budget
-
-BUCKETS_AT_ONCE = 3
 
 _NO_LIMIT = 1 << 62
 

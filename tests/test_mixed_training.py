@@ -330,7 +330,10 @@ KINDS = [
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("begin", "programs"), [(0, 20), pytest.param(1, 300, marks=[pytest.mark.slow, pytest.mark.thorough])])
+@pytest.mark.parametrize(
+    ("begin", "programs"),
+    [(0, 20), pytest.param(1, 300, marks=[pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3 * 3600)])],
+)
 def test_mixed_training_is_plain_pytorchs(begin: int, programs: int, kind: Kind) -> None:
     tally = Tally()
 

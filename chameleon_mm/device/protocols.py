@@ -192,6 +192,9 @@ class Device(Protocol):
     def peak_reserved_bytes(self) -> int | None:
         """Maximum of the bytes that the caching allocator reserved; None on the simulator, which has no such allocator."""
 
+    def cache_flushes(self) -> int:
+        """Times that the caching allocator found no memory and returned its unused memory to the driver; 0 on the simulator."""
+
     def reset_peaks(self) -> None:
         """Restart both peaks from now. For benchmarks and demos: the library itself never resets values that users read."""
 

@@ -59,6 +59,14 @@ SLACK_BLOCKS = 4
 SLACK_PART = 32
 """A plan leaves at most 1 / SLACK_PART of the budget free for block slack. The limit matters only for budgets below 128 MiB."""
 
+GAP_PART = 32
+"""Part of the budget, 1 / GAP_PART, that plans leave free in addition when gaps between blocks made the allocator empty its
+cache. Up to eight times: the reserved bytes of replayed plans are at most a quarter above the allocated ones."""
+
+FLUSHES = 2
+"""Planned steps in a row in which the allocator emptied its cache, after which plans leave more free. The first one after
+another plan may clear away what was cached before."""
+
 
 class Budgets(NamedTuple):
     """Bytes that a plan may use."""
@@ -74,11 +82,13 @@ class Planning:
         self.slack_bytes, self._metrics = slack_bytes, metrics
         self.outside_bytes: Callable[[], int] = int
         """Return the bytes of a step that no hook sees. If no plan fits, one may exceed the budget by as much."""
+        self.gap_bytes = 0
+        """Bytes left free beyond that: gaps between blocks, which torch's allocator reserves and cannot use."""
 
     def spare_bytes(self, hbm_budget_bytes: int) -> int:
         """Bytes of the budget that a plan leaves free if it can."""
         slack_bytes = min(SLACK_BLOCKS * self.slack_bytes, hbm_budget_bytes // SLACK_PART)
-        return max(hbm_budget_bytes // SPARE_PART, slack_bytes)
+        return max(hbm_budget_bytes // SPARE_PART, slack_bytes) + self.gap_bytes
 
     def plans_for(
         self,
@@ -248,8 +258,9 @@ class Adaptation:
     """Record steps, make plans for them and choose among the plans. Not thread-safe: the executor holds its lock.
 
     `slack_bytes`: the device's `block_slack_bytes`. `make_recorder`: makes the recorder of a step. `link_cost`: returns the
-    known cost of the link. `host_budget`: returns the limit of pinned memory in bytes. `replayable`: base names of operators
-    that may run again; if empty, nothing is recomputed. `min_bytes`: size below which no storage moves.
+    known cost of the link. `host_budget`: returns the limit of pinned memory in bytes. `cache_flushes`: the device's.
+    `replayable`: base names of operators that may run again; if empty, nothing is recomputed. `min_bytes`: size below which no
+    storage moves.
     """
 
     def __init__(
@@ -261,6 +272,7 @@ class Adaptation:
         host_budget: Callable[[], int],
         make_recorder: Callable[[], Recorder],
         link_cost: Callable[[], LinkCost],
+        cache_flushes: Callable[[], int] = int,
         replayable: frozenset[str] = frozenset(),
         min_bytes: int = 0,
     ) -> None:
@@ -276,6 +288,9 @@ class Adaptation:
         self._host_budget = host_budget
         self._make_recorder = make_recorder
         self._link_cost = link_cost
+        self._cache_flushes = cache_flushes
+        self._flushes, self._flushed_steps = cache_flushes(), 0
+        """Number of flushes as the last step ended, and of planned steps in a row with some."""
         self._replayable = replayable
         self._banned: set[str] = set()
         self.steps: Steps = StepCache(CACHED_STEPS)
@@ -336,9 +351,7 @@ class Adaptation:
             return
         if budgets == before:
             return
-        for entry in self.steps.entries():
-            entry.plan = entry.plan and entry.plan.usual
-        planned_steps = [entry.plan for entry in self.steps.entries() if entry.plan is not None]
+        planned_steps = self._usual_steps()
         link, began = self._link_cost(), perf_counter()
         made = self.planning.plans_within(budgets, planned_steps, link, before=before)
         self._hbm_budget_bytes = hbm_budget_bytes
@@ -349,6 +362,12 @@ class Adaptation:
             planned.add_plans(made[id(planned)], link)
             self.plans += len(made[id(planned)])
         self.planning_us += (perf_counter() - began) * 1e6
+
+    def _usual_steps(self) -> list[PlannedStep]:
+        """Cached steps that have a trace, which follow the plans of usual ones from now on."""
+        for entry in self.steps.entries():
+            entry.plan = entry.plan and entry.plan.usual
+        return [entry.plan for entry in self.steps.entries() if entry.plan is not None]
 
     def choose_partition(self) -> bool:
         """Choose what compiled regions save, once, from the first step that was recorded with some. Called between steps.
@@ -487,6 +506,7 @@ class Adaptation:
                 _log.info("chameleon_mm: no plan from this step of %d hooks: %s", record.num_hooks, recorder.flaw)
             if entry is None:
                 self.steps.put(record, None)
+        self._note_flushes(was_planned=kind is StepKind.PLANNED)
         self._hooks += record.num_hooks
         self._wasted_hooks += wasted
         self._note_time(was_recorded=step.whole)
@@ -629,6 +649,27 @@ class Adaptation:
             "them earlier, or raise hbm_budget by as much if it goes on: later plans leave so much free if they can"
         )
         self._metrics.warn(_log, told, format_size(more_bytes), where)
+
+    def _note_flushes(self, *, was_planned: bool) -> None:
+        """Leave more of the budget free in plans, if torch's allocator emptied its cache in one planned step after another."""
+        before, self._flushes = self._flushes, self._cache_flushes()
+        self._flushed_steps = self._flushed_steps + 1 if was_planned and self._flushes > before else 0
+        part_bytes = self._hbm_budget_bytes // GAP_PART
+        if self._flushed_steps < FLUSHES or self.planning.gap_bytes >= GAP_PART // 4 * part_bytes:
+            return
+        self._flushed_steps = 0
+        self.planning.gap_bytes += part_bytes
+        self._metrics.warn(
+            _log,
+            "chameleon_mm: torch's allocator emptied its cache in planned steps, as gaps between blocks filled the device, so "
+            "plans leave %s more of hbm_budget free each time; before the program starts, "
+            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            format_size(part_bytes),
+        )
+        for planned in self._usual_steps():
+            planned.odd = None
+            planned.reset_for(planned.extra)
+            self._add_plans(planned, at_most=TRIAL_PLANS if planned.predicted_by is None else 1)
 
     def _learn_times(self) -> None:
         """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""

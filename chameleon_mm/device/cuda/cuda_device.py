@@ -339,6 +339,9 @@ class CudaDevice:
     def peak_reserved_bytes(self) -> int:
         return self._reserved("peak")
 
+    def cache_flushes(self) -> int:
+        return int(torch._C._cuda_memoryStats(self.index)["num_alloc_retries"])
+
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.index)
 

@@ -244,6 +244,9 @@ class SimDevice:
     def peak_reserved_bytes(self) -> None:
         return None
 
+    def cache_flushes(self) -> int:
+        return 0
+
     def reset_peaks(self) -> None:
         with self._machine.lock:
             self._machine.ledger.peak_bytes = self.allocated_bytes()

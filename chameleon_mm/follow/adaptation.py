@@ -258,9 +258,8 @@ class Adaptation:
     """Record steps, make plans for them and choose among the plans. Not thread-safe: the executor holds its lock.
 
     `slack_bytes`: the device's `block_slack_bytes`. `make_recorder`: makes the recorder of a step. `link_cost`: returns the
-    known cost of the link. `host_budget`: returns the limit of pinned memory in bytes. `cache_flushes`: the device's.
-    `replayable`: base names of operators that may run again; if empty, nothing is recomputed. `min_bytes`: size below which no
-    storage moves.
+    known cost of the link. `host_budget`: returns the limit of pinned memory in bytes. `replayable`: base names of operators
+    that may run again; if empty, nothing is recomputed. `min_bytes`: size below which no storage moves.
     """
 
     def __init__(
@@ -272,7 +271,6 @@ class Adaptation:
         host_budget: Callable[[], int],
         make_recorder: Callable[[], Recorder],
         link_cost: Callable[[], LinkCost],
-        cache_flushes: Callable[[], int] = int,
         replayable: frozenset[str] = frozenset(),
         min_bytes: int = 0,
     ) -> None:
@@ -288,8 +286,9 @@ class Adaptation:
         self._host_budget = host_budget
         self._make_recorder = make_recorder
         self._link_cost = link_cost
-        self._cache_flushes = cache_flushes
-        self._flushes, self._flushed_steps = cache_flushes(), 0
+        self.cache_flushes: Callable[[], int] = int
+        """Reads the device's number of them."""
+        self._flushes = self._flushed_steps = 0
         """Number of flushes as the last step ended, and of planned steps in a row with some."""
         self._replayable = replayable
         self._banned: set[str] = set()
@@ -652,7 +651,7 @@ class Adaptation:
 
     def _note_flushes(self, *, was_planned: bool) -> None:
         """Leave more of the budget free in plans, if torch's allocator emptied its cache in one planned step after another."""
-        before, self._flushes = self._flushes, self._cache_flushes()
+        before, self._flushes = self._flushes, self.cache_flushes()
         self._flushed_steps = self._flushed_steps + 1 if was_planned and self._flushes > before else 0
         part_bytes = self._hbm_budget_bytes // GAP_PART
         if self._flushed_steps < FLUSHES or self.planning.gap_bytes >= GAP_PART // 4 * part_bytes:

@@ -441,10 +441,10 @@ def plan_steps(
             names=names,
             reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
-        cache_flushes=device.cache_flushes,
         replayable=replayable,
         min_bytes=executor.rule.min_bytes,
         link_cost=lambda: slowest_here(rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK)),
     )
+    adaptation.cache_flushes = device.cache_flushes
     executor.director = PlanFollower(adaptation)
     return adaptation

@@ -106,6 +106,13 @@ def a_graph_is_in_a_cycle() -> None:
         cycle.append(cycle)
 
 
+@case(exit_code=1, last_line="ValueError: of the program")
+def an_error_ends_the_program_while_blocks_are_held() -> None:
+    pool = cm.PinnedPool(1 * MIB, device=cm.SimDevice())
+    KEPT.extend([pool, pool.allocate(4096), pool.empty((16,), torch.float32), cm.SwapSession(64 * MIB, 8 * MIB, cm.SimDevice())])
+    raise ValueError("of the program")
+
+
 @case()
 def a_session_is_in_step() -> None:
     session = entered(a_session())

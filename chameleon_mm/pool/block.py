@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from operator import index
 from typing import Any, Final, Protocol
 
@@ -269,11 +268,13 @@ class PinnedBlock:
         # Not weakref.finalize, which costs more than the allocation itself. This only appends to a deque, which is safe in the
         # middle of any line, in a forked child and during interpreter shutdown. It does not check views: they hold the block,
         # so there are none, or the collector frees both together.
-        if self._take_turn:
-            with suppress(IndexError):  # another thread's release was faster
+        if self._take_turn and LateEvent is not None:  # None: the interpreter's end has cleared this module
+            try:
                 ticket = self._take_turn.pop()
-                # Any stream's last use of the block -> the next owner's first. Note [Dropped]
-                self._return(ticket, (*self.pending_events, *self._met, LateEvent(self._owner.device.record_all)))
+            except IndexError:  # another thread's release was faster
+                return
+            # Any stream's last use of the block -> the next owner's first. Note [Dropped]
+            self._return(ticket, (*self.pending_events, *self._met, LateEvent(self._owner.device.record_all)))
 
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         self.pending_events = self._met = ()

@@ -107,9 +107,10 @@ def a_graph_is_in_a_cycle() -> None:
 
 
 @case(exit_code=1, last_line="ValueError: of the program")
-def an_error_ends_the_program_while_blocks_are_held() -> None:
-    pool = cm.PinnedPool(1 * MIB, device=cm.SimDevice())
-    KEPT.extend([pool, pool.allocate(4096), pool.empty((16,), torch.float32), cm.SwapSession(64 * MIB, 8 * MIB, cm.SimDevice())])
+def an_error_ends_the_program_while_blocks_and_snapshots_are_held() -> None:
+    model, pool = nn.Linear(8, 8), cm.PinnedPool(1 * MIB, device=cm.SimDevice())
+    KEPT.extend([pool, pool.allocate(4096), pool.empty((16,), torch.float32)])
+    KEPT.append(entered(cm.SwapSession(64 * MIB, 8 * MIB, cm.SimDevice(), model=model)).snapshot())
     raise ValueError("of the program")
 
 

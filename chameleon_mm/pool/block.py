@@ -19,8 +19,9 @@ the block hands on a `LateEvent` for all work of all streams. It is recorded whe
 from __future__ import annotations
 
 import math
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, Final, Protocol
 
@@ -264,11 +265,11 @@ class PinnedBlock:
             )
         self._return(ticket, self.pending_events + self._met if after is None else (*self.pending_events, after))
 
-    def __del__(self) -> None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # Not weakref.finalize, which costs more than the allocation itself. This only appends to a deque, which is safe in the
-        # middle of any line, in a forked child and during interpreter shutdown. It does not check views: they hold the block,
-        # so there are none, or the collector frees both together.
-        if self._take_turn and LateEvent is not None:  # None: the interpreter's end has cleared this module
+        # middle of any line and in a forked child. It does not check views: they hold the block, so there are none, or the
+        # collector frees both together. `ends` is bound here, as in each `__del__`: the interpreter's end clears modules first.
+        if self._take_turn and not ends():
             try:
                 ticket = self._take_turn.pop()
             except IndexError:  # another thread's release was faster

@@ -327,9 +327,9 @@ class HostedStorage:
                 move.done.synchronize()  # the copies that fill and read the host copy -> the host writes it
         self._block.buffer[start : start + block.nbytes].copy_(block.buffer)
 
-    def __del__(self) -> None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # A reclaim queue holds it while device memory is still read; the requester of a copy back waits for that copy.
-        if self._block is None or sys.is_finalizing():
+        if self._block is None or ends():
             return
         self._block.release(after=None if self._last is None else self._last.done)  # Note [Host block]
 

@@ -186,8 +186,8 @@ class Snapshot:
         for copy in copies:
             copy.block.release(after=self.last)  # Note [Host block]
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ends():
             self._free()  # no write is running: a write holds it
 
 

@@ -9,9 +9,9 @@ A page has 512 slots. A kernel adds to a slot, so a page is set to zero before i
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -159,8 +159,8 @@ class ChecksumSlot:
         self.page = page
         self.number = number
 
-    def __del__(self) -> None:
-        with suppress(AttributeError):  # the interpreter ends
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ends():
             self.page.freed.append(None)
 
 

@@ -57,8 +57,8 @@ class _End:
     saved: SavedStorage
     retire: Callable[[SavedStorage], None]
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ends():
             self.retire(self.saved)
 
 

@@ -159,9 +159,9 @@ class HookLock:
         _drop_frames(error)
         self.errors.append(error)
 
-    def __del__(self) -> None:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # No thread has raised it, so the interpreter reports it.
-        if self.errors and not sys.is_finalizing():
+        if self.errors and not ends():
             raise self.errors.popleft()
 
 

@@ -14,7 +14,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -265,6 +265,8 @@ def _entered(
     """Enter the swapping hooks or session until `at_end` closes. Return the context of each step, and the report."""
     if budget is None:
         return nullcontext, lambda: None
+    if mixed.way == "torch":
+        return torch.autograd.graph.save_on_cpu, lambda: None
     if mixed.way == "save_on_cpu":
         at_end.enter_context(cm.save_on_cpu(device=device, min_bytes=MIN_BYTES, pool=cm.PinnedPool("64MiB", device=device)))
         return nullcontext, lambda: None
@@ -298,7 +300,7 @@ def budget_of(mixed: Mixed, kind: Kind, peak: int) -> int:
 class Tally:
     programs: int = 0
     over: int = 0
-    """Programs with a step above the budget."""
+    """Programs with a step above a budget that torch's own `save_on_cpu` keeps: more than all that hooks see cannot leave."""
     bytes_swapped_out: int = 0
     planned: int = 0
 
@@ -318,7 +320,7 @@ def check(mixed: Mixed, kind: Kind, tally: Tally) -> None:
     tally.planned += found.planned
     tally.bytes_swapped_out += found.bytes_swapped_out
     if mixed.way != "save_on_cpu" and max(found.peaks) > budget:
-        tally.over += 1
+        tally.over += max(trained(replace(mixed, way="torch"), kind, budget).peaks) <= budget
         assert found.reasons, f"steps' peaks {found.peaks}, budget {budget}, plain {plain.peaks}"
 
 

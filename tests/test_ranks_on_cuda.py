@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests._ranks import LAYERS, WIDTH
 from tests.cuda_stand_in import control
 
 RANKS = 2
+PARAMETER_BYTES = 4 * LAYERS * (8 * WIDTH * WIDTH + 5 * WIDTH)
 
 
 def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
@@ -32,7 +34,7 @@ def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(3000)  # of a test that hangs
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp_offload"])
 def test_each_rank_has_the_bits_that_it_has_without_swapping(way: str, tmp_path: Path) -> None:
     """Uses gloo: the stand-in does not have NVIDIA's library NCCL."""
     if not control.is_loaded() and torch.cuda.device_count() < RANKS:
@@ -54,3 +56,9 @@ def test_each_rank_has_the_bits_that_it_has_without_swapping(way: str, tmp_path:
         assert said is not None, out
         assert int(said[1]) > 0
         assert int(said[2]) == 0
+        own = re.search(r"^own copies: (\d+) bytes out, (\d+) back$", out, re.MULTILINE)
+        assert own is not None, out
+        # FSDP2 moves its shard of each parameter to the device twice, forward and backward, and its shard of each gradient out.
+        shards = PARAMETER_BYTES // RANKS if way == "fsdp_offload" else 0
+        assert (int(own[1]) >= shards, int(own[2]) >= 2 * shards) == (True, True), out
+        assert int(own[1]) + int(own[2]) < 4 * shards + 1024, out  # besides: the losses

@@ -67,8 +67,8 @@ def main(rank: int, meeting_place: str, way: str) -> None:
     violations = control.violations() if control.is_loaded() else []
     sys.stderr.write("\n".join(violations))
     report = session.report()
-    sys.stdout.write(f"same bits, {report.bytes_swapped_out} bytes swapped out, {len(violations)} violations\n")
-    sys.stdout.write(f"own copies: {report.program_bytes_out} bytes out, {report.program_bytes_back} back\n")
+    own = f"{report.program_bytes_out} bytes out by itself, {report.program_bytes_back} back"
+    sys.stdout.write(f"same bits, {report.bytes_swapped_out} bytes swapped out, {len(violations)} violations, {own}\n")
     dist.destroy_process_group()
 
 

@@ -66,56 +66,37 @@ NODES = "sys/devices/system/node"
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 
 
-def gh200(*, with_cpus: str = "0\n") -> dict[str, str]:
-    """One node of CPUs with 480 GiB, the GPU's 96 GiB, and the nodes kept for its partitions."""
-
-    def meminfo(node: int, free: int) -> str:
-        rows = {"MemTotal": free + 4 * GIB, "MemFree": free, "MemUsed": 4 * GIB, "Active(file)": GIB // 2, "Active(anon)": GIB,
-                "Inactive(file)": GIB // 4, "SReclaimable": GIB // 4, "SUnreclaim": GIB}  # fmt: skip
-        return "".join(f"Node {node} {name}: {nbytes // 1024:9} kB\n" for name, nbytes in rows.items())
-
-    return {
+@pytest.mark.parametrize(
+    ("with_cpus", "expected", "bare_bytes"),
+    [("0\n", HostNodes({0}, {1}), 81 * GIB), ("0-1\n", HostNodes({0, 1}, set()), 0), ("\n", HostNodes(set(), set()), 0)],
+    ids=["one has none", "both have", "the kernel does not tell"],
+)
+def test_a_node_without_cpus_is_no_host_memory(with_cpus: str, expected: HostNodes, bare_bytes: int, tmp_path: Path) -> None:
+    """A node of CPUs, and one of a GPU's memory with 80 GiB free and 1 GiB of caches."""
+    sizes = {"MemTotal": 96, "MemFree": 80, "MemUsed": 16, "Active(anon)": 1, "SUnreclaim": 1}
+    caches = {"Active(file)": 0.5, "Inactive(file)": 0.25, "SReclaimable": 0.25}
+    root = file_tree(tmp_path, {
         "proc/meminfo": f"MemTotal: {576 * GIB // 1024} kB\nMemAvailable: {450 * GIB // 1024} kB\n",
         f"{NODES}/has_cpu": with_cpus,
         f"{NODES}/has_memory": "0-1\n",
-        f"{NODES}/possible": "0-8\n",
-        f"{NODES}/node0/meminfo": meminfo(0, 360 * GIB),
-        f"{NODES}/node1/meminfo": meminfo(1, 80 * GIB),
-    }
+        f"{NODES}/node1/meminfo": "".join(f"Node 1 {k}: {int(n * GIB) // 1024:9} kB\n" for k, n in (sizes | caches).items()),
+    })  # fmt: skip
+    assert host_nodes(root) == expected
+    assert available_host_bytes(root) == 450 * GIB - bare_bytes
 
 
-def test_a_node_without_cpus_is_no_host_memory(tmp_path: Path) -> None:
-    root = file_tree(tmp_path, gh200())
-    assert host_nodes(root) == HostNodes(with_cpus={0}, bare={1})
-    assert available_host_bytes(root) == (450 - 81) * GIB
-
-
-@pytest.mark.parametrize("with_cpus", ["0-1\n", "\n"], ids=["both have", "the kernel does not tell"])
-def test_all_nodes_count_unless_some_are_known_to_have_no_cpus(tmp_path: Path, with_cpus: str) -> None:
-    root = file_tree(tmp_path, gh200(with_cpus=with_cpus))
-    assert not host_nodes(root).bare
-    assert available_host_bytes(root) == 450 * GIB
-
-
-@pytest.mark.parametrize("bare", [set(), {77}], ids=["none", "one"])
-def test_pages_are_bound_to_the_nodes_with_cpus_if_there_are_others(bare: set[int]) -> None:
-    libc, number = ctypes.CDLL(None, use_errno=True), GET_MEMPOLICY.get(os.uname().machine)
-    found: set[tuple[int, int]] = set()
-
-    def policy() -> tuple[int, int]:
-        mode, mask = ctypes.c_int(), (ctypes.c_uint64 * 64)()
-        refused = libc.syscall(
-            ctypes.c_long(number or -1), ctypes.byref(mode), mask, ctypes.c_ulong(64 * 64), None, ctypes.c_long(0)
-        )
-        return (-1, -1) if refused else (mode.value, mask[0])
+def test_pages_are_bound_to_the_nodes_with_cpus_if_there_are_others() -> None:
+    libc, with_cpus = ctypes.CDLL(None), host_nodes().with_cpus
+    found: list[tuple[int, int]] = []
 
     def madvise(address: int, nbytes: int, advice: int) -> int:
-        found.add(policy())
+        mode, mask, number = ctypes.c_int(), (ctypes.c_uint64 * 64)(), ctypes.c_long(GET_MEMPOLICY.get(os.uname().machine, -1))
+        refused = libc.syscall(number, ctypes.byref(mode), mask, ctypes.c_ulong(64 * 64), None, ctypes.c_long(0))
+        found.append((-1, -1) if refused else (mode.value, mask[0]))
         return 0
 
-    before, with_cpus = policy(), host_nodes().with_cpus
-    if before == (-1, -1) or not with_cpus:
+    for bare in (set[int](), {77}):
+        populated_pages(4096, threads=1, madvise=madvise, nodes=HostNodes(with_cpus, bare))
+    if found[0] == (-1, -1) or not with_cpus:
         pytest.skip("the kernel tells of no memory policies, or of no NUMA nodes")
-    populated_pages(4096, threads=1, madvise=madvise, nodes=HostNodes(with_cpus, bare))
-    assert found == {(2, sum(1 << node for node in with_cpus)) if bare else before}
-    assert policy() == before
+    assert found[1] == (2, sum(1 << node for node in with_cpus)) != found[0]

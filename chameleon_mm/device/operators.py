@@ -342,11 +342,12 @@ class OpCall:
         """Bytes that the call copied to the host, and from the host, after it has run. `owns`: as `Device.owns`."""
         if not self.facts.copies:
             return 0, 0
-        source = self.args[1 if self.facts.name == "copy_" else 0]
-        owned = [t.layout is torch.strided and owns(t) for t in (source, self.out)]
-        on_host = [t.is_cpu and t.layout is torch.strided and not own for t, own in zip((source, self.out), owned, strict=True)]
+        source = (*self.args, *self.kwargs.values())[1 if self.facts.name == "copy_" else 0]
+        if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in (source, self.out)):
+            return 0, 0
+        (was_ours, was_host), (is_ours, is_host) = ((owns(t), t.is_cpu and not owns(t)) for t in (source, self.out))
         nbytes = touched_bytes(self.out)
-        return nbytes * (owned[0] and on_host[1]), nbytes * (on_host[0] and owned[1])
+        return nbytes * (was_ours and is_host), nbytes * (was_host and is_ours)
 
     def flops(self) -> int:
         """Floating-point operations of the call, after it has run; 0 if torch has no formula."""

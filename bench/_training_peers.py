@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, Self
 
 import torch
@@ -72,6 +73,8 @@ class Peer:
     """True if the peer is chameleon_mm: its losses must equal those without swapping, or the benchmark fails."""
     share: float | None = None
     """Share of the unswapped run's activation memory that the peer may use. None: it keeps no budget."""
+    unavailable: str | None = None
+    """Reason why the peer cannot run here; None: it can."""
     way: str | None = None
     """Way in which the peer keeps its budget: `PLANNED`, `SWAP_ONLY` or `UNPLANNED`. None: it keeps no budget."""
 
@@ -84,7 +87,7 @@ class Peer:
 def peers(device: Device) -> tuple[Peer, ...]:
     """All peers; the first is the reference of the others.
 
-    torch's own save_on_cpu comes last: the memory that it pins stays in torch's cache until the process ends.
+    Those of other libraries come last: the memory that they pin stays in torch's cache until the process ends.
     """
     stock = (
         Peer(
@@ -121,7 +124,28 @@ def peers(device: Device) -> tuple[Peer, ...]:
             ours=True,
         ),
         stock,
+        *(
+            Peer(
+                key=extra,
+                name=f"{name} offloading",
+                note=f"{module}: {note}",
+                over_run=over_run,
+                unavailable=_missing(device, name, module, extra),
+            )
+            for extra, name, module, note, over_run in _LIBRARIES
+        ),
     )
+
+
+def _missing(device: Device, name: str, module: str, extra: str) -> str | None:
+    """Reason why `module` of the library `name` cannot run on `device`, as one line; None: it can."""
+    if device.simulated:
+        return f"needs CUDA: {name} copies on streams of torch.cuda, which a simulator does not see"
+    try:
+        import_module(module)
+    except ImportError as error:
+        return f"needs {name}: pip install 'chameleon-mm[{extra}]' ({' '.join(str(error).split())})"
+    return None
 
 
 def session_key(share: float, way: str) -> str:
@@ -166,6 +190,33 @@ def _ours_on_cpu(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[
 @contextmanager
 def _stock(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
     yield Around(forward=lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
+
+
+@contextmanager
+def _trl(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
+    # As TRL's trainers call it, without its warning, which needs Accelerate's state.
+    offloading = import_module(_TRL).get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+    yield Around(forward=lambda: offloading)
+
+
+@contextmanager
+def _torchtune(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
+    offloading = import_module(_TORCHTUNE).OffloadActivations()
+    yield Around(forward=lambda: offloading)
+
+
+_TRL, _TORCHTUNE = "trl.models.activation_offloading", "torchtune.training"
+_LIBRARIES: tuple[tuple[str, str, str, str, OverRun], ...] = (
+    (
+        "trl",
+        "TRL",
+        _TRL,
+        "its OffloadActivations, with streams, pinned memory and without the head, as its trainers use it",
+        _trl,
+    ),
+    ("torchtune", "torchtune", _TORCHTUNE, "its OffloadActivations, with streams and pinned memory", _torchtune),
+)
+"""Offloading of other libraries, as installed: extra that brings it, name, module, note, context."""
 
 
 @contextmanager

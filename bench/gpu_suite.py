@@ -135,7 +135,7 @@ PARTS = (
 """Parts in the order in which they run. The first names the device: without its record nothing else starts."""
 
 _OURS = "quarter, planned"
-_PEERS = (_OURS, "checkpointing", "torch save_on_cpu")
+_PEERS = (_OURS, "checkpointing", "torch save_on_cpu", "TRL offloading", "torchtune offloading")
 _AGAINST = "planned against measured"
 
 FIGURES = (

@@ -2,7 +2,7 @@
 
     small model: host time of a step without a session | in a session that has nothing to swap
     for peer in (no swap, checkpointing, SwapSession at three budgets with and without recomputation, and once without plans,
-                 our save_on_cpu, torch's):
+                 our save_on_cpu, torch's, TRL's and torchtune's where they are installed):
         run = run_peer(...)                      # same seed; fresh model, AdamW, data; warm-up, then timed steps
     peers:   step time, ratio to no swap, peaks, share of losses that have the bits of the run without swapping
     planned: step, peak, stall and recomputation as the plan predicts | as measured | error
@@ -188,6 +188,8 @@ class Comparison:
             write_record(Path(self._args.json), self.report().to_dict())
 
     def _attempt(self, peer: Peer) -> Outcome:
+        if peer.unavailable is not None:
+            return Waived(peer.unavailable)
         device = fresh_device(self._args.device)
         budget = device.capacity if self.baseline is None or peer.share is None else self.baseline.budget_for(peer.share)
         try:

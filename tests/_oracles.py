@@ -40,6 +40,10 @@ def timed_one_by_one(trace: Trace, plan: SwapPlan, cost: LinkCost) -> Timed:
     out_stalls_us, in_stalls_us = dict[int, float](), dict[int, float]()
     took_us = dict(zip(trace.op_tick.tolist(), trace.op_us.tolist(), strict=True))
     hook_of = {tick: k for k, tick in enumerate(trace.hook_tick.tolist())}
+    own = zip(trace.op_out_bytes.tolist(), trace.op_back_bytes.tolist(), strict=True)
+    program = {tick: both for tick, both in zip(trace.op_tick.tolist(), own, strict=True) if any(both)}
+    idle, clock = CopyEngine.pair(cost), trace.clock_us().tolist()
+    alone_us = {tick: _crossed(idle, both, clock[tick]) for tick, both in program.items()}
     now = head_copy_us = 0.0
     tick_us = []
 
@@ -51,6 +55,8 @@ def timed_one_by_one(trace: Trace, plan: SwapPlan, cost: LinkCost) -> Timed:
 
     for tick in range(trace.num_ticks):
         tick_us.append(now)
+        if tick in program:
+            now += max(0.0, _crossed((out, back), program[tick], now) - alone_us[tick])
         now += took_us.get(tick, 0.0)
         hook = hook_of.get(tick, -1)
         for action in sorted(at["reclaim_at"][hook], key=lambda action: stays_us[action.tensor] > 0):
@@ -75,6 +81,11 @@ def timed_one_by_one(trace: Trace, plan: SwapPlan, cost: LinkCost) -> Timed:
             if action.use_at > hook:
                 bring(action)
     return Timed(now, tick_us, head_copy_us, out_stalls_us, in_stalls_us, out, back)
+
+
+def _crossed(engines: tuple[CopyEngine, CopyEngine], nbytes: tuple[int, int], now_us: float) -> float:
+    """Time until copies of the program's own, to and from the host, have crossed."""
+    return max(engine.queue(-1, n, now_us) - now_us for engine, n in zip(engines, nbytes, strict=True) if n)
 
 
 def _by_hook(plan: SwapPlan, name: str) -> dict[int, list[Action]]:

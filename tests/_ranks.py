@@ -1,6 +1,6 @@
 """Two ranks that train one model together on CUDA, with swapping and without: run as a program, once for each rank.
 
-    python -m tests._ranks RANK FILE ddp|fsdp            # FILE: where the ranks meet
+    python -m tests._ranks RANK FILE ddp|fsdp|fsdp_offload            # FILE: where the ranks meet
 
 Prints `same bits` where losses and weights are those of the run without swapping, and how many bytes moved.
 """
@@ -25,11 +25,13 @@ WIDTH, LAYERS, STEPS = 64, 4, 3
 def wrapped(model: nn.Module, way: str) -> nn.Module:
     if way == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
+    mesh, policy = init_device_mesh("cuda", (2,)), CPUOffloadPolicy() if way == "fsdp_offload" else OffloadPolicy()
     for layer in model.children():
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     return model
 
 
@@ -37,7 +39,7 @@ def trained(way: str, rank: int, session: cm.SwapSession | None) -> list[Tensor]
     """The losses of this rank, and its weights (or its shards of them) at the end."""
     torch.manual_seed(0)  # the same weights on each rank
     layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)]
-    model = wrapped(nn.Sequential(*layers).cuda(), way)
+    model = wrapped(nn.Sequential(*layers).to("cpu" if way == "fsdp_offload" else "cuda"), way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1 + rank)  # other rows on each
     seen = []
@@ -64,7 +66,9 @@ def main(rank: int, meeting_place: str, way: str) -> None:
     torch.cuda.synchronize()
     violations = control.violations() if control.is_loaded() else []
     sys.stderr.write("\n".join(violations))
-    sys.stdout.write(f"same bits, {session.report().bytes_swapped_out} bytes swapped out, {len(violations)} violations\n")
+    report = session.report()
+    own = f"{report.program_bytes_out} bytes out by itself, {report.program_bytes_back} back"
+    sys.stdout.write(f"same bits, {report.bytes_swapped_out} bytes swapped out, {len(violations)} violations, {own}\n")
     dist.destroy_process_group()
 
 

@@ -206,9 +206,13 @@ def test_a_figure_stands_beside_its_peers() -> None:
         {"name": "quarter, planned", "cells": {"ratio": {"median": 1.18}}},
         {"name": "checkpointing", "cells": {"ratio": {"median": 1.32}}},
         {"name": "torch save_on_cpu", "cells": {"ratio": {"waived": "out of memory"}}},
+        {"name": "TRL offloading", "cells": {"ratio": {"median": 1.5}}},
     ]
     told = wanted.told({"training": {"tables": {"peers": {"rows": rows}}}})
-    assert told == "1.18 x; checkpointing 1.32 x; torch save_on_cpu WAIVED: out of memory"
+    assert told == (
+        "1.18 x; checkpointing 1.32 x; torch save_on_cpu WAIVED: out of memory; TRL offloading 1.5 x; "
+        "torchtune offloading WAIVED: no such row"
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ DEEP = ["--device=sim", "--layers=6", "--width=128", "--heads=2", "--ffn=256", "
 """Every activation is worth moving, and a quarter of them is more than the bytes needed at once."""
 PLANNING = [f"swap_session_{share}{way}" for share in ("half", "quarter", "eighth") for way in ("", "_swap_only")]
 """Keys of the sessions that plan."""
+LIBRARIES = ("trl", "torchtune")
+"""Keys of the peers whose code is another library's."""
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -164,7 +166,11 @@ def test_the_modelled_peer_copies_every_save_and_returns_its_bits() -> None:
 
 
 QUICK = ("checkpoint", "swap_session_quarter")
-PEERS = [pytest.param(peer, id=peer.key, marks=() if peer.key in QUICK else pytest.mark.slow) for peer in peers(SimDevice())]
+PEERS = [
+    pytest.param(peer, id=peer.key, marks=() if peer.key in QUICK else pytest.mark.slow)
+    for peer in peers(SimDevice())
+    if peer.key not in LIBRARIES
+]
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -204,6 +210,8 @@ def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     assert (record["simulated"], record["theme"]) == (True, "training")
     cells = {row["peer"]: row["cells"] for row in record["tables"]["peers"]["rows"]}
     assert list(cells) == [peer.key for peer in peers(SimDevice())]
+    for peer in LIBRARIES:
+        assert all(cell["waived"].startswith("needs CUDA: ") for cell in cells.pop(peer).values())
     for peer in PLANNING[4:]:  # an eighth of so few blocks is less than one of them needs at once
         assert {cell["waived"] for cell in cells.pop(peer).values()} == {NO_PLAN}
     for peer, row in cells.items():
@@ -382,12 +390,40 @@ def test_torchs_own_peer_is_the_real_one_on_a_gpu() -> None:
     from chameleon_mm.device.cuda import CudaDevice
 
     device = CudaDevice()
-    stock = peers(device)[-1]
-    assert stock.key == "torch_save_on_cpu"
+    stock = next(peer for peer in peers(device) if peer.key == "torch_save_on_cpu")
     assert stock.over_run is _training_peers._stock
     result = run_peer(stock, llama(SHAPE), device, steps=1, seed=0, hbm_budget=device.capacity)
     assert len(result.losses) == warmup_steps(stock, device) + 1  # fewer than the peer that all are compared with makes
     assert result.peak_reserved_bytes is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", LIBRARIES)
+def test_other_libraries_offload_by_their_own_code_on_a_gpu(key: str) -> None:
+    from chameleon_mm.device.cuda import CudaDevice
+
+    device = CudaDevice()
+    by_key = {peer.key: peer for peer in peers(device)}
+    if (reason := by_key[key].unavailable) is not None:
+        pytest.skip(reason)
+    shape = dataclasses.replace(SHAPE, layers=4, seq=64)
+    plain, theirs = (
+        run_peer(by_key[key], llama(shape), device, steps=1, seed=0, hbm_budget=device.capacity) for key in ("no_swap", key)
+    )
+    assert torch.equal(plain.losses[: len(theirs.losses)].view(torch.int32), theirs.losses.view(torch.int32))
+    assert theirs.activation_bytes < 0.7 * plain.activation_bytes
+
+
+@pytest.mark.parametrize("key", LIBRARIES)
+def test_a_library_that_is_missing_is_one_line_that_names_its_extra(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(module: str) -> None:
+        raise ImportError(f"\n    No module named {module!r}\n    see the page\n")
+
+    monkeypatch.setattr(_training_peers, "import_module", absent)
+    reason = next(peer.unavailable for peer in peers(UnsimulatedDevice()) if peer.key == key)
+    assert reason is not None and "\n" not in reason
+    assert f"pip install 'chameleon-mm[{key}]' (No module named" in reason
+    assert f"\n{key} = [" in (Path(__file__).parents[1] / "pyproject.toml").read_text()
 
 
 # --- the other families: checkpointed and not the same bits, and sessions that train them

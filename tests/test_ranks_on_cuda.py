@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests._ranks import LAYERS, WIDTH
 from tests.cuda_stand_in import control
 
 RANKS = 2
+PARAMETER_BYTES = 4 * LAYERS * (8 * WIDTH * WIDTH + 5 * WIDTH)
 
 
 def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
@@ -32,7 +34,7 @@ def outputs(ranks: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 
 @pytest.mark.gpu
 @pytest.mark.timeout(3000)  # of a test that hangs
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "fsdp_offload"])
 def test_each_rank_has_the_bits_that_it_has_without_swapping(way: str, tmp_path: Path) -> None:
     """Uses gloo: the stand-in does not have NVIDIA's library NCCL."""
     if not control.is_loaded() and torch.cuda.device_count() < RANKS:
@@ -50,7 +52,14 @@ def test_each_rank_has_the_bits_that_it_has_without_swapping(way: str, tmp_path:
     ]
     for rank, (out, error) in zip(ranks, outputs(ranks), strict=True):
         assert rank.returncode == 0, error
-        said = re.search(r"^same bits, (\d+) bytes swapped out, (\d+) violations$", out, re.MULTILINE)
+        said = re.search(
+            r"^same bits, (.*) bytes swapped out, (.*) violations, (.*) bytes out by itself, (.*) back$", out, re.MULTILINE
+        )
         assert said is not None, out
-        assert int(said[1]) > 0
-        assert int(said[2]) == 0
+        swapped_bytes, violations, out_bytes, back_bytes = map(int, said.groups())
+        assert swapped_bytes > 0
+        assert violations == 0
+        # FSDP2 moves its shard of each parameter to the device twice, forward and backward, and its shard of each gradient out.
+        shards = PARAMETER_BYTES // RANKS if way == "fsdp_offload" else 0
+        assert out_bytes >= shards and back_bytes >= 2 * shards
+        assert out_bytes + back_bytes < 4 * shards + 1024  # besides: the losses

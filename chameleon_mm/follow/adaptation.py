@@ -28,7 +28,7 @@ from chameleon_mm.follow.structure import TIMES_OFF, ExtraMemory, Structure, Str
 from chameleon_mm.plan.planner import candidate_plans
 from chameleon_mm.plan.regions import SHARES, PartitionChoice
 from chameleon_mm.plan.swap_plan import SwapPlan
-from chameleon_mm.plan.timing import COUNTED_ON, LinkCost
+from chameleon_mm.plan.timing import COUNTED_ON, LinkCost, without_waits
 from chameleon_mm.plan.trace import TensorKind, Trace, renumbered, saved_where, without_making
 from chameleon_mm.plan.unswapped_memory import Candidates, smallest_budget
 from chameleon_mm.record.light_profiler import Feature, StepRecord
@@ -492,7 +492,8 @@ class Adaptation:
             self.detailed_steps += 1
             self._unused.add(record.fingerprint)
             # Optimizer state that this step made exists from the beginning of all later steps.
-            trace = renumbered(without_making(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
+            recorded = without_waits(recorder.finish(record.fingerprint), self._link_cost())
+            trace = renumbered(without_making(recorded, {TensorKind.OPTIMIZER}))
             structure = self._structures.note(record, trace)
             structure.trained = recorder.trained
             planned = self._planned_step(record, trace, structure)

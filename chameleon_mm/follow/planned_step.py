@@ -52,15 +52,21 @@ from chameleon_mm.units import allocated_size
 
 class PlanTrial:
     """A compiled plan, and the times of the steps that followed it. `predicted_in_us`: its simulated stalls for copies back, by
-    storage."""
+    storage. `program_waits_us`: simulated waits of the program's own copies, which count as operator time when measured."""
 
-    __slots__ = ("busy_us", "predicted_in_us", "program", "recompute", "time", "times_us")
+    __slots__ = ("busy_us", "predicted_in_us", "program", "program_waits_us", "recompute", "time", "times_us")
 
-    def __init__(self, program: StepProgram, predicted_in_us: Mapping[int, float], recompute: RecomputePlan | None) -> None:
+    def __init__(
+        self,
+        program: StepProgram,
+        predicted_in_us: Mapping[int, float],
+        recompute: RecomputePlan | None,
+        program_waits_us: float = 0.0,
+    ) -> None:
         self.program = program
         self.recompute = recompute
         """The plan's recomputations, for the executor; None: nothing is recomputed."""
-        self.predicted_in_us = predicted_in_us
+        self.predicted_in_us, self.program_waits_us = predicted_in_us, program_waits_us
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
         """Time of each of these steps without compute's waits for copies."""
@@ -238,7 +244,8 @@ class PlannedStep:
         keys = None if is_open else Keys(self.record.features, self.record.save_of.tolist(), PLAIN_CLASSES)
         for plan in new:
             program = StepProgram.of(self.trace, plan, keys)
-            self.trials.append(PlanTrial(program, _stalls(self.trace, plan, link), self._recompute_plan(program)))
+            in_us, program_us = _stalls(self.trace, plan, link)
+            self.trials.append(PlanTrial(program, in_us, self._recompute_plan(program), program_us))
 
     def _recompute_plan(self, program: StepProgram) -> RecomputePlan | None:
         if not program.plan.recomputed:
@@ -304,7 +311,7 @@ class PlannedStep:
         """Slowdown in the steps that followed `trial`, which was measured."""
         plan, predicted_us = trial.program.plan, self.trace.duration_us
         copies_us = plan.head_copy_us(predicted_us)  # not operator time
-        took_us = median(trial.busy_us) - copies_us
+        took_us = median(trial.busy_us) - copies_us - trial.program_waits_us
         predicted_us += plan.recompute_us
         return took_us / predicted_us if min(took_us, predicted_us) > 0 else 1.0
 
@@ -447,9 +454,10 @@ class PlannedStep:
         return allocated_until
 
 
-def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> Mapping[int, float]:
-    """Simulated stalls of the plan for copies back, by storage."""
+def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> tuple[Mapping[int, float], float]:
+    """Simulated stalls of the plan for copies back, by storage, and waits of the program's own copies."""
     try:
-        return simulate(trace, plan, link).in_stalls_us
+        timeline = simulate(trace, plan, link)
     except ValueError:  # a plan that cannot run has no prediction: it costs time, never a step
-        return {}
+        return {}, 0.0
+    return timeline.in_stalls_us, timeline.program_waits_us

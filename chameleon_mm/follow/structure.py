@@ -345,6 +345,8 @@ class Structure:
         self._tensor_bytes = SizeColumn(self._forms, [trace.tensor_bytes for trace in traces])
         self._inner_bytes = SizeColumn(self._forms, [trace.op_inner_bytes for trace in traces])
         self._passed_bytes = SizeColumn(self._forms, [trace.op_passed_bytes for trace in traces])
+        self._out_bytes = SizeColumn(self._forms, [trace.op_out_bytes for trace in traces])
+        self._back_bytes = SizeColumn(self._forms, [trace.op_back_bytes for trace in traces])
         self._times = np.stack([trace.op_us for trace in traces])
         self._works = np.array([one.work_bytes for one in self._recorded], np.float64)
 
@@ -477,6 +479,8 @@ class Structure:
             tensor_bytes=tensor_bytes,
             op_inner_bytes=self._inner_bytes.at(values, proportions),
             op_passed_bytes=self._passed_bytes.at(values, proportions),
+            op_out_bytes=self._out_bytes.at(values, proportions),
+            op_back_bytes=self._back_bytes.at(values, proportions),
             op_us=_interpolated(self._works, self._times, work_bytes) * self._slowdown(work_bytes),
             hook_tensor=np.where(moves[base.hook_tensor], base.hook_tensor, np.int32(-1)).astype(np.int32),
             hook_feature=np.array([hashes[id(feature)] for feature in record.features], np.uint64),

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chameleon_mm.plan.swap_plan import ActionColumns, partial_move_peaks
-from chameleon_mm.plan.timing import LinkCost
+from chameleon_mm.plan.timing import LinkCost, ProgramCopy, program_copies
 from chameleon_mm.plan.trace import Bools, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, sum_over_time
 from chameleon_mm.units import ALLOCATION_UNIT_BYTES
@@ -39,6 +39,8 @@ class Problem:
     time_us: list[float]
     """(K,) times at which compute is at each hook."""
     total_us: float
+    program: tuple[ProgramCopy, ...]
+    """The program's own copies over the link, in order."""
     candidates: Candidates
     """Candidates in the order in which their copies out may begin; the lists below are its columns."""
     tensor: list[int] = field(init=False)
@@ -91,6 +93,7 @@ class Problem:
             at_hook=curve[hooks],
             time_us=clock[hooks].tolist(),
             total_us=float(clock[-1]),
+            program=program_copies(trace),
             candidates=candidates.take(np.argsort(candidates.sendable, kind="stable")),
             goes_between_uses=between_uses,
         )
@@ -185,7 +188,8 @@ def schedule(
 def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, lead_us: PerTensor) -> dict[int, int]:
     """Return, by candidate, the last hook at which its copy back begins in time, if copies cross in the order of uses.
 
-    In time: it ends `lead_us` before the use, even if the other direction is always busy and compute never late.
+    In time: it ends `lead_us` before the use, even if the other direction is always busy and compute never late. The program's
+    own copies cross when compute is at them.
     """
     who = sorted(selected, key=lambda i: (problem.use[i], i))
     if not who:
@@ -196,8 +200,13 @@ def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, l
     clock, use = np.asarray(problem.time_us), problem.candidates.use[who]
     leads = [lead_us.get(problem.tensor[i], 0.0) for i in who] if isinstance(lead_us, Mapping) else lead_us
     due = clock[use] - leads
+    theirs = [copy for copy in problem.program if copy.back_bytes]
+    at_us, their_us = np.array([(copy.at_us, cost.alone_us(copy.back_bytes, slower)) for copy in theirs]).reshape(-1, 2).T
+    between = np.searchsorted(clock[use], at_us)
+    copy_us, due = np.insert(copy_us, between, their_us), np.insert(due, between, at_us + their_us)
     rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last
     start = np.minimum.accumulate((due + rest_us - copy_us)[::-1])[::-1] - rest_us
+    start = np.delete(start, between + np.arange(len(theirs)))
     hooks = np.searchsorted(clock, start, side="right") - 1
     # Later hooks may share the time of a use, if only operators of no time are in between: clip to the use's hook.
     return dict(zip(who, np.clip(hooks, 0, use).tolist(), strict=True))

@@ -289,6 +289,8 @@ class _Writer:
             **_ragged("write", old.write_offsets, old.write_tensors, op_from),
             op_inner_bytes=old.op_inner_bytes[op_from],
             op_passed_bytes=old.op_passed_bytes[op_from],
+            op_out_bytes=old.op_out_bytes[op_from],
+            op_back_bytes=old.op_back_bytes[op_from],
             tensor_bytes=tensors["bytes"],
             tensor_kind=tensors["kind"].astype(np.uint8),
             **{f"tensor_{name}": tensors[name].astype(np.int32) for name in ("born", "released", "sendable", "dies")},

@@ -178,7 +178,7 @@ class Search:
         self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)
         if self._limits.host_budget is not None and host_bytes > self._limits.host_budget:
             return inf
-        walked = walk(moves, in_order(moves), problem.time_us, self._cost, at_most_us=at_most)
+        walked = walk(moves, in_order(moves), problem.time_us, self._cost, program=problem.program, at_most_us=at_most)
         delay_us = walked.stall_us + walked.head_copy_us
         if delay_us > at_most:
             return inf

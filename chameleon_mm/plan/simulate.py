@@ -26,7 +26,7 @@ from chameleon_mm.plan.swap_plan import (
     in_order,
     pinned_peak,
 )
-from chameleon_mm.plan.timing import EngineSpan, LinkCost, Walk, walk
+from chameleon_mm.plan.timing import EngineSpan, LinkCost, Walk, program_copies, walk
 from chameleon_mm.plan.trace import Float64s, Int64s, Trace
 from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
 
@@ -51,6 +51,8 @@ class Timeline:
     """Peak of pinned memory."""
     step_us: float
     stall_us: float
+    program_waits_us: float
+    """Part of `stall_us` in which the program's own copies wait for others on the link."""
     head_copy_us: float
     """Time that compute copies the parts that stay of storages that move in part, out of them and back into them."""
     out_stalls_us: Mapping[int, float]
@@ -83,7 +85,7 @@ class Simulator:
         self.trace = trace
         self._cost = cost_model
         self._memory = PlannedMemory(trace, memory_curve(trace))
-        clock = trace.clock_us()
+        clock, self._program = trace.clock_us(), program_copies(trace)
         self._tick_us, self._ops_us = clock[:-1], float(clock[-1])
         self._hook_us: list[float] = clock[trace.hook_tick].tolist()
         first, later = Candidates.of(trace), Candidates.between_uses(trace)
@@ -121,7 +123,7 @@ class Simulator:
         """Return the timeline under `moves` of the candidates `who`; the caller has checked that they can be carried out."""
         events = in_order(moves)
         ticks, tensors = self.trace.hook_tick[events.hooks], who.tensor.tolist()
-        walked = walk(moves, events, self._hook_us, self._cost)
+        walked = walk(moves, events, self._hook_us, self._cost, program=self._program)
         delays_us, waits = _delays(moves, events, walked, self._cost)
         stalls = tuple(
             Stall(hook, tensors[j], (walked.in_waits_us if at_use else walked.out_waits_us)[j], at_use)
@@ -131,14 +133,17 @@ class Simulator:
         in_stalls_us = _by_tensor([stall for stall in stalls if stall.at_use])
         late_us = np.zeros(len(self._tick_us) + 1)
         np.add.at(late_us, ticks + 1, delays_us)
+        np.add.at(late_us, np.array([copy.tick + 1 for copy in self._program], np.int64), walked.program_waits_us)
         allocated = self._memory.allocated(moves)
-        stall_us = sum(out_stalls_us.values()) + sum(in_stalls_us.values())
+        program_waits_us = sum(walked.program_waits_us)
+        stall_us = sum(out_stalls_us.values()) + sum(in_stalls_us.values()) + program_waits_us
         return Timeline(
             peak_bytes=int(allocated.max()) if len(allocated) else self.trace.start_bytes,
             allocated_bytes=allocated,
             host_bytes=pinned_peak(len(self._hook_us), moves, who.last_use),
             step_us=self._ops_us + stall_us + walked.head_copy_us,
             stall_us=stall_us,
+            program_waits_us=program_waits_us,
             head_copy_us=walked.head_copy_us,
             out_stalls_us=out_stalls_us,
             in_stalls_us=in_stalls_us,

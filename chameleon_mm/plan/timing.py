@@ -10,6 +10,7 @@ between hooks compute takes the trace's times
 
 each engine is one FIFO per direction, and both share the link's duplex rate:
     start         max(when it is ready, when the engine is free)
+    program's own queued when compute is at them; compute waits for the copies ahead
     per piece     copy_us, then its bytes at this direction's rate, or at the duplex rest while the other direction is busy
 
 The host is assumed to be always far enough ahead. A copy is queued on its engine, whole, when compute is at its hook, and a
@@ -27,7 +28,7 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from chameleon_mm.plan.swap_plan import OUT, RECLAIM_IN_PART, USE, ActionColumns, Events
-from chameleon_mm.plan.trace import Float64s, Int64s
+from chameleon_mm.plan.trace import Float64s, Int64s, Trace
 from chameleon_mm.units import MIB
 
 # --- Cost model of the link: measured rates, a fixed cost per piece, and the rest of the duplex rate while both are busy
@@ -98,6 +99,57 @@ class LinkCost:
         return -(-nbytes // self.piece_bytes) * np.float64(self.copy_us) + nbytes / np.float64(rate_gbps * 1e3)
 
 
+# --- Copies over the link that the program itself makes in a step, such as FSDP2's offload of parameters
+#
+# Recorded: bytes and direction of each. Each has its engine when compute is at it, behind our copies that were queued before.
+# That compute waits for it until then is an assumption: true for a copy on the stream of compute, and for one on another
+# stream whose result is used at once. Its time on a link without our copies is operator time.
+
+PROGRAMS = -1
+"""Number of a program's own copy on an engine."""
+
+_AHEAD_BYTES = 64 * MIB
+"""Most bytes of ours that are on an engine while a step is recorded: a copy of the program's may have waited for them."""
+
+
+class ProgramCopy(NamedTuple):
+    tick: int
+    hook: int
+    """First hook after it; one past the last: none."""
+    at_us: float
+    """When compute is at it, nothing swapped."""
+    out_bytes: int
+    back_bytes: int
+
+    def cross(self, now_us: float, engines: tuple[CopyEngine, CopyEngine]) -> float:
+        """Queue it on the engines to and from the host at `now_us`. Return the time until it has crossed."""
+        copies = zip(engines, (self.out_bytes, self.back_bytes), strict=True)
+        return max(engine.queue(PROGRAMS, nbytes, now_us) for engine, nbytes in copies if nbytes) - now_us
+
+
+def program_copies(trace: Trace) -> tuple[ProgramCopy, ...]:
+    """The program's own copies in `trace`, in order."""
+    ops = np.flatnonzero(trace.op_out_bytes + trace.op_back_bytes)
+    ticks = trace.op_tick[ops]
+    columns = (
+        ticks,
+        np.searchsorted(trace.hook_tick, ticks),
+        trace.clock_us()[ticks],
+        trace.op_out_bytes[ops],
+        trace.op_back_bytes[ops],
+    )
+    return tuple(map(ProgramCopy._make, zip(*(column.tolist() for column in columns), strict=True)))
+
+
+def without_waits(trace: Trace, cost: LinkCost) -> Trace:
+    """Return `trace` without the time that its program's own copies may have waited for ours as it was recorded."""
+    us = trace.op_us
+    for nbytes, rate in ((trace.op_out_bytes, cost.d2h_gbps), (trace.op_back_bytes, cost.h2d_gbps)):
+        least_us = np.maximum(cost.alone_us(nbytes, rate), us - cost.alone_us(_AHEAD_BYTES, rate))
+        us = np.where(nbytes > 0, np.minimum(us, least_us), us)
+    return replace(trace, op_us=us)
+
+
 # --- timing
 
 
@@ -139,8 +191,8 @@ class CopyEngine:
         return tuple(map(EngineSpan._make, self._rows))
 
     def spans_of(self, tensors: Sequence[int]) -> tuple[EngineSpan, ...]:
-        """`spans` with places in `tensors` replaced by the numbers there."""
-        rows = ((tensors[place], start_us, end_us, nbytes) for place, start_us, end_us, nbytes in self._rows)
+        """`spans` with places in `tensors` replaced by the numbers there, without the program's own."""
+        rows = ((tensors[place], *rest) for place, *rest in self._rows if place != PROGRAMS)
         return tuple(map(EngineSpan._make, rows))
 
     def queue(self, tensor: int, nbytes: int, ready_us: float) -> float:
@@ -186,6 +238,8 @@ class Walk(NamedTuple):
     """(n,) of the moves: waits at reclaims."""
     in_waits_us: list[float]
     """(n,) of the moves: waits at uses."""
+    program_waits_us: list[float]
+    """Waits of the program's own copies for others. `stall_us` has them, too."""
     out: CopyEngine
     """Device to host; its copies are numbered as the moves."""
     back: CopyEngine
@@ -197,18 +251,33 @@ def walk(
     hook_us: Sequence[float],
     cost: LinkCost,
     *,
+    program: Sequence[ProgramCopy] = (),
     at_most_us: float = inf,
 ) -> Walk:
     """Walk through `events`, those of `moves`. `hook_us`: (hooks,) when compute is at each, nothing swapped.
 
-    at_most_us: stop once the step is later by more than that.
+    program: the program's own copies, in order. at_most_us: stop once the step is later by more than that.
     """
     nbytes, out_at, in_at = moves.nbytes.tolist(), moves.out_at.tolist(), moves.in_at.tolist()
     head_us = (moves.stays / (cost.hbm_gbps * 1e3)).tolist()
     again, (out, back) = moves.again.tolist(), CopyEngine.pair(cost)
     out_done, back_done, out_waits, in_waits = ([0.0] * len(nbytes) for _ in range(4))
     stall = heads = late = 0.0
+    program_waits: list[float] = []
+    idle = CopyEngine.pair(cost)
+    alone_us = [copy.cross(copy.at_us, idle) for copy in program]
+
+    def pass_program(until: float, late: float) -> float:
+        """Queue the program's copies before hook `until`. Return how late the step is then."""
+        while len(program_waits) < len(program) and (copy := program[len(program_waits)]).hook <= until:
+            crosses_us = copy.cross(copy.at_us + late, (out, back))
+            program_waits.append(max(0.0, crosses_us - alone_us[len(program_waits)]))
+            late += program_waits[-1]
+        return late
+
     for hook, kind, j in zip(*(column.tolist() for column in events), strict=True):
+        if program:
+            late = pass_program(hook, late)
         now = hook_us[hook] + late
         if kind <= RECLAIM_IN_PART:
             if again[j]:
@@ -237,4 +306,6 @@ def walk(
             waits[j] = wait
             if late > at_most_us:
                 break
-    return Walk(stall, heads, out_waits, in_waits, out, back)
+    else:
+        pass_program(inf, late)
+    return Walk(stall + sum(program_waits), heads, out_waits, in_waits, program_waits, out, back)

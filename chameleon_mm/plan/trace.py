@@ -33,7 +33,7 @@ Bools = NDArray[np.bool_]
 COLUMNS: dict[str, type[np.generic]] = {
     "op_name": np.int32, "op_content": np.uint64, "op_phase": np.uint8, "op_us": np.float64, "op_tick": np.int32,
     "read_offsets": np.int64, "read_tensors": np.int32, "write_offsets": np.int64, "write_tensors": np.int32,
-    "op_inner_bytes": np.int64, "op_passed_bytes": np.int64,
+    "op_inner_bytes": np.int64, "op_passed_bytes": np.int64, "op_out_bytes": np.int64, "op_back_bytes": np.int64,
     "tensor_bytes": np.int64, "tensor_kind": np.uint8, "tensor_born": np.int32, "tensor_released": np.int32,
     "tensor_sendable": np.int32, "tensor_dies": np.int32,
     "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_released": np.int32,
@@ -138,6 +138,9 @@ class Trace:
     """Device memory, as the allocator counts it, that each holds while it runs, besides its inputs and results."""
     op_passed_bytes: Int64s
     """Device memory beyond `op_inner_bytes` that each allocates and frees: a compiled region has one buffer after another."""
+    op_out_bytes: Int64s
+    """Bytes that each copies to the host: the program's own copies over the link. `op_back_bytes`: from the host."""
+    op_back_bytes: Int64s
 
     tensor_bytes: Int64s
     tensor_kind: UInt8s
@@ -255,8 +258,10 @@ class TraceBuilder:
         reads: Sequence[int] = (),
         writes: Sequence[int] = (),
         inner_bytes: int = 0,
+        link_bytes: tuple[int, int] = (0, 0),
     ) -> int:
-        """Add an operator that runs, and holds `inner_bytes` meanwhile. Return its number."""
+        """Add an operator that runs, holds `inner_bytes` meanwhile, and copies `link_bytes` to the host and from it. Return its
+        number."""
         self._columns["op_tick"].append(self.num_ticks)
         self._columns["op_name"].append(self._names.setdefault(name, len(self._names)))
         self._columns["op_content"].append(content)
@@ -268,6 +273,8 @@ class TraceBuilder:
             self._columns[f"{kind}_offsets"].append(len(column))
         self._columns["op_inner_bytes"].append(inner_bytes)
         self._columns["op_passed_bytes"].append(0)
+        self._columns["op_out_bytes"].append(link_bytes[0])
+        self._columns["op_back_bytes"].append(link_bytes[1])
         return self.num_ops - 1
 
     def amend_latest_op(self, *, writes: Sequence[int], inner_bytes: int, passed_bytes: int) -> None:
@@ -351,7 +358,8 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
     over = _only_make(trace, outliving)
     start_bytes = trace.start_bytes + outliving_bytes(trace, kinds)
     nothing: dict[str, Any] = {
-        column: np.where(over, 0, getattr(trace, column)) for column in ("op_us", "op_inner_bytes", "op_passed_bytes")
+        column: np.where(over, 0, getattr(trace, column))
+        for column in ("op_us", "op_inner_bytes", "op_passed_bytes", "op_out_bytes", "op_back_bytes")
     }
     return dataclasses.replace(trace, tensor_born=born, start_bytes=start_bytes, **nothing)
 

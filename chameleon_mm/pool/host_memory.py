@@ -1,6 +1,7 @@
 """Host memory that may still be taken: the minimum of what the kernel and each of the process's control groups leave.
 
-    available = min(MemAvailable, *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
+    available = min(MemAvailable - that of NUMA nodes without CPUs,
+                    *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
     "auto"    = half of (memory this process already holds + available), divided among the ranks on this machine
 
     memory = AvailableMemory();  memory.read(taking=nbytes)     # reads again after 10 ms, or once 1/16 of it has been taken
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from chameleon_mm.device.pinning import kernel_text
+from chameleon_mm.device.pinning import bare_bytes, kernel_text
 from chameleon_mm.units import parse_size
 
 _RANKS = "LOCAL_WORLD_SIZE"
@@ -94,12 +95,13 @@ def local_ranks() -> int:
 
 
 def of_machine(root: Path) -> Iterator[int]:
-    """Yield the bytes that the machine has available, without regard to control groups; nothing if it does not say."""
+    """Yield the bytes that the machine has available, without regard to control groups; nothing if it does not say. Memory of
+    nodes without CPUs, such as a GPU's own on a GH200, does not count."""
     for line in kernel_text(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
         if name == "MemAvailable" and words and words[0].isdecimal():
-            yield int(words[0]) * 1024  # the file says kB and means KiB
+            yield int(words[0]) * 1024 - bare_bytes(root)  # the file says kB and means KiB
             return
     import psutil  # imported here, so that only systems that need it pay for it
 

@@ -258,6 +258,7 @@ class StepLog:
             reads=[traced.number for traced in (*read, *given)],
             writes=[traced.number for traced in written],
             inner_bytes=inner,
+            link_bytes=call.link_bytes(self._device.owns),
         )
         self._wrote(op, written)
         self.times.ran(op, call)

@@ -158,6 +158,10 @@ class SwapReport(Counters):
     that autograd did not save, kept as inputs of recomputation. Empty: there is no plan."""
     measured_step_us: float | None
     """Median time of the latest such steps; None: none was timed."""
+    program_bytes_out: int = 0
+    """Bytes that the program itself copied to the host in the step that was planned last, by its own operators. The session
+    neither made nor moved these copies. `program_bytes_back`: from the host."""
+    program_bytes_back: int = 0
     prefetches_timed: int | None
     """Prefetches in timed steps that were used, each counted at its first use."""
     prefetches_late: int | None
@@ -321,6 +325,7 @@ class SwapReport(Counters):
         by_allocator, lowered = self.bytes_reclaimed_by_allocator, self.lowered_budget_bytes
         inside = f", {format_size(by_allocator)} of it inside of an allocation" if by_allocator else ""
         since = "" if lowered is None else f", within {format_size(lowered)} since"
+        mine = f"{format_size(self.program_bytes_out)} out, {format_size(self.program_bytes_back)} back"
         late = f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
         also = ", others too" * (self.timed_steps > self.steps)
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
@@ -345,6 +350,7 @@ class SwapReport(Counters):
             *(("partition of compiled regions", line) for line in self.compiled_partitions),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             *self._state_rows(),
+            *([("the program's own copies", f"{mine} a step")] if self.program_bytes_out or self.program_bytes_back else []),
             ("reclaimed", format_size(self.bytes_reclaimed) + inside),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
             (f"late prefetches{clock}", late if self.prefetches_timed and self.late_us is not None else "not measured"),
@@ -499,6 +505,8 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "least_peak": {} if planned is None else least_memory(planned.trace).parts,
         "planned_recompute_us": None if plan is None else plan.recompute_us,
         "planned_bytes": {} if planned is None else planned.bytes_by_class(),
+        "program_bytes_out": 0 if planned is None else int(planned.trace.op_out_bytes.sum()),
+        "program_bytes_back": 0 if planned is None else int(planned.trace.op_back_bytes.sum()),
         "measured_step_us": None if followed is None or not followed.times_us else median(followed.times_us),
         "host_bytes_wanted": None if adaptation is None else adaptation.host_bytes_wanted,
         "recipes_banned": () if adaptation is None else adaptation.banned,

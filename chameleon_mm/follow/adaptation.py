@@ -526,7 +526,7 @@ class Adaptation:
         planned = self._planned_step(record, structure.trace_of(record), structure)
         planned.predicted_by, planned.margin_bytes = structure, structure.margin_bytes(record)
         planned.reset_for(ExtraMemory())  # with its margin
-        if not self._plan_for(planned, structure.extra, at_most=1):
+        if not self._plan_for(planned, ExtraMemory.most_of(structure.recent_extra), at_most=1):
             self._add_plans(planned, at_most=1)
         return planned
 
@@ -593,7 +593,7 @@ class Adaptation:
     def _learn_extra(self, entry: StepEntry, planned: PlannedStep, step: FollowedStep) -> None:
         """Learn the memory that a step took beyond its trace. Note [Odd steps]."""
         spare_bytes, structure, usual = self._spare_bytes, planned.predicted_by, planned.usual
-        before = usual.recent_extra if structure is None else structure.extra
+        before = ExtraMemory.most_of((structure or usual).recent_extra)
         if structure is not None:
             structure.note_extra(step.extra)
             if (
@@ -613,7 +613,7 @@ class Adaptation:
         repeats = usual.note_odd(is_odd=is_odd) or bool(before.spikes)
         if step.exceeded_plan and (repeats or usual.is_first_use):
             extra = planned.extra | before | step.extra
-            varying = extra | (structure or planned).room_for_extra(spare_bytes)
+            varying = extra | ExtraMemory.room_for((structure or planned).recent_extra, spare_bytes)
             if self._plan_for(planned, varying):
                 extra = varying
             elif varying != extra:
@@ -646,7 +646,7 @@ class Adaptation:
             if planned.times_corrected < CORRECTIONS and abs(planned.slowdown - 1) > TIMES_OFF:
                 planned.correct_times()
                 self._add_plans(planned)
-            elif planned.moves_nothing:
+            elif planned.is_decided and planned.current is not None and not planned.current.program.plan.actions:
                 continue  # no copies: the link does not matter
             elif planned.chooses_by_link and planned.is_for_another_link(self._link_cost()):
                 planned.link_plans += 1

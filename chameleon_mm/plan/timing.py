@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
@@ -89,12 +89,8 @@ class LinkCost:
             duplex_gbps=self.duplex_gbps * share,
         )
 
-    @overload
-    def alone_us(self, nbytes: int, rate_gbps: float) -> float: ...
-    @overload
-    def alone_us(self, nbytes: Int64s, rate_gbps: float) -> Float64s: ...
-    def alone_us(self, nbytes: int | Int64s, rate_gbps: float) -> float | Float64s:
-        """Time of a copy of `nbytes` at one rate, with its pieces' fixed cost; for an array of sizes, one by one."""
+    def alone_us(self, nbytes: Int64s, rate_gbps: float) -> Float64s:
+        """Times of copies of these sizes at one rate, with their pieces' fixed cost."""
         return -(-nbytes // self.piece_bytes) * np.float64(self.copy_us) + nbytes / np.float64(rate_gbps * 1e3)
 
 

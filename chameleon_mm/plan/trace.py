@@ -292,13 +292,13 @@ class TraceBuilder:
     def kind(self, tensor: int, kind: TensorKind) -> None:
         self._columns["tensor_kind"][tensor] = kind
 
-    def released(self, tensor: int, tick: int | None = None) -> None:
-        """Record that only our handles hold it since the latest tick, or since `tick`."""
-        self._columns["tensor_released"][tensor] = self.num_ticks - 1 if tick is None else tick
+    def released(self, tensor: int) -> None:
+        """Record that only our handles hold it since the latest tick."""
+        self._columns["tensor_released"][tensor] = self.num_ticks - 1
 
-    def released_after(self, hook: int, tick: int | None = None) -> None:
-        """Record that only our handles hold the storage used at hook number `hook` since the latest tick, or since `tick`."""
-        self._columns["hook_released"][hook] = self.num_ticks - 1 if tick is None else tick
+    def released_after(self, hook: int) -> None:
+        """Record that only our handles hold the storage used at hook number `hook` since the latest tick."""
+        self._columns["hook_released"][hook] = self.num_ticks - 1
 
     def sendable(self, tensor: int, hook: int) -> None:
         """Record that the operator that saved it is over at hook number `hook`."""

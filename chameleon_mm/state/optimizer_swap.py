@@ -113,8 +113,8 @@ BUCKET_BYTES = 64 * MIB
 BUCKETS_AT_ONCE = 3
 """Buckets whose state is on the device at once: one arrives, one is stepped, one leaves."""
 
-_STATE_PER_PARAMETER = 2
-"""Assumed number of state tensors of a parameter's size, before the optimizer has made them."""
+STATE_PER_PARAMETER = 2
+"""Assumed number of state tensors of a parameter's size, before the optimizer has made them: Adam's two moments."""
 
 
 def check_optimizer(optimizer: object, model: nn.Module | None) -> torch.optim.Optimizer:
@@ -246,7 +246,7 @@ class OptimizerSwap:
         state = self._optimizer.state.get(p)
         if isinstance(state, SwappedState):
             return state.moved_bytes
-        return _STATE_PER_PARAMETER * p.numel() * p.element_size()
+        return STATE_PER_PARAMETER * p.numel() * p.element_size()
 
     def _away(self, params: list[Any]) -> list[SwappedState]:
         states = (self._optimizer.state.get(p) for p in params)

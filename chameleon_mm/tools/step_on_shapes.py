@@ -29,7 +29,7 @@ from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.plan.trace import Int64s, Trace
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.record.step_log import PricedTimes
-from chameleon_mm.state.optimizer_swap import alone, buckets_of, raw_step
+from chameleon_mm.state.optimizer_swap import STATE_PER_PARAMETER, alone, buckets_of, raw_step
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
 from chameleon_mm.tools.blocks import Checkpointing, checkpoint_blocks, groups_of
 from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, ValuesReadAsZero, gpu_autocast
@@ -45,9 +45,6 @@ OPTIMIZERS = {
     "sgd": "SGD with momentum, as it runs by default on CUDA",
     "none": "forward and backward alone",
 }
-
-_STATE_PER_PARAMETER = 2
-"""State tensors assumed for a parameter that has none yet, each of the parameter's size: Adam's two moments."""
 
 
 class _NoTensorMemo(FakeTensorConverter):
@@ -237,9 +234,9 @@ class TrainingStep:
 
 
 def _state_bytes(optimizer: Optimizer, p: Tensor) -> int:
-    """Bytes of the state of `p`; if it has none yet, `_STATE_PER_PARAMETER` tensors are assumed."""
+    """Bytes of the state of `p`; if it has none yet, `STATE_PER_PARAMETER` tensors are assumed."""
     values = [value for value in optimizer.state[p].values() if isinstance(value, Tensor)] if p in optimizer.state else []
-    return sum(value.untyped_storage().nbytes() for value in values) or _STATE_PER_PARAMETER * p.numel() * p.element_size()
+    return sum(value.untyped_storage().nbytes() for value in values) or STATE_PER_PARAMETER * p.numel() * p.element_size()
 
 
 def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:

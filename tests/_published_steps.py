@@ -25,10 +25,11 @@ from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools import hub_models
 from chameleon_mm.tools.adapters import Adapters, adapted
 from chameleon_mm.tools.blocks import Checkpointing
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.prediction import link_of
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
 from chameleon_mm.tools.step_on_shapes import record_step
-from chameleon_mm.tools.workload import BUILT_IN, Build, Gpt2, Gpt2Shape, Llama, LlamaShape, RMSNorm, Workload
+from chameleon_mm.tools.workload import BUILT_IN, Build, Llama, LlamaShape, RMSNorm, Workload
 from chameleon_mm.units import GIB
 
 TOLD: dict[str, Any] = tomllib.loads(Path(__file__).with_name("published_figures.toml").read_text(encoding="utf-8"))
@@ -105,7 +106,7 @@ def _mpt(width: int, heads: int, rows: int, seq: int) -> Build:
     """Builder of a GPT without dropout, of MosaicML's sizes; theirs has no biases and no table of positions."""
 
     def build() -> Workload:
-        model = Gpt2(Gpt2Shape(layers=32, width=width, heads=heads, vocabulary=50368, context=seq)).eval()
+        model = GPT(GPTConfig(layers=32, width=width, heads=heads, vocabulary=50368, context=seq)).eval()
         ids = torch.zeros(rows, seq, dtype=torch.int64)
         return Workload(about="mpt", model=model, loss=partial(model.loss, ids, ids))
 

@@ -29,11 +29,12 @@ from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.trace import StepPhase, TensorKind
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools.cli import main
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.prediction import HIDDEN_WITHIN, Prediction, assumptions, link_of, predict, show, verdicts
 from chameleon_mm.tools.shape_operators import GpuOperators, gpu_autocast
 from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, record_step, shapes_alone
-from chameleon_mm.tools.workload import Build, Gpt2, Gpt2Shape, Llama, LlamaShape, ModelUnusable, Workload, built_in
+from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload, built_in
 from chameleon_mm.units import GIB, MIB, parse_size
 from tests._simulated_step import simulated_step
 from tests._trace_records import ops_of
@@ -110,7 +111,8 @@ def llama() -> Workload:
 
 
 def gpt2() -> Workload:
-    model, ids = Gpt2(Gpt2Shape(layers=2, width=64, heads=4, vocabulary=100)), torch.zeros(2, 64, dtype=torch.int64)
+    model = GPT(GPTConfig(layers=2, width=64, heads=4, context=1024, vocabulary=100))
+    ids = torch.zeros(2, 64, dtype=torch.int64)
     return Workload(about="a small gpt2", model=model, loss=lambda: model.loss(ids, ids))
 
 
@@ -122,7 +124,8 @@ def large_llama() -> Workload:
 
 
 def large_gpt2() -> Workload:
-    model, ids = Gpt2(Gpt2Shape(layers=4, width=256, heads=4, vocabulary=100)), torch.zeros(8, 1024, dtype=torch.int64)
+    model = GPT(GPTConfig(layers=4, width=256, heads=4, context=1024, vocabulary=100))
+    ids = torch.zeros(8, 1024, dtype=torch.int64)
     return Workload(about="a large gpt2", model=model, loss=lambda: model.loss(ids, ids))
 
 

@@ -274,11 +274,7 @@ class PlannedStep:
         made_for, current = self.link, self._measured
         if made_for is None or current is None or self._since_plans < 1 << self.link_plans:
             return False
-        rates = (
-            (link.d2h_gbps, made_for.d2h_gbps),
-            (link.h2d_gbps, made_for.h2d_gbps),
-            (link.duplex_gbps, made_for.duplex_gbps),
-        )
+        rates = list(zip(link.rates, made_for.rates, strict=True))
         is_late = current.step_us > current.program.plan.step_us * self.slowdown * (1 + WORTH_A_PLAN)
         return any(now / then > 1 + LINK_OFF or (is_late and now / then < 1 - LINK_OFF) for now, then in rates)
 

@@ -177,13 +177,8 @@ class RewrittenTrace:
 
     def to_step(self, moves: ActionColumns) -> ActionColumns:
         """Return the moves in the step's hooks."""
-        return replace(
-            moves,
-            out_at=self.origin[moves.out_at],
-            reclaim_at=self.origin[moves.reclaim_at],
-            in_at=self.origin[moves.in_at],
-            use_at=self.origin[moves.use_at],
-        )
+        hooks = ("out_at", "reclaim_at", "in_at", "use_at")
+        return replace(moves, **{name: self.origin[getattr(moves, name)] for name in hooks})
 
     def from_step(self, moves: ActionColumns, use_at: Int64s) -> ActionColumns:
         """Return moves of the step in this trace's hooks, `use_at` being the hooks here at which each is used. At a hook of the

@@ -30,24 +30,8 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from chameleon_mm.plan.trace import (
-    FIXED_STORAGE,
-    Bools,
-    Float64s,
-    Int64s,
-    Trace,
-    with_extra,
-    with_gradients_kept,
-    with_spikes,
-)
-from chameleon_mm.record.light_profiler import (
-    Feature,
-    StepRecord,
-    feature_hash,
-    outline,
-    resized,
-    sizes_of,
-)
+from chameleon_mm.plan.trace import FIXED_STORAGE, Bools, Float64s, Int64s, Trace, with_extra, with_gradients_kept, with_spikes
+from chameleon_mm.record.light_profiler import Feature, StepRecord, feature_hash, outline, resized, sizes_of
 from chameleon_mm.swap.recipe import Refusal
 from chameleon_mm.units import allocated_size
 

@@ -71,12 +71,7 @@ class Recipes:
 
     @classmethod
     def of(
-        cls,
-        trace: Trace,
-        names: Collection[str] | None,
-        refused: Collection[int] = (),
-        *,
-        cost: LinkCost | None = None,
+        cls, trace: Trace, names: Collection[str] | None, refused: Collection[int] = (), *, cost: LinkCost | None = None
     ) -> Recipes:
         """Return the recipes of `trace`. `refused`: storages that may not be recomputed. `cost`: prices comparisons; None: they
         take no time. O(ticks + storages)."""

@@ -148,12 +148,7 @@ class Search:
             self._schedule(selected, eager=eager)
 
     def _schedule(
-        self,
-        selected: Mapping[int, int],
-        *,
-        eager: bool,
-        send_from: Sequence[int] | None = None,
-        at_most: float = inf,
+        self, selected: Mapping[int, int], *, eager: bool, send_from: Sequence[int] | None = None, at_most: float = inf
     ) -> float:
         selected = self._problem.whole_where_twice(selected)
         in_time = None if eager else partial(latest_back, self._problem, cost=self._cost, lead_us=self._limits.lead_us)

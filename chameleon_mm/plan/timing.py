@@ -190,14 +190,7 @@ class Walk(NamedTuple):
     back: CopyEngine
 
 
-def walk(
-    moves: ActionColumns,
-    events: Events,
-    hook_us: Sequence[float],
-    cost: LinkCost,
-    *,
-    at_most_us: float = inf,
-) -> Walk:
+def walk(moves: ActionColumns, events: Events, hook_us: Sequence[float], cost: LinkCost, *, at_most_us: float = inf) -> Walk:
     """Walk through `events`, those of `moves`. `hook_us`: (hooks,) when compute is at each, nothing swapped.
 
     at_most_us: stop once the step is later by more than that.

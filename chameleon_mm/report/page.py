@@ -19,17 +19,7 @@ from typing import Any
 import numpy as np
 
 from chameleon_mm.report.step_history import StepFigures
-from chameleon_mm.report.step_picture import (
-    HELD,
-    IN_PART,
-    RECOMPUTE,
-    STALL,
-    SWAPPED,
-    WHAT_PLANS_DO,
-    Bar,
-    Memory,
-    StepPicture,
-)
+from chameleon_mm.report.step_picture import HELD, IN_PART, RECOMPUTE, STALL, SWAPPED, WHAT_PLANS_DO, Bar, Memory, StepPicture
 from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import format_size, format_us
 

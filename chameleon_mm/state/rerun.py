@@ -256,11 +256,7 @@ class StepRunner:
             start.release()
 
     def _run(
-        self,
-        start: StepStart,
-        step: Callable[[], AbstractContextManager[object]],
-        fn: Callable[[], _R],
-        repair: Repair | None,
+        self, start: StepStart, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R], repair: Repair | None
     ) -> _R:
         budgets = [self.hbm_budget_bytes]
         while True:
@@ -307,10 +303,7 @@ class StepRunner:
     def _tighten(self, failure: _Failure) -> None:
         before = self.hbm_budget_bytes
         self.hbm_budget_bytes = tighter(
-            before,
-            allocated=failure.allocated_bytes,
-            asked=failure.asked_bytes,
-            resting=self._device.allocated_bytes(),
+            before, allocated=failure.allocated_bytes, asked=failure.asked_bytes, resting=self._device.allocated_bytes()
         )
         self._executor.change_budget(self.hbm_budget_bytes)
         self._executor.metrics.totals.steps_run_again += 1

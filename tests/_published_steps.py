@@ -28,7 +28,7 @@ from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.prediction import link_of
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
-from chameleon_mm.tools.step_on_shapes import record_step
+from chameleon_mm.tools.step_on_shapes import StepRequest, record_step
 from chameleon_mm.tools.workload import BUILT_IN, Build, Llama, LlamaShape, RMSNorm, Workload
 from chameleon_mm.units import GIB
 
@@ -52,11 +52,11 @@ def predicted(name: str) -> Outcome:
         rank, *modules = step["lora"]
         build = adapted(build, Adapters(rank=rank, modules=tuple(modules), bits=step.get("bits")))
     shards = Shards(ranks=step["ranks"], dtype=torch.float32) if "ranks" in step else None
-    recorded = record_step(
-        build if shards is None else shardable(build, shards), gpu, dtype=torch.bfloat16, min_bytes=1 << 16,
+    recorded = record_step(StepRequest(
+        build=build if shards is None else shardable(build, shards), spec=gpu, dtype=torch.bfloat16, min_bytes=1 << 16,
         optimizer=step.get("optimizer", "adamw-fused"), compiled=1.0 if step.get("compiled") else None,
         checkpointed=_checkpointing(step),
-    )  # fmt: skip
+    ))  # fmt: skip
     trace = (recorded if shards is None else sharded(recorded, shards)).trace
     parameters = int(trace.tensor_bytes[trace.tensor_kind == TensorKind.PARAMETER].sum())
     if not step.get("offloaded"):

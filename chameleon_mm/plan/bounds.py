@@ -55,10 +55,8 @@ class RecomputeTime:
         idle = np.zeros(len(self._size), np.bool_)
         idle[c.tensor] = (trace.hook_tick[c.first] <= tick) & (tick < trace.hook_tick[c.use])
         self._can_drop = (recipes.can_drop & idle).tolist()
-        there = recipes.can_hold & ((trace.tensor_dies >= tick) | (trace.tensor_born > tick))
-        saved = recipes.saved
-        self._free = there.tolist()
-        self._saved = saved.tolist()
+        self._free = (recipes.can_hold & ((trace.tensor_dies >= tick) | (trace.tensor_born > tick))).tolist()
+        self._saved = recipes.saved.tolist()
         self._can_hold, self._can_recompute = recipes.can_hold.tolist(), recipes.can_recompute.tolist()
         self._unsaved = [[x for x in made_of if not self._saved[x] and not self._free[x]] for made_of in recipes.inputs]
         self._order = self._needed_order()

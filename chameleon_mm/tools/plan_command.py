@@ -282,7 +282,9 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
         return built_in(text, batch=batch or 1, seq=seq, layers=layers)
     if ":" in text and not Path(text).exists():
         return own_function(text, batch=batch, seq=seq, layers=layers)
-    if _is_a_path(text) and not (Path(text).is_file() or Path(text).is_dir()):
+    # A name on the hub is `name` or `owner/name`.
+    is_a_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json")
+    if is_a_path and not (Path(text).is_file() or Path(text).is_dir()):
         raise ModelUnusable(
             f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which is neither; correct "
             f"the path, or name a built-in model or module:function"
@@ -291,8 +293,3 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
     if likely and not Path(text).exists():  # a typo would cost half a minute of network requests
         raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely[0]}?")
     return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype, layers=layers)
-
-
-def _is_a_path(text: str) -> bool:
-    """True if `text` cannot be a name on the hub, which is `name` or `owner/name`."""
-    return text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json")

@@ -218,9 +218,7 @@ class StepBounds:
 
     def forward_begins(self) -> None:
         """Begin a step, if this is a forward of training outside a step."""
-        if not torch.is_grad_enabled() or self._is_elsewhere():
-            return
-        if self._held:
+        if not torch.is_grad_enabled() or self._is_elsewhere() or self._held:
             return
         if self._step is not None:
             if not self._is_over():

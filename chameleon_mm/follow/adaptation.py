@@ -454,7 +454,10 @@ class Adaptation:
         kind = StepKind.PARTLY_PLANNED if step.had_plan else StepKind.BY_RULE
         has_trace = recorder is not None and step.whole and recorder.flaw is None
         if entry is not None and entry.plan is not None and not (has_trace and self.wants_trace(entry)):
-            self._note_use(entry.plan)
+            if entry.plan.predicted_by is not None:
+                self._unused.clear()
+            else:
+                self._unused.discard(record.fingerprint)  # it came again
             self.plan_cache_hits += bool(entry.plan.trials)
             if step.followed_plan and entry.plan.trials:
                 kind = StepKind.PLANNED
@@ -491,13 +494,6 @@ class Adaptation:
         self._wasted_hooks += wasted
         self._note_time(was_recorded=step.whole)
         return kind
-
-    def _note_use(self, planned: PlannedStep) -> None:
-        """Note that a recorded step came again, or that a predicted one came."""
-        if planned.predicted_by is not None:
-            self._unused.clear()
-        else:
-            self._unused.discard(planned.record.fingerprint)
 
     def _note_time(self, *, was_recorded: bool) -> None:
         took_us = self._metrics.host_us() - self._began_us

@@ -244,12 +244,8 @@ class PlannedStep:
             refused=self.refused,
             inner_bytes=int(inner_bytes.max(initial=0)),
             banned=self.banned,
-            module_of=self._module_of,
+            module_of=lambda number: place_of(trace, number).module,
         )
-
-    def _module_of(self, number: int) -> str:
-        """Path of the module that saves a storage first, or "" if not known."""
-        return place_of(self.trace, number).module
 
     def add_time(self, trial: PlanTrial, time: StepTime) -> None:
         """Add the time of a step that followed `trial`, one of `trials`, hook for hook."""

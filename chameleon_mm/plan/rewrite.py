@@ -215,8 +215,8 @@ class _Writer:
         self._old = recipes.trace
         self._held = frozenset(recomputations.held)
         self._dropped = frozenset(recomputations.dropped)
-        hooks = (recipes.candidates.use, recipes.candidates.last_use)
-        self._use, self._last_use = (np.append(of_row, -1)[recipes.row].tolist() for of_row in hooks)  # -1: no candidate
+        by_row = (recipes.candidates.use, recipes.candidates.last_use)
+        self._use, self._last_use = (np.append(hooks, -1)[recipes.row].tolist() for hooks in by_row)  # -1: no candidate
         self._hooks = self._inserted_hooks()
         counts = np.zeros(self._old.num_ticks + 1, np.int64)
         for hooks, recomputation in zip(self._hooks, recomputations.by_hook, strict=True):

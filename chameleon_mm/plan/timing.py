@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,7 +85,8 @@ class LinkCost:
 
     def slowed(self, share: float) -> LinkCost:
         """Return a link with `share` of these rates."""
-        return replace(self, **dict(zip(LINK_RATES, (rate * share for rate in self.rates), strict=True)))
+        slower: dict[str, Any] = {name: getattr(self, name) * share for name in LINK_RATES}
+        return replace(self, **slower)
 
     @property
     def rates(self) -> tuple[float, float, float]:

@@ -382,11 +382,13 @@ def with_extra(trace: Trace, nbytes: int) -> Trace:
 def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
     """Return `trace` with as many more bytes allocated during each tick of `spikes`, and freed again."""
     ticks, never = list(spikes), [NEVER] * len(spikes)
-    new = {
+    new: dict[str, list[int]] = {
         "tensor_bytes": list(spikes.values()), "tensor_kind": [TensorKind.TEMPORARY] * len(spikes), "tensor_born": ticks,
         "tensor_released": never, "tensor_sendable": never, "tensor_dies": ticks,
     }  # fmt: skip
-    columns = {name: np.append(getattr(trace, name), np.array(values, COLUMNS[name])) for name, values in new.items()}
+    columns: dict[str, Any] = {
+        name: np.append(getattr(trace, name), np.array(values, COLUMNS[name])) for name, values in new.items()
+    }
     return dataclasses.replace(trace, **columns)
 
 

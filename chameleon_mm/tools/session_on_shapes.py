@@ -123,15 +123,14 @@ def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = 
                     request.build(), request.optimizer, request.autocast, started=False, compiled=request.compiled
                 )
             with device.compute():
-                session = _session(request, device, step)
-                return _run(request, device, session, step, steps, counted=counted)
+                return _run(request, device, step, steps, counted=counted)
         except (InfeasibleBudget, HostMemoryExhausted, torch.OutOfMemoryError) as error:
             return SessionRun(swapped=request.swapped, hbm_budget_bytes=request.hbm_budget_bytes, refused=str(error))
 
 
-def _session(request: RunRequest, device: SimDevice, step: TrainingStep) -> SwapSession:
+def _run(request: RunRequest, device: SimDevice, step: TrainingStep, steps: int, *, counted: bool) -> SessionRun:
     swapped, host_bytes = request.swapped, request.host_budget_bytes
-    return SwapSession(
+    session = SwapSession(
         request.hbm_budget_bytes,
         ANY_HOST_BYTES if host_bytes is None else host_bytes,
         device,
@@ -142,10 +141,6 @@ def _session(request: RunRequest, device: SimDevice, step: TrainingStep) -> Swap
         parameters="swap" if swapped.parameters else "keep",
     )
 
-
-def _run(
-    request: RunRequest, device: SimDevice, session: SwapSession, step: TrainingStep, steps: int, *, counted: bool
-) -> SessionRun:
     def run_step() -> None:
         with session.step():
             loss = step.forward_backward()

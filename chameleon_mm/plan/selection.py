@@ -140,9 +140,7 @@ class SearchPoint:
 
     def select(self, problem: Problem, budget: int) -> dict[int, int] | None:
         """Select candidates and the bytes that each frees; None if the bounds allow too few."""
-        rank = [0] * len(self.order)
-        for place, i in enumerate(self.order):
-            rank[i] = place
+        rank = sorted(range(len(self.order)), key=self.order.__getitem__)  # place of each in the order
         least, most = zip(*self.bounds, strict=True)
         return select(problem, budget, rank, least=least, most=most)
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -92,10 +93,6 @@ class PendingRanges:
         self._events: list[tuple[Event, ...]] = []
         self._sweep_at = _SWEEP_AT
 
-    def __iter__(self) -> Iterator[Event]:
-        for events in self._events:
-            yield from events
-
     def add(self, start: int, end: int, events: tuple[Event, ...]) -> None:
         """Add a range, [start, end), which no other range overlaps: it may be in use until `events` are complete."""
         starts = self.starts
@@ -148,7 +145,7 @@ class PendingRanges:
 
     def synchronize(self) -> None:
         """Make the host wait until every range's events are complete; then nothing is pending."""
-        for event in self:
+        for event in chain.from_iterable(self._events):
             event.synchronize()
         self.starts.clear()
         self._ends.clear()

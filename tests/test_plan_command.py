@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,9 @@ def large_gpt2() -> Workload:
     return Workload(about="a large gpt2", model=model, loss=lambda: model.loss(ids, ids))
 
 
-def recorded(build: Build, *, optimizer: str = "adamw", min_bytes: int = 1) -> RecordedStep:
-    request = StepRequest(build=build, spec=H200, dtype=torch.float32, optimizer=optimizer, min_bytes=min_bytes)
-    return record_step(request)
+def recorded(build: Build, **more: Any) -> RecordedStep:
+    how: dict[str, Any] = {"spec": H200, "dtype": torch.float32, "optimizer": "adamw", "min_bytes": 1, **more}
+    return record_step(StepRequest(build=build, **how))
 
 
 def predicted(hbm_budget: Callable[[RecordedStep], int], host_budget: int | None = None, optimizer: str = "sgd") -> Prediction:
@@ -161,15 +161,13 @@ def test_a_step_that_never_ran_needs_what_it_needs_when_it_runs(build: Build, op
 
 def test_it_takes_no_memory_and_leaves_torch_as_it_was() -> None:
     before = torch.get_default_dtype()
-    build = source_of("gpt2", batch=1, seq=64, dtype=torch.bfloat16)
-    request = StepRequest(build=build, spec=H200, dtype=torch.bfloat16, optimizer="none", min_bytes=MIB)
-    step = record_step(request)
+    step = recorded(source_of("gpt2", batch=1, seq=64, dtype=torch.bfloat16), dtype=torch.bfloat16, optimizer="none")
     assert step.num_parameters == 124_439_808  # as published
     assert torch.get_default_dtype() is before
     assert type(torch.empty(1)) is torch.Tensor
     with pytest.raises(ModelUnusable):
         nothing = Workload(about="x", model=torch.nn.ReLU(), loss=torch.Tensor)
-        record_step(replace(request, build=lambda: nothing, dtype=torch.float16))
+        recorded(lambda: nothing, dtype=torch.float16, optimizer="none")
     assert torch.get_default_dtype() is before
 
 
@@ -244,9 +242,7 @@ def saved_dtypes(build: Build, **options: Any) -> dict[str, set[int]]:
 
 
 def recorded_with(build: Build, autocast: torch.dtype | None = None) -> RecordedStep:
-    return record_step(
-        StepRequest(build=build, spec=H200, dtype=torch.float32, optimizer="none", min_bytes=1, autocast=autocast)
-    )
+    return recorded(build, optimizer="none", autocast=autocast)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +350,7 @@ def hides(outcome: Prediction, budget: int, host_budget: int | None) -> bool:
 @pytest.mark.parametrize("build", [large_llama, large_gpt2])
 def test_what_is_said_of_budgets_holds_when_they_are_given_back(build: Build, gpu: str, optimizer: str) -> None:
     spec = SPECS[gpu]
-    step = record_step(StepRequest(build=build, spec=spec, dtype=torch.float32, optimizer=optimizer, min_bytes=1))
+    step = recorded(build, spec=spec, optimizer=optimizer)
     peak = peak_memory(step.trace).nbytes
     for host_budget in (None, peak // 8):
         outcome = predict(step, spec, peak, host_budget)
@@ -586,7 +582,7 @@ def test_a_llama_of_hugging_faces_needs_what_ours_does(tmp_path: Path) -> None:
         return Workload(about="ours", model=model, loss=lambda: model.loss(ids))
 
     def step(build: Build) -> RecordedStep:
-        return record_step(StepRequest(build=build, spec=H200, dtype=torch.bfloat16, optimizer="adamw", min_bytes=MIB))
+        return recorded(build, dtype=torch.bfloat16, min_bytes=MIB)
 
     theirs = step(source_of(str(tmp_path / "config.json"), batch=2, seq=None, dtype=torch.bfloat16))
     mine = step(ours)

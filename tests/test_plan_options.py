@@ -69,9 +69,8 @@ def llama() -> Workload:
 
 
 def recorded(build: Build, **options: Any) -> RecordedStep:
-    return record_step(
-        StepRequest(build=build, spec=H200, **{"dtype": torch.float32, "optimizer": "adamw-fused", "min_bytes": 1, **options})
-    )
+    options = {"spec": H200, "dtype": torch.float32, "optimizer": "adamw-fused", "min_bytes": 1, **options}
+    return record_step(StepRequest(build=build, **options))
 
 
 def bytes_of(trace: Trace, kind: TensorKind) -> int:

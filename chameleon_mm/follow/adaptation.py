@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -91,10 +90,13 @@ class Planning:
         at_most: int,
     ) -> list[SwapPlan]:
         """Return plans for the step, best first. Raises `InfeasibleBudget`, which names the smallest budget that has a plan."""
-        within = partial(
-            candidate_plans, planned.trace, host_budget=budgets.host_bytes, cost_model=link, lead_us=lead_us, at_most=at_most,
-            drafts=DRAFTS, recompute=planned.admitted, refused=planned.refused, counted_on=COUNTED_ON,
-        )  # fmt: skip
+
+        def within(hbm_bytes: int) -> list[SwapPlan]:
+            return candidate_plans(
+                planned.trace, hbm_bytes, budgets.host_bytes, link, lead_us=lead_us, at_most=at_most, drafts=DRAFTS,
+                recompute=planned.admitted, refused=planned.refused, counted_on=COUNTED_ON,
+            )  # fmt: skip
+
         budget, spare_bytes = budgets.hbm_bytes, self.spare_bytes(budgets.hbm_bytes)
         for spared in dict.fromkeys((spare_bytes, budget // SPARE_PART)):
             with suppress(InfeasibleBudget):

@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -93,6 +92,10 @@ class PendingRanges:
         self._events: list[tuple[Event, ...]] = []
         self._sweep_at = _SWEEP_AT
 
+    def __iter__(self) -> Iterator[Event]:
+        for events in self._events:
+            yield from events
+
     def add(self, start: int, end: int, events: tuple[Event, ...]) -> None:
         """Add a range, [start, end), which no other range overlaps: it may be in use until `events` are complete."""
         starts = self.starts
@@ -145,7 +148,7 @@ class PendingRanges:
 
     def synchronize(self) -> None:
         """Make the host wait until every range's events are complete; then nothing is pending."""
-        for event in chain.from_iterable(self._events):
+        for event in self:
             event.synchronize()
         self.starts.clear()
         self._ends.clear()

@@ -25,10 +25,11 @@ from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools import hub_models
 from chameleon_mm.tools.adapters import Adapters, adapted
 from chameleon_mm.tools.blocks import Checkpointing
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.prediction import link_of
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
-from chameleon_mm.tools.step_on_shapes import record_step
-from chameleon_mm.tools.workload import BUILT_IN, Build, Gpt2, Gpt2Shape, Llama, LlamaShape, RMSNorm, Workload
+from chameleon_mm.tools.step_on_shapes import StepRequest, record_step
+from chameleon_mm.tools.workload import BUILT_IN, Build, Llama, LlamaShape, RMSNorm, Workload
 from chameleon_mm.units import GIB
 
 TOLD: dict[str, Any] = tomllib.loads(Path(__file__).with_name("published_figures.toml").read_text(encoding="utf-8"))
@@ -51,11 +52,11 @@ def predicted(name: str) -> Outcome:
         rank, *modules = step["lora"]
         build = adapted(build, Adapters(rank=rank, modules=tuple(modules), bits=step.get("bits")))
     shards = Shards(ranks=step["ranks"], dtype=torch.float32) if "ranks" in step else None
-    recorded = record_step(
-        build if shards is None else shardable(build, shards), gpu, dtype=torch.bfloat16, min_bytes=1 << 16,
+    recorded = record_step(StepRequest(
+        build=build if shards is None else shardable(build, shards), spec=gpu, dtype=torch.bfloat16, min_bytes=1 << 16,
         optimizer=step.get("optimizer", "adamw-fused"), compiled=1.0 if step.get("compiled") else None,
         checkpointed=_checkpointing(step),
-    )  # fmt: skip
+    ))  # fmt: skip
     trace = (recorded if shards is None else sharded(recorded, shards)).trace
     parameters = int(trace.tensor_bytes[trace.tensor_kind == TensorKind.PARAMETER].sum())
     if not step.get("offloaded"):
@@ -105,7 +106,7 @@ def _mpt(width: int, heads: int, rows: int, seq: int) -> Build:
     """Builder of a GPT without dropout, of MosaicML's sizes; theirs has no biases and no table of positions."""
 
     def build() -> Workload:
-        model = Gpt2(Gpt2Shape(layers=32, width=width, heads=heads, vocabulary=50368, context=seq)).eval()
+        model = GPT(GPTConfig(layers=32, width=width, heads=heads, vocabulary=50368, context=seq)).eval()
         ids = torch.zeros(rows, seq, dtype=torch.int64)
         return Workload(about="mpt", model=model, loss=partial(model.loss, ids, ids))
 

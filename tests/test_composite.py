@@ -17,7 +17,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, operators
 from chameleon_mm.device.operators import CUDA_KERNELS, OpFactsCache, composite_on
 from chameleon_mm.record.recorder import Recorder
-from chameleon_mm.tools.step_on_shapes import record_step
+from chameleon_mm.tools.step_on_shapes import StepRequest, record_step
 from chameleon_mm.tools.workload import Workload
 from tests._fakes import Unwatched
 from tests._trace_records import ops_of
@@ -150,7 +150,8 @@ def predicted_operators() -> list[str]:
         model, x = Gated(), torch.randn(8, 16)
         return Workload(about="gated", model=model, loss=lambda: model(x).sum())
 
-    trace = record_step(build, SPECS["h200"], dtype=torch.float32, optimizer="none", min_bytes=0).trace
+    request = StepRequest(build=build, spec=SPECS["h200"], dtype=torch.float32, optimizer="none", min_bytes=0)
+    trace = record_step(request).trace
     return [op.name for op in ops_of(trace)]
 
 

@@ -29,11 +29,12 @@ from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.trace import StepPhase, TensorKind
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools.cli import main
+from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.prediction import HIDDEN_WITHIN, Prediction, assumptions, link_of, predict, show, verdicts
 from chameleon_mm.tools.shape_operators import GpuOperators, gpu_autocast
-from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, record_step, shapes_alone
-from chameleon_mm.tools.workload import Build, Gpt2, Gpt2Shape, Llama, LlamaShape, ModelUnusable, Workload, built_in
+from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, StepRequest, record_step, shapes_alone
+from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload, built_in
 from chameleon_mm.units import GIB, MIB, parse_size
 from tests._simulated_step import simulated_step
 from tests._trace_records import ops_of
@@ -110,7 +111,8 @@ def llama() -> Workload:
 
 
 def gpt2() -> Workload:
-    model, ids = Gpt2(Gpt2Shape(layers=2, width=64, heads=4, vocabulary=100)), torch.zeros(2, 64, dtype=torch.int64)
+    model = GPT(GPTConfig(layers=2, width=64, heads=4, context=1024, vocabulary=100))
+    ids = torch.zeros(2, 64, dtype=torch.int64)
     return Workload(about="a small gpt2", model=model, loss=lambda: model.loss(ids, ids))
 
 
@@ -122,12 +124,14 @@ def large_llama() -> Workload:
 
 
 def large_gpt2() -> Workload:
-    model, ids = Gpt2(Gpt2Shape(layers=4, width=256, heads=4, vocabulary=100)), torch.zeros(8, 1024, dtype=torch.int64)
+    model = GPT(GPTConfig(layers=4, width=256, heads=4, context=1024, vocabulary=100))
+    ids = torch.zeros(8, 1024, dtype=torch.int64)
     return Workload(about="a large gpt2", model=model, loss=lambda: model.loss(ids, ids))
 
 
-def recorded(build: Build, *, optimizer: str = "adamw", min_bytes: int = 1) -> RecordedStep:
-    return record_step(build, H200, dtype=torch.float32, optimizer=optimizer, min_bytes=min_bytes)
+def recorded(build: Build, **more: Any) -> RecordedStep:
+    how: dict[str, Any] = {"spec": H200, "dtype": torch.float32, "optimizer": "adamw", "min_bytes": 1, **more}
+    return record_step(StepRequest(build=build, **how))
 
 
 def predicted(hbm_budget: Callable[[RecordedStep], int], host_budget: int | None = None, optimizer: str = "sgd") -> Prediction:
@@ -157,14 +161,13 @@ def test_a_step_that_never_ran_needs_what_it_needs_when_it_runs(build: Build, op
 
 def test_it_takes_no_memory_and_leaves_torch_as_it_was() -> None:
     before = torch.get_default_dtype()
-    step = record_step(source_of("gpt2", batch=1, seq=64, dtype=torch.bfloat16), H200, dtype=torch.bfloat16,
-                       optimizer="none", min_bytes=MIB)  # fmt: skip
+    step = recorded(source_of("gpt2", batch=1, seq=64, dtype=torch.bfloat16), dtype=torch.bfloat16, optimizer="none")
     assert step.num_parameters == 124_439_808  # as published
     assert torch.get_default_dtype() is before
     assert type(torch.empty(1)) is torch.Tensor
     with pytest.raises(ModelUnusable):
-        record_step(lambda: Workload(about="x", model=torch.nn.ReLU(), loss=torch.Tensor), H200, dtype=torch.float16,
-                    optimizer="none", min_bytes=1)  # fmt: skip
+        nothing = Workload(about="x", model=torch.nn.ReLU(), loss=torch.Tensor)
+        recorded(lambda: nothing, dtype=torch.float16, optimizer="none")
     assert torch.get_default_dtype() is before
 
 
@@ -239,7 +242,7 @@ def saved_dtypes(build: Build, **options: Any) -> dict[str, set[int]]:
 
 
 def recorded_with(build: Build, autocast: torch.dtype | None = None) -> RecordedStep:
-    return record_step(build, H200, dtype=torch.float32, optimizer="none", min_bytes=1, autocast=autocast)
+    return recorded(build, optimizer="none", autocast=autocast)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +350,7 @@ def hides(outcome: Prediction, budget: int, host_budget: int | None) -> bool:
 @pytest.mark.parametrize("build", [large_llama, large_gpt2])
 def test_what_is_said_of_budgets_holds_when_they_are_given_back(build: Build, gpu: str, optimizer: str) -> None:
     spec = SPECS[gpu]
-    step = record_step(build, spec, dtype=torch.float32, optimizer=optimizer, min_bytes=1)
+    step = recorded(build, spec=spec, optimizer=optimizer)
     peak = peak_memory(step.trace).nbytes
     for host_budget in (None, peak // 8):
         outcome = predict(step, spec, peak, host_budget)
@@ -579,7 +582,7 @@ def test_a_llama_of_hugging_faces_needs_what_ours_does(tmp_path: Path) -> None:
         return Workload(about="ours", model=model, loss=lambda: model.loss(ids))
 
     def step(build: Build) -> RecordedStep:
-        return record_step(build, H200, dtype=torch.bfloat16, optimizer="adamw", min_bytes=MIB)
+        return recorded(build, dtype=torch.bfloat16, min_bytes=MIB)
 
     theirs = step(source_of(str(tmp_path / "config.json"), batch=2, seq=None, dtype=torch.bfloat16))
     mine = step(ours)

@@ -23,7 +23,7 @@ from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.plan_command import source_of
 from chameleon_mm.tools.prediction import Way, predict, with_checkpointing
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
-from chameleon_mm.tools.step_on_shapes import RecordedStep, record_step
+from chameleon_mm.tools.step_on_shapes import RecordedStep, StepRequest, record_step
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload
 from chameleon_mm.units import GIB, allocated_size
 from tests._simulated_step import simulated_step
@@ -69,7 +69,8 @@ def llama() -> Workload:
 
 
 def recorded(build: Build, **options: Any) -> RecordedStep:
-    return record_step(build, H200, **{"dtype": torch.float32, "optimizer": "adamw-fused", "min_bytes": 1, **options})
+    options = {"spec": H200, "dtype": torch.float32, "optimizer": "adamw-fused", "min_bytes": 1, **options}
+    return record_step(StepRequest(build=build, **options))
 
 
 def bytes_of(trace: Trace, kind: TensorKind) -> int:

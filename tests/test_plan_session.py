@@ -159,13 +159,12 @@ def test_the_predicted_run_is_the_computed_one(build: Build, swapped: Swapped, r
 def recorded_by_a_session(request: RunRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trace that the session recorded, of which it makes its plans."""
     sessions: list[cm.SwapSession] = []
-    make = session_on_shapes._session
 
-    def made(*args: Any) -> cm.SwapSession:
-        sessions.append(make(*args))
+    def made(*args: Any, **given: Any) -> cm.SwapSession:
+        sessions.append(cm.SwapSession(*args, **given))
         return sessions[-1]
 
-    monkeypatch.setattr(session_on_shapes, "_session", made)
+    monkeypatch.setattr(session_on_shapes, "SwapSession", made)
     run_session(request, steps=2, counted=False)
     adaptation = sessions[0]._adaptation
     assert adaptation is not None

@@ -27,7 +27,7 @@ from chameleon_mm.plan.trace import Trace
 from chameleon_mm.plan.unswapped_memory import Candidates, full_recomputation, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.tools.prediction import link_of
-from chameleon_mm.tools.step_on_shapes import DTYPES, record_step
+from chameleon_mm.tools.step_on_shapes import DTYPES, StepRequest, record_step
 from chameleon_mm.tools.workload import built_in
 from chameleon_mm.units import allocated_size
 from tests._hybrid_traces import carried_out_recomputing, random_hybrid_step
@@ -123,7 +123,8 @@ def traced(model: str, batch: int, seq: int, gpu: str) -> Trace:
     if key not in _traces:
         build, spec = built_in(model, batch=batch, seq=seq), spec_by_name(gpu)
         least = DefaultRule().min_bytes
-        step = record_step(build, spec, dtype=DTYPES["bfloat16"], optimizer="adamw-fused", min_bytes=least)
+        request = StepRequest(build=build, spec=spec, dtype=DTYPES["bfloat16"], optimizer="adamw-fused", min_bytes=least)
+        step = record_step(request)
         _traces[key] = step.trace
     return _traces[key]
 

@@ -18,7 +18,7 @@ from chameleon_mm.plan.rewrite import rewritten_for
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.tools.prediction import REPLAYED, link_of
-from chameleon_mm.tools.step_on_shapes import record_step
+from chameleon_mm.tools.step_on_shapes import StepRequest, record_step
 from chameleon_mm.tools.workload import built_in
 from chameleon_mm.units import MIB
 from tests._caching_allocator import CachingAllocator, replay
@@ -29,7 +29,8 @@ H100 = SPECS["h100"]
 @cache
 def llama() -> Trace:
     build = built_in("llama-7b", batch=2, seq=2048, layers=4)
-    return record_step(build, H100, dtype=torch.bfloat16, optimizer="adamw-fused", min_bytes=MIB).trace
+    request = StepRequest(build=build, spec=H100, dtype=torch.bfloat16, optimizer="adamw-fused", min_bytes=MIB)
+    return record_step(request).trace
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])

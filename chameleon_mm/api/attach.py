@@ -122,7 +122,7 @@ class Attachment:
             hook.remove()
         self._hooks = []
         self._model = nn.Module()  # an attachment is kept for its report
-        self._bounds.end_for_good()
+        self._bounds.models = tuple  # none
 
     @uncompiled
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -197,7 +197,7 @@ class StepBounds:
     def __init__(self, session: SwapSession, models: Callable[[], Iterable[nn.Module]]) -> None:
         """`models`: those whose parameters a step trains."""
         self.session = session
-        self._models = models
+        self.models = models
         self.thread = threading.current_thread()
         self._step: AbstractContextManager[SwapSession] | None = None
         self._optimizer_steps = 0
@@ -212,19 +212,13 @@ class StepBounds:
         self._held = False
         """True if only `end` ends the current step."""
 
-    def end_for_good(self) -> None:
-        """Drop the models."""
-        self._models = tuple
-
     @property
     def in_step(self) -> bool:
         return self._step is not None
 
     def forward_begins(self) -> None:
         """Begin a step, if this is a forward of training outside a step."""
-        if not torch.is_grad_enabled() or self._is_elsewhere():
-            return
-        if self._held:
+        if not torch.is_grad_enabled() or self._is_elsewhere() or self._held:
             return
         if self._step is not None:
             if not self._is_over():
@@ -281,12 +275,12 @@ class StepBounds:
         return 0 if self._ever_stepped else sum(p._version for p in self._parameters(self._sharding()))
 
     def _sharding(self) -> list[Any]:
-        return list(fsdp_parameters(self._models()))
+        return list(fsdp_parameters(self.models()))
 
     def _parameters(self, sharding: Collection[Any]) -> Iterator[Tensor]:
         """Yield the parameters; of those in `sharding`, this rank's part, whichever the model has now."""
         whole = {id(getattr(one, "_unsharded_param", None)) for one in sharding}
-        found = {id(p): p for model in self._models() for p in model.parameters() if id(p) not in whole}
+        found = {id(p): p for model in self.models() for p in model.parameters() if id(p) not in whole}
         yield from (found | {id(one.sharded_param): one.sharded_param for one in sharding}).values()
 
     def _begin_step(self) -> None:

@@ -69,11 +69,7 @@ class ModelSwap:
             self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=bucket_bytes_within(hbm_budget_bytes))
         if self._model is not None and self._beside is not None:
             self._parameters = ParameterSwap(
-                executor,
-                self._model,
-                self._beside,
-                hbm_budget_bytes=hbm_budget_bytes,
-                other_movable_bytes=self.movable_bytes,
+                executor, self._model, self._beside, hbm_budget_bytes=hbm_budget_bytes, other_movable_bytes=self.movable_bytes
             )
             if self._state is not None:
                 self._state.parameters = self._parameters

@@ -59,16 +59,13 @@ def _names(pin: object, path: str, module: nn.Module) -> bool:
 
 def _no_match(option: str, pin: str | nn.Module | type[nn.Module], paths: dict[str, nn.Module]) -> str:
     if isinstance(pin, str):
-        near = _near(pin, paths) or [path for path in paths if path]
+        # Paths like it as a whole, else with a last part like its last part.
+        bare, first = pin.strip("*."), {path.rpartition(".")[2]: path for path in reversed(paths)}
+        near = get_close_matches(bare, paths) or [first[part] for part in get_close_matches(bare.rpartition(".")[2], first)]
+        near = near or [path for path in paths if path]
     else:
         classes = sorted({type(module).__name__ for module in paths.values()})
         near = get_close_matches(text_of(pin), classes, NEAR_NAMES) or classes
     got = repr(pin) if isinstance(pin, str) else f"the class {pin.__name__}" if isinstance(pin, type) else describe(pin)
     names = ", ".join(near[:NEAR_NAMES]) or "none: it has no parts"
     return f"{option}: expected a pin that names a module of the model, got {got}, which names none; near names: {names}"
-
-
-def _near(pattern: str, paths: dict[str, nn.Module]) -> list[str]:
-    """Paths near `pattern`: like it as a whole, else with a last part like its last part."""
-    bare, first = pattern.strip("*."), {path.rpartition(".")[2]: path for path in reversed(paths)}
-    return get_close_matches(bare, paths) or [first[part] for part in get_close_matches(bare.rpartition(".")[2], first)]

@@ -109,9 +109,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             self.pool,
             rule=rule,
             limits=Limits(
-                hbm_budget_bytes=take_budget(AUTO, self.device).nbytes,
-                leaving_bytes=LEAVING_BYTES,
-                ahead_bytes=AHEAD_BYTES,
+                hbm_budget_bytes=take_budget(AUTO, self.device).nbytes, leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES
             ),
             protected=ProtectedStorages(),
             thresholds=thresholds,

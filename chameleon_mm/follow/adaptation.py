@@ -103,17 +103,9 @@ class Planning:
 
         def within(hbm_bytes: int) -> list[SwapPlan]:
             return candidate_plans(
-                planned.trace,
-                hbm_bytes,
-                budgets.host_bytes,
-                link,
-                lead_us=lead_us,
-                at_most=at_most,
-                drafts=DRAFTS,
-                recompute=planned.admitted,
-                refused=planned.refused,
-                counted_on=COUNTED_ON,
-            )
+                planned.trace, hbm_bytes, budgets.host_bytes, link, lead_us=lead_us, at_most=at_most, drafts=DRAFTS,
+                recompute=planned.admitted, refused=planned.refused, counted_on=COUNTED_ON,
+            )  # fmt: skip
 
         budget, spare_bytes = budgets.hbm_bytes, self.spare_bytes(budgets.hbm_bytes)
         for spared in dict.fromkeys((spare_bytes, budget // SPARE_PART)):
@@ -472,7 +464,10 @@ class Adaptation:
         kind = StepKind.PARTLY_PLANNED if step.had_plan else StepKind.BY_RULE
         has_trace = recorder is not None and step.whole and recorder.flaw is None
         if entry is not None and entry.plan is not None and not (has_trace and self.wants_trace(entry)):
-            self._note_use(entry.plan)
+            if entry.plan.predicted_by is not None:
+                self._unused.clear()
+            else:
+                self._unused.discard(record.fingerprint)  # it came again
             self.plan_cache_hits += bool(entry.plan.trials)
             if step.followed_plan and entry.plan.trials:
                 kind = StepKind.PLANNED
@@ -512,13 +507,6 @@ class Adaptation:
         self._note_time(was_recorded=step.whole)
         return kind
 
-    def _note_use(self, planned: PlannedStep) -> None:
-        """Note that a recorded step came again, or that a predicted one came."""
-        if planned.predicted_by is not None:
-            self._unused.clear()
-        else:
-            self._unused.discard(planned.record.fingerprint)
-
     def _note_time(self, *, was_recorded: bool) -> None:
         took_us = self._metrics.host_us() - self._began_us
         self._num_steps += 1
@@ -546,7 +534,7 @@ class Adaptation:
         planned = self._planned_step(record, structure.trace_of(record), structure)
         planned.predicted_by, planned.margin_bytes = structure, structure.margin_bytes(record)
         planned.reset_for(ExtraMemory())  # with its margin
-        if not self._plan_for(planned, structure.extra, at_most=1):
+        if not self._plan_for(planned, ExtraMemory.most_of(structure.recent_extra), at_most=1):
             self._add_plans(planned, at_most=1)
         return planned
 
@@ -613,7 +601,7 @@ class Adaptation:
     def _learn_extra(self, entry: StepEntry, planned: PlannedStep, step: FollowedStep) -> None:
         """Learn the memory that a step took beyond its trace. Note [Odd steps]."""
         spare_bytes, structure, usual = self._spare_bytes, planned.predicted_by, planned.usual
-        before = usual.recent_extra if structure is None else structure.extra
+        before = ExtraMemory.most_of((structure or usual).recent_extra)
         if structure is not None:
             structure.note_extra(step.extra)
             if (
@@ -633,7 +621,7 @@ class Adaptation:
         repeats = usual.note_odd(is_odd=is_odd) or bool(before.spikes)
         if step.exceeded_plan and (repeats or usual.is_first_use):
             extra = planned.extra | before | step.extra
-            varying = extra | (structure or planned).room_for_extra(spare_bytes)
+            varying = extra | ExtraMemory.room_for((structure or planned).recent_extra, spare_bytes)
             if self._plan_for(planned, varying):
                 extra = varying
             elif varying != extra:
@@ -687,7 +675,7 @@ class Adaptation:
             if planned.times_corrected < CORRECTIONS and abs(planned.slowdown - 1) > TIMES_OFF:
                 planned.correct_times()
                 self._add_plans(planned)
-            elif planned.moves_nothing:
+            elif planned.is_decided and planned.current is not None and not planned.current.program.plan.actions:
                 continue  # no copies: the link does not matter
             elif planned.chooses_by_link and planned.is_for_another_link(self._link_cost()):
                 planned.link_plans += 1

@@ -20,7 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 from chameleon_mm.device import Device
-from chameleon_mm.plan.timing import FASTEST_GBPS, SLOWEST_GBPS, LinkCost
+from chameleon_mm.plan.timing import FASTEST_GBPS, LINK_RATES, SLOWEST_GBPS, LinkCost
 from chameleon_mm.plan.trace import Float64s
 from chameleon_mm.pool.host_memory import local_ranks
 from chameleon_mm.swap.calibration import kept
@@ -45,7 +45,7 @@ _FEW = 9
 def link_cost_for(device: Device) -> LinkCost:
     """Return the link cost that was measured on this machine and stored, or else `UNMEASURED_LINK`."""
     values = kept(device, "link") or {}
-    rates = [rate for name in ("d2h_gbps", "h2d_gbps", "duplex_gbps") if isinstance(rate := values.get(name), float)]
+    rates = [rate for name in LINK_RATES if isinstance(rate := values.get(name), float)]
     if len(rates) < 3 or not all(map(_is_rate, rates[:2])):
         return UNMEASURED_LINK
     return _link(UNMEASURED_LINK, *rates)
@@ -85,7 +85,7 @@ def slowest_here(link: LinkCost) -> LinkCost:
         if not (dist.is_available() and dist.is_initialized()) or (here := local_ranks()) == 1:
             return link
         store, mine = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        own, first = (link.d2h_gbps, link.h2d_gbps, link.duplex_gbps), mine - mine % here
+        own, first = link.rates, mine - mine % here
         store.set(f"{_KEY}/{mine}", json.dumps(own))
         # Returns what is there, or nothing: it waits for no rank.
         said = [store.compare_set(f"{_KEY}/{rank}", "", "") for rank in range(first, first + here) if rank != mine]

@@ -402,7 +402,7 @@ class PlanFollower(Director):
             return
         tensor = planned.trace.hook_tensor[hook]
         if tensor >= 0 and planned.trace.tensor_bytes[tensor] != saved.nbytes:
-            structure.note_misprediction()
+            structure.was_wrong = True
             self._diverge(self._budget)
             self._steps.forget(planned.record.fingerprint)
 

@@ -98,13 +98,9 @@ WORTH_A_PLAN = 0.01
 """Share of the step by which stalls must exceed the prediction before another plan is made. It is half the difference in
 simulated time that plans on trial may have."""
 
-
 LINK_OFF = 0.1
 """Relative change of a measured link rate above which new plans are made, if the rate rose or steps are late. A plan made for
 half of the rate takes some percent longer than necessary (docs/policy.md)."""
-
-
-_NO_EXTRA = ExtraMemory()
 
 
 class PlannedStep:
@@ -145,7 +141,8 @@ class PlannedStep:
         self.times_corrected = 0
         self.link_plans, self._since_plans = 0, 0
         """Times that plans were made because the link changed, and number of timed steps since plans were made."""
-        self._recent: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
+        self.recent_extra: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
+        """Memory that each of the latest steps took beyond the trace."""
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
         self._same_unused = 0
         """Number of latest steps in a row whose `unused` equals that of the previous step."""
@@ -209,12 +206,6 @@ class PlannedStep:
             return on_trial[0]
         return min(self.trials, key=lambda trial: trial.step_us, default=None)
 
-    @property
-    def moves_nothing(self) -> bool:
-        """True if no plan is on trial, and the plan to follow moves and drops nothing."""
-        current = self.current
-        return self.is_decided and current is not None and not current.program.plan.actions
-
     def bytes_by_class(self) -> dict[str, int]:
         """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty without a plan."""
         if self.current is None:
@@ -250,25 +241,18 @@ class PlannedStep:
     def _recompute_plan(self, program: StepProgram) -> RecomputePlan | None:
         if not program.plan.recomputed:
             return None
+        trace = self.trace
+        may_run = np.array([base_name(name) in self.admitted for name in trace.op_names], np.bool_)[trace.op_name]
+        inner_bytes = trace.op_inner_bytes[may_run & (trace.op_phase == StepPhase.FORWARD)]
         return RecomputePlan(
             admitted=self.admitted,
             held=program.held,
             proven=self.proven,
             refused=self.refused,
-            inner_bytes=self._inner_bytes(),
+            inner_bytes=int(inner_bytes.max(initial=0)),
             banned=self.banned,
-            module_of=self._module_of,
+            module_of=lambda number: place_of(trace, number).module,
         )
-
-    def _module_of(self, number: int) -> str:
-        """Path of the module that saves a storage first, or "" if not known."""
-        return place_of(self.trace, number).module
-
-    def _inner_bytes(self) -> int:
-        """Largest recorded inner memory, in bytes, of the forward's operators that may run again."""
-        trace = self.trace
-        may_run = np.array([base_name(name) in self.admitted for name in trace.op_names], np.bool_)[trace.op_name]
-        return int(trace.op_inner_bytes[may_run & (trace.op_phase == StepPhase.FORWARD)].max(initial=0))
 
     def add_time(self, trial: PlanTrial, time: StepTime) -> None:
         """Add the time of a step that followed `trial`, one of `trials`, hook for hook."""
@@ -293,11 +277,7 @@ class PlannedStep:
         made_for, current = self.link, self._measured
         if made_for is None or current is None or self._since_plans < 1 << self.link_plans:
             return False
-        rates = (
-            (link.d2h_gbps, made_for.d2h_gbps),
-            (link.h2d_gbps, made_for.h2d_gbps),
-            (link.duplex_gbps, made_for.duplex_gbps),
-        )
+        rates = list(zip(link.rates, made_for.rates, strict=True))
         is_late = current.step_us > current.program.plan.step_us * self.slowdown * (1 + WORTH_A_PLAN)
         return any(now / then > 1 + LINK_OFF or (is_late and now / then < 1 - LINK_OFF) for now, then in rates)
 
@@ -369,23 +349,14 @@ class PlannedStep:
         begin, end = self._by_hook[hook] + 1 if hook >= 0 else 0, self._by_hook[later]
         return slice(begin, end) if begin < end else slice(max(0, end - 1), max(1, end))
 
-    @property
-    def recent_extra(self) -> ExtraMemory:
-        """Maximum of the memory that the latest steps took beyond the trace."""
-        return ExtraMemory.most_of(self._recent)
-
     def note_extra(self, extra: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
         """Note the extra memory of a step like this one. Returns the room for that of the latest steps, to plan for, if it is
         below the planned extra memory by more than `spare_bytes`."""
-        self._recent.append(extra)
-        if len(self._recent) < RECENT_STEPS or not self.extra.exceeds(_NO_EXTRA, spare_bytes):
+        self.recent_extra.append(extra)
+        if len(self.recent_extra) < RECENT_STEPS or not self.extra.exceeds(ExtraMemory(), spare_bytes):
             return None
-        room = self.room_for_extra(spare_bytes)
+        room = ExtraMemory.room_for(self.recent_extra, spare_bytes)
         return room if self.extra.exceeds(room, spare_bytes) else None
-
-    def room_for_extra(self, spare_bytes: int) -> ExtraMemory:
-        """Memory to leave free for what the latest steps took beyond the trace."""
-        return ExtraMemory.room_for(self._recent, spare_bytes)
 
     # Note [Odd steps]: a step that takes more memory than its plan has room for is an outlier, and the plan stays. After the
     # second one, or one that directly follows the recorded step, plans have room for it for `RECENT_STEPS`, if there are any:
@@ -395,7 +366,7 @@ class PlannedStep:
     @property
     def is_first_use(self) -> bool:
         """True if the latest step is the first like this one: the recorded one may be the outlier."""
-        return len(self._recent) == 1
+        return len(self.recent_extra) == 1
 
     def note_odd(self, *, is_odd: bool) -> bool:
         """Note whether the latest step was odd. Returns True if an earlier one was."""
@@ -408,7 +379,7 @@ class PlannedStep:
     def make_odd(self, extra: ExtraMemory) -> PlannedStep:
         """Make `odd`, which needs plans for `extra` memory."""
         self.odd = odd = copy(self)
-        odd._recent, odd._unused = self._recent.copy(), deque(maxlen=RECENT_STEPS)
+        odd.recent_extra, odd._unused = self.recent_extra.copy(), deque(maxlen=RECENT_STEPS)
         odd.reset_for(extra)
         return odd
 

@@ -71,7 +71,8 @@ class StepCache(Generic[_Plan]):
         self._before: _Context = ()
         self._run = 0
         """Number of times in a row that the last step came."""
-        self._current: CachedStep[_Plan] | None = None
+        self.current: CachedStep[_Plan] | None = None
+        """Cached step that the running one agrees with. After a divergence: the last one that it agreed with."""
         self._agreed = 0
         self._diverged = False
 
@@ -93,8 +94,8 @@ class StepCache(Generic[_Plan]):
         """Begin a step. Returns the cached step that it is expected to be, None if the cache is empty."""
         self._agreed = 0
         self._diverged = False
-        self._current = self._expected()
-        return self._current
+        self.current = self._expected()
+        return self.current
 
     def follow(self, hook: int, feature: Hashable) -> bool:
         """Note that hook number `hook` has this feature. Returns False from the first hook on with which no cached step agrees.
@@ -102,7 +103,7 @@ class StepCache(Generic[_Plan]):
         Hooks between two calls are taken to agree with `current`. After True, `current` agrees up to this hook. It is another
         step than before if that one does not agree.
         """
-        current = self._current
+        current = self.current
         if current is None or self._diverged:
             return False
         self._agreed = hook
@@ -114,7 +115,7 @@ class StepCache(Generic[_Plan]):
             if other is not current and current.common.get(other.fingerprint, -1) >= hook:
                 features = other.record.features
                 if hook < len(features) and features[hook] == feature:
-                    self._current = other
+                    self.current = other
                     self._agreed = hook + 1
                     return True
         self._diverged = True
@@ -123,14 +124,9 @@ class StepCache(Generic[_Plan]):
     def adopt(self, hook: int, record: StepRecord, plan: _Plan) -> None:
         """Store a step that agrees with the running one up to hook number `hook`, and follow it."""
         self.put(record, plan)
-        self._current = self._entries[record.fingerprint]
+        self.current = self._entries[record.fingerprint]
         self._agreed = hook + 1
         self._diverged = False
-
-    @property
-    def current(self) -> CachedStep[_Plan] | None:
-        """Cached step that the running one agrees with. After a divergence: the last one that it agreed with."""
-        return self._current
 
     def entries(self) -> tuple[CachedStep[_Plan], ...]:
         """All cached steps, the least recently used first."""
@@ -138,7 +134,7 @@ class StepCache(Generic[_Plan]):
 
     def agreeing(self) -> Iterator[CachedStep[_Plan]]:
         """Yield the cached steps that agree with all hooks noted so far, `current` first. After a divergence there are none."""
-        current = self._current
+        current = self.current
         if current is None or self._diverged:
             return
         yield current
@@ -162,7 +158,7 @@ class StepCache(Generic[_Plan]):
 
     def abandon_step(self) -> None:
         """End a step that did not complete. Nothing is learned from it, and the next step has no predecessor."""
-        self._current, self._diverged = None, False
+        self.current, self._diverged = None, False
         self._before, self._run = (), 0
 
     # --- order of steps, learned

@@ -30,24 +30,8 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from chameleon_mm.plan.trace import (
-    FIXED_STORAGE,
-    Bools,
-    Float64s,
-    Int64s,
-    Trace,
-    with_extra,
-    with_gradients_kept,
-    with_spikes,
-)
-from chameleon_mm.record.light_profiler import (
-    Feature,
-    StepRecord,
-    feature_hash,
-    outline,
-    resized,
-    sizes_of,
-)
+from chameleon_mm.plan.trace import FIXED_STORAGE, Bools, Float64s, Int64s, Trace, with_extra, with_gradients_kept, with_spikes
+from chameleon_mm.record.light_profiler import Feature, StepRecord, feature_hash, outline, resized, sizes_of
 from chameleon_mm.swap.recipe import Refusal
 from chameleon_mm.units import allocated_size
 
@@ -119,16 +103,13 @@ class SizeForms:
             raise ValueError(f"size forms: expected the size in each of {self._num_steps} steps, got {len(sizes)} sizes")
         form = self._known.get(sizes)
         if form is None:
-            form = self._constant(sizes) or self._product(sizes) or self._shifted(sizes)
+            constant = Form(Fraction(0), Fraction(sizes[0]), ()) if len(set(sizes)) == 1 else None
+            form = constant or self._product(sizes) or self._shifted(sizes)
             if form is not None:
                 self._known[sizes] = form
                 if form.shift and len(form.factors) == 1 and len(self._factors) < _FACTORS:
                     self._factors.append((sizes, form))
         return form
-
-    @staticmethod
-    def _constant(sizes: Sizes) -> Form | None:
-        return Form(Fraction(0), Fraction(sizes[0]), ()) if len(set(sizes)) == 1 else None
 
     def _product(self, sizes: Sizes) -> Form | None:
         factors = self._factors[:_FACTORS]
@@ -136,7 +117,7 @@ class SizeForms:
         searches = (1, factors, False), (2, factors, False), (2, factors + self._shifted_factors[:_FACTORS], True)
         for degree, among, must_be_whole in searches:
             for chosen in combinations_with_replacement(among, degree):
-                products = _products([values for values, _ in chosen])
+                products = [prod(step) for step in zip(*(values for values, _ in chosen), strict=True)]
                 if 0 in products or 0 in sizes:
                     continue
                 scale = Fraction(sizes[0], products[0])
@@ -186,13 +167,6 @@ class SizeColumn:
     def _scaled(self, proportions: Sequence[float]) -> Int64s:
         scaled: Int64s = np.ceil(self._recorded * np.array(proportions)).astype(np.int64)
         return scaled
-
-
-def _products(columns: Sequence[Sizes]) -> list[int]:
-    products = [1] * len(columns[0])
-    for column in columns:
-        products = [product * value for product, value in zip(products, column, strict=True)]
-    return products
 
 
 def _slope(values: Sizes, sizes: Sizes) -> Fraction | None:
@@ -303,18 +277,20 @@ class Structure:
         self._recordings = 0
         self.trained: Sequence[weakref.ref[torch.Tensor]] = ()
         """Parameters whose gradients the latest recorded step made and left."""
-        self._mispredicted = False
+        self.was_wrong = False
+        """True after a wrong prediction: nothing is predicted until another step is recorded."""
         self.has_open_sizes = False
         """True if the beginning of a step does not determine some of its sizes."""
         self._growths = deque([0], maxlen=RECENT_STEPS)
         """Most bytes beyond the plan that each of the latest steps with open sizes allocated between two hooks."""
-        self._extra: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
+        self.recent_extra: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
+        """Memory that each of the latest steps took beyond the prediction."""
         self._slowdowns: dict[int, deque[float]] = {}
 
     @property
     def predicts(self) -> bool:
         """True if steps with other sizes can be predicted from the recorded ones."""
-        return len(self._recorded) > 1 and not self._mispredicted
+        return len(self._recorded) > 1 and not self.was_wrong
 
     @property
     def wants_trace(self) -> bool:
@@ -323,12 +299,12 @@ class Structure:
     def note(self, record: StepRecord, trace: Trace) -> None:
         """Note a recorded step."""
         self._recordings += 1
-        self._mispredicted = False
+        self.was_wrong = False
         recorded = _Recorded(record, trace, _work_bytes(trace, trace.tensor_bytes))
         if self._recorded and not _are_aligned(self._recorded[0].trace, trace):
             # The first step makes the optimizer's state, and is unlike all others.
             self._recorded, self.refused, self._proven = [], {}, {}
-            self._extra.clear()
+            self.recent_extra.clear()
         self._recorded = [one for one in self._recorded if one.record.features != record.features] + [recorded]
         if len(self._recorded) > 1:
             self._fit()
@@ -384,7 +360,7 @@ class Structure:
         if predicted is not None and self.has_open_sizes and self._open(predicted, features):
             predicted = self._features(values)
         if predicted is None or predicted[: len(features)] != list(features):
-            self._mispredicted = True
+            self.was_wrong = True
             return None
         base = self._base.record
         return StepRecord.of(predicted, base.save_of, base.boundaries)
@@ -439,13 +415,10 @@ class Structure:
     def _resized(self, save: Feature, sizes: tuple[Hashable, ...], *, is_small: bool) -> Feature:
         if any(size is _ANY for size in sizes):  # by identity: it equals every number
             return resized(save, sizes, _ANY)  # it may be too small to move, or not
-        return self._resized_to(save, cast("tuple[int, ...]", sizes), is_small=is_small)
-
-    def _resized_to(self, save: Feature, sizes: tuple[int, ...], *, is_small: bool) -> Feature:
-        dtype, since = cast("torch.dtype", save[2]), save[4]
-        before_bytes, nbytes = (prod(some) * dtype.itemsize for some in (sizes_of(save) or (), sizes))
         if is_small:
             return resized(save, sizes, FIXED_STORAGE)
+        dtype, since = cast("torch.dtype", save[2]), save[4]
+        before_bytes, nbytes = (prod(cast("Sizes", some)) * dtype.itemsize for some in (sizes_of(save) or (), sizes))
         if since == FIXED_STORAGE and before_bytes < self._min_bytes <= nbytes:
             return resized(save, sizes, _ANY)  # it was too small to move: its earlier saves were not looked up
         return resized(save, sizes, since)
@@ -493,23 +466,10 @@ class Structure:
         kernels, so recipes are proven again for each power of two of the size."""
         return self._proven.setdefault(_octave(_work_bytes(trace, trace.tensor_bytes)), set())
 
-    @property
-    def extra(self) -> ExtraMemory:
-        """Maximum of the memory that the latest steps took beyond the prediction."""
-        return ExtraMemory.most_of(self._extra)
-
-    def room_for_extra(self, spare_bytes: int) -> ExtraMemory:
-        """Memory to leave free for what the latest steps took beyond the prediction."""
-        return ExtraMemory.room_for(self._extra, spare_bytes)
-
     def note_extra(self, extra: ExtraMemory) -> None:
         """Note the memory that a step took beyond its predicted trace, as it ends."""
-        self._extra.append(extra)
+        self.recent_extra.append(extra)
         self._growths.append(0)
-
-    def note_misprediction(self) -> None:
-        """Note a wrong prediction. Nothing is predicted until another step is recorded."""
-        self._mispredicted = True
 
     def note_slowdown(self, trace: Trace, slowdown: float) -> None:
         """Note that operators of a step took `slowdown` times as long as in its predicted `trace`."""
@@ -558,7 +518,6 @@ class Structures:
 
 
 def outlines_of(features: Sequence[Hashable]) -> tuple[Hashable, ...]:
-    """Outlines of these features."""
     made = {id(feature): outline(cast("Feature", feature)) for feature in features}
     return tuple(made[id(feature)] for feature in features)
 

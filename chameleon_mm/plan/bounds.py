@@ -55,14 +55,12 @@ class RecomputeTime:
         idle = np.zeros(len(self._size), np.bool_)
         idle[c.tensor] = (trace.hook_tick[c.first] <= tick) & (tick < trace.hook_tick[c.use])
         self._can_drop = (recipes.can_drop & idle).tolist()
-        there = recipes.can_hold & ((trace.tensor_dies >= tick) | (trace.tensor_born > tick))
-        saved = recipes.saved
-        self._free = there.tolist()
-        self._saved = saved.tolist()
+        self._free = (recipes.can_hold & ((trace.tensor_dies >= tick) | (trace.tensor_born > tick))).tolist()
+        self._saved = recipes.saved.tolist()
         self._can_hold, self._can_recompute = recipes.can_hold.tolist(), recipes.can_recompute.tolist()
         self._unsaved = [[x for x in made_of if not self._saved[x] and not self._free[x]] for made_of in recipes.inputs]
         self._order = self._needed_order()
-        self._us = self._shares_us()
+        self._us = recipes.shares_us(self._size, self._order, self._needed, self._can_drop)
         self.lines: list[tuple[float, float]] = []
         """(price, sum): R(G) >= price * G + sum."""
         self._find_lines()
@@ -98,17 +96,6 @@ class RecomputeTime:
         order = [j for j in self._recipes.order if needed[j]]
         self._only_held = {x for j in order for x in self._unsaved[j] if not self._recipes.makers[x]}
         return order
-
-    def _shares_us(self) -> list[float]:
-        """(m,) time of the operators that make each, shared by size if one makes several, and of comparing dropped storages."""
-        recipes, size, op_us = self._recipes, self._size, self._recipes.trace.op_us.tolist()
-        us = [0.0] * len(size)
-        for j in self._order:
-            for o in recipes.makers[j]:
-                whole = sum(size[x] for x in recipes.fresh[o] if self._needed[x] and (self._can_drop[x] or not self._saved[x]))
-                us[j] += op_us[o] * (size[j] / whole if j in recipes.fresh[o] and whole else 1.0)
-            us[j] += float(recipes.compare_us[j]) if self._can_drop[j] else 0.0
-        return us
 
     def _find_lines(self) -> None:
         which = [j for j in self._order if self._can_drop[j] and self._size[j]]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from math import inf
+from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -236,17 +237,18 @@ _FASTER_US = 1e-3
 """Time that a plan which recomputes must gain over one that only swaps: less is rounding."""
 
 
+class PlanOptions(TypedDict, total=False):
+    """Options of `generate_plan`, which has their meaning, and of `candidate_plans`, which has their defaults."""
+
+    lead_us: PerTensor
+    drafts: int
+    recompute: Collection[str]
+    refused: Collection[int]
+    counted_on: float
+
+
 def generate_plan(
-    trace: Trace,
-    hbm_budget: int,
-    host_budget: int | None,
-    cost_model: LinkCost,
-    *,
-    lead_us: PerTensor = 0.0,
-    drafts: int = 4_500,
-    recompute: Collection[str] = (),
-    refused: Collection[int] = (),
-    counted_on: float = 1.0,
+    trace: Trace, hbm_budget: int, host_budget: int | None, cost_model: LinkCost, **options: Unpack[PlanOptions]
 ) -> SwapPlan:
     """Return the plan of `trace` that keeps device memory within `hbm_budget` bytes and takes the least time; empty if the step
     fits.
@@ -269,18 +271,7 @@ def generate_plan(
     Raises `InfeasibleBudget`, with the smallest budgets that are feasible, if no plan is within the budgets; `ValueError` for a
     budget out of range; `TypeError` for a budget that is not a whole number of bytes.
     """
-    return candidate_plans(
-        trace,
-        hbm_budget,
-        host_budget,
-        cost_model,
-        lead_us=lead_us,
-        drafts=drafts,
-        at_most=1,
-        recompute=recompute,
-        refused=refused,
-        counted_on=counted_on,
-    )[0]
+    return candidate_plans(trace, hbm_budget, host_budget, cost_model, at_most=1, **options)[0]
 
 
 def candidate_plans(

@@ -245,11 +245,7 @@ def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], hel
 
 
 def _reclaims(
-    problem: Problem,
-    budget: int,
-    selected: Mapping[int, int],
-    in_at: Mapping[int, int],
-    send_from: Sequence[int],
+    problem: Problem, budget: int, selected: Mapping[int, int], in_at: Mapping[int, int], send_from: Sequence[int]
 ) -> dict[int, int]:
     """Return, by candidate, the last hook at which its memory must be reclaimed; the first copied out go first."""
     first, use = problem.first, problem.use

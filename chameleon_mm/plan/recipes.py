@@ -12,7 +12,7 @@ here. An operator cannot run again if one of its inputs is written before the re
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,16 +71,26 @@ class Recipes:
 
     @classmethod
     def of(
-        cls,
-        trace: Trace,
-        names: Collection[str] | None,
-        refused: Collection[int] = (),
-        *,
-        cost: LinkCost | None = None,
+        cls, trace: Trace, names: Collection[str] | None, refused: Collection[int] = (), *, cost: LinkCost | None = None
     ) -> Recipes:
         """Return the recipes of `trace`. `refused`: storages that may not be recomputed. `cost`: prices comparisons; None: they
         take no time. O(ticks + storages)."""
         return _Finder(trace, names).recipes(refused, cost)
+
+    def shares_us(
+        self, size: Sequence[float], order: Sequence[int], shared: Sequence[bool], can_drop: Sequence[bool]
+    ) -> list[float]:
+        """(m,) time of the operators that make each of `order`, and of comparing it with the original if it `can_drop`. An
+        operator that makes several `shared` ones is shared by `size`."""
+        op_us = self.trace.op_us.tolist()
+        us = [0.0] * len(size)
+        for j in order:
+            for o in self.makers[j]:
+                fresh = self.fresh[o]
+                whole = sum(size[x] for x in fresh if shared[x]) if shared[j] and j in fresh else 0.0
+                us[j] += op_us[o] * (size[j] / whole if whole else 1.0)
+            us[j] += float(self.compare_us[j]) if can_drop[j] else 0.0
+        return us
 
 
 class _Finder:

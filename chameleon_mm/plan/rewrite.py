@@ -177,13 +177,8 @@ class RewrittenTrace:
 
     def to_step(self, moves: ActionColumns) -> ActionColumns:
         """Return the moves in the step's hooks."""
-        return replace(
-            moves,
-            out_at=self.origin[moves.out_at],
-            reclaim_at=self.origin[moves.reclaim_at],
-            in_at=self.origin[moves.in_at],
-            use_at=self.origin[moves.use_at],
-        )
+        hooks = ("out_at", "reclaim_at", "in_at", "use_at")
+        return replace(moves, **{name: self.origin[getattr(moves, name)] for name in hooks})
 
     def from_step(self, moves: ActionColumns, use_at: Int64s) -> ActionColumns:
         """Return moves of the step in this trace's hooks, `use_at` being the hooks here at which each is used. At a hook of the
@@ -220,11 +215,8 @@ class _Writer:
         self._old = recipes.trace
         self._held = frozenset(recomputations.held)
         self._dropped = frozenset(recomputations.dropped)
-        use = np.full(len(recipes.row), -1, np.int64)
-        last_use = np.full(len(recipes.row), -1, np.int64)
-        use[recipes.candidates.tensor] = recipes.candidates.use
-        last_use[recipes.candidates.tensor] = recipes.candidates.last_use
-        self._use, self._last_use = use.tolist(), last_use.tolist()
+        by_row = (recipes.candidates.use, recipes.candidates.last_use)
+        self._use, self._last_use = (np.append(hooks, -1)[recipes.row].tolist() for hooks in by_row)  # -1: no candidate
         self._hooks = self._inserted_hooks()
         counts = np.zeros(self._old.num_ticks + 1, np.int64)
         for hooks, recomputation in zip(self._hooks, recomputations.by_hook, strict=True):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from random import Random
 
@@ -147,25 +148,11 @@ class Search:
             self._schedule(selected, eager=eager)
 
     def _schedule(
-        self,
-        selected: Mapping[int, int],
-        *,
-        eager: bool,
-        send_from: Sequence[int] | None = None,
-        at_most: float = inf,
+        self, selected: Mapping[int, int], *, eager: bool, send_from: Sequence[int] | None = None, at_most: float = inf
     ) -> float:
         selected = self._problem.whole_where_twice(selected)
-
-        def latest_return(selected: Mapping[int, int]) -> Mapping[int, int]:
-            return {} if eager else latest_back(self._problem, selected, self._cost, self._limits.lead_us)
-
-        scheduled = schedule(
-            self._problem,
-            self._budget,
-            selected,
-            send_from=send_from,
-            latest_return=latest_return,
-        )
+        in_time = None if eager else partial(latest_back, self._problem, cost=self._cost, lead_us=self._limits.lead_us)
+        scheduled = schedule(self._problem, self._budget, selected, send_from=send_from, latest_return=in_time)
         self._drafts += 1
         peak_bytes = self._problem.peak_with(scheduled.moves)
         return inf if peak_bytes > self._budget else self._evaluate(scheduled, peak_bytes, at_most=at_most)

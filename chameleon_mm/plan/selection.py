@@ -140,9 +140,7 @@ class SearchPoint:
 
     def select(self, problem: Problem, budget: int) -> dict[int, int] | None:
         """Select candidates and the bytes that each frees; None if the bounds allow too few."""
-        rank = [0] * len(self.order)
-        for place, i in enumerate(self.order):
-            rank[i] = place
+        rank = sorted(range(len(self.order)), key=self.order.__getitem__)  # place of each in the order
         least, most = zip(*self.bounds, strict=True)
         return select(problem, budget, rank, least=least, most=most)
 
@@ -289,7 +287,8 @@ class _Pricing:
         helps = np.zeros(len(self._size), np.bool_)
         helps[c.tensor] = missing[c.use] > missing[c.first]
         self._can_drop = recipes.can_drop & helps
-        self._us = self._shares_us()
+        can_drop = self._can_drop.tolist()
+        self._us = recipes.shares_us(self._size.tolist(), recipes.order, can_drop, can_drop)
         self._free = self._alive_at_peaks(level)
 
     def _alive_at_peaks(self, level: Int64s) -> Bools:
@@ -304,20 +303,6 @@ class _Pricing:
         ticks = np.append(trace.hook_tick, trace.num_ticks)[peaks]
         alive[which] = trace.tensor_dies[which] >= np.minimum(recipes.needed_until[which], ticks)
         return np.asarray(alive)
-
-    def _shares_us(self) -> list[float]:
-        """(m,) time of the operators that make each, and of comparing it with the original. An operator that makes several
-        dropped ones is shared by size."""
-        recipes, size, can_drop = self._recipes, self._size.tolist(), self._can_drop.tolist()
-        op_us = recipes.trace.op_us.tolist()
-        us = [0.0] * len(size)
-        for j in recipes.order:
-            for o in recipes.makers[j]:
-                fresh = recipes.fresh[o]
-                whole = sum(size[x] for x in fresh if can_drop[x]) if len(fresh) > 1 and can_drop[j] else 0.0
-                us[j] += op_us[o] * size[j] / whole if whole else op_us[o]
-            us[j] += float(recipes.compare_us[j]) if can_drop[j] else 0.0
-        return us
 
     def prices(self) -> Float64s:
         """(prices,) rising, from below the cheapest storage to above the dearest one, in us for a byte."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,9 @@ SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
 COUNTED_ON = 0.8
 """Share of the link's measured rates that plans count on. What they recompute then costs nothing more until the link is slower
 by a fifth (docs/policy.md, "Plans for a slower link")."""
+
+LINK_RATES = ("d2h_gbps", "h2d_gbps", "duplex_gbps")
+"""Names of the rates that are measured."""
 
 _ROUNDING = 1e-9
 """Share by which a duplex rate may exceed the sum of both rates: a factor may have scaled all three."""
@@ -67,7 +70,7 @@ class LinkCost:
     """Rate of a copy within device memory: the part that stays of a tensor that moves in part is copied once each way."""
 
     def __post_init__(self) -> None:
-        for knob in ("d2h_gbps", "h2d_gbps", "duplex_gbps", "hbm_gbps"):
+        for knob in (*LINK_RATES, "hbm_gbps"):
             rate = getattr(self, knob)
             if not SLOWEST_GBPS <= rate <= 2 * FASTEST_GBPS:  # NaN is not
                 raise ValueError(
@@ -83,19 +86,16 @@ class LinkCost:
 
     def slowed(self, share: float) -> LinkCost:
         """Return a link with `share` of these rates."""
-        return replace(
-            self,
-            d2h_gbps=self.d2h_gbps * share,
-            h2d_gbps=self.h2d_gbps * share,
-            duplex_gbps=self.duplex_gbps * share,
-        )
+        slower: dict[str, Any] = {name: getattr(self, name) * share for name in LINK_RATES}
+        return replace(self, **slower)
 
-    @overload
-    def alone_us(self, nbytes: int, rate_gbps: float) -> float: ...
-    @overload
-    def alone_us(self, nbytes: Int64s, rate_gbps: float) -> Float64s: ...
-    def alone_us(self, nbytes: int | Int64s, rate_gbps: float) -> float | Float64s:
-        """Time of a copy of `nbytes` at one rate, with its pieces' fixed cost; for an array of sizes, one by one."""
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """The rates of `LINK_RATES`."""
+        return self.d2h_gbps, self.h2d_gbps, self.duplex_gbps
+
+    def alone_us(self, nbytes: Int64s, rate_gbps: float) -> Float64s:
+        """Times of copies of these sizes at one rate, with their pieces' fixed cost."""
         return -(-nbytes // self.piece_bytes) * np.float64(self.copy_us) + nbytes / np.float64(rate_gbps * 1e3)
 
 

@@ -30,14 +30,8 @@ UInt64s = NDArray[np.uint64]
 UInt8s = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 
-COLUMNS: dict[str, type[np.generic]] = {
-    "op_name": np.int32, "op_content": np.uint64, "op_phase": np.uint8, "op_us": np.float64, "op_tick": np.int32,
-    "read_offsets": np.int64, "read_tensors": np.int32, "write_offsets": np.int64, "write_tensors": np.int32,
-    "op_inner_bytes": np.int64, "op_passed_bytes": np.int64, "op_out_bytes": np.int64, "op_back_bytes": np.int64,
-    "tensor_bytes": np.int64, "tensor_kind": np.uint8, "tensor_born": np.int32, "tensor_released": np.int32,
-    "tensor_sendable": np.int32, "tensor_dies": np.int32,
-    "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_released": np.int32,
-    "hook_feature": np.uint64,
+_DTYPES: dict[object, type[np.generic]] = {
+    "Int64s": np.int64, "Int32s": np.int32, "Float64s": np.float64, "UInt64s": np.uint64, "UInt8s": np.uint8, "Bools": np.bool_,
 }  # fmt: skip
 
 
@@ -208,6 +202,9 @@ class Trace:
         return last
 
 
+COLUMNS = {column.name: _DTYPES[column.type] for column in dataclasses.fields(Trace) if column.type in _DTYPES}
+"""Dtype of each column."""
+
 # --- Builds a trace tick by tick, for a recorder that sees operators and hooks, or for a test that invents them
 
 _CODES = {np.float64: "d", np.uint64: "Q", np.bool_: "B", np.uint8: "B"}
@@ -218,9 +215,7 @@ class TraceBuilder:
     """Trace under construction. Not thread-safe."""
 
     def __init__(self, *, device: str, simulated: bool, start_bytes: int) -> None:
-        self._device = device
-        self._simulated = simulated
-        self._start_bytes = start_bytes
+        self._given: dict[str, Any] = {"device": device, "simulated": simulated, "start_bytes": start_bytes}
         self._names: dict[str, int] = {}
         self._columns: dict[str, array[Any]] = {name: array(_CODES.get(dtype, "q")) for name, dtype in COLUMNS.items()}
         self._columns["read_offsets"].append(0)
@@ -241,11 +236,9 @@ class TraceBuilder:
 
     def tensor(self, nbytes: int, kind: TensorKind = TensorKind.TEMPORARY, *, born: int | None = None) -> int:
         """Add a storage that begins with the next tick, or at tick `born`; -1: before the step. Return its number."""
-        self._columns["tensor_bytes"].append(nbytes)
-        self._columns["tensor_kind"].append(kind)
-        self._columns["tensor_born"].append(self.num_ticks if born is None else born)
-        for event in ("released", "sendable", "dies"):
-            self._columns[f"tensor_{event}"].append(NEVER)
+        born = self.num_ticks if born is None else born
+        self._add(tensor_bytes=nbytes, tensor_kind=kind, tensor_born=born)
+        self._add(tensor_released=NEVER, tensor_sendable=NEVER, tensor_dies=NEVER)
         return len(self._columns["tensor_bytes"]) - 1
 
     def op(
@@ -262,19 +255,14 @@ class TraceBuilder:
     ) -> int:
         """Add an operator that runs, holds `inner_bytes` meanwhile, and copies `link_bytes` to the host and from it. Return its
         number."""
-        self._columns["op_tick"].append(self.num_ticks)
-        self._columns["op_name"].append(self._names.setdefault(name, len(self._names)))
-        self._columns["op_content"].append(content)
-        self._columns["op_phase"].append(phase)
-        self._columns["op_us"].append(duration_us)
+        number = self._names.setdefault(name, len(self._names))
+        self._add(op_tick=self.num_ticks, op_name=number, op_content=content, op_phase=phase, op_us=duration_us)
         for kind, tensors in (("read", reads), ("write", writes)):
             column = self._columns[f"{kind}_tensors"]
             column.extend(tensors)
             self._columns[f"{kind}_offsets"].append(len(column))
-        self._columns["op_inner_bytes"].append(inner_bytes)
-        self._columns["op_passed_bytes"].append(0)
-        self._columns["op_out_bytes"].append(link_bytes[0])
-        self._columns["op_back_bytes"].append(link_bytes[1])
+        to_host, from_host = link_bytes
+        self._add(op_inner_bytes=inner_bytes, op_passed_bytes=0, op_out_bytes=to_host, op_back_bytes=from_host)
         return self.num_ops - 1
 
     def amend_latest_op(self, *, writes: Sequence[int], inner_bytes: int, passed_bytes: int) -> None:
@@ -299,13 +287,13 @@ class TraceBuilder:
     def kind(self, tensor: int, kind: TensorKind) -> None:
         self._columns["tensor_kind"][tensor] = kind
 
-    def released(self, tensor: int, tick: int | None = None) -> None:
-        """Record that only our handles hold it since the latest tick, or since `tick`."""
-        self._columns["tensor_released"][tensor] = self.num_ticks - 1 if tick is None else tick
+    def released(self, tensor: int) -> None:
+        """Record that only our handles hold it since the latest tick."""
+        self._columns["tensor_released"][tensor] = self.num_ticks - 1
 
-    def released_after(self, hook: int, tick: int | None = None) -> None:
-        """Record that only our handles hold the storage used at hook number `hook` since the latest tick, or since `tick`."""
-        self._columns["hook_released"][hook] = self.num_ticks - 1 if tick is None else tick
+    def released_after(self, hook: int) -> None:
+        """Record that only our handles hold the storage used at hook number `hook` since the latest tick."""
+        self._columns["hook_released"][hook] = self.num_ticks - 1
 
     def sendable(self, tensor: int, hook: int) -> None:
         """Record that the operator that saved it is over at hook number `hook`."""
@@ -320,22 +308,15 @@ class TraceBuilder:
         columns: dict[str, Any] = {name: np.array(self._columns[name], dtype) for name, dtype in COLUMNS.items()}
         dies = columns["tensor_dies"]
         dies[dies == NEVER] = self.num_ticks
-        return Trace(
-            device=self._device,
-            simulated=self._simulated,
-            start_bytes=self._start_bytes,
-            op_names=tuple(self._names),
-            fingerprint=fingerprint,
-            **columns,
-        )
+        return Trace(op_names=tuple(self._names), fingerprint=fingerprint, **self._given, **columns)
 
     def _hook(self, tensor: int, feature: int, *, use: bool) -> int:
-        self._columns["hook_tick"].append(self.num_ticks)
-        self._columns["hook_use"].append(use)
-        self._columns["hook_tensor"].append(tensor)
-        self._columns["hook_released"].append(NEVER)
-        self._columns["hook_feature"].append(feature)
+        self._add(hook_tick=self.num_ticks, hook_use=use, hook_tensor=tensor, hook_released=NEVER, hook_feature=feature)
         return self.num_hooks - 1
+
+    def _add(self, **row: float) -> None:
+        for column, value in row.items():
+            self._columns[column].append(value)
 
 
 # --- Turns the trace of a first step into that of later ones: storages that it made and kept are there when the next one begins
@@ -407,17 +388,15 @@ def with_extra(trace: Trace, nbytes: int) -> Trace:
 
 def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
     """Return `trace` with as many more bytes allocated during each tick of `spikes`, and freed again."""
-    new = len(spikes)
-    ticks = np.fromiter(spikes.keys(), np.int32, new)
-    return dataclasses.replace(
-        trace,
-        tensor_bytes=np.append(trace.tensor_bytes, np.fromiter(spikes.values(), np.int64, new)),
-        tensor_kind=np.append(trace.tensor_kind, np.full(new, TensorKind.TEMPORARY, np.uint8)),
-        tensor_born=np.append(trace.tensor_born, ticks),
-        tensor_released=np.append(trace.tensor_released, np.full(new, NEVER, np.int32)),
-        tensor_sendable=np.append(trace.tensor_sendable, np.full(new, NEVER, np.int32)),
-        tensor_dies=np.append(trace.tensor_dies, ticks),
-    )
+    ticks, never = list(spikes), [NEVER] * len(spikes)
+    new: dict[str, list[int]] = {
+        "tensor_bytes": list(spikes.values()), "tensor_kind": [TensorKind.TEMPORARY] * len(spikes), "tensor_born": ticks,
+        "tensor_released": never, "tensor_sendable": never, "tensor_dies": ticks,
+    }  # fmt: skip
+    columns: dict[str, Any] = {
+        name: np.append(getattr(trace, name), np.array(values, COLUMNS[name])) for name, values in new.items()
+    }
+    return dataclasses.replace(trace, **columns)
 
 
 def saved_where(trace: Trace, is_there: Callable[[SavePlace], bool]) -> frozenset[int]:

@@ -292,10 +292,7 @@ def full_recomputation(trace: Trace) -> FullRecomputation:
         parts = parts * 5 // 4 + 1
     forward_us = float(trace.op_us[trace.op_phase == StepPhase.FORWARD].sum())
     return FullRecomputation(
-        segments=segments,
-        peak_bytes=best_peak,
-        step_us=trace.duration_us + forward_us,
-        recomputed_us=forward_us,
+        segments=segments, peak_bytes=best_peak, step_us=trace.duration_us + forward_us, recomputed_us=forward_us
     )
 
 

@@ -71,10 +71,7 @@ class PinnedPool:
     """
 
     def __init__(
-        self,
-        max_bytes: int | str | None = "8GiB",
-        device: Device | str | None = None,
-        chunk_bytes: int | str | None = None,
+        self, max_bytes: int | str | None = "8GiB", device: Device | str | None = None, chunk_bytes: int | str | None = None
     ) -> None:
         limit = MemoryLimit(max_bytes)
         chunk = None if chunk_bytes is None else parse_size(chunk_bytes, what="chunk_bytes")

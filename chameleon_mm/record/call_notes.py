@@ -146,23 +146,16 @@ class CallNotes:
     # --- called by values and recipes
 
     def _known(self, number: int) -> NotedValue:
-        value = self._values.get(number)
-        if value is None:
-            value = self._values[number] = NotedValue(self, number)
-        return value
+        return self._values.get(number) or self._values.setdefault(number, NotedValue(self, number))
 
     def storage_ref(self, number: int, storage: torch.UntypedStorage | None) -> Any:
-        ref = self._storages.get(number)
-        if ref is None:
-            ref = self._storages[number] = (lambda: None) if storage is None else weakref.ref(storage)
-        return ref
+        if number not in self._storages:
+            self._storages[number] = (lambda: None) if storage is None else weakref.ref(storage)
+        return self._storages[number]
 
     def call(self, number: int) -> Call:
         """Call of that number, as `CallWatch` would note it."""
-        call = self._calls.get(number)
-        if call is None:
-            call = self._calls[number] = self._read(number)
-        return call
+        return self._calls.get(number) or self._calls.setdefault(number, self._read(number))
 
     def _read(self, number: int) -> Call:
         operator, given, numbers, opaque, grad_enabled, settings, random, made, made_end = self.noted.call(number)

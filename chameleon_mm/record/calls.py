@@ -394,11 +394,7 @@ class CallWatch(StepMode):
     graph and in a forked child are not noted. Not thread-safe.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        before_write: Callable[[Value], None],
-    ) -> None:
+    def __init__(self, device: Device, before_write: Callable[[Value], None]) -> None:
         super().__init__()
         self._before_write = before_write
         self._dispatch = DispatchState(device)

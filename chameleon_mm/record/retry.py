@@ -81,19 +81,17 @@ class OomRetry:
         given = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Generator))
         drawn = RandomState(self._device, given) if facts.random else None
         failure = self._attempt(call)
-        if failure is None:
-            return call.out
         try:
-            while True:
+            while failure is not None:
                 self.retries += 1
                 if drawn is not None:
                     drawn.restore()
                 failure = self._attempt(call)
-                if failure is None:
-                    return call.out
-                storages = [t.untyped_storage() for t in call.inputs.values()]
-                if not self._reclaim_some(tried_bytes(failure), storages):
-                    raise failure
+                if failure is not None:
+                    storages = [t.untyped_storage() for t in call.inputs.values()]
+                    if not self._reclaim_some(tried_bytes(failure), storages):
+                        raise failure
+            return call.out
         finally:
             del failure  # once raised, it holds this frame and the call's tensors: avoid a reference cycle
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,27 +247,36 @@ class StepLog:
         """Record that `call` ran. `read` and `new_storages`: as `before` returned them."""
         self.table.record_deaths()
         given, written, inner = self._number(call, new_storages)
-        name = call.func.name()
-        if in_compiled_region():
-            name = f"compiled::{call.facts.name}"  # a name of no operator that may run again
-        op = self.builder.op(
+        # In a region: a name of no operator that may run again.
+        name = f"compiled::{call.facts.name}" if in_compiled_region() else call.func.name()
+        writes = [traced.number for traced in written]
+        op = self._op(
             name,
-            self._content(f"{name}({_describe(call.args)}, {_describe(call.kwargs)})"),
-            StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD,
-            0.0,
-            reads=[traced.number for traced in (*read, *given)],
-            writes=[traced.number for traced in written],
-            inner_bytes=inner,
-            link_bytes=call.link_bytes(self._device.owns),
+            f"{_describe(call.args)}, {_describe(call.kwargs)}",
+            (*read, *given),
+            writes,
+            inner,
+            call.link_bytes(self._device.owns),
         )
         self._wrote(op, written)
         self.times.ran(op, call)
 
-    def _content(self, signature: str) -> int:
-        content = self._contents.get(signature)
-        if content is None:
+    def _op(
+        self,
+        name: str,
+        given: str,
+        read: Iterable[TracedStorage],
+        writes: Sequence[int] = (),
+        inner_bytes: int = 0,
+        link_bytes: tuple[int, int] = (0, 0),
+    ) -> int:
+        """Record an operator that was called with the arguments `given`. Returns its number."""
+        signature = f"{name}({given})"
+        if (content := self._contents.get(signature)) is None:
             content = self._contents[signature] = content_of(signature)
-        return content
+        phase, reads = StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD, [traced.number for traced in read]
+        more: Any = {"inner_bytes": inner_bytes, "link_bytes": link_bytes}
+        return self.builder.op(name, content, phase, 0.0, reads=reads, writes=writes, **more)
 
     def _wrote(self, op: int, written: Iterable[TracedStorage]) -> None:
         """Note that the latest operator, number `op`, wrote to these storages."""
@@ -283,19 +292,13 @@ class StepLog:
         """Record that one direction of a region begins, called with `args`. Its arguments may die while it runs."""
         self._update_table()
         self._update_phase()
-        inputs = self._tensors_in(args)
+        inputs = _tensors_in(args, self._device_type)
         tick = self.builder.num_ticks
         _, unknown = self._look_up(inputs)
         self._readings.take(self.table, unknown, tick=tick)
         read, _ = self._look_up(inputs)
-        mutated = self._tensors_in([args[i] for i in region.mutated if i < len(args)])
-        op = self.builder.op(  # numbered now: what dies while it runs dies after it
-            region.name,
-            self._content(f"{region.name}({_describe(args)})"),
-            StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD,
-            0.0,
-            reads=[traced.number for traced in read],
-        )
+        mutated = _tensors_in([args[i] for i in region.mutated if i < len(args)], self._device_type)
+        op = self._op(region.name, _describe(args), read)  # numbered now: what dies while it runs dies after it
         self.times.pause()
         self.times.resume()
         nbytes = sum(touched_bytes(t) for t in inputs.values())
@@ -309,7 +312,7 @@ class StepLog:
             raise RuntimeError("another thread's operators ran beside it")
         running.readings.take()
         self.table.record_deaths()
-        outputs = self._tensors_in(out if isinstance(out, (tuple, list)) else (out,))
+        outputs = _tensors_in(out if isinstance(out, (tuple, list)) else (out,), self._device_type)
         given, unknown = self._look_up(outputs)  # it returns what it was given, too: what backward needs of it
         made = [self.table.add(storage, born=tick, counted=True) for storage in unknown]
         made_bytes = sum(traced.charged_bytes for traced in made)
@@ -387,12 +390,6 @@ class StepLog:
         )
 
     # --- storages
-
-    def _tensors_in(self, values: Iterable[Any]) -> Tensors:
-        """Plain tensors on the device among `values`, those inside wrapper subclasses too."""
-        found: Tensors = {}
-        collect_tensors(_plain(values), self._device_type, found)
-        return found
 
     def _look_up(self, tensors: Tensors) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
         """Storages of `tensors` on the device: those that the table has, and those that it does not have."""
@@ -538,9 +535,14 @@ def kinds_of(
 
 def storages_of(values: Iterable[Any], device_type: str) -> list[torch.UntypedStorage]:
     """Storages of the tensors among `values`. Wrapper subclasses are unwrapped; other values are skipped."""
+    return [t.untyped_storage() for t in _tensors_in(values, device_type).values()]
+
+
+def _tensors_in(values: Iterable[Any], device_type: str) -> Tensors:
+    """Plain tensors on the device among `values`, those inside wrapper subclasses too."""
     found: Tensors = {}
     collect_tensors(_plain(values), device_type, found)
-    return [t.untyped_storage() for t in found.values()]
+    return found
 
 
 def _plain(values: Iterable[Any]) -> Iterator[Tensor]:

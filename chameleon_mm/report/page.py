@@ -1,6 +1,6 @@
 """Page of a report: a single HTML file that needs no network.
 
-    text = page_html(device="H200", simulated=True, rows=..., figures=..., picture=..., steps=...)
+    text = page_html(report.rows(), report.to_dict(), picture, steps)
 
 Shapes and figures need no script. A script adds the readout of the number under the pointer, the zoom, and the table of
 tensors, from JSON in the page.
@@ -19,17 +19,7 @@ from typing import Any
 import numpy as np
 
 from chameleon_mm.report.step_history import StepFigures
-from chameleon_mm.report.step_picture import (
-    HELD,
-    IN_PART,
-    RECOMPUTE,
-    STALL,
-    SWAPPED,
-    WHAT_PLANS_DO,
-    Bar,
-    Memory,
-    StepPicture,
-)
+from chameleon_mm.report.step_picture import HELD, IN_PART, RECOMPUTE, STALL, SWAPPED, WHAT_PLANS_DO, Bar, Memory, StepPicture
 from chameleon_mm.swap.metrics import StepKind
 from chameleon_mm.units import format_size, format_us
 
@@ -156,13 +146,7 @@ def step_section(picture: StepPicture | None) -> str:
     lanes = "".join(
         f'<div class="lane"><span>{label}</span>{lane(name, bars, end_us, label)}</div>' for name, label, bars in rows
     )
-    memory = memory_shapes(
-        thinned_memory(picture.planned),
-        thinned_memory(picture.unswapped),
-        budget_bytes,
-        end_us,
-        most,
-    )
+    memory = memory_shapes(thinned_memory(picture.planned), thinned_memory(picture.unswapped), budget_bytes, end_us, most)
     return (
         f'<section id="step"><h2>The step, by its plan <span class="badge">predicted</span></h2>'
         f'<p class="note">{format_us(timeline.step_us)} predicted{measured}, of which compute waits '
@@ -223,29 +207,23 @@ def step_columns(picture: StepPicture) -> dict[str, Any]:
 MOST_STEPS = 1_000
 """Maximum number of steps on the page, the latest ones: each bar is then a pixel wide."""
 
-_STEP_CLASS = {
-    StepKind.PLANNED: "planned-step",
-    StepKind.RECORDED: "recorded-step",
-    StepKind.PARTLY_PLANNED: "partly-step",
-    StepKind.BY_RULE: "rule-step",
-    StepKind.FAILED: "failed-step",
-}
-
 
 def steps_section(all_steps: Sequence[StepFigures]) -> str:
     steps = all_steps[-MOST_STEPS:]
     if not steps:
         return '<section id="steps"><h2>Steps</h2><p>No step has ended.</p></section>'
-    most_bytes = 1.05 * max(max(step.peak_hbm_bytes, step.hbm_budget_bytes) for step in steps)
-    most_us = 1.05 * max((step.step_us or 0.0 for step in steps), default=0.0)
-    classes = [_STEP_CLASS[step.kind] for step in steps]
-    peaks = [(css, float(step.peak_hbm_bytes)) for css, step in zip(classes, steps, strict=True)]
-    times = [(css, step.step_us) for css, step in zip(classes, steps, strict=True)]
-    stalls = [("stall", step.stall_us) for step in steps]
-    most_stall = 1.05 * max((step.stall_us or 0.0 for step in steps), default=0.0)
     budgets = [float(step.hbm_budget_bytes) for step in steps]
+    peaks = [(f"{step.kind.value}-step", float(step.peak_hbm_bytes)) for step in steps]
+    times = [(css, step.step_us) for (css, _), step in zip(peaks, steps, strict=True)]
+    stalls = [("stall", step.stall_us) for step in steps]
+    lanes = (("peak", peaks, format_size, budgets), ("time", times, format_us, ()), ("stall", stalls, format_us, ()))
+    strips = ""
+    for name, values, show, line in lanes:
+        most = 1.05 * max((value or 0.0 for value in (*(value for _, value in values), *line)), default=0.0)
+        drawn = strip(name, values, most, f"{name} of each step", line=line)
+        strips += f'<div class="lane"><span>{name}, to {show(most)}</span>{drawn}</div>'
     seen = [kind for kind in StepKind if any(step.kind is kind for step in steps)]
-    legend = "".join(f'<li><i class="{_STEP_CLASS[kind]}"></i>{kind}</li>' for kind in seen)
+    legend = "".join(f'<li><i class="{kind.value}-step"></i>{kind}</li>' for kind in seen)
     before = len(all_steps) - len(steps)
     older = f" The {before} before them are left out." if before else ""
     if warm_up := sum(step.warm_up for step in steps):
@@ -256,13 +234,7 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
         f'<section id="steps"><h2>Steps</h2><p class="note">Steps {steps[0].index} to '
         f"{steps[-1].index}: peak of device memory against the budget, time, and stall. A step that was not timed has no time."
         f'{older}</p><ul class="legend">{legend}<li><i class="rule dash" style="--c:var(--budget)"></i>budget</li></ul>'
-        f'<div class="chart" tabindex="0" aria-label="Steps; arrow keys move">'
-        f'<div class="lane"><span>peak, to {format_size(most_bytes)}</span>'
-        f"{strip('peak', peaks, most_bytes, 'peak of each step', line=budgets)}</div>"
-        f'<div class="lane"><span>time, to {format_us(most_us)}</span>'
-        f"{strip('time', times, most_us, 'time of each step')}</div>"
-        f'<div class="lane"><span>stall, to {format_us(most_stall)}</span>'
-        f"{strip('stall', stalls, most_stall, 'stall of each step')}</div></div>"
+        f'<div class="chart" tabindex="0" aria-label="Steps; arrow keys move">{strips}</div>'
         f'<p class="readout needs-script" aria-live="polite">Point at a step, or tap it, to read it.</p></section>'
     )
 
@@ -318,20 +290,13 @@ _PART = re.compile(r"<!--(\w+)-->")
 
 
 def page_html(
-    *,
-    device: str,
-    simulated: bool,
-    rows: Sequence[tuple[str, str]],
-    figures: Mapping[str, Any],
-    picture: StepPicture | None,
-    steps: Sequence[StepFigures],
+    rows: Sequence[tuple[str, str]], figures: Mapping[str, Any], picture: StepPicture | None, steps: Sequence[StepFigures]
 ) -> str:
     """Text of the page. `rows`: label and text of each figure; `figures`: the report's dict; `picture`: the step planned last;
     None: there is none."""
-    title = f"Swap report: {device}"
-    clock = "All times are of the simulator's virtual clock." if simulated else "Times are of the device's clock."
+    clock = "All times are of the simulator's virtual clock." if figures["simulated"] else "Times are of the device's clock."
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(f"Swap report: {figures['device']}"),
         "style": _file("page.css"),
         "script": _file("page.js"),
         "clock": clock,

@@ -461,15 +461,7 @@ class SwapReport(Counters):
         if self.planned is not None:
             with suppress(ValueError):  # a plan that cannot be carried out has no picture, as in `PlannedStep`
                 picture = picture_of(self.planned)
-        page = page_html(
-            device=self.device,
-            simulated=self.simulated,
-            rows=self.rows(),
-            figures=self.to_dict(),
-            picture=picture,
-            steps=self.step_figures,
-        )
-        write_file(path, page)
+        write_file(path, page_html(self.rows(), self.to_dict(), picture, self.step_figures))
 
     def save_trace(self, path: str | Path) -> None:
         """Write the latest timed spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils.hooks import RemovableHandle
 
@@ -37,19 +37,9 @@ if TYPE_CHECKING:
 # bit. Other optimizers are stepped whole.
 
 SPLITTABLE = (
-    torch.optim.Adadelta,
-    torch.optim.Adafactor,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+    optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
+    optim.RMSprop, optim.Rprop, optim.SGD,
+)  # fmt: skip
 
 
 def is_splittable(optimizer: torch.optim.Optimizer) -> bool:
@@ -113,8 +103,8 @@ BUCKET_BYTES = 64 * MIB
 BUCKETS_AT_ONCE = 3
 """Buckets whose state is on the device at once: one arrives, one is stepped, one leaves."""
 
-_STATE_PER_PARAMETER = 2
-"""Assumed number of state tensors of a parameter's size, before the optimizer has made them."""
+STATE_PER_PARAMETER = 2
+"""Assumed number of state tensors of a parameter's size, before the optimizer has made them: Adam's two moments."""
 
 
 def check_optimizer(optimizer: object, model: nn.Module | None) -> torch.optim.Optimizer:
@@ -246,7 +236,7 @@ class OptimizerSwap:
         state = self._optimizer.state.get(p)
         if isinstance(state, SwappedState):
             return state.moved_bytes
-        return _STATE_PER_PARAMETER * p.numel() * p.element_size()
+        return STATE_PER_PARAMETER * p.numel() * p.element_size()
 
     def _away(self, params: list[Any]) -> list[SwappedState]:
         states = (self._optimizer.state.get(p) for p in params)

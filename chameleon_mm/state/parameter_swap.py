@@ -149,11 +149,7 @@ class ParameterSwap:
         self._list_params()
         self._sizes = charged_sizes(self._params)
         self._fixed_bytes = max(0, executor.device.allocated_bytes() - self.resident_bytes - other_movable_bytes)
-        self.window = Window(
-            self._home,
-            limit_bytes=self.window_bytes(hbm_budget_bytes),
-            note_taken=beside.note_taken,
-        )
+        self.window = Window(self._home, limit_bytes=self.window_bytes(hbm_budget_bytes), note_taken=beside.note_taken)
         me = weakref.ref(self)
         beside.window = lambda: it.window if (it := me()) is not None and it._active else None
         self._handles: list[RemovableHandle] = []

@@ -128,12 +128,7 @@ class ParameterWatch(TorchFunctionMode):
             entry.has_hidden_writers = True
 
     def _call(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        entries: Sequence[HostedStorage],
+        self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], entries: Sequence[HostedStorage]
     ) -> Any:
         self._swap.use(entries, name)
         for entry in self._entries_of(_may_write(func, name, args, kwargs)):

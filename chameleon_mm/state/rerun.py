@@ -28,7 +28,7 @@ from torch.utils.weak import TensorWeakRef
 from chameleon_mm.device import Device
 from chameleon_mm.errors import RecomputeMismatch
 from chameleon_mm.record.retry import RandomState, is_alone, tried_bytes
-from chameleon_mm.state.tensor_copy import Copier, TensorCopy, dense_bytes, is_copyable, value_to_host
+from chameleon_mm.state.tensor_copy import Copier, TensorCopy, dense_bytes
 from chameleon_mm.state.training_copy import restore_gradient
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.units import format_size
@@ -113,6 +113,7 @@ class StepStart:
         self._model = model
         self._parameters = [(parameter, _mark(parameter)) for parameter in model.parameters()]
         buffers.take()
+        self._copies: list[TensorCopy] = []
         self._gradients: list[tuple[nn.Parameter, Any, TensorWeakRef | None]] = []
         """Parameters, each with a copy of its gradient, as `restore_gradient` takes it, and the gradient. It is held weakly: if
         a step drops it, its memory is free. None: there is no gradient."""
@@ -120,7 +121,7 @@ class StepStart:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 for parameter, _ in self._parameters:
                     g = parameter.grad
-                    copied = None if g is None else copier.copy(g) if is_copyable(g) else value_to_host(g)
+                    copied = None if g is None else copier.copy_value(g, self._copies)
                     self._gradients.append((parameter, copied, None if g is None else TensorWeakRef(g)))
         except BaseException:
             self.release()
@@ -144,18 +145,14 @@ class StepStart:
     def obstacle(self, restored: Optimizer | None = None) -> str | None:
         """Return the reason why the step may not run again, or None. `restored`: the optimizer that will be restored first,
         with all parameters; None: only this object will be restored."""
-        now = list(self._model.parameters())
+        now, before = list(map(id, self._model.parameters())), [id(parameter) for parameter, _ in self._parameters]
         if restored is not None:
             if any(optimizer is not restored for optimizer in self._stepped):
                 return "an optimizer of the model's had begun to step that the session does not know"
-            same = len(now) == len(self._parameters) and all(p is q for p, (q, _) in zip(now, self._parameters, strict=True))
-            return None if same else "a parameter of the model had been replaced by another"
+            return None if now == before else "a parameter of the model had been replaced by another"
         if self._stepped:
             return "its optimizer had begun to step, and a second step would add to the first"
-        if len(now) != len(self._parameters) or any(
-            parameter is not before or _mark(parameter) != mark
-            for parameter, (before, mark) in zip(now, self._parameters, strict=True)
-        ):
+        if now != before or any(_mark(parameter) != mark for parameter, mark in self._parameters):
             return "a parameter of the model had changed, and would be changed twice"
         return None
 
@@ -173,11 +170,10 @@ class StepStart:
 
     def release(self) -> None:
         """Release the copies of gradients: the step will not run again."""
-        on_host = [copied for _, copied, _ in self._gradients if isinstance(copied, TensorCopy)]
-        self._gradients = []
-        if on_host:
+        copies, self._copies, self._gradients = self._copies, [], []
+        if copies:
             last = self._device.current_stream().record()
-            for copy in on_host:
+            for copy in copies:
                 copy.block.release(after=last)  # Note [Host block]
 
 
@@ -260,11 +256,7 @@ class StepRunner:
             start.release()
 
     def _run(
-        self,
-        start: StepStart,
-        step: Callable[[], AbstractContextManager[object]],
-        fn: Callable[[], _R],
-        repair: Repair | None,
+        self, start: StepStart, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R], repair: Repair | None
     ) -> _R:
         budgets = [self.hbm_budget_bytes]
         while True:
@@ -311,10 +303,7 @@ class StepRunner:
     def _tighten(self, failure: _Failure) -> None:
         before = self.hbm_budget_bytes
         self.hbm_budget_bytes = tighter(
-            before,
-            allocated=failure.allocated_bytes,
-            asked=failure.asked_bytes,
-            resting=self._device.allocated_bytes(),
+            before, allocated=failure.allocated_bytes, asked=failure.asked_bytes, resting=self._device.allocated_bytes()
         )
         self._executor.change_budget(self.hbm_budget_bytes)
         self._executor.metrics.totals.steps_run_again += 1

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from chameleon_mm.pool.block import BlockView, PinnedBlock, as_tensor
 from chameleon_mm.pool.pool import host_block
+from chameleon_mm.record.calls import has_plain_storage
 from chameleon_mm.state.hosted import Home, HostedStorage
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ def dense_bytes(t: Tensor) -> Tensor | None:
 
 def is_plain(t: Tensor) -> bool:
     """True if the elements of `t` lie in its storage, by its strides."""
-    if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
-        return False
-    return not (t.is_conj() or t.is_neg())
+    return has_plain_storage(t) and not (t.is_conj() or t.is_neg())
 
 
 def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
@@ -158,6 +157,14 @@ class Copier:
     def __init__(self, home: Home, parameters: ParameterSwap | None, state: OptimizerSwap | None) -> None:
         """`parameters`, `state`: what swaps those of the model and the optimizer; None: they stay."""
         self._home, self._pool, self._parameters, self._state = home, home.context.pool, parameters, state
+
+    def copy_value(self, value: Any, copies: list[TensorCopy]) -> Any:
+        """Copy a tensor, and add its copy to `copies`; of any other value return the result of `value_to_host`. Raises as
+        `copy` does."""
+        if not is_copyable(value):
+            return value_to_host(value)
+        copies.append(copy := self.copy(value))
+        return copy
 
     def copy(self, t: Tensor) -> TensorCopy:
         """Copy `t`. Raises `HostMemoryExhausted` if there is neither pinned nor pageable host memory."""

@@ -77,21 +77,14 @@ class ModelCopy:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for name, t in _named_tensors(model):
                 if id(t) not in seen:
-                    seen[id(t)] = self._copy(copier, t)
+                    seen[id(t)] = copier.copy_value(t, self._copies)
                 self._tensors[name] = seen[id(t)]
             for name, p in model.named_parameters():
-                gradient = p.grad
-                if gradient is not None:
-                    copied = self._copy(copier, gradient) if is_copyable(gradient) else value_to_host(gradient)
-                    self._gradients[name] = copied
+                if p.grad is not None:
+                    self._gradients[name] = copier.copy_value(p.grad, self._copies)
         with torch.no_grad():  # tensors made by hooks may be views of storages that are away: the watch brings them back
             for name, value in layout.items():
                 self._layout[name] = seen[id(value)] if id(value) in seen else value_to_host(value)
-
-    def _copy(self, copier: Copier, t: Tensor) -> TensorCopy:
-        copy = copier.copy(t)
-        self._copies.append(copy)
-        return copy
 
     def difference(self, model: nn.Module) -> str | None:
         """Return the first difference between the copied model and `model`, as text; None: it may be restored there."""
@@ -174,11 +167,7 @@ class OptimizerCopy:
             for key, state in list(optimizer.state.items()):
                 copied = self._state[_key(key, numbers)] = {}
                 for name, value in list(dict.items(state)):
-                    if is_copyable(value):
-                        copied[name] = copier.copy(value)
-                        self._copies.append(copied[name])
-                    else:
-                        copied[name] = value_to_host(value)
+                    copied[name] = copier.copy_value(value, self._copies)
 
     def difference(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
         """Return the first difference between the copied optimizer and `optimizer`, of `model`, as text; None: it may be

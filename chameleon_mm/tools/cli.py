@@ -102,6 +102,15 @@ A model's own torch.autocast("cuda") counts as it would on a GPU. The built-in G
 the fused GELU, and their loss in the dtype of the logits. What is printed as a smallest budget may be given as --hbm-budget.
 Exits with 1 if no plan keeps within the budgets.
 """
+_COMMANDS = {
+    "demo": ("train a small GPT with swapping and in plain PyTorch, compare every bit", _DEMO, _DEMO_EPILOG),
+    "run": ("run a training script as it is, swapped", _RUN, _RUN_EPILOG),
+    "doctor": ("what this machine offers, and what is missing", _DOCTOR),
+    "native": ("build the optional C++ helpers for the torch that is installed", _NATIVE),
+    "plan": ("what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG),
+    "bench": ("measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."),
+}
+"""Commands: line of the list, description and, if there is one, epilog."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,32 +162,18 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command, theme = (*arguments[:2], "", "")[:2]
 
-    demo = _add(
-        commands, "demo", "train a small GPT with swapping and in plain PyTorch, compare every bit", _DEMO, _DEMO_EPILOG
-    )
-    run = _add(commands, "run", "run a training script as it is, swapped", _RUN, _RUN_EPILOG)
-    doctor = _add(commands, "doctor", "what this machine offers, and what is missing", _DOCTOR)
-    doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
-    doctor.set_defaults(handler=_run_doctor)
-    native = _add(commands, "native", "build the optional C++ helpers for the torch that is installed", _NATIVE)
-    native.add_argument("--compiler", default="g++", metavar="PROGRAM", help="C++ compiler that knows C++20 (default: g++)")
-    native.set_defaults(handler=_run_native)
-    plan = _add(commands, "plan", "what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG)
-    for name, parser_of_command, path in (
-        ("demo", demo, "tools.demo_command"),
-        ("plan", plan, "tools.plan_command"),
-        ("run", run, "tools.run_command"),
-    ):
-        if command == name:
-            module = importlib.import_module(f"chameleon_mm.{path}")
-            module.add_arguments(parser_of_command)
-            more = {} if command == "run" else {"environment": _environment}
-            parser_of_command.set_defaults(handler=partial(module.run, **more))
-
-    bench = _add(
-        commands, "bench", "measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."
-    )
-    themes = bench.add_subparsers(title="themes", metavar="THEME", required=True)
+    of = {name: _add(commands, name, *texts) for name, texts in _COMMANDS.items()}
+    of["doctor"].add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
+    of["doctor"].set_defaults(handler=_run_doctor)
+    compiler = "C++ compiler that knows C++20 (default: g++)"
+    of["native"].add_argument("--compiler", default="g++", metavar="PROGRAM", help=compiler)
+    of["native"].set_defaults(handler=_run_native)
+    if command in ("demo", "run", "plan"):
+        module = importlib.import_module(f"chameleon_mm.tools.{command}_command")
+        module.add_arguments(of[command])
+        more = {} if command == "run" else {"environment": _environment}
+        of[command].set_defaults(handler=partial(module.run, **more))
+    themes = of["bench"].add_subparsers(title="themes", metavar="THEME", required=True)
     for name, about in THEMES.items():
         parser_of_theme = _add(themes, name, about, about)
         if (command, theme) == ("bench", name):

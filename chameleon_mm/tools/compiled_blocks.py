@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from chameleon_mm.record.dispatch_state import compiled_region
+from chameleon_mm.replayable import ELEMENTWISE, base_name
 from chameleon_mm.tools.blocks import blocks_of
 
 
@@ -154,13 +155,11 @@ _REDUCTIONS = frozenset({
 })  # fmt: skip
 """Reductions that are left after Inductor's decompositions."""
 
-_ELEMENTWISE = frozenset({
-    "_to_copy", "arange", "bernoulli", "cat", "clone", "constant_pad_nd", "convert_element_type", "copy", "copy_", "embedding",
-    "empty", "fill", "flip", "full", "full_like", "gather", "index", "iota", "masked_fill", "ones", "ones_like", "rand",
-    "rand_like", "randn", "repeat", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu", "where",
-    "zeros", "zeros_like",
-})  # fmt: skip
-"""Operators that compute each element by itself and lack torch's tag `pointwise`."""
+_ELEMENTWISE = ELEMENTWISE | {
+    "aten::bernoulli", "aten::embedding", "aten::rand", "aten::rand_like", "aten::randn", "prims::convert_element_type",
+    "prims::iota",
+}  # fmt: skip
+"""Operators that compute each element by itself and may lack torch's tag `pointwise`."""
 
 
 def is_view(node: fx.Node) -> bool:
@@ -185,7 +184,8 @@ def _kind(node: fx.Node) -> str:
     name = node.target.overloadpacket.__name__
     if name in _REDUCTIONS and isinstance(node.args[0], fx.Node):
         return "reduction"
-    return "elementwise" if torch.Tag.pointwise in node.target.tags or name in _ELEMENTWISE else "alone"
+    elementwise = torch.Tag.pointwise in node.target.tags or base_name(node.target.name()) in _ELEMENTWISE
+    return "elementwise" if elementwise else "alone"
 
 
 class Fusion:
@@ -241,7 +241,7 @@ class Fusion:
         reads = self.leaves(node)
         kernel, joined = Kernel([node], dict(reads)), None
         if kind != "alone":
-            kernel.numel = _numel(node.args[0] if kind == "reduction" else node)
+            kernel.numel = prod(_shape(node.args[0] if kind == "reduction" else node))
             kernel.reduced = _shape(node) if kind == "reduction" else None
             joined = next((earlier for earlier in self._candidates(reads) if self._may_join(earlier, kernel)), None)
         if joined is None:
@@ -296,10 +296,6 @@ class Fusion:
 def _shape(node: Any) -> tuple[int, ...]:
     value = node.meta["val"]
     return tuple(value.shape) if isinstance(value, Tensor) else tuple(value[0].shape)
-
-
-def _numel(node: Any) -> int:
-    return prod(_shape(node))
 
 
 # --- Regions: the graphs as autograd calls them

@@ -43,6 +43,7 @@ class GPTConfig:
     """Attention heads; each is `width / heads` wide."""
     context: int
     """Maximum number of bytes that the model looks back on, and length of a training row."""
+    vocabulary: int = VOCABULARY
     dropout: float = 0.1
     """Share of values dropped after the embedding and after each residual branch, 0 <= dropout < 1."""
 
@@ -56,20 +57,18 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention."""
+    """Multi-head self-attention."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        self.heads, self.causal = heads, causal
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
         # [b, t, 3w] -> three of [b, heads, t, w / heads], views of one storage
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return cast(Tensor, self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
 
 
 class Block(nn.Module):
@@ -78,7 +77,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
+        self.attention = Attention(config.width, config.heads, causal=True)
         self.mlp_norm = nn.LayerNorm(config.width)
         self.up = nn.Linear(config.width, 4 * config.width)
         self.down = nn.Linear(4 * config.width, config.width)
@@ -90,7 +89,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A byte-level GPT: `forward` maps ids [batch, length] (int64, 0..255) to logits [batch, length, 256].
+    """A GPT, over bytes by default: `forward` maps ids [batch, length], int64, to logits [batch, length, vocabulary].
 
     Weights are drawn from torch's default generator of `device`: seed it first.
     """
@@ -99,12 +98,12 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         with device or torch.get_default_device():
-            self.tokens = nn.Embedding(VOCABULARY, config.width)
+            self.tokens = nn.Embedding(config.vocabulary, config.width)
             self.positions = nn.Parameter(torch.zeros(config.context, config.width))
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width)
-            self.head = nn.Linear(config.width, VOCABULARY, bias=False)
+            self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         for parameter in self.parameters():
             if parameter.dim() > 1:  # torch's default for an embedding is too wide for a head that shares its weight
@@ -117,7 +116,7 @@ class GPT(nn.Module):
         return cast(Tensor, self.head(self.norm(x)))
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy per byte, in nats (a scalar)."""
+        """Mean cross-entropy per token, in nats (a scalar)."""
         return F.cross_entropy(self(ids).flatten(0, 1), targets.flatten())
 
 

@@ -134,7 +134,10 @@ def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, 
         notes.append("its quantization_config is ignored: weights are trained, and planned, as they are before it")
     if drawn := [name for name in _DRAWN if getattr(config, name, None)]:
         notes.append(f"{' and '.join(drawn)} off: what a step then leaves out or hides depends on numbers that are drawn")
-    config = _changed(config, {name: type(getattr(config, name))(0) for name in drawn} | _of_decoders(config))
+    changes: dict[str, Any] = {name: type(getattr(config, name))(0) for name in drawn}
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        changes["decoder_start_token_id"] = 0  # the token that a decoder's row begins with: only shapes count
+    config = _changed(config, changes)
 
     def build() -> Workload:
         with told_as(f"{text}: transformers could not build it under fake tensors"):
@@ -172,12 +175,6 @@ def _kind(transformers: Any, text: str, config: Any) -> Kind:
 
 def _changed(config: Any, settings: dict[str, Any]) -> Any:
     return type(config).from_dict({**config.to_dict(), **settings}) if settings else config
-
-
-def _of_decoders(config: Any) -> dict[str, int]:
-    """The token that a decoder's row begins with, where an encoder-decoder's configuration lacks it: only shapes count."""
-    lacks = config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None
-    return {"decoder_start_token_id": 0} if lacks else {}
 
 
 def _with_layers(config: Any, text: str, layers: int) -> Any:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from chameleon_mm.tools.demo import Attention
+
 CLASSES = 1000
 
 
@@ -51,19 +53,6 @@ class ImageModel(nn.Module):
         return F.cross_entropy(self(images).float(), classes)
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # [b, s, 3 * heads * d] -> three of [b, heads, s, d]
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return mixed
-
-
 def mlp(width: int, approximate: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate), nn.Linear(4 * width, width))
 
@@ -78,7 +67,7 @@ class ViTBlock(nn.Module):
     def __init__(self, shape: ImageShape) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
-        self.attention, self.mlp = SelfAttention(shape.width, shape.heads), mlp(shape.width, "none")
+        self.attention, self.mlp = Attention(shape.width, shape.heads, causal=False), mlp(shape.width, "none")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -112,7 +101,7 @@ class DiTBlock(nn.Module):
     def __init__(self, shape: ImageShape) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(shape.width, eps=1e-6, elementwise_affine=False)
-        self.attention, self.mlp = SelfAttention(shape.width, shape.heads), mlp(shape.width, "tanh")
+        self.attention, self.mlp = Attention(shape.width, shape.heads, causal=False), mlp(shape.width, "tanh")
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 6 * shape.width))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from typing import Any
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.plan.planner import generate_plan
-from chameleon_mm.plan.trace import Trace
 from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
 from chameleon_mm.tools.prediction import link_of
 from chameleon_mm.tools.session_on_shapes import (
@@ -119,15 +118,8 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
     size, run = None if low is None else low.size, None
     if size is not None and request_of(size).swapped:
         size, run, high = _run_at(size, high, request_of, by)
-    request = request_of(by)
-    return Largest(
-        what=what,
-        size=size,
-        next=high,
-        hbm_budget_bytes=request.hbm_budget_bytes,
-        host_budget_bytes=request.host_budget_bytes,
-        run=run,
-    )
+    budgets = {name: getattr(request_of(by), name) for name in ("hbm_budget_bytes", "host_budget_bytes")}
+    return Largest(what=what, size=size, next=high, run=run, **budgets)
 
 
 def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by: int) -> tuple[int | None, SessionRun, Tried]:
@@ -167,32 +159,22 @@ def _try(request_of: Callable[[int], RunRequest], recompute: Collection[str], si
         step = record(request, in_buckets=True)
     except ModelUnusable as error:
         return Tried(size=size, bound=Bound.MODEL, said=str(error))
-    trace = beside(step, request.swapped)
+    trace, host, bound = beside(step, request.swapped), request.host_budget_bytes, None
     left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
     elsewhere = host_bytes_beside(step, request.swapped, request.hbm_budget_bytes)
-    return Tried(
-        size=size,
-        bound=_bound(request, trace, left, elsewhere, recompute),
-        device_bytes=least_memory(trace).nbytes,
-        device_left_bytes=left,
-        host_bytes=elsewhere + max(0, peak_memory(trace).nbytes - left),
-    )
-
-
-def _bound(request: RunRequest, trace: Trace, left: int, elsewhere: int, recompute: Collection[str]) -> Bound | None:
-    if least_memory(trace).nbytes > left:
-        return Bound.DEVICE
-    host = request.host_budget_bytes
-    if host is None:
-        return None
-    if elsewhere > host:
-        return Bound.HOST
-    recompute = () if request.swapped else recompute
-    try:
-        generate_plan(trace, left, host - elsewhere, link_of(request.spec), drafts=0, recompute=recompute)
-    except InfeasibleBudget:
-        return Bound.HOST
-    return None
+    needed = least_memory(trace).nbytes
+    if needed > left:
+        bound = Bound.DEVICE
+    elif host is not None and elsewhere > host:
+        bound = Bound.HOST
+    elif host is not None:
+        recompute = () if request.swapped else recompute
+        try:
+            generate_plan(trace, left, host - elsewhere, link_of(request.spec), drafts=0, recompute=recompute)
+        except InfeasibleBudget:
+            bound = Bound.HOST
+    host_bytes = elsewhere + max(0, peak_memory(trace).nbytes - left)
+    return Tried(size=size, bound=bound, device_bytes=needed, device_left_bytes=left, host_bytes=host_bytes)
 
 
 def say(found: Largest) -> list[str]:

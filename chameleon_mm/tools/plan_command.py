@@ -178,9 +178,8 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         if args.checkpointing is not None:
             with console.status("recording the step with checkpointing"):
                 plain = replace(request, compiled=PARTITIONS[0] if args.compile else None)
-                prediction = with_checkpointing(
-                    prediction, _checkpointing(args.checkpointing), lambda how: record(replace(plain, checkpointed=how))
-                )
+                how = None if args.checkpointing == "fit" else args.checkpointing
+                prediction = with_checkpointing(prediction, how, lambda how: record(replace(plain, checkpointed=how)))
         show(prediction, console)
         told, held = prediction.to_dict(), prediction.infeasible is None
     if args.json is not None:
@@ -231,32 +230,31 @@ def _shards(text: str) -> Shards:
     return Shards(ranks=int(ranks), dtype=DTYPES[dtype] if dtype else None)
 
 
-def _checkpointing(text: str) -> Checkpointing | None:
-    """None: of as few blocks as fit."""
-    if text == "fit":
-        return None
-    if text == "selective":
-        return Checkpointing(selective=True)
+def _checkpointing(text: str) -> Checkpointing | str:
+    """ "fit": of as few blocks as fit."""
+    if text in ("fit", "selective"):
+        return text if text == "fit" else Checkpointing(selective=True)
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"--checkpointing: expected fit, selective, or a number of 1 or more, got {text!r}")
     return Checkpointing(Fraction(1, int(text)))
 
 
 def _check_swapped(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for options about swapping that contradict each other."""
+    """Raise `ValueError` for options about swapping that contradict each other. Parses --checkpointing."""
+    swaps = args.swap_optimizer or args.swap_parameters
     if args.optimizer == "none" and args.swap_optimizer:
         raise ValueError("--swap-optimizer: expected an optimizer, whose state is swapped, got --optimizer none; name one")
-    if args.compile and (args.largest or args.swap_optimizer or args.swap_parameters):
+    if args.compile and (args.largest or swaps):
         raise ValueError("--compile: expected no --largest, --swap-optimizer or --swap-parameters beside it; leave those out")
     if args.quantise is not None and args.lora is None:
         raise ValueError("--quantise: expected --lora beside it, since packed weights are not trained; name a rank")
-    if args.fsdp is not None and (args.swap_optimizer or args.swap_parameters):
+    if args.fsdp is not None and swaps:
         raise ValueError(
             "--fsdp: expected no --swap-optimizer or --swap-parameters beside it, which are one device's; leave those out"
         )
     if args.checkpointing is not None:
-        _checkpointing(args.checkpointing)
-        if args.largest or args.swap_optimizer or args.swap_parameters:
+        args.checkpointing = _checkpointing(args.checkpointing)
+        if args.largest or swaps:
             raise ValueError(
                 "--checkpointing: expected no --largest, --swap-optimizer or --swap-parameters beside it; leave those out"
             )
@@ -284,7 +282,9 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
         return built_in(text, batch=batch or 1, seq=seq, layers=layers)
     if ":" in text and not Path(text).exists():
         return own_function(text, batch=batch, seq=seq, layers=layers)
-    if _is_a_path(text) and not (Path(text).is_file() or Path(text).is_dir()):
+    # A name on the hub is `name` or `owner/name`.
+    is_a_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json")
+    if is_a_path and not (Path(text).is_file() or Path(text).is_dir()):
         raise ModelUnusable(
             f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which is neither; correct "
             f"the path, or name a built-in model or module:function"
@@ -293,8 +293,3 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
     if likely and not Path(text).exists():  # a typo would cost half a minute of network requests
         raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely[0]}?")
     return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype, layers=layers)
-
-
-def _is_a_path(text: str) -> bool:
-    """True if `text` cannot be a name on the hub, which is `name` or `owner/name`."""
-    return text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json")

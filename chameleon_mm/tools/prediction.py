@@ -492,11 +492,12 @@ def verdicts(prediction: Prediction) -> list[str]:
 
 def assumptions(prediction: Prediction) -> list[str]:
     """Lines that state the assumptions of the figures, one sentence each."""
-    spec, trace = prediction.spec, prediction.step.trace
+    spec, trace, budget = prediction.spec, prediction.step.trace, prediction.hbm_budget_bytes
     cost = CostModel(spec=spec)
+    by_default = ", as a session's is by default" if budget == default_budget(spec) else ""
     lines = [
         *rooflines(spec, host="; the host is not late"),
-        f"the budget is {_budget_from(prediction)}",
+        f"the budget is {budget / spec.hbm_bytes:.0%} of {spec.name}'s {format_size(spec.hbm_bytes)}{by_default}",
         "memory is that of the tensors and what a few operators hold inside; CUDA's context, gaps and workspaces come on top",
         "operators are those of torch on a CPU, but for attention and dropout; a few of CUDA's may save more or less",
     ]
@@ -567,12 +568,6 @@ def _slower(way: Way, unswapped: Way) -> str:
 def _within_host(prediction: Prediction) -> str:
     budget = prediction.host_budget_bytes
     return "" if budget is None else f" within {format_size(budget)} of pinned host memory"
-
-
-def _budget_from(prediction: Prediction) -> str:
-    budget, spec = prediction.hbm_budget_bytes, prediction.spec
-    by_default = ", as a session's is by default" if budget == default_budget(spec) else ""
-    return f"{budget / spec.hbm_bytes:.0%} of {spec.name}'s {format_size(spec.hbm_bytes)}{by_default}"
 
 
 def _count(number: int) -> str:

@@ -27,18 +27,15 @@ from rich.table import Table
 from chameleon_mm.api.model_swap import bucket_bytes_within
 from chameleon_mm.api.session import SwapSession
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.state.hosted import MIN_BYTES
 from chameleon_mm.state.optimizer_swap import BUCKETS_AT_ONCE
-from chameleon_mm.tools.blocks import Checkpointing
 from chameleon_mm.tools.outputs import print_table
 from chameleon_mm.tools.prediction import StepNeeds, conclude, rooflines
 from chameleon_mm.tools.shape_operators import GpuOperators, NoArithmetic, gpu_autocast
 from chameleon_mm.tools.sharding import Shards, shardable, sharded
-from chameleon_mm.tools.step_on_shapes import RecordedStep, TrainingStep, default_dtype, record_step
-from chameleon_mm.tools.workload import Build
+from chameleon_mm.tools.step_on_shapes import RecordedStep, StepRequest, TrainingStep, default_dtype, record_step
 from chameleon_mm.units import allocated_size, format_size, format_us
 
 RUN_STEPS = 4
@@ -101,21 +98,11 @@ class SessionRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRequest:
-    build: Build
-    spec: GpuSpec
+class RunRequest(StepRequest):
     swapped: Swapped
     hbm_budget_bytes: int
     host_budget_bytes: int | None
     """Bytes of pinned memory; None: any."""
-    dtype: torch.dtype
-    optimizer: str
-    min_bytes: int
-    autocast: torch.dtype | None = None
-    compiled: float | None = None
-    """`activation_memory_budget` of torch under which each repeated block is compiled; None: all runs eagerly."""
-    checkpointed: Checkpointing | None = None
-    """Repeated blocks that run under torch's checkpointing; None: none does."""
     shards: Shards | None = None
     """Ranks that parameters, gradients and optimizer state are sharded over; None: one rank has all of them."""
     local_ranks: int = 1
@@ -136,15 +123,14 @@ def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = 
                     request.build(), request.optimizer, request.autocast, started=False, compiled=request.compiled
                 )
             with device.compute():
-                session = _session(request, device, step)
-                return _run(request, device, session, step, steps, counted=counted)
+                return _run(request, device, step, steps, counted=counted)
         except (InfeasibleBudget, HostMemoryExhausted, torch.OutOfMemoryError) as error:
             return SessionRun(swapped=request.swapped, hbm_budget_bytes=request.hbm_budget_bytes, refused=str(error))
 
 
-def _session(request: RunRequest, device: SimDevice, step: TrainingStep) -> SwapSession:
+def _run(request: RunRequest, device: SimDevice, step: TrainingStep, steps: int, *, counted: bool) -> SessionRun:
     swapped, host_bytes = request.swapped, request.host_budget_bytes
-    return SwapSession(
+    session = SwapSession(
         request.hbm_budget_bytes,
         ANY_HOST_BYTES if host_bytes is None else host_bytes,
         device,
@@ -155,10 +141,6 @@ def _session(request: RunRequest, device: SimDevice, step: TrainingStep) -> Swap
         parameters="swap" if swapped.parameters else "keep",
     )
 
-
-def _run(
-    request: RunRequest, device: SimDevice, session: SwapSession, step: TrainingStep, steps: int, *, counted: bool
-) -> SessionRun:
     def run_step() -> None:
         with session.step():
             loss = step.forward_backward()
@@ -291,17 +273,9 @@ class SessionPrediction(StepNeeds):
 def record(request: RunRequest, *, in_buckets: bool = False) -> RecordedStep:
     """Record one step of the request's model. `in_buckets`: a swapped optimizer steps in buckets that suit the budget."""
     buckets = in_buckets and request.swapped.optimizer
-    step = record_step(
-        request.build if request.shards is None else shardable(request.build, request.shards),
-        request.spec,
-        dtype=request.dtype,
-        optimizer=request.optimizer,
-        min_bytes=request.min_bytes,
-        autocast=request.autocast,
-        bucket_bytes=bucket_bytes_within(request.hbm_budget_bytes) if buckets else None,
-        compiled=request.compiled,
-        checkpointed=request.checkpointed,
-    )
+    if request.shards is not None:
+        request = replace(request, build=shardable(request.build, request.shards))
+    step = record_step(request, bucket_bytes=bucket_bytes_within(request.hbm_budget_bytes) if buckets else None)
     if request.local_ranks > 1:
         note = f"{request.local_ranks} ranks share the link and host memory: rates and pinned bytes here are one rank's"
         step = replace(step, notes=(*step.notes, note))

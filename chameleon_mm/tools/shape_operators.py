@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -233,7 +228,7 @@ class NoArithmetic(TorchDispatchMode):
                 fakes[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             return fakes[id(value)]
 
-        nbytes = sum(_nbytes(value) for value in flat if isinstance(value, Tensor))
+        nbytes = sum(value.nbytes for value in flat if isinstance(value, Tensor))
         with self._fake:
             fake_args, fake_kwargs = tree_map(faked, (args, kwargs))
             try:
@@ -248,7 +243,7 @@ class NoArithmetic(TorchDispatchMode):
         shared = {id(fake.untyped_storage()) for fake in fakes.values()}
         if any(one.device.type != "cpu" or id(one.untyped_storage()) in shared for one in made):
             return _RUNS  # a view, although its schema does not say so
-        if nbytes + sum(map(_nbytes, made)) <= COMPUTED_BYTES:
+        if nbytes + sum(one.nbytes for one in made) <= COMPUTED_BYTES:
             return _RUNS
         return _Outcome(tuple(_result(one, places) for one in results), nest)
 
@@ -276,8 +271,4 @@ def _made(result: Any, given: list[Any]) -> Any:
     if not isinstance(result, _New):
         return result
     t = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="cpu")
-    return t.zero_() if _nbytes(t) <= COMPUTED_BYTES else t
-
-
-def _nbytes(t: Tensor) -> int:
-    return t.numel() * t.element_size()
+    return t.zero_() if t.nbytes <= COMPUTED_BYTES else t

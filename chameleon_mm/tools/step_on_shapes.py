@@ -2,7 +2,7 @@
 
     with shapes_alone():
         model = Model().to(torch.bfloat16)      # takes no memory: tensors are their shapes and nothing else
-    step = record_step(build, spec, optimizer="adamw", dtype=torch.bfloat16, autocast=None, min_bytes=1 << 20)
+    step = record_step(StepRequest(build=build, spec=spec, optimizer="adamw", dtype=torch.bfloat16, min_bytes=1 << 20))
     step.trace                  as a recorder on that GPU would make it if the host were never late
 
 The step is one in the middle of training: the optimizer already has its state, gradients are made and freed.
@@ -29,7 +29,7 @@ from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.plan.trace import Int64s, Trace
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from chameleon_mm.record.step_log import PricedTimes
-from chameleon_mm.state.optimizer_swap import alone, buckets_of, raw_step
+from chameleon_mm.state.optimizer_swap import STATE_PER_PARAMETER, alone, buckets_of, raw_step
 from chameleon_mm.state.parameter_swap import charged_sizes, window_for
 from chameleon_mm.tools.blocks import Checkpointing, checkpoint_blocks, groups_of
 from chameleon_mm.tools.shape_operators import PLANNED_ON, GpuOperators, ValuesReadAsZero, gpu_autocast
@@ -45,9 +45,6 @@ OPTIMIZERS = {
     "sgd": "SGD with momentum, as it runs by default on CUDA",
     "none": "forward and backward alone",
 }
-
-_STATE_PER_PARAMETER = 2
-"""State tensors assumed for a parameter that has none yet, each of the parameter's size: Adam's two moments."""
 
 
 class _NoTensorMemo(FakeTensorConverter):
@@ -114,34 +111,38 @@ class RecordedStep:
         }
 
 
-def record_step(
-    build: Build,
-    spec: GpuSpec,
-    *,
-    dtype: torch.dtype,
-    optimizer: str,
-    min_bytes: int,
-    autocast: torch.dtype | None = None,
-    bucket_bytes: int | None = None,
-    compiled: float | None = None,
-    checkpointed: Checkpointing | None = None,
-) -> RecordedStep:
-    """Record one step of the workload of `build` under fake tensors: weights, batch and activations take no memory.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRequest:
+    """A step to run on shapes alone."""
 
-    dtype: torch's default while the model is built and run. optimizer: a key of `OPTIMIZERS`. min_bytes: smaller saved storages
-    never move. autocast: dtype of the autocast around forward; None: there is none, and the model's own still acts as CUDA's.
+    build: Build
+    spec: GpuSpec
+    dtype: torch.dtype
+    """Torch's default dtype while the model is built and run."""
+    optimizer: str
+    """Key of `OPTIMIZERS`."""
+    min_bytes: int
+    """Smaller saved storages never move."""
+    autocast: torch.dtype | None = None
+    """Dtype of the autocast around forward; None: there is none, and the model's own still acts as CUDA's."""
+    compiled: float | None = None
+    """`activation_memory_budget` of torch, 0 to 1, under which each repeated block is compiled; None: all runs eagerly."""
+    checkpointed: Checkpointing | None = None
+    """Repeated blocks that run under torch's checkpointing; None: none does."""
+
+
+def record_step(request: StepRequest, *, bucket_bytes: int | None = None) -> RecordedStep:
+    """Record one step under fake tensors: weights, batch and activations take no memory.
+
     bucket_bytes: state that the optimizer steps together, as in a session that swaps the state; None: all of it.
-    compiled: each repeated block is compiled with this `activation_memory_budget` of torch, 0 to 1; None: all runs eagerly.
-    checkpointed: repeated blocks that run under torch's checkpointing; None: none does.
     Takes tens of microseconds for each operator. Raises `ModelUnusable` if the model fails.
     """
-    device = SimDevice(spec)
-    with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast(), _uncompiled():
+    device, optimizer, autocast, min_bytes = SimDevice(request.spec), request.optimizer, request.autocast, request.min_bytes
+    with shapes_alone(), default_dtype(request.dtype), GpuOperators(), gpu_autocast(), _uncompiled():
         with ValuesReadAsZero() as values:
-            workload = build()
-        step = TrainingStep(
-            workload, optimizer, autocast, bucket_bytes=bucket_bytes, compiled=compiled, checkpointed=checkpointed
-        )
+            workload = request.build()
+        how: Any = {"compiled": request.compiled, "checkpointed": request.checkpointed}
+        step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes, **how)
         recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
         with recorder:
             with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
@@ -150,11 +151,14 @@ def record_step(
         numbers = [[recorder.number_of(p.untyped_storage()) for p in group] for group in groups_of(workload.model)]
         trace = recorder.finish()
         del loss  # a training loop, too, holds it until here
+    counts: Counter[str] = Counter()
+    for parameter in workload.model.parameters():
+        counts[_name(parameter.dtype)] += parameter.numel()
     return RecordedStep(
         about=workload.about,
         notes=(*workload.notes, *values.notes, *step.notes),
-        activation_memory_budget=compiled,
-        parameters_by_dtype=_by_dtype(workload.model),
+        activation_memory_budget=request.compiled,
+        parameters_by_dtype=dict(counts.most_common()),
         autocast=None if autocast is None else _name(autocast),
         optimizer=optimizer,
         min_bytes=min_bytes,
@@ -172,7 +176,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 class TrainingStep:
     """Step of a training loop. `started`: the optimizer already has its state, as from the second step on.
-    `bucket_bytes`, `compiled` and `checkpointed`: as in `record_step`."""
+    `bucket_bytes`: as in `record_step`; `compiled`, `checkpointed`: as in `StepRequest`."""
 
     def __init__(
         self,
@@ -237,9 +241,9 @@ class TrainingStep:
 
 
 def _state_bytes(optimizer: Optimizer, p: Tensor) -> int:
-    """Bytes of the state of `p`; if it has none yet, `_STATE_PER_PARAMETER` tensors are assumed."""
+    """Bytes of the state of `p`; if it has none yet, `STATE_PER_PARAMETER` tensors are assumed."""
     values = [value for value in optimizer.state[p].values() if isinstance(value, Tensor)] if p in optimizer.state else []
-    return sum(value.untyped_storage().nbytes() for value in values) or _STATE_PER_PARAMETER * p.numel() * p.element_size()
+    return sum(value.untyped_storage().nbytes() for value in values) or STATE_PER_PARAMETER * p.numel() * p.element_size()
 
 
 def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
@@ -270,13 +274,6 @@ class EightBitAdamW(Optimizer):
             p.add_(p.grad)
             for value in self.state[p].values():
                 value.add_(1)
-
-
-def _by_dtype(model: nn.Module) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for parameter in model.parameters():
-        counts[_name(parameter.dtype)] += parameter.numel()
-    return dict(counts.most_common())
 
 
 def _name(dtype: torch.dtype) -> str:

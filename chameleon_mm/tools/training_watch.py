@@ -129,7 +129,11 @@ class TrainingWatch:
         if trains and any(is_lazy(p) for p in module.parameters()):
             return
         if trains and self._may_begin() and self.stood_aside is None:
-            self._forward_begins(module)
+            if self._bounds is None:
+                self._enter(module, next(module.parameters(), None))
+            self._roots[id(module)] = weakref.ref(module)
+            if self._bounds is not None:
+                self._bounds.forward_begins()
         self._hide_hook_until_return(module)
 
     @uncompiled
@@ -155,13 +159,6 @@ class TrainingWatch:
         if self._bounds is None:
             self._enter(None, next((p for group in optimizer.param_groups for p in group["params"]), None))
         if self._bounds is not None and not self._bounds.in_step:
-            self._bounds.forward_begins()
-
-    def _forward_begins(self, module: nn.Module) -> None:
-        if self._bounds is None:
-            self._enter(module, next(module.parameters(), None))
-        self._roots[id(module)] = weakref.ref(module)
-        if self._bounds is not None:
             self._bounds.forward_begins()
 
     @contextmanager
@@ -197,9 +194,7 @@ class TrainingWatch:
         return [model for root in self._roots.values() if (model := root()) is not None]
 
     def _elsewhere(self) -> bool:
-        if self.in_forked_child:
-            return True
-        return self._thread is not None and self._thread is not threading.current_thread()
+        return self.in_forked_child or self._thread not in (None, threading.current_thread())
 
     def _may_begin(self) -> bool:
         """True if no hooks or modes but ours are on: the owner of others would pop ours in their place."""

@@ -126,7 +126,5 @@ class VideoDiT(nn.Module):
         return F.mse_loss(predicted.float(), (noise - latents).float())
 
 
-VIDEO_MODELS = {
-    "video-dit-2b": VideoShape(layers=28, width=1920, heads=24, sides=(60, 80)),
-}
+VIDEO_MODELS = {"video-dit-2b": VideoShape(layers=28, width=1920, heads=24, sides=(60, 80))}
 """About Open-Sora-Plan's (arXiv 2412.00131) at 65 frames of 480 x 640 pixels: its layers and width, rounded to two billion."""

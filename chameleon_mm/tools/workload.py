@@ -209,26 +209,18 @@ def _rotation(seq: int, head_width: int, like: Tensor, base: float = 10_000.0) -
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpt2Shape:
-    """Sizes of a GPT-2. Its positions are learned, so it cannot read a row longer than its context."""
+_gpt2 = partial(GPTConfig, vocabulary=50257, context=1024)
+"""Sizes of a GPT-2. Its positions are learned, so it cannot read a row longer than its context."""
 
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int = 50257
-    context: int = 1024
-
-
-BUILT_IN: dict[str, LlamaShape | Gpt2Shape | ImageShape | VideoShape] = {
+BUILT_IN: dict[str, LlamaShape | GPTConfig | ImageShape | VideoShape] = {
     "llama-7b": LlamaShape(layers=32, width=4096, heads=32, kv_heads=32, ffn=11008, vocabulary=32000, context=4096),
     "llama-13b": LlamaShape(layers=40, width=5120, heads=40, kv_heads=40, ffn=13824, vocabulary=32000, context=4096),
     "llama-70b": LlamaShape(layers=80, width=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=32000, context=4096),
     "llama-3-8b": LlamaShape(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, context=8192),
-    "gpt2": Gpt2Shape(layers=12, width=768, heads=12),
-    "gpt2-medium": Gpt2Shape(layers=24, width=1024, heads=16),
-    "gpt2-large": Gpt2Shape(layers=36, width=1280, heads=20),
-    "gpt2-xl": Gpt2Shape(layers=48, width=1600, heads=25),
+    "gpt2": _gpt2(layers=12, width=768, heads=12),
+    "gpt2-medium": _gpt2(layers=24, width=1024, heads=16),
+    "gpt2-large": _gpt2(layers=36, width=1280, heads=20),
+    "gpt2-xl": _gpt2(layers=48, width=1600, heads=25),
     **IMAGE_MODELS,
     **VIDEO_MODELS,
 }
@@ -239,16 +231,6 @@ _GPT2_SAVES = (
     "this gpt2 has the fused GELU, and its loss in the dtype of its logits; Hugging Face's, with GELU written out and the loss "
     "in float32, saves more"
 )
-
-
-class Gpt2(GPT):
-    """The demo's GPT with GPT-2's vocabulary."""
-
-    def __init__(self, shape: Gpt2Shape) -> None:
-        super().__init__(GPTConfig(layers=shape.layers, width=shape.width, heads=shape.heads, context=shape.context))
-        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
 
 
 def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = None) -> Build:
@@ -267,7 +249,7 @@ def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = Non
     if isinstance(shape, (ImageShape, VideoShape)):
         return partial(_images, shape, batch, of_layers + shape.about)
     tokens = shape.context if seq is None else seq
-    if isinstance(shape, Gpt2Shape) and tokens > shape.context:
+    if isinstance(shape, GPTConfig) and tokens > shape.context:
         raise ModelUnusable(f"--seq: expected {shape.context} tokens at most, all that {name} can read, got {tokens}")
 
     def build() -> Workload:
@@ -276,7 +258,7 @@ def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = Non
         if isinstance(shape, LlamaShape):
             llama = Llama(shape)
             return Workload(about=about, model=llama, loss=lambda: llama.loss(ids))
-        gpt = Gpt2(shape)
+        gpt = GPT(shape)
         return Workload(about=about, model=gpt, loss=lambda: gpt.loss(ids, ids), notes=(_GPT2_SAVES,))
 
     return build

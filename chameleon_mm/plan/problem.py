@@ -201,7 +201,8 @@ def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, l
     leads = [lead_us.get(problem.tensor[i], 0.0) for i in who] if isinstance(lead_us, Mapping) else lead_us
     due = clock[use] - leads
     theirs = [copy for copy in problem.program if copy.back_bytes]
-    at_us, their_us = np.array([(copy.at_us, cost.alone_us(copy.back_bytes, slower)) for copy in theirs]).reshape(-1, 2).T
+    at_us = np.array([copy.at_us for copy in theirs], np.float64)
+    their_us = cost.alone_us(np.array([copy.back_bytes for copy in theirs], np.int64), slower)
     between = np.searchsorted(clock[use], at_us)
     copy_us, due = np.insert(copy_us, between, their_us), np.insert(due, between, at_us + their_us)
     rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last

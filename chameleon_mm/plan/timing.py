@@ -145,7 +145,7 @@ def without_waits(trace: Trace, cost: LinkCost) -> Trace:
     """Return `trace` without the time that its program's own copies may have waited for ours as it was recorded."""
     us = trace.op_us
     for nbytes, rate in ((trace.op_out_bytes, cost.d2h_gbps), (trace.op_back_bytes, cost.h2d_gbps)):
-        least_us = np.maximum(cost.alone_us(nbytes, rate), us - cost.alone_us(_AHEAD_BYTES, rate))
+        least_us = np.maximum(cost.alone_us(nbytes, rate), us - cost.alone_us(np.array([_AHEAD_BYTES]), rate))
         us = np.where(nbytes > 0, np.minimum(us, least_us), us)
     return replace(trace, op_us=us)
 

@@ -249,15 +249,9 @@ class StepLog:
         given, written, inner = self._number(call, new_storages)
         # In a region: a name of no operator that may run again.
         name = f"compiled::{call.facts.name}" if in_compiled_region() else call.func.name()
-        writes = [traced.number for traced in written]
-        op = self._op(
-            name,
-            f"{_describe(call.args)}, {_describe(call.kwargs)}",
-            (*read, *given),
-            writes,
-            inner,
-            call.link_bytes(self._device.owns),
-        )
+        arguments = f"{_describe(call.args)}, {_describe(call.kwargs)}"
+        writes, crossed = [traced.number for traced in written], call.link_bytes(self._device.owns)
+        op = self._op(name, arguments, (*read, *given), writes, inner, crossed)
         self._wrote(op, written)
         self.times.ran(op, call)
 

@@ -151,8 +151,7 @@ def predicted_operators() -> list[str]:
         return Workload(about="gated", model=model, loss=lambda: model(x).sum())
 
     request = StepRequest(build=build, spec=SPECS["h200"], dtype=torch.float32, optimizer="none", min_bytes=0)
-    trace = record_step(request).trace
-    return [op.name for op in ops_of(trace)]
+    return [op.name for op in ops_of(record_step(request).trace)]
 
 
 def test_a_prediction_has_the_operators_that_a_gpu_runs() -> None:

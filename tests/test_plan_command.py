@@ -110,10 +110,10 @@ def llama() -> Workload:
     return Workload(about="a small llama", model=model, loss=lambda: model.loss(ids))
 
 
-def gpt2() -> Workload:
-    model = GPT(GPTConfig(layers=2, width=64, heads=4, context=1024, vocabulary=100))
-    ids = torch.zeros(2, 64, dtype=torch.int64)
-    return Workload(about="a small gpt2", model=model, loss=lambda: model.loss(ids, ids))
+def gpt2(layers: int = 2, width: int = 64, batch: int = 2, seq: int = 64) -> Workload:
+    model = GPT(GPTConfig(layers=layers, width=width, heads=4, context=1024, vocabulary=100))
+    ids = torch.zeros(batch, seq, dtype=torch.int64)
+    return Workload(about="a gpt2", model=model, loss=lambda: model.loss(ids, ids))
 
 
 def large_llama() -> Workload:
@@ -124,9 +124,7 @@ def large_llama() -> Workload:
 
 
 def large_gpt2() -> Workload:
-    model = GPT(GPTConfig(layers=4, width=256, heads=4, context=1024, vocabulary=100))
-    ids = torch.zeros(8, 1024, dtype=torch.int64)
-    return Workload(about="a large gpt2", model=model, loss=lambda: model.loss(ids, ids))
+    return gpt2(layers=4, width=256, batch=8, seq=1024)
 
 
 def recorded(build: Build, **more: Any) -> RecordedStep:

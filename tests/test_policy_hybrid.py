@@ -124,8 +124,7 @@ def traced(model: str, batch: int, seq: int, gpu: str) -> Trace:
         build, spec = built_in(model, batch=batch, seq=seq), spec_by_name(gpu)
         least = DefaultRule().min_bytes
         request = StepRequest(build=build, spec=spec, dtype=DTYPES["bfloat16"], optimizer="adamw-fused", min_bytes=least)
-        step = record_step(request)
-        _traces[key] = step.trace
+        _traces[key] = record_step(request).trace
     return _traces[key]
 
 

@@ -29,8 +29,7 @@ H100 = SPECS["h100"]
 @cache
 def llama() -> Trace:
     build = built_in("llama-7b", batch=2, seq=2048, layers=4)
-    request = StepRequest(build=build, spec=H100, dtype=torch.bfloat16, optimizer="adamw-fused", min_bytes=MIB)
-    return record_step(request).trace
+    return record_step(StepRequest(build=build, spec=H100, dtype=torch.bfloat16, optimizer="adamw-fused", min_bytes=MIB)).trace
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])

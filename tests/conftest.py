@@ -71,10 +71,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Set aside what was imported: a collection of garbage then takes a millisecond, not half a second, and most tests begin
-    with one."""
+    _collect_garbage()
+
+
+def _collect_garbage() -> None:
+    """Collect garbage, and set aside what is left where it is much, as after imports: collections then take milliseconds, not a
+    third of a second, and most tests begin with one. What a test makes is never set aside, as this is before it."""
     gc.collect()
-    gc.freeze()
+    if len(gc.get_objects()) > 30_000:
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -155,7 +160,7 @@ def quiet() -> Iterator[None]:
 def no_gc() -> Iterator[None]:
     """Disable garbage collection during the test: an object alive at its end is held by a reference."""
     was_enabled = gc.isenabled()
-    gc.collect()  # the litter of earlier tests is not this test's
+    _collect_garbage()  # the litter of earlier tests is not this test's
     gc.disable()
     try:
         yield

@@ -114,7 +114,7 @@ class Wanted(NamedTuple):
 _MODULE = (sys.executable, "-m")
 _BENCH = (*_MODULE, "chameleon_mm", "bench")
 _FEW_SAVES = ("--saves", "50", "--repeats", "1")
-_SMALL_LLAMA = ("--layers=2", "--width=64", "--heads=2", "--ffn=224", "--seq=128", "--batch=4", "--steps=1")
+_SMALL_LLAMA = ("--layers", "2", "--width", "64", "--heads", "2", "--ffn", "224", "--batch", "16", "--steps", "1")
 _TO_JSON = ("--device", "cuda", "--json", "{out}")
 _TESTS = (
     *_MODULE, "pytest", "-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors",

@@ -157,6 +157,13 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions search less for the fastest of the plans that fit, which takes a second for a small model's step: for tests of
+    bits, where each plan is as good."""
+    monkeypatch.setattr("chameleon_mm.follow.adaptation.DRAFTS", 30)
+
+
+@pytest.fixture
 def no_gc() -> Iterator[None]:
     """Disable garbage collection during the test: an object alive at its end is held by a reference."""
     was_enabled = gc.isenabled()

@@ -329,6 +329,7 @@ KINDS = [
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("begin", "programs"), [(0, 20), pytest.param(1, 300, marks=[pytest.mark.slow, pytest.mark.thorough])])
 def test_mixed_training_is_plain_pytorchs(begin: int, programs: int, kind: Kind) -> None:

@@ -75,8 +75,8 @@ def pytest_collection_finish() -> None:
 
 
 def _collect_garbage() -> None:
-    """Collect garbage, and set aside what stays if it is much, as after imports: later collections take milliseconds, not a third
-    of a second, and most tests begin with one. Nothing that a test makes is set aside: its set-up calls this first."""
+    """Collect garbage, and set aside what stays if it is much, as after imports: later collections take milliseconds, not a
+    third of a second, and most tests begin with one. Nothing that a test makes is set aside: its set-up calls this first."""
     gc.collect()
     if len(gc.get_objects()) > 30_000:
         gc.freeze()

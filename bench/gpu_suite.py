@@ -125,9 +125,9 @@ _TESTS = (
 
 PARTS = (
     Part(theme="copy", command=(*_BENCH, "copy", *_TO_JSON), cap_s=45, least_s=25),
-    Part(theme="tests", command=_TESTS, cap_s=120, least_s=50, rehearsal=("tests/test_cuda_device.py",), is_tests=True),
+    Part(theme="tests", command=_TESTS, cap_s=120, least_s=50, rehearsal=("-n0", "tests/test_cuda_device.py"), is_tests=True),
     Part(theme="pack", command=(*_BENCH, "pack", *_TO_JSON), cap_s=60, least_s=30, rehearsal=("--sizes", "16KiB")),
-    Part(theme="overlap", command=(*_BENCH, "overlap", *_TO_JSON), cap_s=60, least_s=35),
+    Part(theme="overlap", command=(*_BENCH, "overlap", *_TO_JSON), cap_s=60, least_s=35, rehearsal=("--repeats", "1")),
     Part(theme="reclaim", command=(*_MODULE, "chameleon_mm.bench._reclaim_gap", "--json", "{out}"), cap_s=30, least_s=15),
     Part(theme="hooks", command=(*_BENCH, "hooks", *_TO_JSON), cap_s=60, least_s=25, rehearsal=_FEW_SAVES),
     Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=240, least_s=160, rehearsal=_SMALL_LLAMA),

@@ -2,13 +2,12 @@
 
     python -m tests._failing_ranks FOLDER        # prints a JSON list: how the ranks ended, with a session and without
 
-A fork for each rank and case, as importing torch takes longer than all else. The parent has run no operator and has no thread.
+A fork for each rank and case, as importing torch takes longer than all else.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from tests._rank_programs import PATIENCE, ddp, fsdp_resharding
+from tests._run_scripts import ready_to_fork
 from tests.observed import observe_all
 
 STEPS, FATAL_STEP = 6, 3
@@ -122,7 +122,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def main(folder: Path) -> None:
-    importlib.import_module("torch._dynamo")  # as sessions do, and once for all
+    ready_to_fork()
     outcomes = []
     cases = [
         Case(engine.__name__, way.__name__, place, with_session)

@@ -1,21 +1,28 @@
 """Step under a plan, carried out one action after the other, without arrays: the reference for the planner's arithmetic.
 
-carried_out(trace, plan)                    device memory at every tick and pinned memory at most, one block at a time
 timed_one_by_one(trace, plan, cost)         when compute reaches every tick, waits, and both copy engines
+most_on_host(trace, plan)                   pinned memory at most, one block at a time
+assert_as_carried_out(trace, plan, cost)    what is simulated is these, and device memory that of `_hybrid_traces`
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.plan.planner import generate_plan
+from chameleon_mm.plan.simulate import Timeline, simulate
 from chameleon_mm.plan.swap_plan import Action, SwapPlan
 from chameleon_mm.plan.timing import CopyEngine, LinkCost
 from chameleon_mm.plan.trace import Trace
+from chameleon_mm.plan.unswapped_memory import smallest_budget
 from chameleon_mm.units import round_up
-from tests._trace_records import hooks_of, ops_of, tensors_of
+from tests._hybrid_traces import carried_out_recomputing
+from tests._trace_records import hooks_of
 
 
 class Timed(NamedTuple):
@@ -96,49 +103,41 @@ def _by_hook(plan: SwapPlan, name: str) -> dict[int, list[Action]]:
     return actions
 
 
-def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
-    """Maximum bytes allocated during each tick, and on the host: with one entry for every block, taken and given back."""
-    blocks: dict[tuple[str, int], int] = {}
-    untouched = trace.start_bytes - sum(round_up(t.nbytes, 512) for t in tensors_of(trace) if t.born < 0)
+def most_on_host(trace: Trace, plan: SwapPlan) -> int:
+    """Maximum bytes on the host, with one entry for every block, taken and given back after the last use."""
     last_use = {hook.tensor: k for k, hook in enumerate(hooks_of(trace)) if hook.use}
-    hook_of = {hook.tick: k for k, hook in enumerate(hooks_of(trace))}
-    inside = {op.tick: op.inner_bytes for op in ops_of(trace)}
     host: dict[int, int] = {}
-    most, most_on_host = [], 0
+    most = 0
+    for k in range(len(hooks_of(trace))):
+        host.update((a.tensor, round_up(a.nbytes, 4096)) for a in plan.actions if a.out_at == k)
+        most = max(most, sum(host.values()))
+        host = {tensor: nbytes for tensor, nbytes in host.items() if last_use[tensor] > k}
+    return most
 
-    def there() -> int:
-        return untouched + sum(blocks.values())
 
-    for tick in range(trace.num_ticks):
-        for number, tensor in enumerate(tensors_of(trace)):
-            if tensor.dies < tick:
-                blocks.pop(("storage", number), None)
-            elif max(tensor.born, 0) == tick:
-                blocks["storage", number] = round_up(tensor.nbytes, 512)
-        moments = []
-        if tick in hook_of:
-            k = hook_of[tick]
-            sizes = {a.tensor: tensors_of(trace)[a.tensor].nbytes for a in plan.actions}
-            reclaims = [a for a in plan.actions if a.reclaim_at == k]
-            for action in reclaims:
-                if action.nbytes == sizes[action.tensor]:
-                    del blocks["storage", action.tensor]
-            for action in reclaims:
-                if action.nbytes < sizes[action.tensor]:
-                    blocks["head", action.tensor] = round_up(sizes[action.tensor] - action.nbytes, 512)
-                    moments.append(there())
-                    del blocks["storage", action.tensor]
-            moments.append(there())
-            backs = [a for a in plan.actions if a.in_at == k]
-            for action in [a for a in backs if a.use_at == k] + [a for a in backs if a.use_at != k]:
-                blocks["storage", action.tensor] = round_up(sizes[action.tensor], 512)
-                moments.append(there())
-                blocks.pop(("head", action.tensor), None)
-            host.update((a.tensor, round_up(a.nbytes, 4096)) for a in plan.actions if a.out_at == k)
-            most_on_host = max(most_on_host, sum(host.values()))
-            host = {tensor: nbytes for tensor, nbytes in host.items() if last_use[tensor] > k}
-        most.append(max(moments, default=there() + inside.get(tick, 0)))
-    return most, most_on_host
+def assert_as_carried_out(trace: Trace, plan: SwapPlan, cost: LinkCost) -> Timeline:
+    """Simulate `plan`: memory and time are those of a step carried out one action after the other. Return the timeline."""
+    timeline, timed = simulate(trace, plan, cost), timed_one_by_one(trace, plan, cost)
+    allocated = carried_out_recomputing(trace, plan)
+    assert timeline.allocated_bytes.tolist() == allocated
+    assert timeline.peak_bytes == max(allocated, default=trace.start_bytes)
+    assert timeline.host_bytes == most_on_host(trace, plan)
+    assert timeline.peak_bytes >= smallest_budget(trace)
+    assert timeline.step_us == near(timed.step_us)
+    assert timeline.tick_us.tolist() == near(timed.tick_us)
+    assert timeline.head_copy_us == near(timed.head_copy_us)
+    for stalls, expected in ((timeline.out_stalls_us, timed.out_stalls_us), (timeline.in_stalls_us, timed.in_stalls_us)):
+        assert [stalls.get(tensor, 0.0) for tensor in expected] == near(list(expected.values()))
+        assert set(stalls) <= set(expected)
+    for spans, engine in ((timeline.out_spans, timed.out), (timeline.in_spans, timed.back)):
+        assert [(span.tensor, span.nbytes) for span in spans] == [(span.tensor, span.nbytes) for span in engine.spans]
+        ends = [[(span.start_us, span.end_us) for span in of] for of in (spans, engine.spans)]
+        assert np.array(ends[0]) == near(np.array(ends[1]))
+    return timeline
+
+
+def near(expected: Any) -> Any:
+    return pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 def plan_within_host(trace: Trace, budget: int, of_host: float, cost: LinkCost) -> SwapPlan | None:

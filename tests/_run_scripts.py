@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,6 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.swap.calibration import replayable_on
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,9 +81,19 @@ def forks(begin: str, codes: Mapping[str, str], folder: Path, notes: Path) -> di
     return ended
 
 
-def runs(cases: Mapping[str, Sequence[str]], folder: Path, notes: Path) -> dict[str, Ended]:
-    """Run `chameleon-mm run arguments` for each of `cases` in `folder`, each in a process of its own."""
+def ready_to_fork() -> None:
+    """Do what the first session of a process does and what all forks share: import dynamo, and find out in two seconds which
+    products give the same bits each time. One thread runs those, and none is left: a fork may use any."""
+    importlib.import_module("torch._dynamo")
+    torch.set_num_threads(1)
+    replayable_on(SimDevice())
+
+
+def runs(cases: Mapping[str, Sequence[str]], folder: Path, notes: Path, *, train: bool = True) -> dict[str, Ended]:
+    """Run `chameleon-mm run arguments` for each of `cases`, which may `train`, in `folder`, each in a process of its own."""
     begin = "import sys, chameleon_mm.tools.cli, chameleon_mm.tools.run_command, tests.observed; tests.observed.observe_all()"
+    if train:
+        begin += "; from tests import _run_scripts; _run_scripts.ready_to_fork()"
     codes = {name: f"sys.exit(chameleon_mm.tools.cli.main({['run', *arguments]!r}))" for name, arguments in cases.items()}
     return forks(begin, codes, folder, notes)
 

@@ -71,10 +71,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Set aside what was imported: a collection of garbage then takes a millisecond, not half a second, and most tests begin
-    with one."""
+    _collect_garbage()
+
+
+def _collect_garbage() -> None:
+    """Collect garbage, and set aside what stays if it is much, as after imports: later collections take milliseconds, not a
+    third of a second, and most tests begin with one. Nothing that a test makes is set aside: its set-up calls this first."""
     gc.collect()
-    gc.freeze()
+    if len(gc.get_objects()) > 30_000:
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -152,10 +157,17 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions search less for the fastest of the plans that fit, which takes a second for a small model's step: for tests of
+    bits, where each plan is as good."""
+    monkeypatch.setattr("chameleon_mm.follow.adaptation.DRAFTS", 30)
+
+
+@pytest.fixture
 def no_gc() -> Iterator[None]:
     """Disable garbage collection during the test: an object alive at its end is held by a reference."""
     was_enabled = gc.isenabled()
-    gc.collect()  # the litter of earlier tests is not this test's
+    _collect_garbage()  # the litter of earlier tests is not this test's
     gc.disable()
     try:
         yield

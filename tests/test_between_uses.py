@@ -33,7 +33,8 @@ from chameleon_mm.plan.trace import NEVER, StepPhase, TensorKind, Trace, TraceBu
 from chameleon_mm.plan.unswapped_memory import Candidates, peak_memory, smallest_budget
 from chameleon_mm.record.recorder import Recorder
 from chameleon_mm.report.step_picture import STALL, PlannedStepData, picture_of
-from tests._oracles import carried_out, plan_within_host, timed_one_by_one
+from tests._hybrid_traces import carried_out_recomputing
+from tests._oracles import assert_as_carried_out, plan_within_host
 from tests._random_models import SLOW_GPU, far_ahead, link_of, planning, seeds, train
 from tests._trace_records import hooks_of
 from tests._traces import H200_LINK, away_before_first_uses_alone, between, plan_of
@@ -114,15 +115,7 @@ def test_memory_and_time_are_those_of_a_step_carried_out_one_by_one_and_nothing_
 ) -> None:
     trace = used_again(random)
     plan = random_actions(random, trace)
-    timeline, timed = simulate(trace, plan, SLOW_LINK), timed_one_by_one(trace, plan, SLOW_LINK)
-    allocated, host = carried_out(trace, plan)
-    assert timeline.allocated_bytes.tolist() == allocated
-    assert timeline.host_bytes == host
-    assert timeline.peak_bytes >= smallest_budget(trace)
-    assert timeline.step_us == pytest.approx(timed.step_us)
-    assert timeline.tick_us.tolist() == pytest.approx(timed.tick_us)
-    for stalls, expected in ((timeline.out_stalls_us, timed.out_stalls_us), (timeline.in_stalls_us, timed.in_stalls_us)):
-        assert [stalls.get(tensor, 0.0) for tensor in expected] == pytest.approx(list(expected.values()))
+    timeline = assert_as_carried_out(trace, plan, SLOW_LINK)
     out = [span.tensor for span in timeline.out_spans]
     assert sorted(out) == sorted({action.tensor for action in plan.actions})
     assert len(timeline.in_spans) == len(plan.actions)
@@ -193,7 +186,7 @@ def test_a_plan_keeps_its_budget_exactly_as_simulated(seed: int, share: float, s
     budget = between(trace, share)
     plan = generate_plan(trace, budget, None, cost, drafts=60)
     held_to(trace, plan, cost)
-    assert max(carried_out(trace, plan)[0]) == plan.peak_bytes
+    assert max(carried_out_recomputing(trace, plan)) == plan.peak_bytes
     assert ideal(trace, budget, cost).step_us <= plan.step_us * (1 + 1e-9)
 
 

@@ -23,7 +23,7 @@ from chameleon_mm.units import KIB
 from tests._fakes import Faults
 from tests._programs import deep
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
 
 BASELINE_BYTES = 2 * 4608
 """The input and the expected gradient, 32 * 33 * 4 bytes each, rounded up to 512."""

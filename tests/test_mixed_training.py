@@ -331,6 +331,7 @@ KINDS = [
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("begin", "programs"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +17,9 @@ from chameleon_mm.plan.simulate import Simulator, simulate
 from chameleon_mm.plan.swap_plan import Action, ActionColumns, PlannedMemory, SwapPlan
 from chameleon_mm.plan.timing import CopyEngine, EngineSpan, LinkCost
 from chameleon_mm.plan.trace import StepPhase, TensorKind, Trace, TraceBuilder
-from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, peak_memory, smallest_budget
+from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve, peak_memory
 from chameleon_mm.units import round_up
-from tests._oracles import carried_out, timed_one_by_one
+from tests._oracles import assert_as_carried_out
 from tests._trace_records import hooks_of, tensors_of
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
 
@@ -206,37 +205,10 @@ def test_the_empty_plan_is_the_step_as_it_was(random: Random) -> None:
     assert timeline.out_spans == timeline.in_spans == ()
 
 
-@given(st.randoms(use_true_random=False))
-def test_memory_is_that_of_a_step_carried_out_one_by_one(random: Random) -> None:
-    trace = random_step(random)
-    plan = random_plan(random, trace)
-    timeline = simulate(trace, plan, H200_LINK)
-    allocated, host = carried_out(trace, plan)
-    assert timeline.allocated_bytes.tolist() == allocated
-    assert timeline.peak_bytes == max(allocated, default=trace.start_bytes)
-    assert timeline.host_bytes == host
-    assert timeline.peak_bytes >= smallest_budget(trace)
-
-
 @given(st.randoms(use_true_random=False), st.sampled_from([H200_LINK, LINK]))
-def test_time_is_that_of_a_step_carried_out_one_by_one(random: Random, link: LinkCost) -> None:
+def test_memory_and_time_are_those_of_a_step_carried_out_one_by_one(random: Random, link: LinkCost) -> None:
     trace = random_step(random)
-    plan = random_plan(random, trace)
-    timeline, timed = simulate(trace, plan, link), timed_one_by_one(trace, plan, link)
-    assert timeline.step_us == near(timed.step_us)
-    assert timeline.tick_us.tolist() == near(timed.tick_us)
-    assert timeline.head_copy_us == near(timed.head_copy_us)
-    for stalls, expected in ((timeline.out_stalls_us, timed.out_stalls_us), (timeline.in_stalls_us, timed.in_stalls_us)):
-        assert [stalls.get(tensor, 0.0) for tensor in expected] == near(list(expected.values()))
-        assert set(stalls) <= set(expected)
-    for spans, engine in ((timeline.out_spans, timed.out), (timeline.in_spans, timed.back)):
-        assert [(span.tensor, span.nbytes) for span in spans] == [(span.tensor, span.nbytes) for span in engine.spans]
-        ends = [[(span.start_us, span.end_us) for span in of] for of in (spans, engine.spans)]
-        assert np.array(ends[0]) == near(np.array(ends[1]))
-
-
-def near(expected: Any) -> Any:
-    return pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert_as_carried_out(trace, random_plan(random, trace), link)
 
 
 @given(st.randoms(use_true_random=False))

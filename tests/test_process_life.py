@@ -34,7 +34,7 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim.machine import SimEvent, SimStream
 from chameleon_mm.units import MIB
 from tests._programs import deep
-from tests._run_scripts import ROOT, python
+from tests._run_scripts import ROOT, python, ready_to_fork
 from tests.observed import observe_all
 
 CHILD_SECONDS = 60
@@ -426,8 +426,7 @@ def end(child: int) -> int:
 
 
 def main(folder: Path) -> None:
-    import torch._dynamo  # noqa: F401 - making a session does; here once for all of them
-
+    ready_to_fork()
     became = {}
     names = list(CASES)
     for pair in zip(names[::2], [*names[1::2], None], strict=False):  # two at once: most of a case is torch's own end

@@ -29,7 +29,7 @@ from tests._relied_on import (
 )
 from tests._relied_on_programs import PROGRAMS, ActorCritic, Book, Program, UpdatedInBackward, When
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "short_search")
 
 MIXED_STEPS = 5
 """Enough for a write in the fourth step and a step after it."""

@@ -61,7 +61,7 @@ def test_each_ending_is_pythons(tmp_path: Path) -> None:
     (package / "__main__.py").write_text(f"import sys\nfrom . import part\nprint({shown})\n1 / 0", encoding="utf-8")
     (package / "part.py").write_text("import sys\nprint(sys.argv[0])", encoding="utf-8")
     cases |= {"package": ["-m", "package", "-m", "x"], "module": ["-m", "package.part"], "no module": ["-m", "package.sing"]}
-    ended = runs(cases, tmp_path, tmp_path / "notes")
+    ended = runs(cases, tmp_path, tmp_path / "notes", train=False)
     for name, arguments in cases.items():
         alone, ours = python(arguments, tmp_path), ended[name]
         assert (ours.code, ours.out) == (alone.code, alone.out), (name, ours.err)

@@ -331,7 +331,6 @@ KINDS = [
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("begin", "programs"),

@@ -199,7 +199,6 @@ BEGINS = [0, *(pytest.param(begin, marks=[pytest.mark.slow, pytest.mark.thorough
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("begin", BEGINS)
 def test_random_programs_give_what_plain_pytorch_gives(begin: int, kind: str) -> None:

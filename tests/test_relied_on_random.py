@@ -165,7 +165,7 @@ def problem(seed: int) -> str | None:
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("quiet", "short_search", "each_watch")
+@pytest.mark.usefixtures("quiet", "each_watch")
 @pytest.mark.parametrize("seed", range(QUICK))
 def test_a_random_program_is_right_or_named(seed: int) -> None:
     assert problem(seed) is None
@@ -173,7 +173,7 @@ def test_a_random_program_is_right_or_named(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.usefixtures("quiet", "short_search", "each_watch")
+@pytest.mark.usefixtures("quiet", "each_watch")
 @pytest.mark.parametrize("first", range(QUICK, PROGRAMS, PER_CHUNK))
 def test_more_random_programs_are_right_or_named(first: int) -> None:
     broken = [found for seed in range(first, min(first + PER_CHUNK, PROGRAMS)) if (found := problem(seed)) is not None]

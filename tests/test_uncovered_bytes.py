@@ -34,7 +34,7 @@ from tests.cuda_stand_in import control
 from tests.observed import SimRaceError
 from tests.test_shared_storages import FillsItsSlice
 
-pytestmark = pytest.mark.usefixtures("no_gc", "short_search")
+pytestmark = pytest.mark.usefixtures("no_gc")
 
 ROWS, WIDTH, LAYERS = 576, 256, 6
 

@@ -350,9 +350,9 @@ class Metrics:
         return all(entry[-1] is not sums for entry in waiting)
 
     def time_of(self, sums: StepSums) -> StepTime | None:
-        """Return the times of a step, or None while some of them are unknown. Never waits."""
+        """Return the times of a step, or None while the device has not finished it. Its copies may still run. Never waits."""
         self.resolve()
-        if not self.is_complete(sums):
+        if not sums.is_over or any(entry[-1] is sums for entry in list(self._waits)):
             return None
         in_us, out_us = _beyond_gaps(sums.stalls_us["in"]), _beyond_gaps(sums.stalls_us["out"])
         return StepTime(sums.step_us, in_us, out_us, sums.step_us - sums.stall_us)

@@ -6,7 +6,6 @@ only(["reclaim"], monkeypatch)                # whatever else is built is not fo
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
@@ -55,14 +54,14 @@ def unnoted() -> torch._C._ExcludeDispatchKeyGuard:
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
 
 
-def mutated(name: str, file: str, text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the helper `name` alone, compiled in `folder` from sources whose only `text` in `file` becomes `instead`."""
-    source = Path(native.__file__).parent
-    for path in (*source.glob("*.h"), *source.glob("*.cpp")):
-        shutil.copy(path, folder)
-    before = (folder / file).read_text()
-    assert before.count(text) == 1
-    (folder / file).write_text(before.replace(text, instead))
+def mutated(name: str, text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the helper `name` alone, compiled in `folder` from sources whose only `text` becomes `instead`."""
+    found = 0
+    for path in native.source_of(name).parent.glob("*.[hc]*"):
+        before = path.read_text()
+        (folder / path.name).write_text(before.replace(text, instead))
+        found += before.count(text)
+    assert found == 1
     monkeypatch.setattr(native, "source_of", lambda name: folder / f"{name}.cpp")
     module = helper(name, monkeypatch)
     only([name], monkeypatch)

@@ -520,7 +520,7 @@ MUTANTS: list[tuple[Program, int, str, str]] = [
     (plain, 12, "must(cudaStreamWaitEvent(back, ready, 0));      // Note [Swap-in]", "//"),
     (plain, 12, "must(cudaStreamWaitEvent(compute, events[slot->number], 0));  // Note [Swap-in]", "//"),
     (held_by_the_model, 26, "bool is_alone() const { return", "bool is_alone() const { return true ||"),
-    (written, 12, " || !save.is_as_saved()", ""),
+    (written, 12, " || !save->is_as_saved()", ""),
     (dropped_in_between, 12, "if (cudaStreamWaitEvent(compute, events[n], 0) != 0) wait_for_all();", ""),
 ]
 
@@ -533,7 +533,7 @@ def test_without_a_rule_it_goes_red(
     program: Program, room: int, text: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _keep_first_plan(monkeypatch)
-    mutated("loop", "loop.cpp", text, instead, tmp_path, monkeypatch)
+    mutated("loop", text, instead, tmp_path, monkeypatch)
     expected, session = plainly(program), Session(program, room)
     try:
         found = session.run()

@@ -8,7 +8,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "allocator_memory.h"
+#include "device_memory.h"
 
 namespace py = pybind11;
 

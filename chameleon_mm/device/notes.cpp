@@ -9,6 +9,8 @@
 // Storages and tensors are held weakly, so no address recurs within a step. Counters are held: a write shows in its counter though its
 // tensor is gone. Python is never called with the lock, since Python code may run operators.
 
+#include "device_memory.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
@@ -23,8 +25,6 @@
 #include <pthread.h>
 #include <mutex>
 #include <unordered_map>
-
-extern "C" __attribute__((weak)) int cudaStreamIsCapturing(void* stream, int* status);  // there with torch's CUDA build
 
 namespace {
 
@@ -103,8 +103,7 @@ uint64_t product_settings() {  // those of record/calls.py, three bits each: a c
 
 bool is_capturing() {
   const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
-  int status = 0;
-  return cudaStreamIsCapturing != nullptr && cudaStreamIsCapturing(cuda.getStream(cuda.getDevice()).native_handle(), &status) == 0 && status != 0;
+  return ::is_capturing(cuda.getStream(cuda.getDevice()).native_handle());
 }
 
 class Notes {

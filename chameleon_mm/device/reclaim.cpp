@@ -14,9 +14,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include "device_memory.h"
+
 #include <c10/core/Allocator.h>
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Storage.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Registry.h>
@@ -92,14 +92,8 @@ struct Entry {
   size_t nbytes = storage.nbytes();
   std::atomic<bool> reclaimed{false};
 
-  // Whether nobody but the lender refers to the storage. Its Python object is itself a holder, and is held by all other holders
-  // together. Whoever is to become a new one has to be one already, or to withdraw this entry.
-  bool is_sole_holder() const {
-    const PyObject* object = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
-    const auto uses = tensors + 2;
-    return object != nullptr && storage.use_count() == uses && __atomic_load_n(&object->ob_refcnt, __ATOMIC_ACQUIRE) <= references &&
-        storage.use_count() == uses;
-  }
+  // Whether nobody but the lender refers to the storage. Whoever is to become a holder has to be one already, or to withdraw this.
+  bool is_sole_holder() const { return is_held_by(storage, tensors + 1, references); }
 };
 
 std::atomic<size_t> num_held{0};  // on all devices
@@ -139,16 +133,6 @@ size_t missing_bytes(const Session& session, const Request& request) {
   return growth - std::min(growth, room);
 }
 
-// Takes the memory out of the storage, which nobody but the lender refers to.
-c10::DataPtr take_memory(Entry& entry) {
-  c10::StorageImpl* impl = entry.storage.unsafeGetStorageImpl();
-  c10::DataPtr memory = impl->set_data_ptr(c10::DataPtr(nullptr, impl->device()));
-  impl->set_nbytes(0);
-  entry.reclaimed = true;
-  entry.session->reclaimed++;
-  return memory;
-}
-
 // Reclaims what is copied, and of the rest what is missing. Returns the bytes reclaimed. Memory of another stream's would not be found.
 template <typename Ask>
 size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
@@ -183,7 +167,9 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
     }
     bytes += entry.nbytes;
     entry.session->waits += !copies_are_complete;
-    freed.push_back(take_memory(entry));
+    freed.push_back(take_memory(entry.storage));
+    entry.reclaimed = true;
+    entry.session->reclaimed++;
     at = queue.entries.erase(at);
     num_held--;
   }

@@ -663,7 +663,7 @@ class Adaptation:
         """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""
         while self._measuring:
             planned, trial, sums = self._measuring[0]
-            time = sums.time()
+            time = self._metrics.time_of(sums)
             if time is None:
                 return
             self._measuring.popleft()

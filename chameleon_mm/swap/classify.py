@@ -53,49 +53,41 @@ class ProtectedStorages:
         return ref is not None and ref() is storage
 
 
-def reason_to_stay(t: Tensor, protected: ProtectedStorages, min_bytes: int) -> str | None:
-    """Return why `t` stays on the device, or None if `facts_of` must decide. The reasons are those of `facts_of` and the
-    default rule, with one exception: a small tensor is "small" on any device and in any layout."""
-    kind, base = type(t), t._base
-    if kind is Parameter:
-        return "parameter"
-    if kind is not Tensor:
-        return None
-    if base is not None and type(base) is not Tensor:
-        return "parameter" if isinstance(base, Parameter) else None
-    if t.requires_grad and t.is_leaf:
-        return "leaf"
-    try:
-        storage = t.untyped_storage()
-    except RuntimeError:  # a sparse tensor, or one of a functorch transform: it has no storage
-        return None
-    nbytes = storage.nbytes()
-    if id(storage) in protected.refs and storage in protected:
-        return "persistent"
-    if nbytes >= min_bytes:
-        return None
-    return "small" if nbytes else "empty"
-
-
 def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
     """Facts about `t` for the default rule. A tensor that cannot be rebuilt exactly gets a kind that the rule never moves."""
-    if reason := reason_not_to_move(t, device, protected):
+    if reason := reason_to_stay(t, device, protected):
         return SaveFacts(nbytes=0, kind=reason)
     nbytes = t.untyped_storage().nbytes()
     covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
     return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
 
 
-def reason_not_to_move(t: Tensor, device: Device, protected: ProtectedStorages) -> str:
-    """Return why `t` must not move, whatever its size; "" for a plain activation."""
+def reason_to_stay(t: Tensor, device: Device, protected: ProtectedStorages, min_bytes: int = 0) -> str:
+    """Return why `t` must not move; "" for a plain activation. A tensor whose storage has less than `min_bytes` is "small" on
+    any device and in any layout. Parts of a "subclass" may move."""
     kind, base = type(t), t._base
     # The class is tested first: `isinstance(t, Parameter)` runs a check that is written in Python.
-    if (kind is not Tensor and isinstance(t, Parameter)) or (
+    if (kind is Parameter or (kind is not Tensor and isinstance(t, Parameter))) or (
         base is not None and type(base) is not Tensor and isinstance(base, Parameter)
     ):
         return "parameter"
     if kind is not Tensor:
         return "leaf" if t.is_leaf and t.requires_grad else "subclass"
+    # A view is classified by its base. A view of a leaf frees nothing, and FSDP2 may free it: a parameter's local part. A view
+    # of an activation may itself be a leaf if a custom function's forward made it: the local part of a `DTensor`.
+    holder = t if base is None else base
+    if holder.requires_grad and holder.is_leaf:
+        return "leaf"
+    try:
+        storage = t.untyped_storage()
+        nbytes = storage.nbytes()
+    except RuntimeError:  # a sparse tensor, or one of a functorch transform: it has no storage
+        nbytes = 0
+    else:
+        if id(storage) in protected.refs and storage in protected:
+            return "persistent"
+        if nbytes < min_bytes:
+            return "small" if nbytes else "empty"
     if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
         return "layout"
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -106,18 +98,10 @@ def reason_not_to_move(t: Tensor, device: Device, protected: ProtectedStorages) 
         return "no_storage"
     if not device.owns(t):
         return "other_device"
-    # A view is classified by its base. A view of a leaf frees nothing, and FSDP2 may free it: a parameter's local part. A view
-    # of an activation may itself be a leaf if a custom function's forward made it: the local part of a `DTensor`.
-    holder = t if base is None else base
-    if holder.requires_grad and holder.is_leaf:
-        return "leaf"
     if t.requires_grad and not holder.requires_grad and is_part_of_parameter(t):
         return "parameter"
-    storage = t.untyped_storage()
-    if id(storage) in protected.refs and storage in protected:
-        return "persistent"
     # Memory that torch did not allocate for it cannot be freed alone.
-    return "borrowed" if not storage.resizable() and storage.nbytes() else ""
+    return "borrowed" if nbytes and not storage.resizable() else ""
 
 
 def is_part_of_parameter(t: Tensor) -> bool:

@@ -544,9 +544,8 @@ class Executor:
 # --- Autograd's two hooks: the loop runs them, or a short path for tensors that stay, or else the executor
 #
 # The short path is for a session without plans, such as `save_on_cpu`: most saved tensors of most models stay on the device,
-# and nothing is noted about them. The reasons are those of `facts_of`, except that a small tensor is "small" on any device and
-# in any layout. The executor handles all other cases: a recorded or watched step, a tracer, a forked child, and a finished
-# operator, a queued copy or an ended claim with work due.
+# and nothing is noted about them. The executor handles all other cases: a recorded or watched step, a tracer, a forked child,
+# and a finished operator, a queued copy or an ended claim with work due.
 
 _Save = Callable[[Tensor], Handle]
 _Use = Callable[[Handle], Tensor]
@@ -565,7 +564,7 @@ def _save_hook(executor: Executor) -> _Save:
     pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.rule.min_bytes
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
     held, queued_out, queued_in = parts.context.held, parts.context.out_queue.queued, parts.context.back_queue.queued
-    run, capturing = hook_lock.run, executor.device.capturing
+    run, device, capturing = hook_lock.run, executor.device, executor.device.capturing
 
     def save(t: Tensor) -> Handle:
         counts.saves += 1
@@ -574,8 +573,8 @@ def _save_hook(executor: Executor) -> _Save:
         if plans:
             handle = run(loop.save, t) if loop.follows and not (ended and capturing()) else None
             return executor_save(t) if handle is None else handle
-        reason = reason_to_stay(t, protected, min_bytes)
-        if reason is None:
+        reason = reason_to_stay(t, device, protected, min_bytes)
+        if not reason or reason == "subclass":
             return executor_save(t)
         with lock:
             if not (outs.fresh or leaving or held or outs.waiting_bytes or queued_out or queued_in or ended or errors):

@@ -4,7 +4,7 @@
     metrics.moved(move, "out", nbytes)      # a copy's own time, piece by piece
     metrics.totals                          # bytes, reasons, fallbacks; hidden share = 1 - stall / copy time
 
-A timed event costs ten times an untimed one on a GPU, so a step is timed as a whole or not at all. `StepSums.time` returns
+A timed event costs ten times an untimed one on a GPU, so a step is timed as a whole or not at all. `Metrics.time_of` returns
 a step's times once its last event is complete.
 """
 
@@ -14,7 +14,7 @@ import enum
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -54,18 +54,15 @@ def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
 class StepSums:
     """Times of one timed step that are known so far, in microseconds of the device's clock."""
 
-    __slots__ = ("_waits", "begin", "copy_us", "end", "recompute_us", "stall_us")
+    __slots__ = ("begin", "copy_us", "end", "recompute_us", "stall_us", "stalls_us")
 
     def __init__(self, begin: Event) -> None:
         self.begin = begin
         self.end: Event | None = None
         """Event at the step's end; None until `Metrics.end_step` records it."""
         self.stall_us = self.copy_us = self.recompute_us = 0.0
-        self._waits: list[tuple[Event, Event, Direction, int | None]] = []
-
-    def waited(self, before: Event, after: Event, direction: Direction, tensor: int | None) -> None:
-        """Note two events between which compute only waited for a copy. `tensor`: number in the plan; None: it has none."""
-        self._waits.append((before, after, direction, tensor))
+        self.stalls_us: dict[Direction, dict[int, float]] = {"in": defaultdict(float), "out": defaultdict(float)}
+        """Parts of `stall_us`, by direction, of storages that the plan knows, by their numbers in it."""
 
     @property
     def is_over(self) -> bool:
@@ -77,20 +74,6 @@ class StepSums:
         """Time from the step's begin to its end; valid once `is_over`."""
         assert self.end is not None
         return self.end.elapsed_us(self.begin)
-
-    def time(self) -> StepTime | None:
-        """Return the times of the step, or None while the device has not finished it. Never waits."""
-        if not self.is_over:
-            return None
-        busy_us = self.step_us
-        stalls: dict[Direction, Counter[int]] = {"in": Counter(), "out": Counter()}
-        for before, after, direction, tensor in list(self._waits):  # other threads may append meanwhile
-            if after.query() and before.query():
-                waited_us = max(0.0, after.elapsed_us(before))
-                busy_us -= waited_us
-                if tensor is not None:
-                    stalls[direction][tensor] += waited_us  # type: ignore[assignment]  # a counter of times
-        return StepTime(self.step_us, _beyond_gaps(stalls["in"]), _beyond_gaps(stalls["out"]), busy_us)
 
 
 # --- Spans that a session timed, on one clock: microseconds of the device since the first timed step began
@@ -305,7 +288,7 @@ class Metrics:
         """Time of the current origin on the clock of the spans. The first origin is the zero of that clock."""
         self._next_origin: Event | None = None
         # The last field of each entry: the sums of its step.
-        self._waits: deque[tuple[Event, Event, Direction, bool, StepSums | None]] = deque()
+        self._waits: deque[tuple[Event, Event, Direction, int | None, bool, StepSums | None]] = deque()
         self._moves: deque[tuple[Move, str, StepSums | None]] = deque()
         self._recomputations: deque[tuple[Event, Event, StepSums | None]] = deque()
         self._begun: _BegunStep | None = None
@@ -366,6 +349,14 @@ class Metrics:
         waiting = (*list(self._waits), *list(self._recomputations), *list(self._moves))
         return all(entry[-1] is not sums for entry in waiting)
 
+    def time_of(self, sums: StepSums) -> StepTime | None:
+        """Return the times of a step, or None while the device has not finished it. Its copies may still run. Never waits."""
+        self.resolve()
+        if not sums.is_over or any(entry[-1] is sums for entry in list(self._waits)):
+            return None
+        in_us, out_us = _beyond_gaps(sums.stalls_us["in"]), _beyond_gaps(sums.stalls_us["out"])
+        return StepTime(sums.step_us, in_us, out_us, sums.step_us - sums.stall_us)
+
     def wait(
         self, compute: Stream, event: Event, direction: Direction, tensor: int | None = None, *, prefetched: bool = False
     ) -> None:
@@ -379,9 +370,7 @@ class Metrics:
         before = compute.record(timed=True)
         compute.wait(event)
         after = compute.record(timed=True)
-        self._waits.append((before, after, direction, prefetched, self.step))
-        if self.step is not None:
-            self.step.waited(before, after, direction, tensor)
+        self._waits.append((before, after, direction, tensor, prefetched, self.step))
 
     @contextmanager
     def timing_recomputation(self, compute: Stream) -> Iterator[None]:
@@ -411,8 +400,8 @@ class Metrics:
             if self._origin is not None and self._origin.query():
                 self._move_origin(self._origin)
                 while self._waits and self._waits[0][1].query():
-                    before, after, waited_for, prefetched, sums = self._waits.popleft()
-                    self._add_wait(self._add_span(waited_for, before, after), sums, prefetched=prefetched)
+                    before, after, direction, tensor, prefetched, sums = self._waits.popleft()
+                    self._add_wait(self._add_span(direction, before, after), direction, tensor, sums, prefetched=prefetched)
                 while self._recomputations and self._recomputations[0][1].query():
                     before, after, sums = self._recomputations.popleft()
                     took_us = self._add_span("recompute", before, after)
@@ -422,9 +411,9 @@ class Metrics:
                 while self._ended and self._ended[0][1].query():
                     self._add_step(*self._ended.popleft())
                 for _ in range(len(self._moves)):
-                    move, direction, sums = self._moves.popleft()
-                    if not self._add_up(move, direction, sums):
-                        self._moves.append((move, direction, sums))
+                    entry = self._moves.popleft()
+                    if not self._add_up(*entry):
+                        self._moves.append(entry)
             return tuple(self.spans)
 
     def timed_spans(self) -> TimedSpans:
@@ -453,10 +442,14 @@ class Metrics:
         end_us = start_us + end.elapsed_us(begun.begin)
         self._step_spans.append((begun.number, kind.value, start_us, end_us, begun.host_us, begun.unix_ns))
 
-    def _add_wait(self, stall_us: float, sums: StepSums | None, *, prefetched: bool) -> None:
+    def _add_wait(
+        self, stall_us: float, direction: Direction, tensor: int | None, sums: StepSums | None, *, prefetched: bool
+    ) -> None:
         self.totals.stall_us += stall_us
         if sums is not None:
             sums.stall_us += stall_us
+            if tensor is not None:
+                sums.stalls_us[direction][tensor] += stall_us
         if prefetched:
             self.totals.prefetches_timed += 1
             if stall_us > EVENT_GAP_US:

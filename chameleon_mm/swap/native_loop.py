@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +25,9 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
+from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.plan.step_program import DROP, END, USE, Op, Row, StepProgram
+from chameleon_mm.plan.step_program import DROP, END, RELEASE, USE, Op, Row, StepProgram
 from chameleon_mm.pool.arena import Arena
 from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.dispatch_state import num_modes
@@ -72,8 +75,8 @@ class NativeLoop:
                 self.grown, self.do_ops, self.fetch, self.save_record, self.use_record,
             ))],
         )  # fmt: skip
-        self._programs: weakref.WeakKeyDictionary[StepProgram, Any] = weakref.WeakKeyDictionary()
-        """Programs as the helper has them."""
+        self._programs: weakref.WeakKeyDictionary[StepProgram, tuple[Any, set[int]]] = weakref.WeakKeyDictionary()
+        """Programs as the helper has them, with the storages that leave in part."""
         self._compute: Any = None
         self._entries = (-1, 0)
         """The latest step, and how often the helper took its hooks."""
@@ -97,7 +100,15 @@ class NativeLoop:
 
     def hooks(self, save: Any, use: Any) -> tuple[Any, Any]:
         """Autograd's two hooks, which call `save` and `use` for what the helper does not do."""
-        return self.loop.hooks(save, use, self.come_back)  # type: ignore[no-any-return]  # a compiled helper has no types
+
+        def use_given_back(handle: Any) -> Tensor:
+            self.come_back()
+            known = self._helper.python_of(handle)
+            if known is None:
+                raise RuntimeError("a saved tensor: expected its handle to be given back, and it was not")
+            return use(known)  # type: ignore[no-any-return]  # a compiled helper has no types
+
+        return self.loop.hook(True, save, save), self.loop.hook(False, use, uncompiled(use_given_back))
 
     def may_enter(self, way: Way) -> bool:
         """True if the helper may take the next hooks: no pending work is unknown to it."""
@@ -120,17 +131,16 @@ class NativeLoop:
             return False
         epoch, entries = self._entries
         self._entries = way.epoch, entries + 1 if epoch == way.epoch else 1
-        program = self._programs.get(way.program)
-        if program is None:
-            program = self._programs[way.program] = _compiled(self._helper, way.program, growth.until)
-        known = self._outs.latest_operator
+        if way.program not in self._programs:
+            self._programs[way.program] = _compiled(self._helper, way.program, growth.until)
+        program, in_part = self._programs[way.program]
         at = {
-            "hook": executor.loop.hook, "last_used": latest.last_used, "number": latest.numbers[thread],
-            "latest_operator": known[1] if known[0] == this_thread.number else -1, "next_index": self._registry.next_index,
+            "hook": executor.loop.hook, "last_used": latest.last_used, "operators": latest.numbers[thread],
+            "next_index": self._registry.next_index,
             "since": growth.checked_at, "growth": growth.nbytes, "limit": budget.hbm_budget_bytes - way.margin_bytes,
             "now": budget.last_allocated_bytes - budget.taken_bytes, "taken": budget.taken_bytes,
             "cumulative": cumulative - offset, "peak": budget.peak_watch.last_bytes,
-            "records": [number for number, saved in way.storages.items() if saved.state is not State.RETIRED],
+            "records": [*in_part, *(number for number, saved in way.storages.items() if saved.state is not State.RETIRED)],
         }  # fmt: skip
         self._entered, self._compute, self._home = (way, director, latest), compute, this_thread.number
         self.loop.enter(program, compute.handle, at)
@@ -148,8 +158,7 @@ class NativeLoop:
     def do_ops(self, loop: StepLoop, way: Way, ops: Sequence[Op], hook: int, latest: int) -> tuple[int, list[Op]]:
         """Let memory of records go that others held, and execute `ops` on records. Returns the bytes of device memory that they
         took, and those that are late."""
-        if latest >= 0:
-            self._outs.latest_operator = self._home, latest
+        self._outs.latest_operator = self._home, latest
         way.hook, before = hook, self._budget.taken_bytes
         self._outs.let_go_of_held()
         loop.carry_out(way, ops)
@@ -209,7 +218,7 @@ class NativeLoop:
         executor.loop.hook = given["hook"]
         way.at(given["hook"])
         way.late = [tuple(op) for op in given["late"]]
-        latest.numbers[latest.thread], latest.last_used = given["number"], given["last_used"]
+        latest.numbers[latest.thread], latest.last_used = given["operators"], given["last_used"]
         director.note_checked(given["since"], given["growth"])
         budget = self._budget
         budget.note_checks(
@@ -217,8 +226,11 @@ class NativeLoop:
             cumulative=given["cumulative"] + self._device.cumulative_offset(), peak=given["peak"], seen=given["seen"],
         )  # fmt: skip
         self._count(executor, given)
-        self._adopt(executor, way, given)
-        for handle, hook, _, t, version, saved, _, name, node, output_nr, by_reference in given["kept_saves"]:
+        by_number: defaultdict[int, list[Any]] = defaultdict(list)
+        for number, *told in sorted(given["all_saves"], key=itemgetter(2)):  # by their hooks
+            by_number[number].append(told)
+        self._adopt(executor, way, given, by_number)
+        for handle, hook, _, t, version, saved, _, name, node, output_nr, by_reference in by_number[-1]:
             origin = None if by_reference else Origin.known(saved, name, node, output_nr)
             self._lead(handle, KeptTensor.known(t, version, origin), way.epoch, hook)
         for arena in given["arenas"]:
@@ -239,13 +251,13 @@ class NativeLoop:
         for index in given["used"]:
             self._order.used(index)
         registry.next_index = given["next_index"]
-        if given["latest_operator"] >= 0:
-            self._outs.latest_operator = self._home, given["latest_operator"]
+        self._outs.latest_operator = self._home, given["operators"]
 
-    def _adopt(self, executor: Executor, way: Way, given: dict[str, Any]) -> None:
+    def _adopt(self, executor: Executor, way: Way, given: dict[str, Any], by_number: dict[int, list[Any]]) -> None:
         """Make records of the slots, and handles of their saves."""
         ends: dict[Stream, Event] = {}
         compute, context = self._compute, self._context
+        released = {number for code, number, _ in way.late if code == RELEASE}
 
         def after(queue: CopyQueue) -> Event:
             if queue.stream not in ends:
@@ -253,9 +265,9 @@ class NativeLoop:
             return ends[queue.stream]
 
         for (
-            number, state, index, first_hook, last_hook, operators, is_over, emptied, is_held, arena, offset, told,
+            number, state, index, first_hook, last_hook, operators, is_over, emptied, arena, offset,
         ) in given["slots"]:  # fmt: skip
-            nbytes, copy = way.program.nbytes[number], None
+            nbytes, copy, told = way.program.nbytes[number], None, by_number[number]
             saves = [
                 SavedBytes.known(alias, version, Origin.known(t, name, node, output_nr), counter)
                 for _, _, _, alias, version, t, counter, name, node, output_nr, _ in told
@@ -276,7 +288,7 @@ class NativeLoop:
             way.first_saves[first_hook] = saved
             if not is_over:
                 self._outs.fresh.append(saved)
-            if is_held:
+            if saved.state is State.RESTORED and number in released:
                 context.held[saved] = None
             if saved.state is State.SWAPPING_OUT:
                 self._outs.note_planned(saved)
@@ -332,20 +344,19 @@ def _taking(pool: PinnedPool, out: Stream, back: Stream) -> Callable[[int, Seque
     return take
 
 
-def _compiled(helper: Any, program: StepProgram, until: list[int]) -> Any:
-    """The program as the helper has it."""
-    in_part = [False] * len(program.nbytes)
-    for row in program.rows:
-        for _, number, nbytes in row.ops:
-            in_part[number] |= nbytes < program.nbytes[number]
+def _compiled(helper: Any, program: StepProgram, until: list[int]) -> tuple[Any, set[int]]:
+    """The program as the helper has it, and the storages of which only a part leaves."""
     rows = [helper.Row(*_told(row)) for row in program.rows]
-    return helper.Program(rows, program.nbytes, in_part, *_places(program), until)
+    in_part = {number for row in program.rows for _, number, nbytes in row.ops if nbytes < program.nbytes[number]}
+    return helper.Program(rows, program.nbytes, *_places(program), until), in_part
 
 
 def _told(row: Row) -> tuple[Any, ...]:
-    """The row as the helper has it: its key is a class, sizes, dtype and a number. Without a key it is an `END`."""
+    """The row as the helper has it: its key is a class, sizes, dtype and a number. Without a key, or with what the helper does
+    not do, it is an `END`."""
     key: Any = row.key
-    if key is None or not (row.kind == USE or (row.kind < USE and all(type(size) is int for size in key[1]))):
+    drops = any(code == DROP for code, *_ in row.ops)
+    if key is None or drops or not (row.kind == USE or (row.kind < USE and all(type(size) is int for size in key[1]))):
         row, key = row._replace(kind=END), -1
     key = key if row.kind < USE else (None, (), torch.uint8, key)
     return row.kind, row.number, row.is_checked, row.growth, row.ops, row.ins, *key

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from chameleon_mm.plan.step_program import DROP, FIRST, KEPT, OUT, RELEASE, USE, Op, Row
 from chameleon_mm.swap.calling_thread import sequence_nr
-from chameleon_mm.swap.classify import reason_not_to_move, reason_to_stay
+from chameleon_mm.swap.classify import reason_to_stay
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes, SwappedView, WrapperHandle
 from chameleon_mm.swap.host_copy import State
@@ -109,12 +109,12 @@ class StepLoop:
             agrees = False
         handle: Handle | None = None
         if agrees and row.kind == KEPT:
-            reason = reason_to_stay(t, self._protected, self._min_bytes)
-            if reason is not None and self._run(row, hook):
+            reason = reason_to_stay(t, self._device, self._protected, self._min_bytes)
+            if reason and reason != "subclass" and self._run(row, hook):
                 handle = KeptTensor(t, by_reference=reason == "parameter")
                 self._totals.kept_by_reason[reason] += 1
         elif agrees:
-            moves = not reason_not_to_move(t, self._device, self._protected)
+            moves = not reason_to_stay(t, self._device, self._protected)
             if moves and t.untyped_storage().nbytes() == self._nbytes[row.number] and self._run(row, hook):
                 handle = self.moving(t, row, hook)
         if handle is None:

@@ -251,25 +251,16 @@ class StepLog:
         name = f"compiled::{call.facts.name}" if in_compiled_region() else call.func.name()
         arguments = f"{_describe(call.args)}, {_describe(call.kwargs)}"
         writes, crossed = [traced.number for traced in written], call.link_bytes(self._device.owns)
-        op = self._op(name, arguments, (*read, *given), writes, inner, crossed)
+        op = self._op(name, arguments, (*read, *given), writes, inner_bytes=inner, link_bytes=crossed)
         self._wrote(op, written)
         self.times.ran(op, call)
 
-    def _op(
-        self,
-        name: str,
-        given: str,
-        read: Iterable[TracedStorage],
-        writes: Sequence[int] = (),
-        inner_bytes: int = 0,
-        link_bytes: tuple[int, int] = (0, 0),
-    ) -> int:
-        """Record an operator that was called with the arguments `given`. Returns its number."""
+    def _op(self, name: str, given: str, read: Iterable[TracedStorage], writes: Sequence[int] = (), **more: Any) -> int:
+        """Record an operator that was called with the arguments `given`. `more`: as for the builder's. Returns its number."""
         signature = f"{name}({given})"
         if (content := self._contents.get(signature)) is None:
             content = self._contents[signature] = content_of(signature)
         phase, reads = StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD, [traced.number for traced in read]
-        more: Any = {"inner_bytes": inner_bytes, "link_bytes": link_bytes}
         return self.builder.op(name, content, phase, 0.0, reads=reads, writes=writes, **more)
 
     def _wrote(self, op: int, written: Iterable[TracedStorage]) -> None:

@@ -16,7 +16,7 @@ MOST_LIBRARY_LINES = 36_434
 MOST_BENCH_AND_KERNELS_LINES = 5_879
 """Python of `bench` and `kernels`."""
 
-MOST_TEST_LINES = 58_525
+MOST_TEST_LINES = 58_551
 """Python and C++ of `tests`, the CUDA stand-in included."""
 
 ROOT = Path(__file__).resolve().parents[1]

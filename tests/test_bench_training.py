@@ -335,7 +335,7 @@ def with_result(monkeypatch: pytest.MonkeyPatch, key: str, change: Any) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("key", "shape"),
-    [("swap_session_half", [*DEEP, "--batch=2"]), ("swap_session_quarter_unplanned", SMALL), ("chameleon_save_on_cpu", SMALL)],
+    [("swap_session_half", DEEP), ("swap_session_quarter_unplanned", SMALL), ("chameleon_save_on_cpu", SMALL)],
 )
 def test_a_changed_loss_of_ours_fails_the_benchmark(
     key: str, shape: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

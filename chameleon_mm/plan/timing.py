@@ -284,9 +284,7 @@ def walk(
                 continue
             if out_at[j] == hook:
                 out_done[j] = out.queue(j, nbytes[j], now)
-            now += head_us[j]
-            late += head_us[j]
-            heads += head_us[j]
+            now, late, heads = now + head_us[j], late + head_us[j], heads + head_us[j]
             wait, waits = out_done[j] - now, out_waits
         elif kind == OUT:
             out_done[j] = out.queue(j, nbytes[j], now)
@@ -295,9 +293,7 @@ def walk(
             wait, waits = 0.0, in_waits
             if in_at[j] == hook:
                 back_done[j] = back.queue(j, nbytes[j], max(now, out_done[j]))
-                now += head_us[j]
-                late += head_us[j]
-                heads += head_us[j]
+                now, late, heads = now + head_us[j], late + head_us[j], heads + head_us[j]
             if kind == USE:
                 wait = back_done[j] - now
         if wait > 0.0:

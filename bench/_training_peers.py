@@ -73,8 +73,8 @@ class Peer:
     """True if the peer is chameleon_mm: its losses must equal those without swapping, or the benchmark fails."""
     share: float | None = None
     """Share of the unswapped run's activation memory that the peer may use. None: it keeps no budget."""
-    unavailable: str | None = None
-    """Reason why the peer cannot run here; None: it can."""
+    unavailable: Callable[[], str | None] = lambda: None
+    """Return the reason why the peer cannot run here, or None. May import the peer's library: not before its turn."""
     way: str | None = None
     """Way in which the peer keeps its budget: `PLANNED`, `SWAP_ONLY` or `UNPLANNED`. None: it keeps no budget."""
 
@@ -130,7 +130,7 @@ def peers(device: Device) -> tuple[Peer, ...]:
                 name=f"{name} offloading",
                 note=f"{module}: {note}",
                 over_run=over_run,
-                unavailable=_missing(device, name, module, extra),
+                unavailable=partial(_missing, device, name, module, extra),
             )
             for extra, name, module, note, over_run in _LIBRARIES
         ),
@@ -194,7 +194,7 @@ def _stock(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around
 
 @contextmanager
 def _trl(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
-    # As TRL's trainers call it, without its warning, which needs Accelerate's state.
+    # TRL's trainers call it so. Its warning is off, because it needs Accelerate's state.
     offloading = import_module(_TRL).get_act_offloading_ctx_manager(model, warn_if_no_head=False)
     yield Around(forward=lambda: offloading)
 

@@ -188,8 +188,8 @@ class Comparison:
             write_record(Path(self._args.json), self.report().to_dict())
 
     def _attempt(self, peer: Peer) -> Outcome:
-        if peer.unavailable is not None:
-            return Waived(peer.unavailable)
+        if (reason := peer.unavailable()) is not None:
+            return Waived(reason)
         device = fresh_device(self._args.device)
         budget = device.capacity if self.baseline is None or peer.share is None else self.baseline.budget_for(peer.share)
         try:

@@ -404,7 +404,7 @@ def test_other_libraries_offload_by_their_own_code_on_a_gpu(key: str) -> None:
 
     device = CudaDevice()
     by_key = {peer.key: peer for peer in peers(device)}
-    if (reason := by_key[key].unavailable) is not None:
+    if (reason := by_key[key].unavailable()) is not None:
         pytest.skip(reason)
     shape = dataclasses.replace(SHAPE, layers=4, seq=64)
     plain, theirs = (
@@ -420,7 +420,7 @@ def test_a_library_that_is_missing_is_one_line_that_names_its_extra(key: str, mo
         raise ImportError(f"\n    No module named {module!r}\n    see the page\n")
 
     monkeypatch.setattr(_training_peers, "import_module", absent)
-    reason = next(peer.unavailable for peer in peers(UnsimulatedDevice()) if peer.key == key)
+    reason = next(peer.unavailable() for peer in peers(UnsimulatedDevice()) if peer.key == key)
     assert reason is not None and "\n" not in reason
     assert f"pip install 'chameleon-mm[{key}]' (No module named" in reason
     assert f"\n{key} = [" in (Path(__file__).parents[1] / "pyproject.toml").read_text()

@@ -44,7 +44,7 @@ def test_plans_leave_a_part_more_free_each_time_up_to_a_quarter(caplog: pytest.L
         for number in range(40):
             flushes += number % 2 if number < 12 else number < 36  # now and then, in each step, no more
             peaks.append(training.step())
-            gaps.append(adaptation.planning.gap_bytes)
+            gaps.append(adaptation.planning.gap_parts * (training.session.hbm_budget // GAP_PART))
     part, budget = training.session.hbm_budget // GAP_PART, training.session.hbm_budget
     most = GAP_PART // 4
     assert gaps[: 10 + FLUSHES : FLUSHES] == [0] * 6

@@ -20,6 +20,7 @@ import errno
 import logging
 import mmap
 import os
+import re
 import resource
 import threading
 import weakref
@@ -75,15 +76,9 @@ def host_nodes(root: Path = Path("/")) -> HostNodes:
 
 def bare_bytes(root: Path) -> int:
     """Bytes that nodes without CPUs add to the kernel's MemAvailable at most: free memory, and caches that it may drop."""
-    counted = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
-    total_kib = 0
-    for node in host_nodes(root).bare:
-        for line in kernel_text(root / _NODES / f"node{node}/meminfo").splitlines():
-            name, _, rest = line.partition(":")
-            value, _, _ = rest.strip().partition(" ")
-            if name.endswith(tuple(f" {kind}" for kind in counted)) and value.isdecimal():
-                total_kib += int(value)
-    return total_kib * 1024
+    counted = re.compile(r" (?:MemFree|Active\(file\)|Inactive\(file\)|SReclaimable): *(\d+) kB")
+    texts = (kernel_text(root / _NODES / f"node{node}/meminfo") for node in host_nodes(root).bare)
+    return sum(int(kib) * 1024 for text in texts for kib in counted.findall(text))
 
 
 def _run_on(cpus: Collection[int], nodes: HostNodes | None) -> None:

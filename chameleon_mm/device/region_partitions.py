@@ -84,7 +84,7 @@ class _JointPass:
         return graph
 
     def end(self) -> None:
-        """Restore the settings, unless somebody set others since. Contexts of several threads may end in any order."""
+        """Restore the settings, unless they were changed since. Contexts of several threads may end in any order."""
         self.ended = True
         if config is None:  # the interpreter's end has cleared this module
             return  # type: ignore[unreachable]  # not to mypy

@@ -66,7 +66,7 @@ class GpuSpec:
             )
 
     def shared_by(self, ranks: int) -> GpuSpec:
-        """What one of `ranks` ranks has if all of them copy over one link at once."""
+        """Return this GPU with one rank's part of the link, where `ranks` ranks copy over it at once."""
         h2d, d2h, duplex = (rate / ranks for rate in (self.h2d_gbps, self.d2h_gbps, self.duplex_gbps))
         return replace(self, h2d_gbps=h2d, d2h_gbps=d2h, duplex_gbps=duplex)
 

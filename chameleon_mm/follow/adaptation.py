@@ -82,13 +82,13 @@ class Planning:
         self.slack_bytes, self._metrics = slack_bytes, metrics
         self.outside_bytes: Callable[[], int] = int
         """Return the bytes of a step that no hook sees. If no plan fits, one may exceed the budget by as much."""
-        self.gap_bytes = 0
-        """Bytes left free beyond that: gaps between blocks, which torch's allocator reserves and cannot use."""
+        self.gap_parts = 0
+        """Parts of the budget, each 1 / GAP_PART, left free for gaps between the allocator's blocks."""
 
     def spare_bytes(self, hbm_budget_bytes: int) -> int:
         """Bytes of the budget that a plan leaves free if it can."""
         slack_bytes = min(SLACK_BLOCKS * self.slack_bytes, hbm_budget_bytes // SLACK_PART)
-        return max(hbm_budget_bytes // SPARE_PART, slack_bytes) + self.gap_bytes
+        return max(hbm_budget_bytes // SPARE_PART, slack_bytes) + self.gap_parts * (hbm_budget_bytes // GAP_PART)
 
     def plans_for(
         self,
@@ -132,9 +132,8 @@ class Planning:
         made = dict[int, list[SwapPlan]]()
         refusals = list[InfeasibleBudget]()
         for planned in planned_steps:
-            at_most = TRIAL_PLANS if planned.predicted_by is None else 1
             try:
-                made[id(planned)] = self.plans_for(planned, budgets, link, at_most=at_most)
+                made[id(planned)] = self.plans_for(planned, budgets, link, at_most=most_plans(planned))
             except InfeasibleBudget as refusal:
                 if planned.trials:
                     refusals.append(refusal)
@@ -148,6 +147,11 @@ class Planning:
             finally:
                 refusals.clear()  # their tracebacks hold this frame: a reference cycle
         return made
+
+
+def most_plans(planned: PlannedStep) -> int:
+    """Number of plans to try for a step: of a predicted one, which may not come again, one."""
+    return TRIAL_PLANS if planned.predicted_by is None else 1
 
 
 def log_refusal(metrics: Metrics, num_hooks: int, refusal: InfeasibleBudget) -> None:
@@ -642,22 +646,21 @@ class Adaptation:
         """Leave more of the budget free in plans, if torch's allocator emptied its cache in one planned step after another."""
         before, self._flushes = self._flushes, self.cache_flushes()
         self._flushed_steps = self._flushed_steps + 1 if was_planned and self._flushes > before else 0
-        part_bytes = self._hbm_budget_bytes // GAP_PART
-        if self._flushed_steps < FLUSHES or self.planning.gap_bytes >= GAP_PART // 4 * part_bytes:
+        if self._flushed_steps < FLUSHES or self.planning.gap_parts >= GAP_PART // 4:
             return
         self._flushed_steps = 0
-        self.planning.gap_bytes += part_bytes
+        self.planning.gap_parts += 1
         self._metrics.warn(
             _log,
             "chameleon_mm: torch's allocator emptied its cache in planned steps, as gaps between blocks filled the device, so "
             "plans leave %s more of hbm_budget free each time; before the program starts, "
             "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            format_size(part_bytes),
+            format_size(self._hbm_budget_bytes // GAP_PART),
         )
         for planned in self._usual_steps():
             planned.odd = None
             planned.reset_for(planned.extra)
-            self._add_plans(planned, at_most=TRIAL_PLANS if planned.predicted_by is None else 1)
+            self._add_plans(planned, at_most=most_plans(planned))
 
     def _learn_times(self) -> None:
         """Read the times of the steps that the device has completed, and correct operator times and copy times by them."""

@@ -87,7 +87,7 @@ def slowest_here(link: LinkCost) -> LinkCost:
         store, mine = dist.distributed_c10d._get_default_store(), dist.get_rank()
         own, first = link.rates, mine - mine % here
         store.set(f"{_KEY}/{mine}", json.dumps(own))
-        # Returns what is there, or nothing: it waits for no rank.
+        # Returns the stored value, or an empty one: it waits for no rank.
         said = [store.compare_set(f"{_KEY}/{rank}", "", "") for rank in range(first, first + here) if rank != mine]
         return _link(link, *map(min, zip(own, *(json.loads(rates) for rates in said if rates), strict=True)))
     except Exception as error:  # noqa: BLE001 - a store that is gone, or of another kind, is no reason not to train

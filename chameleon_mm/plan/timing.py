@@ -127,17 +127,18 @@ class ProgramCopy(NamedTuple):
         return max(engine.queue(PROGRAMS, nbytes, now_us) for engine, nbytes in copies if nbytes) - now_us
 
 
+def _alone_us(program: Sequence[ProgramCopy], cost: LinkCost) -> list[float]:
+    """Time until each has crossed a link without our copies."""
+    idle = CopyEngine.pair(cost)
+    return [copy.cross(copy.at_us, idle) for copy in program]
+
+
 def program_copies(trace: Trace) -> tuple[ProgramCopy, ...]:
     """The program's own copies in `trace`, in order."""
     ops = np.flatnonzero(trace.op_out_bytes + trace.op_back_bytes)
     ticks = trace.op_tick[ops]
-    columns = (
-        ticks,
-        np.searchsorted(trace.hook_tick, ticks),
-        trace.clock_us()[ticks],
-        trace.op_out_bytes[ops],
-        trace.op_back_bytes[ops],
-    )
+    hooks, at_us = np.searchsorted(trace.hook_tick, ticks), trace.clock_us()[ticks]
+    columns = (ticks, hooks, at_us, trace.op_out_bytes[ops], trace.op_back_bytes[ops])
     return tuple(map(ProgramCopy._make, zip(*(column.tolist() for column in columns), strict=True)))
 
 
@@ -264,8 +265,7 @@ def walk(
     out_done, back_done, out_waits, in_waits = ([0.0] * len(nbytes) for _ in range(4))
     stall = heads = late = 0.0
     program_waits: list[float] = []
-    idle = CopyEngine.pair(cost)
-    alone_us = [copy.cross(copy.at_us, idle) for copy in program]
+    alone_us = _alone_us(program, cost) if program else []
 
     def pass_program(until: float, late: float) -> float:
         """Queue the program's copies before hook `until`. Return how late the step is then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import json
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.progress import Progress
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
 import chameleon_mm
@@ -30,8 +32,9 @@ from chameleon_mm.plan.trace import StepPhase, TensorKind
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.demo import GPT, GPTConfig
-from chameleon_mm.tools.plan_command import source_of
-from chameleon_mm.tools.prediction import HIDDEN_WITHIN, Prediction, assumptions, link_of, predict, show, verdicts
+from chameleon_mm.tools.plan_command import add_arguments, run, source_of
+from chameleon_mm.tools.prediction import HIDDEN_WITHIN, PARTITIONS, Prediction, assumptions, link_of, predict, show, verdicts
+from chameleon_mm.tools.session_on_shapes import RUN_STEPS
 from chameleon_mm.tools.shape_operators import GpuOperators, gpu_autocast
 from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, StepRequest, record_step, shapes_alone
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload, built_in
@@ -634,6 +637,33 @@ def test_a_quantization_that_is_ignored_is_said_to_be(tmp_path: Path, capsys: py
         assert main(["plan", str(path), "--seq", "16"]) == 0
         notes.append("quantization_config is ignored" in capsys.readouterr().out)
     assert notes == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("more", "what", "done", "total"),
+    [
+        ([], "recording one step", 1, 2),  # the second part, the plan, is what it ends with
+        (["--swap-optimizer"], "running a session's first steps", RUN_STEPS, RUN_STEPS),
+        pytest.param(["--compile"], "compiling", len(PARTITIONS), len(PARTITIONS), marks=pytest.mark.ci),
+    ],
+)
+def test_a_bar_shows_what_is_done_on_a_terminal_alone(
+    models: str, monkeypatch: pytest.MonkeyPatch, more: list[str], what: str, done: int, total: int
+) -> None:
+    add_arguments(parser := argparse.ArgumentParser())
+    args = parser.parse_args([f"{models}:tiny", "--batch", "2", *more])
+    ends, stop = list[tuple[float, float | None]](), Progress.stop
+
+    def stopped(bar: Progress) -> None:
+        ends.append((bar.tasks[0].completed, bar.tasks[0].total))
+        stop(bar)
+
+    monkeypatch.setattr(Progress, "stop", stopped)
+    for terminal in (True, False):
+        console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=120)
+        assert run(args, console, lambda *_: {}) == 0
+        assert (what in out.getvalue()) is terminal
+    assert ends == [(done, total)] * 2
 
 
 # --- at its size

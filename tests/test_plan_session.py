@@ -165,7 +165,7 @@ def recorded_by_a_session(request: RunRequest, monkeypatch: pytest.MonkeyPatch) 
         return sessions[-1]
 
     monkeypatch.setattr(session_on_shapes, "SwapSession", made)
-    run_session(request, steps=2, counted=False)
+    run_session(request, steps=range(2), counted=False)
     adaptation = sessions[0]._adaptation
     assert adaptation is not None
     assert adaptation.latest is not None

@@ -72,8 +72,8 @@ _OVERWRITES = {
 _GATHERS = {"embedding", "index", "index_select", "gather"}
 """Operators that read no more of their source than they return."""
 
-_COPIES = {"copy_", "_to_copy", "clone"}
-"""Operators that are a single copy; it crosses the link if one end is host memory."""
+_COPIES = {"copy_", "_to_copy", "clone", "_foreach_copy_"}
+"""Operators that only copy; a copy crosses the link if one end is host memory."""
 
 BATCH_NORMS = frozenset(name.removeprefix("aten::") for name in replayable.BATCH_NORMS)
 """Batch norms whose writes are known: the arguments `_RUNNING` (running statistics), if the argument `_TRAINING` is true."""
@@ -336,18 +336,27 @@ class OpCall:
     @property
     def non_blocking(self) -> bool:
         """True if a copy has `non_blocking` set: `copy_(self, src, non_blocking)`, or by keyword."""
-        return bool(self.kwargs.get("non_blocking") or (self.facts.name == "copy_" and len(self.args) > 2 and self.args[2]))
+        by_place = self.facts.name in ("copy_", "_foreach_copy_") and len(self.args) > 2 and self.args[2]
+        return bool(self.kwargs.get("non_blocking") or by_place)
 
     def link_bytes(self, owns: Callable[[Tensor], bool]) -> tuple[int, int]:
         """Bytes that the call copied to the host, and from the host, after it has run. `owns`: as `Device.owns`."""
         if not self.facts.copies:
             return 0, 0
-        source = (*self.args, *self.kwargs.values())[1 if self.facts.name == "copy_" else 0]
-        if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in (source, self.out)):
-            return 0, 0
-        (was_ours, was_host), (is_ours, is_host) = ((owns(t), t.is_cpu and not owns(t)) for t in (source, self.out))
-        nbytes = touched_bytes(self.out)
-        return nbytes * (was_ours and is_host), nbytes * (was_host and is_ours)
+        given = (*self.args, *self.kwargs.values())
+        if self.facts.name == "_foreach_copy_":
+            pairs = list(zip(given[1], given[0], strict=True))
+        else:
+            pairs = [(given[1 if self.facts.name == "copy_" else 0], self.out)]
+        out_bytes = back_bytes = 0
+        for pair in pairs:
+            if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in pair):
+                continue
+            (was_ours, was_host), (is_ours, is_host) = ((owns(t), t.is_cpu and not owns(t)) for t in pair)
+            nbytes = touched_bytes(pair[1])
+            out_bytes += nbytes * (was_ours and is_host)
+            back_bytes += nbytes * (was_host and is_ours)
+        return out_bytes, back_bytes
 
     def flops(self) -> int:
         """Floating-point operations of the call, after it has run; 0 if torch has no formula."""

@@ -203,7 +203,7 @@ class _Finder:
             hold_hook=hold_hook,
             is_kept=kept,
             alone_hook=np.where(kept, 0, np.searchsorted(trace.hook_tick, trace.tensor_dies, side="right")),
-            compare_us=np.zeros(m) if cost is None else 2 * trace.tensor_bytes / (_streaming_gbps(trace, cost) * 1e3),
+            compare_us=np.zeros(m) if cost is None else 2 * _pass_us(trace, cost),
         )
 
     def _by_storage(
@@ -243,16 +243,21 @@ class _Finder:
         return [tuple(made_by) for made_by in makers], inputs, reads, [tuple(new) for new in fresh], stays
 
 
-def _streaming_gbps(trace: Trace, cost: LinkCost) -> float:
-    """Rate at which kernels with little arithmetic pass through device memory, in 1e9 bytes a second: that of forward's
-    elementwise operators, by the bytes that they read and write. If there are none: that of copies within device memory."""
+def _pass_us(trace: Trace, cost: LinkCost) -> Float64s:
+    """(m,) time in which a kernel with little arithmetic passes through each storage: at the rate of forward's elementwise
+    operators by the bytes that they read and write, and at least the shortest one's. If there are none: at the rate of copies
+    within device memory. The program's own copies over the link are no such operators."""
     elementwise = np.array([base_name(name) in ELEMENTWISE for name in trace.op_names], np.bool_)
-    which = elementwise[trace.op_name] & (trace.op_phase == StepPhase.FORWARD)
+    on_device = (trace.op_out_bytes == 0) & (trace.op_back_bytes == 0)
+    which = elementwise[trace.op_name] & (trace.op_phase == StepPhase.FORWARD) & on_device
     touched = 0
     for offsets, tensors in ((trace.read_offsets, trace.read_tensors), (trace.write_offsets, trace.write_tensors)):
         nbytes = np.concatenate(([0], np.cumsum(trace.tensor_bytes[tensors])))
         touched += int((nbytes[offsets[1:]] - nbytes[offsets[:-1]])[which].sum())
-    us = float(trace.op_us[which].sum())
-    if not touched or us * FASTEST_GBPS < touched:
-        return 2 * cost.hbm_gbps  # a copy reads and writes every byte
-    return touched / (us * 1e3)
+    us: Float64s = trace.op_us[which]
+    if not touched or us.sum() * FASTEST_GBPS < touched:
+        per_byte_us, least_us = 1 / (2 * cost.hbm_gbps * 1e3), 0.0  # a copy reads and writes every byte
+    else:
+        per_byte_us, least_us = us.sum() / touched, us[us > 0].min()
+    passes: Float64s = np.maximum(trace.tensor_bytes * per_byte_us, least_us)
+    return passes

@@ -125,7 +125,7 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
 def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by: int) -> tuple[int | None, SessionRun, Tried]:
     """Run the session at `size`, then at a few smaller sizes, until one keeps within the budget. Returns the last size (None:
     even the smallest exceeds the budget), its run, which may exceed the budget, and the smallest size that does not fit."""
-    run = run_session(request_of(size), steps=_STEPS, counted=False)
+    run = run_session(request_of(size), steps=range(_STEPS), counted=False)
     for share in _SMALLER:
         if run.holds:
             break
@@ -135,7 +135,7 @@ def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by:
         if size <= by:
             return None, run, high
         size = max(by, size - max(by, int(size * share) // by * by))
-        run = run_session(request_of(size), steps=_STEPS, counted=False)
+        run = run_session(request_of(size), steps=range(_STEPS), counted=False)
     return size, run, high
 
 

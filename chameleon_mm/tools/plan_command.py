@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
@@ -34,13 +35,14 @@ from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
 from chameleon_mm.tools.prediction import (
     PARTITIONS,
     REPLAYED,
+    Prediction,
     default_budget,
     predict,
     predict_compiled,
     show,
     with_checkpointing,
 )
-from chameleon_mm.tools.session_on_shapes import RunRequest, Swapped, predict_session, record, show_session
+from chameleon_mm.tools.session_on_shapes import RUN_STEPS, RunRequest, Swapped, predict_session, record, show_session
 from chameleon_mm.tools.sharding import Shards
 from chameleon_mm.tools.step_on_shapes import AUTOCAST, DTYPES, OPTIMIZERS
 from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, own_function
@@ -157,29 +159,20 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
     _check_swapped(args)
     recompute = () if args.no_recompute else REPLAYED
     if args.largest is not None:
-        with console.status(f"searching for the largest {args.largest}"):
+        with _bar(console) as bar:
+            bar.add_task(f"searching for the largest {args.largest}", total=None)
             found = largest(args.largest, lambda size: _request(args, **{args.largest: size}), recompute=recompute)
         for text in say(found):
             print_line(console, text, style="bold" if found.fits else "bold red")
         told, held = {"schema": LARGEST_SCHEMA, "predicted": True, **found.to_dict()}, found.fits
     elif (request := _request(args)).swapped:
-        with console.status("running a session's first steps on shapes alone"):
-            session = predict_session(request)
+        with _bar(console) as bar:
+            steps = bar.track(range(RUN_STEPS), description="running a session's first steps on shapes alone")
+            session = predict_session(request, steps)
         show_session(session, console)
         told, held = session.to_dict(), session.run.holds
     else:
-        budgets = request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute
-        if args.compile:
-            with console.status("compiling and recording a step for each partition"):
-                prediction = predict_compiled([record(replace(request, compiled=share)) for share in PARTITIONS], *budgets)
-        else:
-            with console.status("recording one step under fake tensors, and planning"):
-                prediction = predict(record(request), *budgets)
-        if args.checkpointing is not None:
-            with console.status("recording the step with checkpointing"):
-                plain = replace(request, compiled=PARTITIONS[0] if args.compile else None)
-                how = None if args.checkpointing == "fit" else args.checkpointing
-                prediction = with_checkpointing(prediction, how, lambda how: record(replace(plain, checkpointed=how)))
+        prediction = _predict(args, request, recompute, console)
         show(prediction, console)
         told, held = prediction.to_dict(), prediction.infeasible is None
     if args.json is not None:
@@ -187,6 +180,31 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         write_file(args.json, json.dumps(told, indent=1) + "\n")
         tell_written(console, args.json)
     return 0 if held else 1
+
+
+def _predict(args: argparse.Namespace, request: RunRequest, recompute: Collection[str], console: Console) -> Prediction:
+    budgets = request.spec, request.hbm_budget_bytes, request.host_budget_bytes, recompute
+    with _bar(console) as bar:
+        if args.compile:
+            shares = bar.track(PARTITIONS, description="compiling, recording and planning a step for each partition")
+            prediction = predict_compiled((record(replace(request, compiled=share)) for share in shares), *budgets)
+        else:
+            recording = bar.add_task("recording one step under fake tensors, and planning", total=2)
+            step = record(request)
+            bar.advance(recording)
+            prediction = predict(step, *budgets)
+        if args.checkpointing is not None:
+            bar.add_task("recording the step with checkpointing", total=None)
+            plain = replace(request, compiled=PARTITIONS[0] if args.compile else None)
+            how = None if args.checkpointing == "fit" else args.checkpointing
+            prediction = with_checkpointing(prediction, how, lambda how: record(replace(plain, checkpointed=how)))
+    return prediction
+
+
+def _bar(console: Console) -> Progress:
+    """Bar of what is done, with the time so far. It is gone at the end, and is not drawn into a file."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)
 
 
 def _request(args: argparse.Namespace, **size: int) -> RunRequest:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -336,7 +336,7 @@ class Partition:
 
 
 def predict_compiled(
-    steps: Sequence[RecordedStep],
+    recorded: Iterable[RecordedStep],
     spec: GpuSpec,
     hbm_budget: int,
     host_budget: int | None,
@@ -344,12 +344,15 @@ def predict_compiled(
 ) -> Prediction:
     """Predict the step of a model with compiled blocks, with the partition whose plan takes least time, as `predict` does.
 
-    steps: one for each of `PARTITIONS`, in order. All ways but the plan are those of torch's partition. A plan counts on a part
-    of the link, as all plans do; the partition is the one whose plan takes least time on the whole link, since a partition that
-    saves less costs its time in every step, however fast the link is.
+    recorded: one for each of `PARTITIONS`, in order. All ways but the plan are those of torch's partition. A plan counts on a
+    part of the link, as all plans do; the partition is the one whose plan takes least time on the whole link, since a partition
+    that saves less costs its time in every step, however fast the link is.
     """
-    cost, own = link_of(spec), steps[0].trace
-    partitions = tuple(_partition(step, hbm_budget, host_budget, cost, recompute) for step in steps)
+    cost, steps, partitions = link_of(spec), list[RecordedStep](), list[Partition]()
+    for step in recorded:
+        steps.append(step)
+        partitions.append(_partition(step, hbm_budget, host_budget, cost, recompute))
+    own = steps[0].trace
     planned = [i for i, one in enumerate(partitions) if one.planned_us is not None]
     best = min(planned, key=lambda i: partitions[i].planned_us or 0.0, default=len(steps) - 1)  # the last one saves least
     prediction = predict(steps[best], spec, hbm_budget, host_budget, recompute)
@@ -363,7 +366,7 @@ def predict_compiled(
         again_us = fastest.step_us - own.duration_us
         ways.append(Way(name="memory budget", peak_bytes=fastest.peak_bytes, step_us=fastest.step_us, recompute_us=again_us))
     ways.append(_full_recomputation(own))
-    return dataclasses.replace(prediction, ways=tuple(ways), partitions=partitions)
+    return dataclasses.replace(prediction, ways=tuple(ways), partitions=tuple(partitions))
 
 
 def _partition(

@@ -23,7 +23,7 @@ from tests.cuda_stand_in.limits import LATE_ALONE, TESTS
 PREFIX = "the CUDA stand-in: "
 """Prefix of a skip's reason if the stand-in lacks a feature."""
 
-EXPLAINED = ("torch has no sample of ", "needs TRL: ", "needs torchtune: ")
+EXPLAINED = ("torch has no sample of ", "needs torchtune: ")
 """Beginnings of skip reasons that also hold on a GPU."""
 
 _unexplained: list[str] = []

@@ -12,8 +12,11 @@ TORCH = "torch==2.11.0"
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
 """Requirements of torch other than the NVIDIA packages."""
 
-CUDA_PACKAGES = ("cuda-bindings==13.0.3", "cuda-pathfinder==1.9.0", "cupy-cuda13x==14.2.0", "triton==3.6.0")
-"""Packages installed without their requirements, which would be the NVIDIA packages again."""
+CUDA_PACKAGES = (
+    "accelerate==1.15.0", "cuda-bindings==13.0.3", "cuda-pathfinder==1.9.0", "cupy-cuda13x==14.2.0", "triton==3.6.0",
+    "trl==1.16.0",
+)  # fmt: skip
+"""Packages installed without their requirements, which would be the NVIDIA packages again. TRL is a peer of `bench training`."""
 
 CUDA_HEADERS = ("nvidia-cuda-crt==13.0.88", "nvidia-cuda-runtime==13.0.96")
 """Unpacked for their headers alone: nothing of them is loaded."""
@@ -23,4 +26,4 @@ NOT_NEEDED = (
     "kernels", "lightning", "mypy", "ruff", "selenium", "trl", "twine", "types-psutil",
 )  # fmt: skip
 """Unused packages of the extra `dev`: lint, packaging, documents and the browser do not run here. Training frameworks and the
-extra `stack` do not run either: they ask for torch, for which pip would install the NVIDIA packages."""
+extra `stack` do not run either, but for what `CUDA_PACKAGES` has: they ask for torch, and pip would bring the NVIDIA packages."""

@@ -16,7 +16,7 @@ CUDA_PACKAGES = (
     "accelerate==1.15.0", "cuda-bindings==13.0.3", "cuda-pathfinder==1.9.0", "cupy-cuda13x==14.2.0", "triton==3.6.0",
     "trl==1.16.0",
 )  # fmt: skip
-"""Packages installed without their requirements, which would be the NVIDIA packages again. TRL is a peer of `bench training`."""
+"""Packages installed without their requirements, which would be NVIDIA's again. TRL is a peer of `bench training`."""
 
 CUDA_HEADERS = ("nvidia-cuda-crt==13.0.88", "nvidia-cuda-runtime==13.0.96")
 """Unpacked for their headers alone: nothing of them is loaded."""
@@ -26,4 +26,4 @@ NOT_NEEDED = (
     "kernels", "lightning", "mypy", "ruff", "selenium", "trl", "twine", "types-psutil",
 )  # fmt: skip
 """Unused packages of the extra `dev`: lint, packaging, documents and the browser do not run here. Training frameworks and the
-extra `stack` do not run either, but for what `CUDA_PACKAGES` has: they ask for torch, and pip would bring the NVIDIA packages."""
+extra `stack` do not run either, but for those in `CUDA_PACKAGES`: they ask for torch, and pip would bring NVIDIA's packages."""

@@ -43,7 +43,7 @@ TORCH_VENV = .venv-$(subst ==,-,$(TORCH))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-thorough test-native test-cuda test-torch check format gpu memcheck docs release clean distclean
+.PHONY: help demo test test-slow test-thorough test-native test-cuda test-torch check format gpu memcheck docs gallery release nightly clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -90,6 +90,15 @@ memcheck: ## The kernels' tests under NVIDIA's compute-sanitizer; without torch'
 
 docs: $(STAMP) ## Build the documentation's site into build/site; a warning, such as a dead link, is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+gallery: $(STAMP) ## Train six small models under `run` on a simulated GPU, and show them on the site's page docs/gallery.md
+	@$(BIN)/python -m tests.gallery
+
+nightly: $(STAMP) $(CUDA_STAMP) ## Test with the newest torch that installs, then all that is thorough, then the site's links (hours)
+	@rm -rf .venv-torch-newest; failed=; \
+	for part in "test-torch TORCH=torch TORCH_VENV=.venv-torch-newest" test-thorough docs; do \
+	    echo "== make $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed [$$part]"; \
+	done; [ -z "$$failed" ] || { echo "nightly: failed:$$failed" >&2; exit 1; }
 
 release: $(STAMP) ## Build sdist and wheel into dist/, check and install them, list the fields that wait for a value
 	@$(BIN)/python -m tests.release

@@ -15,7 +15,7 @@ video   latents of 17 frames: attention within frames, along them and to a capti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack, noise
+from chameleon_mm.bench._stand_in import computes_on_cpu
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.tools.blocks import blocks_of
 from chameleon_mm.tools.demo import GPT, VOCABULARY, GPTConfig
 from chameleon_mm.tools.video_models import VideoDiT, VideoShape
 
@@ -81,6 +84,24 @@ class Workload:
     """Device, True to checkpoint blocks -> a new model, and the loss of a batch."""
     batch: Callable[[torch.device], tuple[Tensor, ...]]
     """Device -> a new batch."""
+
+
+def compiled(work: Workload, backend: str) -> Workload:
+    """The same with each block compiled by `backend`, anew for each model that is made."""
+
+    def make(device: torch.device, checkpointed: bool) -> tuple[nn.Module, Loss]:
+        torch.compiler.reset()
+        model, loss = work.make(device, checkpointed)
+        for block in blocks_of(model):
+            (block.block if isinstance(block, Checkpointed) else block).compile(backend=backend)
+        return model, loss
+
+    return replace(work, about=f"{work.about}, each block compiled by {backend}", make=make)
+
+
+def backend_for(device: Device) -> str:
+    """torch.compile's backend: on the stand-in one that runs torch's own kernels, as Inductor's need a GPU."""
+    return "aot_eager" if computes_on_cpu(device) else "inductor"
 
 
 # --- the families

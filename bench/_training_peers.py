@@ -137,6 +137,21 @@ def peers(device: Device) -> tuple[Peer, ...]:
     )
 
 
+def compiled_peers(device: Device) -> tuple[Peer, ...]:
+    """Peers of a model whose blocks are compiled; the first is the reference of the others."""
+    no_swap, checkpoint, *_ = peers(device)
+    alone = (
+        Peer(
+            key=f"activation_memory_budget_{share:g}",
+            name=f"memory budget {share:g}",
+            note=f"torch._functorch.config.activation_memory_budget = {share:g}, without us",
+            over_run=partial(_memory_budget, share=share),
+        )
+        for share in (0.5, 0.0)
+    )
+    return (no_swap, checkpoint, *alone, *(_session_peer(share, way) for share in SHARES for way in (PLANNED, SWAP_ONLY)))
+
+
 def _missing(device: Device, name: str, module: str, extra: str) -> str | None:
     """Reason why `module` of the library `name` cannot run on `device`, as one line; None: it can."""
     if device.simulated:
@@ -171,6 +186,12 @@ def _session_peer(share: float, way: str) -> Peer:
 @contextmanager
 def _nothing(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
     yield Around()
+
+
+@contextmanager
+def _memory_budget(device: Device, model: nn.Module, hbm_budget: int, *, share: float) -> Iterator[Around]:
+    with import_module("torch._functorch.config").patch(activation_memory_budget=share):
+        yield Around()
 
 
 @contextmanager

@@ -131,6 +131,7 @@ PARTS = (
     Part(theme="reclaim", command=(*_MODULE, "chameleon_mm.bench._reclaim_gap", "--json", "{out}"), cap_s=30, least_s=15),
     Part(theme="hooks", command=(*_BENCH, "hooks", *_TO_JSON), cap_s=60, least_s=25, rehearsal=_FEW_SAVES),
     Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=240, least_s=160, rehearsal=_SMALL_LLAMA),
+    Part(theme="compiled", command=(*_BENCH, "training", "--compile", *_TO_JSON), cap_s=90, least_s=40, rehearsal=_SMALL_LLAMA),
 )
 """Parts in the order in which they run. The first names the device: without its record nothing else starts."""
 
@@ -139,8 +140,7 @@ _PEERS = (_OURS, "checkpointing", "torch save_on_cpu", "TRL offloading", "torcht
 _AGAINST = "planned against measured"
 
 FIGURES = (
-    Wanted("link, to the host", "copy", None, ("D2H",), "pinned", "GB/s"),
-    Wanted("link, both ways", "copy", None, ("both ways",), "pinned", "GB/s"),
+    Wanted("link, to the host", "copy", None, ("D2H", "both ways"), "pinned", "GB/s"),
     Wanted("small copies, 64 KiB", "copy", None, ("D2H 64.0 KiB",), "pinned", "GB/s"),
     Wanted("many of 16 KiB, packed", "pack", "rates", ("4096 x 16 KiB",), "ours", "GB/s"),
     Wanted("pinning", "reclaim", "pinning", ("alloc_pinned",), "rate", "GB/s"),
@@ -149,6 +149,7 @@ FIGURES = (
     Wanted("hooks of a tensor that moves", "hooks", "saved tensors", ("moves by plan, alone",), "both_over", "us"),
     Wanted("training, step", "training", "peers", _PEERS, "ratio", "x"),
     Wanted("training, peak", "training", "peers", _PEERS, "peak_allocated_gib", "GiB"),
+    Wanted("compiled training, step", "compiled", "peers", (_OURS, "checkpointing", "memory budget 0.5"), "ratio", "x"),
     Wanted("plan, error of step", "training", _AGAINST, (f"{_OURS}: step",), "error", "%"),
     Wanted("plan, error of peak", "training", _AGAINST, (f"{_OURS}: peak",), "error", "%"),
 )

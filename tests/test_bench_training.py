@@ -19,8 +19,8 @@ from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
 from chameleon_mm.bench._small_step import NO_SESSION, SESSION, small_step
-from chameleon_mm.bench._training_models import Checkpointed, Sizes, Workload, gpt2, llama, resnet, video_dit, vit
-from chameleon_mm.bench._training_peers import PLANNED, ModelledSaveOnCpu, Peer, peers
+from chameleon_mm.bench._training_models import Checkpointed, Sizes, Workload, compiled, gpt2, llama, resnet, video_dit, vit
+from chameleon_mm.bench._training_peers import PLANNED, ModelledSaveOnCpu, Peer, compiled_peers, peers
 from chameleon_mm.bench._training_run import NO_PLAN, PeerRun, run_peer, warmup_steps
 from chameleon_mm.bench._training_sizes import FILL, TINY, choose_shape, choose_workload, fill_layers
 from chameleon_mm.bench.training import fresh_device
@@ -412,6 +412,23 @@ def test_other_libraries_offload_by_their_own_code_on_a_gpu(key: str) -> None:
     )
     assert torch.equal(plain.losses[: len(theirs.losses)].view(torch.int32), theirs.losses.view(torch.int32))
     assert theirs.activation_bytes < 0.7 * plain.activation_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_compiled_blocks_train_by_each_way_on_a_gpu() -> None:
+    from chameleon_mm.device.cuda import CudaDevice
+
+    device, work = CudaDevice(), compiled(llama(dataclasses.replace(SHAPE, layers=8, width=64, seq=32, batch=128)), "aot_eager")
+    first, _, half_saved, inputs_alone, *sessions = compiled_peers(device)
+    plain = run_peer(first, work, device, steps=1, seed=0, hbm_budget=device.capacity)
+    budgeted = [run_peer(peer, work, device, steps=1, seed=0, hbm_budget=0) for peer in (half_saved, inputs_alone)]
+    assert plain.activation_bytes > budgeted[0].activation_bytes > budgeted[1].activation_bytes
+    for peer in sessions[:2]:
+        assert peer.share == 1 / 2
+        ours = run_peer(peer, work, device, steps=1, seed=0, hbm_budget=plain.budget_for(peer.share))
+        assert torch.equal(plain.losses.view(torch.int32), ours.losses.view(torch.int32))
+        assert ours.peak_allocated_bytes <= plain.budget_for(peer.share)
 
 
 @pytest.mark.parametrize("key", LIBRARIES)

@@ -41,10 +41,10 @@ from chameleon_mm.tools.doctor import helpers
 if torch.version.cuda is None:  # a simulated device; CUDA's operators need a GPU
     layers = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(4)]
     model = torch.nn.Sequential(*layers)
-    with cm.SwapSession("3MiB", device="sim", min_bytes=0) as session:
-        for _ in range(4):
+    with cm.SwapSession("6MiB", device="sim", min_bytes=0) as session:  # of 11 MiB: some is recomputed
+        for _ in range(3):
             with session.step():
-                model(torch.randn(256, 64)).sum().backward()
+                model(torch.randn(1024, 64)).sum().backward()
     assert not native.useful() or native._loaded, "the session took no helper"
 print(helpers(Path("/")).replace("\\n", ", "))
 wrong = [str(path) for path in native._loaded if not path.is_relative_to(Path(cm.__file__).parents[1])]
@@ -80,6 +80,16 @@ def waiting(pyproject: dict[str, Any], citation: str, version: str) -> list[str]
     if f"## {version} (not released yet)" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"):
         found.append(f"CHANGELOG.md: the date of {version}")
     return found
+
+
+def native_project(at: Path, version: str, tag: str) -> None:
+    """Make the project of `chameleon-mm-native` in the folder `at`, without helpers."""
+    shutil.copytree(TEMPLATE, at)
+    shutil.copy(ROOT / "LICENSE", at)
+    text = (at / "pyproject.toml").read_text(encoding="utf-8")
+    for before, after in (('"TAG"', f'"{tag}"'), ('version = "0"', f'version = "{version}"'), ("mm==0", f"mm=={version}")):
+        text = text.replace(before, after)
+    (at / "pyproject.toml").write_text(text, encoding="utf-8")
 
 
 def native_wheels(pythons: Sequence[Path], version: str, dist: Path) -> list[str]:

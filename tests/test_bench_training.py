@@ -18,6 +18,7 @@ from chameleon_mm.bench import _compiled_rows, _planned, _small_step, _training_
 from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
+from chameleon_mm.bench._options import OPTIONS
 from chameleon_mm.bench._small_step import NO_SESSION, SESSION, small_step
 from chameleon_mm.bench._training_models import Checkpointed, Sizes, Workload, gpt2, llama, resnet, video_dit, vit
 from chameleon_mm.bench._training_peers import PLANNED, ModelledSaveOnCpu, Peer, peers
@@ -45,7 +46,7 @@ LIBRARIES = ("trl", "torchtune")
 
 def arguments(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    training.add_arguments(parser)
+    OPTIONS["training"](parser)
     return parser.parse_args(given)
 
 

@@ -16,6 +16,7 @@ from rich.table import Column, Table
 
 import chameleon_mm
 from chameleon_mm.bench import THEMES
+from chameleon_mm.bench._options import OPTIONS
 from chameleon_mm.errors import DeviceUnavailable
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.outputs import check_outputs, print_table
@@ -37,10 +38,10 @@ def theme(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
 
     def install(run: Run) -> None:
         module = types.ModuleType("fake_theme")
-        module.add_arguments = add_arguments  # type: ignore[attr-defined]  # a module made here
         module.run = run  # type: ignore[attr-defined]  # a module made here
         monkeypatch.setitem(sys.modules, "chameleon_mm.bench.fake", module)
         monkeypatch.setitem(THEMES, "fake", "a theme of a test")
+        monkeypatch.setitem(OPTIONS, "fake", add_arguments)
 
     return install
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
 
 import pytest
 import torch
@@ -90,6 +94,77 @@ def test_a_build_that_does_not_load_is_absent(empty: Path, tmp_path: Path) -> No
     assert native.status("memory").startswith("does not load: ")
 
 
+def test_of_two_processes_that_build_one_compiles(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "go")
+    lines = f'echo once >> {tmp_path}/log; cat {tmp_path}/go; while [ "$1" != -o ]; do shift; done; echo > "$2"'
+    compiler, waits, lock = script(tmp_path / "compiler", lines), Semaphore(0), fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: (waits.release(), lock(file, how)))
+    with ThreadPoolExecutor() as threads:  # a lock is of an open file: threads wait as processes do
+        built = [threads.submit(native.build, "memory", compiler=compiler, again=True) for _ in range(2)]
+        assert waits.acquire(timeout=60) and waits.acquire(timeout=60)
+        (tmp_path / "go").write_text("on")
+        assert len({done.result() for done in built}) == 1
+    assert (tmp_path / "log").read_text() == "once\n"
+
+
+def test_another_patch_release_takes_a_build_whose_headers_are_the_same(
+    empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    header, version, other = (tmp_path / "torch" / "include" / name for name in ("c10.h", "torch/version.h", native._HEADER))
+    for path in (header, version, Path(str(other).replace("include/include", "include"))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("before")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rule = f'echo "x: {header} {version} /usr/include/stdio.h" > "$2"'
+    compiler = script(tmp_path / "c++", f'while [ "$1" != -MF ]; do shift; done; {rule}; echo >> {tmp_path}/log; echo > "$4"')
+    built, minor = native.build("memory", into=tmp_path, compiler=compiler), ".".join(torch.__version__.split(".")[:2])
+    assert built.parent == tmp_path / native.PACKAGE and f"-{native.release()}-" in built.name
+    assert built.stat().st_mode & 0o444 == 0o444  # for all users
+
+    monkeypatch.setattr(torch, "__version__", f"{minor}.99")
+    version.write_text("after")
+    assert "headers" not in native.status("memory")  # it fits, and is no library: the loader of the system says so
+    assert native.build("memory", into=tmp_path, compiler="no-such") == built
+    header.write_text("after")
+    caplog.clear()
+    native._said.clear()
+    for _ in range(2):
+        assert re.match(
+            rf"does not load: it is for torch {minor}.*, whose headers differ from those of {minor}\.99",
+            native.status("memory"),
+        )
+    assert len(caplog.records) == 1
+    assert native.build("memory", into=tmp_path, compiler=compiler) == built
+    assert "headers" not in native.status("memory")
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert native.status("memory").startswith("not built for this torch")
+
+
+@pytest.mark.slow
+def test_a_build_of_the_user_is_taken_before_one_of_sys_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper("notes", monkeypatch)
+    own, place = native.file_of("notes"), tmp_path / "chameleon_mm_native"
+    place.mkdir(mode=0o777)
+    shared = native.file_of("notes", place)
+    shared.write_bytes(own.read_bytes())
+    shared.chmod(0o666)  # trusted as all code of sys.path
+    for caches, taken in (([tmp_path, own.parent], shared), ([own.parent, tmp_path], own)):  # the one in use stays
+        done = subprocess.run(
+            [sys.executable, "-c", FINDS, *caches],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(native.__file__).parents[2]}"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.stdout.splitlines() == [str(taken)] * 2, done.stderr
+
+
+FINDS = """
+import sys
+from pathlib import Path
+from chameleon_mm.device import native
+for native.CACHE in map(Path, sys.argv[1:]):
+    print(native.load("notes").__file__)
+"""
+
 LOADS = """
 import sys
 from pathlib import Path
@@ -153,3 +228,17 @@ def test_the_command_builds(empty: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["native", "--compiler", copies]) == 0
     assert "memory: does not load" in capsys.readouterr().out
     assert [path.name for path in empty.glob("*.so")] == [native.file_of("memory").name]
+
+
+def test_the_command_builds_into_a_folder_of_sys_path(
+    empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    copies = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"')
+    for hint in (True, False):
+        assert cli.main(["native", "--compiler", copies, "--into", str(tmp_path)]) == 0
+        told = capsys.readouterr().out
+        assert "memory: does not load" in told  # it is looked for there
+        assert (f"PYTHONPATH={tmp_path}" in told) is hint
+    assert [path.name for path in (tmp_path / native.PACKAGE).glob("*.so")] == [native.file_of("memory", empty).name]
+    assert not empty.exists()

@@ -31,9 +31,10 @@ from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.demo import GPT, GPTConfig
 from chameleon_mm.tools.plan_command import source_of
+from chameleon_mm.tools.plan_options import OPTIMIZERS
 from chameleon_mm.tools.prediction import HIDDEN_WITHIN, Prediction, assumptions, link_of, predict, show, verdicts
 from chameleon_mm.tools.shape_operators import GpuOperators, gpu_autocast
-from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, StepRequest, record_step, shapes_alone
+from chameleon_mm.tools.step_on_shapes import RecordedStep, StepRequest, record_step, shapes_alone
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload, built_in
 from chameleon_mm.units import GIB, MIB, parse_size
 from tests._simulated_step import simulated_step

@@ -102,7 +102,7 @@ def file_of(name: str, place: Path | None = None) -> Path:
 
 
 def _this_torch() -> list[str]:
-    return [torch.__version__, str(torch.version.git_version)]
+    return [str(torch.__version__), str(torch.version.git_version)]
 
 
 def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: bool = False) -> Path:

@@ -12,7 +12,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     of["native"].add_argument("--into", type=Path, metavar="DIR", help=into)
     of["native"].set_defaults(handler=_run_native)
     if command in ("demo", "run", "plan"):
-        module = importlib.import_module(f"chameleon_mm.tools.{command}_command")
+        module = importlib.import_module(f"chameleon_mm.tools.{command}_{'options' if command == 'plan' else 'command'}")
         module.add_arguments(of[command])
         more = {} if command == "run" else {"environment": _environment}
         of[command].set_defaults(handler=partial(module.run, **more))
@@ -188,9 +188,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name, about in THEMES.items():
         parser_of_theme = _add(themes, name, about, about)
         if (command, theme) == ("bench", name):
-            module = importlib.import_module(f"chameleon_mm.bench.{name}")
-            module.add_arguments(parser_of_theme)
-            parser_of_theme.set_defaults(handler=partial(_run_theme, module.run))
+            importlib.import_module("chameleon_mm.bench._options").OPTIONS[name](parser_of_theme)
+            parser_of_theme.set_defaults(handler=partial(_run_theme, name))
     return parser
 
 
@@ -202,13 +201,13 @@ def _add(
     )
 
 
-def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse.Namespace, console: Console) -> int:
+def _run_theme(name: str, args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm.tools.outputs import check_outputs, tell_written
 
     given = {name: getattr(args, name, None) for name in ("json", "svg")}
     files = {f"--{name}": Path(path) for name, path in given.items() if path is not None}
     check_outputs(files, make_folders=True)
-    code = run(args, console)
+    code = int(importlib.import_module(f"chameleon_mm.bench.{name}").run(args, console))
     for path in files.values():
         if path.exists():  # a theme that failed early wrote no file
             tell_written(console, path)

@@ -98,7 +98,7 @@ def test_a_helper_that_is_missing_is_said_with_what_its_lack_costs(tmp_path: Pat
     monkeypatch.setattr(checks.native, "status", lambda name: "active")
     assert helpers(tmp_path) == "reclaim: active\nmemory: active\nnotes: active\nloop: active"
     monkeypatch.setattr(checks.native, "status", lambda name: "active" if name == "notes" else "not built")
-    with pytest.raises(Unavailable, match="notes: active\n(.*\n)*pip install 'chameleon-mm\\[native\\]', or build") as told:
+    with pytest.raises(Unavailable, match=r"notes: active\n(.*\n)*pip install 'chameleon-mm\[native\]', or build") as told:
         helpers(tmp_path)
 
     text = (Path(__file__).parents[1] / "docs" / "measure.md").read_text(encoding="utf-8")

@@ -110,11 +110,12 @@ def test_of_two_processes_that_build_one_compiles(empty: Path, tmp_path: Path, m
 def test_another_patch_release_takes_a_build_whose_headers_are_the_same(
     empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    header, version, other = (tmp_path / "torch" / "include" / name for name in ("c10.h", "torch/version.h", native._HEADER))
-    for path in (header, version, Path(str(other).replace("include/include", "include"))):
+    torchs = tmp_path / "torch"
+    header, version = torchs / "include" / "c10.h", torchs / "include" / "torch" / "version.h"
+    for path in (header, version, torchs / native._HEADER):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("before")
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(torch, "__file__", str(torchs / "__init__.py"))
     monkeypatch.syspath_prepend(str(tmp_path))
     rule = f'echo "x: {header} {version} /usr/include/stdio.h" > "$2"'
     compiler = script(tmp_path / "c++", f'while [ "$1" != -MF ]; do shift; done; {rule}; echo >> {tmp_path}/log; echo > "$4"')
@@ -150,9 +151,10 @@ def test_a_build_of_the_user_is_taken_before_one_of_sys_path(tmp_path: Path, mon
     shared.write_bytes(own.read_bytes())
     shared.chmod(0o666)  # trusted as all code of sys.path
     for caches, taken in (([tmp_path, own.parent], shared), ([own.parent, tmp_path], own)):  # the one in use stays
+        path = f"{tmp_path}:{Path(native.__file__).parents[2]}"
         done = subprocess.run(
             [sys.executable, "-c", FINDS, *caches],
-            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(native.__file__).parents[2]}"}, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.stdout.splitlines() == [str(taken)] * 2, done.stderr
 

@@ -163,7 +163,10 @@ def main(pythons: Sequence[Path]) -> int:
     for line in waiting(pyproject, (ROOT / "CITATION.cff").read_text(encoding="utf-8"), version):
         _say(f"waits for a value: {line}")
     (oldest,) = (int(line.split(".")[-1]) for line in pyproject["project"]["dependencies"] if line.startswith("torch>="))
-    wanted = {f"{TESTED_TORCH[0]}.{minor}-{kind}" for minor in range(oldest, TESTED_TORCH[1] + 1) for kind in ("cpu", "cuda")}
+    builds = [(minor, kind) for minor in range(oldest, TESTED_TORCH[1] + 1) for kind in ("cpu", "cuda")]
+    wanted = {
+        f"{TESTED_TORCH[0]}.{minor}-{kind}" for minor, kind in builds if kind == "cuda" or minor < 14
+    }  # see native.useful
     without = sorted(wanted - {line.split()[-1] for line in made})
     _say(f"helpers are built for {', '.join(made)}; waits for an environment: {', '.join(without) or 'none'}")
     _say(

@@ -117,7 +117,7 @@ def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: 
     place = None if into is None else into / PACKAGE
     try:
         path = file_of(name, place)
-        before = _changed_ns(path)
+        before = path.exists() and path.stat().st_mtime_ns
         if before and not again and _unfit(path) is None:
             return path
         command = [*_command(compiler), str(source_of(name))]
@@ -126,7 +126,7 @@ def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: 
         else:
             place.mkdir(parents=True, exist_ok=True)
         with _alone_in(path.parent), tempfile.TemporaryDirectory() as made:
-            if _changed_ns(path) != before:  # by another process, while this one waited
+            if (path.exists() and path.stat().st_mtime_ns) != before:  # changed by another process, while this one waited
                 return path
             fresh, used = Path(made) / path.name, Path(made) / "used"
             _compile([*command, "-MD", "-MF", str(used), "-o", str(fresh), *_libraries(name)], name, fresh)
@@ -142,13 +142,6 @@ def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: 
             f"another (`chameleon-mm native --into DIR`)"
         ) from error
     return path
-
-
-def _changed_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
 
 
 @contextmanager

@@ -102,13 +102,7 @@ def native_wheels(pythons: Sequence[Path], version: str, dist: Path) -> list[str
             tag = _run(python, "-c", _TAG).strip()
             at = Path(folder) / tag
             if not at.exists():
-                shutil.copytree(TEMPLATE, at)
-                shutil.copy(ROOT / "LICENSE", at)
-                text = (at / "pyproject.toml").read_text(encoding="utf-8").replace('"TAG"', f'"{tag}"')
-                text = text.replace('version = "0"', f'version = "{version}"').replace(
-                    "chameleon-mm==0", f"chameleon-mm=={version}"
-                )
-                (at / "pyproject.toml").write_text(text, encoding="utf-8")
+                native_project(at, version, tag)
             _run(python, "-m", "chameleon_mm", "native", "--into", at)
         for at in Path(folder).iterdir():
             _run(sys.executable, "-m", "build", "--wheel", "--outdir", dist, at)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from chameleon_mm.device import SimDevice
+from chameleon_mm.device import SimDevice, native
 from chameleon_mm.swap.calibration import calibrate, kept
 from chameleon_mm.tools import doctor
 from chameleon_mm.tools import doctor as checks
@@ -94,10 +94,10 @@ def test_no_gpu_has_the_reason_and_what_to_do(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_helper_that_is_missing_is_said_with_what_its_lack_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.native, "useful", lambda: list(checks.native.HELPERS))
-    monkeypatch.setattr(checks.native, "status", lambda name: "active")
+    monkeypatch.setattr(native, "useful", lambda: list(native.HELPERS))
+    monkeypatch.setattr(native, "status", lambda name: "active")
     assert helpers(tmp_path) == "reclaim: active\nmemory: active\nnotes: active\nloop: active"
-    monkeypatch.setattr(checks.native, "status", lambda name: "active" if name == "notes" else "not built")
+    monkeypatch.setattr(native, "status", lambda name: "active" if name == "notes" else "not built")
     with pytest.raises(Unavailable, match=r"notes: active\n(.*\n)*pip install 'chameleon-mm\[native\]', or build") as told:
         helpers(tmp_path)
 

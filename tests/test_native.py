@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Semaphore
+from typing import IO
 
 import pytest
 import torch
@@ -98,7 +99,12 @@ def test_of_two_processes_that_build_one_compiles(empty: Path, tmp_path: Path, m
     os.mkfifo(tmp_path / "go")
     lines = f'echo once >> {tmp_path}/log; cat {tmp_path}/go; while [ "$1" != -o ]; do shift; done; echo > "$2"'
     compiler, waits, lock = script(tmp_path / "compiler", lines), Semaphore(0), fcntl.flock
-    monkeypatch.setattr(fcntl, "flock", lambda file, how: (waits.release(), lock(file, how)))
+
+    def flock(file: IO[str], how: int) -> None:
+        waits.release()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
     with ThreadPoolExecutor() as threads:  # a lock is of an open file: threads wait as processes do
         built = [threads.submit(native.build, "memory", compiler=compiler, again=True) for _ in range(2)]
         assert waits.acquire(timeout=60) and waits.acquire(timeout=60)
@@ -230,6 +236,15 @@ def test_the_command_builds(empty: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["native", "--compiler", copies]) == 0
     assert "memory: does not load" in capsys.readouterr().out
     assert [path.name for path in empty.glob("*.so")] == [native.file_of("memory").name]
+
+
+def test_only_helpers_that_torch_can_use_are_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for cuda, version, useful in (("13.0", "2.13.1", native.HELPERS), ("13.0", "2.14.1", native.OF_CUDA), (None, "2.14.1", ())):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch, "__version__", version)
+        assert set(native.useful()) == set(useful)
+    assert cli.main(["native", "--compiler", "no-such"]) == 0
+    assert "nothing to build: no helper is of use with torch 2.14-cpu" in capsys.readouterr().out
 
 
 def test_the_command_builds_into_a_folder_of_sys_path(

@@ -28,6 +28,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -91,14 +92,17 @@ def source_of(name: str) -> Path:
 def file_of(name: str, place: Path | None = None) -> Path:
     """Path of the helper `name` for this Python, torch and source, there or not: in the cache for this very torch, in another
     `place` for its minor release. Raises as `folder` and `source_of` do."""
-    key = str(torch.version.debug), str(torch.compiled_with_cxx11_abi()), *_FLAGS, "with facts"
+    key: tuple[str, ...] = (str(torch.version.debug), str(torch.compiled_with_cxx11_abi()), *_FLAGS, "with facts")
     which = f"{release()}-"
     if place is None:
         place, which, key = folder(), "", (sys.version, *_this_torch(), *key)
-    source = source_of(name)
-    of_source = (path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
-    digest = hashlib.sha256(b"".join(("\n".join(key).encode(), *of_source))).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join((_digest_of(source_of(name)), *key)).encode()).hexdigest()[:16]
     return place / f"chameleon_mm_{name}-{which}{digest}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
+
+
+@cache
+def _digest_of(source: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))).hexdigest()
 
 
 def _this_torch() -> list[str]:
@@ -238,13 +242,12 @@ def status(name: str) -> str:
 def _find(name: str) -> ModuleType | str:
     """The helper, or why there is none."""
     why, paths = "not built for this torch (`chameleon-mm native` builds it)", []
-    try:
-        paths.append(file_of(name))
-    except (OSError, RuntimeError) as error:  # no home, or one that may not be read
-        why = f"not built: {error}"
     portions = importlib.util.find_spec(PACKAGE)
-    places = () if portions is None else portions.submodule_search_locations or ()
-    paths += [file_of(name, Path(place)) for place in places]
+    for place in (None, *(() if portions is None else portions.submodule_search_locations or ())):
+        try:
+            paths.append(file_of(name, None if place is None else Path(place)))
+        except (OSError, RuntimeError) as error:  # no home, or one that may not be read
+            why = f"not built: {error}"
     for path in sorted(paths, key=lambda path: path not in _loaded):  # a second build beside one in use would register twice
         if path not in _loaded and not path.exists():
             continue

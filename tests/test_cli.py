@@ -78,13 +78,6 @@ def test_help_exits_with_0_and_says_what_there_is(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND"),
-        (["sing"], "'sing'"),
-        (["bench"], "THEME"),
-        (["bench", "sing"], "'sing'"),
-        (["demo", "--steps", "few"], "'few'"),
-        (["demo", "--marmot"], "--marmot"),
-        (["bench", "training", "--dtype", "int3"], "int3"),
         (["plan", "gpt2", f"--hbm-budget={'9' * 30}GiB"], "chameleon-mm: --hbm-budget: expected less than 8 EiB"),
         (["plan", "./\udcff.json"], "./\\udcff.json"),
         (["bench", "training", "--device=sim", "--layers=2", "--heads=5"], "multiple of"),

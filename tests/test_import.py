@@ -153,6 +153,8 @@ _ANSWERED = [
     *((["bench", theme, "--marmot"], 2, "--marmot") for theme in THEMES),
     (["demo", "--steps", "few"], 2, "invalid int value: 'few'"),
     (["demo", "--ratio", "2", "--hbm-budget", "1GiB"], 2, "not allowed with"),
+    (["bench"], 2, "the following arguments are required: THEME"),
+    (["bench", "sing"], 2, "invalid choice: 'sing'"),
     (["doctor", "--json"], 2, "expected one argument"),
     (["native", "--into"], 2, "expected one argument"),
     (["run"], 2, "expected a script or -m MODULE"),
@@ -180,6 +182,7 @@ def test_the_command_line_answers_without_torch(tmp_path: Path) -> None:
     for arguments, code, words in _ANSWERED:
         done = ended[" ".join(arguments)]
         assert done.code == code and words in done.out + done.err, (arguments, done)
+        assert bool(done.out) is (code == 0)
 
 
 def choices_of(add_arguments: Callable[[argparse.ArgumentParser], None]) -> dict[str, tuple[str, ...]]:

@@ -41,6 +41,9 @@ EXACT = $(addprefix tests/test_,plain_models.py in_place.py odd_uses.py uncovere
     readme.py)
 TORCH_VENV = .venv-$(subst ==,-,$(TORCH))
 
+# Interpreters that `make release` builds C++ helpers with: each has a torch of its own.
+HELPERS_OF ?= $(BIN)/python $(wildcard $(CUDA_VENV)/bin/python .venv-torch-*/bin/python)
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-slow test-thorough test-native test-cuda test-torch check format gpu memcheck docs gallery release nightly clean distclean
@@ -100,8 +103,8 @@ nightly: $(STAMP) $(CUDA_STAMP) ## Test with the newest torch that installs, the
 	    echo "== make $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed [$$part]"; \
 	done; [ -z "$$failed" ] || { echo "nightly: failed:$$failed" >&2; exit 1; }
 
-release: $(STAMP) ## Build sdist and wheel into dist/, check and install them, list the fields that wait for a value
-	@$(BIN)/python -m tests.release
+release: $(STAMP) ## Build sdist, wheel and wheels of helpers into dist/, check and install them, list the fields that wait
+	@$(BIN)/python -m tests.release $(HELPERS_OF)
 
 clean: ## Remove what builds and tools leave behind
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

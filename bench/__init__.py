@@ -1,6 +1,6 @@
 """Benchmarks, one module per theme.
 
-    THEMES[name] -> what it measures; chameleon_mm.bench.NAME: add_arguments(parser), run(args, console) -> exit code
+    THEMES[name] -> what it measures; _options.OPTIONS[name](parser); chameleon_mm.bench.NAME: run(args, console) -> exit code
 
 The map holds texts, not modules: the command line lists the themes without importing torch.
 """
@@ -18,4 +18,4 @@ THEMES: dict[str, str] = {
     "timeline": "one step by a plan on a simulated GPU: kernels, copies and memory over time, as a picture",
     "training": "step time and peak memory of one model: no swapping, checkpointing, torch's save_on_cpu, chameleon_mm",
 }
-"""Themes. The module of each has `add_arguments(parser)` and `run(args, console) -> int`: 0 done, 1 failed."""
+"""Themes. Its options are in `_options`; the module of each has `run(args, console) -> int`: 0 done, 1 failed."""

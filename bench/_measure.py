@@ -32,7 +32,7 @@ from chameleon_mm.bench._stand_in import NOT_MEASURED
 from chameleon_mm.device.protocols import Device, Stream
 from chameleon_mm.tools.outputs import print_table
 
-__all__ = ["Cell", "Column", "Figure", "Results", "Waived", "add_output_arguments", "environment", "interleave", "timed_us"]
+__all__ = ["Cell", "Column", "Figure", "Results", "Waived", "environment", "interleave", "timed_us"]
 
 _Sample = TypeVar("_Sample")
 
@@ -168,7 +168,7 @@ class Results:
         }
 
     def deliver(self, args: argparse.Namespace, console: Console) -> None:
-        """Print the table, and write the file that the user asked for by `add_output_arguments`."""
+        """Print the table, and write the file that the user asked for by `--json`."""
         self.show(console)
         if args.json:
             write_record(Path(args.json), self.to_dict())
@@ -293,11 +293,3 @@ def interleave(
             if done >= 0:
                 samples[name].append(sample)
     return samples
-
-
-def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every theme has: its device, and the file of its table."""
-    parser.add_argument(
-        "--device", metavar="DEVICE", help='"cuda", "cuda:1", "sim" or "sim:a100"; default: CUDA where there is one, else "sim"'
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the figures with their environment to FILE")

@@ -23,7 +23,8 @@ from rich.console import Console
 from torch import Tensor
 
 from chameleon_mm.bench._environment import environment
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave
+from chameleon_mm.bench._options import add_output_arguments
 from chameleon_mm.bench._report import Report
 from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.device import resolve_device

@@ -119,7 +119,7 @@ class Report:
         return where
 
     def deliver(self, args: argparse.Namespace, console: Console) -> None:
-        """Print the report, and write the file that the user asked for by `add_output_arguments`."""
+        """Print the report, and write the file that the user asked for by `--json`."""
         self.show(console)
         if args.json:
             write_record(Path(args.json), self.to_dict())

@@ -12,17 +12,12 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from chameleon_mm.bench._llama import DTYPES, Shape
+from chameleon_mm.bench._llama import Shape
+from chameleon_mm.bench._options import FILL, TINY
 from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.bench._training_models import Sizes, Workload, gpt2, llama, resnet, video_dit, vit
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.pool.host_memory import available_host_bytes
-
-TINY: dict[str, Any] = {"layers": 10, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
-"""Llama: small enough for a CPU, large enough that every activation is worth moving (1 MiB and more). It has so many blocks
-that an eighth of them needs more memory than the part that must be present at once."""
-FILL: dict[str, Any] = {"width": 4096, "heads": 32, "ffn": 14336, "seq": 4096, "batch": 4, "dtype": "bfloat16"}
-"""Llama: blocks as in Llama 3 8B, without grouped heads; `fill_layers` gives their number."""
 
 Sized = Mapping[str, Mapping[str, Any]]
 
@@ -58,23 +53,6 @@ OTHERS: Mapping[str, tuple[Callable[[Sizes], Workload], Sized]] = {
 }
 """Builders of each family except the Llama, and their sizes: `fill` as in GPT-2 large, ViT-L/14, a ResNet of 38 layers,
 and a small video model over 4 x 17 x 32 x 32 latents."""
-
-MODELS = ("llama", *OTHERS)
-
-
-def add_size_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of model and sizes on `parser`."""
-    parser.add_argument("--model", choices=MODELS, default="llama", help="what is trained (default llama)")
-    for name, what in (
-        ("layers", "blocks; of a resnet: of each stage"), ("width", "residual stream; of a resnet: inside the first blocks"),
-        ("heads", "attention heads"), ("ffn", "width inside SwiGLU, of the llama alone"),
-        ("seq", "tokens per row; of images: pixels of a side; of videos: latents of a side"),
-        ("batch", "rows, images or videos per step"),
-    ):  # fmt: skip
-        parser.add_argument(
-            f"--{name}", type=int, metavar="N", help=f"{what} (llama: tiny {TINY[name]}, fill {FILL.get(name, 'fitted')})"
-        )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help=f"tiny: {TINY['dtype']}, fill: {FILL['dtype']}")
 
 
 def choose_workload(args: argparse.Namespace, device: Device) -> Workload:

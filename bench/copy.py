@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
-from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, interleave, timed_us
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns, interleave, timed_us
 from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device, Stream
@@ -38,17 +38,6 @@ _FORMULAS = {
 }
 _NO_PAGEABLE = Waived("a simulated link knows pinned memory alone")
 _BLOCKING = Waived("a pageable copy holds the host until it is staged: one thread cannot keep both directions busy")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Register the options of `chameleon-mm bench copy`."""
-    add_output_arguments(parser)
-    parser.add_argument(
-        "--sizes",
-        metavar="SIZE,...",
-        help="sizes of one copy, such as 1MiB,64MiB; default: 64KiB to 1GiB on a GPU, to 16MiB where a CPU does its work",
-    )
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="samples of each figure (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from chameleon_mm.bench._environment import environment
 from chameleon_mm.bench._hooks_peers import IDENTITY, TENSOR_BYTES, Sample, peers
-from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, interleave
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns, interleave
 from chameleon_mm.bench._report import Bound, Report, median_of
 from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.device import native, resolve_device
@@ -55,13 +55,6 @@ BOUNDS = (
     ("moves by plan, alone", "use_over", "use over a hook that does nothing", 8.0),
 )
 """Row, column, description, maximum in us."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Register the options of `chameleon-mm bench hooks`."""
-    add_output_arguments(parser)
-    parser.add_argument("--saves", type=int, default=100, metavar="N", help="tensors saved in a step (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="samples of each figure (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -18,10 +18,10 @@ from random import Random
 from rich.console import Console
 
 from chameleon_mm.bench._environment import write_text
-from chameleon_mm.bench._length_models import DISTRIBUTIONS, MODELS, lengths_of
+from chameleon_mm.bench._length_models import MODELS, lengths_of
 from chameleon_mm.bench._lengths_run import SMALL_GPU, LengthRun, run_lengths
 from chameleon_mm.bench._lengths_svg import lengths_svg
-from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns
 from chameleon_mm.device import SimDevice, resolve_device
 from chameleon_mm.units import MIB, format_size
 
@@ -40,19 +40,6 @@ MODEL, SHARE = "llama", 0.5
 
 _NO_SESSION = Waived("no session: nothing is recorded")
 _NO_PLANS = Waived("plans=False: nothing is recorded")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Register the options of `chameleon-mm bench lengths`."""
-    add_output_arguments(parser)
-    parser.set_defaults(device="sim")
-    parser.add_argument(
-        "--distribution", choices=DISTRIBUTIONS, default="log-normal", help="of the lengths (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=200, metavar="N", help="steps, each of another length (default: %(default)s)"
-    )
-    parser.add_argument("--svg", metavar="FILE", help="write the run in the session as a picture to FILE (needs matplotlib)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

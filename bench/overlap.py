@@ -30,7 +30,6 @@ from chameleon_mm.bench._measure import (
     Figure,
     Results,
     Waived,
-    add_output_arguments,
     columns,
     environment,
     interleave,
@@ -72,12 +71,6 @@ _FORMULAS = {
     "kept": ("of link", "copies of as many bytes alone / what runs beside compute, in time, by round"),
     "gbps": ("alone GB/s", "bytes / time of copies alone / 1e9"),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Register the options of `chameleon-mm bench overlap`."""
-    add_output_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="samples of each figure (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -23,7 +23,7 @@ from rich.console import Console
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._environment import write_text
 from chameleon_mm.bench._figure import svg_of
-from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, environment, interleave
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns, environment, interleave
 from chameleon_mm.bench._pack_ways import NAMES, Sample, Way, Ways, Work, is_exact, measured
 from chameleon_mm.bench._report import Bound, Found, Report, median_of, most, over
 from chameleon_mm.bench._stand_in import NOT_MEASURED, computes_on_cpu, is_stand_in
@@ -62,20 +62,6 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.tensors} x {_size(self.nbytes)}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Register the options of `chameleon-mm bench pack`."""
-    add_output_arguments(parser)
-    sizes = ",".join(format_size(size).replace(".00 ", "").replace(".0 ", "") for size in SIZES_BYTES)
-    parser.add_argument(
-        "--sizes",
-        metavar="SIZE,...",
-        default=sizes,
-        help=f"multiples of {MULTIPLE_BYTES} bytes (default: {sizes})",
-    )
-    parser.add_argument("--svg", metavar="FILE", help="write the rates of many tensors as a picture to FILE")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="samples of each figure (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -27,7 +27,7 @@ from rich.console import Console
 from torch import Tensor
 
 from chameleon_mm.bench._environment import environment, processor_name
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave
 from chameleon_mm.bench._report import Bound, Report, median_of, over
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
@@ -55,12 +55,6 @@ _WASTE = (
     Column(key="pool", title="PinnedPool", formula="the most bytes reserved / peak live", on_stand_in=True),
     Column(key="torch", title="torch", formula="the most bytes reserved, by torch's rule / peak live", on_stand_in=True),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the benchmark's options on `parser`."""
-    add_output_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="samples of each time (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -33,7 +33,6 @@ from chameleon_mm.bench._measure import (
     Figure,
     Results,
     Waived,
-    add_output_arguments,
     environment,
     interleave,
     undisturbed,
@@ -70,13 +69,6 @@ _COLUMNS = (
 Step = Callable[[], None]
 Watch = Callable[[Step], float]
 """Runs a step and watches it. Returns the host's processor time in us."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Register the options of `chameleon-mm bench profiler`."""
-    add_output_arguments(parser)
-    parser.add_argument("--saves", type=int, default=1000, metavar="N", help="of the chain (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=51, metavar="N", help="samples of each (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

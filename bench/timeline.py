@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from chameleon_mm.bench._environment import write_text
-from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns
 from chameleon_mm.bench._timeline_run import Comparison, watched
 from chameleon_mm.bench._timeline_step import Step
 from chameleon_mm.bench._timeline_svg import timeline_svg
@@ -40,13 +40,6 @@ SHARE = 0.62
 """Share of the memory that a step adds which the budget leaves."""
 
 _NONE_MOVED = Waived("nothing is copied without swapping")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Register the options of `chameleon-mm bench timeline`."""
-    add_output_arguments(parser)
-    parser.set_defaults(device="sim")
-    parser.add_argument("--svg", metavar="FILE", help="write the planned step as a picture to FILE")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

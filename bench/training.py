@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from chameleon_mm.bench._compiled_rows import MODEL, compiled_rows
+from chameleon_mm.bench._compiled_rows import compiled_rows
 from chameleon_mm.bench._environment import environment, write_record
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, columns
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, columns
 from chameleon_mm.bench._planned import (
     Outcome,
     add_bound,
@@ -41,7 +41,7 @@ from chameleon_mm.bench._small_step import small_step
 from chameleon_mm.bench._training_models import Workload, backend_for, compiled
 from chameleon_mm.bench._training_peers import SWAP_ONLY, Peer, compiled_peers, peers, session_key
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
-from chameleon_mm.bench._training_sizes import add_size_arguments, choose_workload
+from chameleon_mm.bench._training_sizes import choose_workload
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
@@ -51,19 +51,6 @@ from chameleon_mm.units import GIB
 
 SMALL_REPEATS = 5
 """Number of samples of a small model's step for each way to run it."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the benchmark's options on `parser`."""
-    add_output_arguments(parser)
-    add_size_arguments(parser)
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="timed steps per peer, after its warm-up (default 4)")
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help=f"each block is compiled; on a simulator: {MODEL} instead, predicted from shapes; --batch, --seq, --layers",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default 0)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -61,7 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         resolve_device(None)
     logger.disabled = False
-    # Tests ignore the helpers that this machine's user has built.
+    # Tests ignore the helpers that this machine's user has built or installed.
+    native.PACKAGE = "chameleon_mm_native_of_a_test"
     if config.getoption("--native"):
         native.CACHE = BUILDS
         for name in native.useful():

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._environment import commit, environment, result_name, versions
-from chameleon_mm.bench._measure import Column, Figure, Results, Waived, add_output_arguments, interleave
+from chameleon_mm.bench._measure import Column, Figure, Results, Waived, interleave
+from chameleon_mm.bench._options import add_output_arguments
 from chameleon_mm.device import Device, SimDevice
 
 REAL = Column(key="real", title="GB/s", formula="bytes / time")

@@ -17,6 +17,7 @@ from chameleon_mm.bench import copy, hooks, overlap, pack, profiler
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._hooks_peers import BY_HAND, DROPPED, IDENTITY, Sample
 from chameleon_mm.bench._measure import Column, Figure, Results, Waived
+from chameleon_mm.bench._options import OPTIONS
 from chameleon_mm.bench._overlap_work import Sample as Overlapped
 from chameleon_mm.bench._overlap_work import Sizes
 from chameleon_mm.bench._pack_ways import NAMES, Ways, Work, is_exact
@@ -39,7 +40,7 @@ SMALL = Sizes(gemm=640, stream_elements=4 * MIB, dtype=torch.float32, chunk_byte
 
 def run_theme(module: ModuleType, *arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
+    OPTIONS[module.__name__.rpartition(".")[2]](parser)
     return int(module.run(parser.parse_args(arguments), Console(quiet=True)))
 
 

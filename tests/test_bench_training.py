@@ -18,11 +18,12 @@ from chameleon_mm.bench import _compiled_rows, _planned, _small_step, _training_
 from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
+from chameleon_mm.bench._options import FILL, OPTIONS, TINY
 from chameleon_mm.bench._small_step import NO_SESSION, SESSION, small_step
 from chameleon_mm.bench._training_models import Checkpointed, Sizes, Workload, compiled, gpt2, llama, resnet, video_dit, vit
 from chameleon_mm.bench._training_peers import PLANNED, ModelledSaveOnCpu, Peer, compiled_peers, peers
 from chameleon_mm.bench._training_run import NO_PLAN, PeerRun, run_peer, warmup_steps
-from chameleon_mm.bench._training_sizes import FILL, TINY, choose_shape, choose_workload, fill_layers
+from chameleon_mm.bench._training_sizes import choose_shape, choose_workload, fill_layers
 from chameleon_mm.bench.training import fresh_device
 from chameleon_mm.device import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
@@ -45,7 +46,7 @@ LIBRARIES = ("trl", "torchtune")
 
 def arguments(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    training.add_arguments(parser)
+    OPTIONS["training"](parser)
     return parser.parse_args(given)
 
 

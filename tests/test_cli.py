@@ -16,6 +16,7 @@ from rich.table import Column, Table
 
 import chameleon_mm
 from chameleon_mm.bench import THEMES
+from chameleon_mm.bench._options import OPTIONS
 from chameleon_mm.errors import DeviceUnavailable
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.outputs import check_outputs, print_table
@@ -37,10 +38,10 @@ def theme(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
 
     def install(run: Run) -> None:
         module = types.ModuleType("fake_theme")
-        module.add_arguments = add_arguments  # type: ignore[attr-defined]  # a module made here
         module.run = run  # type: ignore[attr-defined]  # a module made here
         monkeypatch.setitem(sys.modules, "chameleon_mm.bench.fake", module)
         monkeypatch.setitem(THEMES, "fake", "a theme of a test")
+        monkeypatch.setitem(OPTIONS, "fake", add_arguments)
 
     return install
 
@@ -77,13 +78,6 @@ def test_help_exits_with_0_and_says_what_there_is(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "COMMAND"),
-        (["sing"], "'sing'"),
-        (["bench"], "THEME"),
-        (["bench", "sing"], "'sing'"),
-        (["demo", "--steps", "few"], "'few'"),
-        (["demo", "--marmot"], "--marmot"),
-        (["bench", "training", "--dtype", "int3"], "int3"),
         (["plan", "gpt2", f"--hbm-budget={'9' * 30}GiB"], "chameleon-mm: --hbm-budget: expected less than 8 EiB"),
         (["plan", "./\udcff.json"], "./\\udcff.json"),
         (["bench", "training", "--device=sim", "--layers=2", "--heads=5"], "multiple of"),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from chameleon_mm.device import SimDevice
+from chameleon_mm.device import SimDevice, native
 from chameleon_mm.swap.calibration import calibrate, kept
 from chameleon_mm.tools import doctor
 from chameleon_mm.tools import doctor as checks
 from chameleon_mm.tools.cli import main
-from chameleon_mm.tools.doctor import CHECKS, Unavailable, driver, find, gpus, installed, link_rates, memlock, memory
+from chameleon_mm.tools.doctor import CHECKS, Unavailable, driver, find, gpus, helpers, installed, link_rates, memlock, memory
 from chameleon_mm.units import GIB, MIB
 from tests._fakes import UnsimulatedDevice, file_tree, refusing
 
@@ -90,6 +91,22 @@ def test_no_gpu_has_the_reason_and_what_to_do(tmp_path: Path, monkeypatch: pytes
 
 
 # ---------------------------------------------------------------------------------------------------- host and software
+
+
+def test_a_helper_that_is_missing_is_said_with_what_its_lack_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "useful", lambda: list(native.HELPERS))
+    monkeypatch.setattr(native, "status", lambda name: "active")
+    assert helpers(tmp_path) == "reclaim: active\nmemory: active\nnotes: active\nloop: active"
+    monkeypatch.setattr(native, "status", lambda name: "active" if name == "notes" else "not built")
+    with pytest.raises(Unavailable, match=r"notes: active\n(.*\n)*pip install 'chameleon-mm\[native\]', or build") as told:
+        helpers(tmp_path)
+
+    text = (Path(__file__).parents[1] / "docs" / "measure.md").read_text(encoding="utf-8")
+    (row,) = (line for line in text.splitlines() if line.startswith("| moves by plan |"))
+    python, memory, loop = ([Decimal(figure) for figure in cell.split("/")] for cell in row.split("|")[2:5])
+    for name, with_it, without in (("memory", memory, python), ("loop", loop, memory)):
+        save, use = (slow - fast for slow, fast in zip(without, with_it, strict=True))
+        assert f"{name}: not built; without it: {save} us more for each save that moves, {use} for its use" in str(told.value)
 
 
 def test_half_of_what_is_available_may_be_pinned_and_a_control_group_that_leaves_less_is_named(tmp_path: Path) -> None:

@@ -5,13 +5,18 @@ A public name loads its own modules and torch at its first use. A device or a se
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import chameleon_mm as cm
+from chameleon_mm.bench import THEMES, _length_models, _llama, _training_sizes
+from chameleon_mm.bench._options import OPTIONS
+from chameleon_mm.tools import adapters, largest, plan_options, step_on_shapes, workload
 from tests._run_scripts import Ended, forks, python
 
 pytestmark = pytest.mark.timeout(900)  # the first test runs the interpreters of all
@@ -138,21 +143,63 @@ def test_the_allocator_alone_loads_no_session(ended: dict[str, Ended]) -> None:
     assert {name.split(".")[1] for name in ours[1:]} == {"device", "errors", "files", "pool", "replayable", "units"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--version"], 0, f"chameleon-mm {cm.__version__}"),
-        (["--help"], 0, "usage: chameleon-mm"),
-        (["no-such-command"], 2, "invalid choice: 'no-such-command'"),
-        ([], 2, "the following arguments are required: COMMAND"),
-    ],
-    ids=["version", "help", "bad command", "no command"],
-)
-def test_the_command_line_answers_without_torch(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:
-    program = f"import sys; sys.modules['torch'] = None; from chameleon_mm.tools.cli import main; sys.exit(main({arguments}))"
-    done = python(["-c", program], tmp_path)
-    assert done.code == code, done.err
-    assert words in done.out + done.err
+_ANSWERED = [
+    (["--version"], 0, f"chameleon-mm {cm.__version__}"),
+    (["--help"], 0, "usage: chameleon-mm"),
+    (["no-such-command"], 2, "invalid choice: 'no-such-command'"),
+    ([], 2, "the following arguments are required: COMMAND"),
+    *(([command, "--help"], 0, "usage: chameleon-mm") for command in ("demo", "run", "doctor", "native", "plan", "bench")),
+    *(([command, "--marmot"], 2, "--marmot") for command in ("demo", "doctor", "native")),
+    *((["bench", theme, "--marmot"], 2, "--marmot") for theme in THEMES),
+    (["demo", "--steps", "few"], 2, "invalid int value: 'few'"),
+    (["demo", "--ratio", "2", "--hbm-budget", "1GiB"], 2, "not allowed with"),
+    (["bench"], 2, "the following arguments are required: THEME"),
+    (["bench", "sing"], 2, "invalid choice: 'sing'"),
+    (["doctor", "--json"], 2, "expected one argument"),
+    (["native", "--into"], 2, "expected one argument"),
+    (["run"], 2, "expected a script or -m MODULE"),
+    (["run", "--keeep", "x", "train.py"], 2, "did you mean --keep?"),
+    (["run", "--hbm-budget", "much", "-m", "train"], 2, "--hbm-budget: expected"),
+    (["run", "no-such.py"], 2, "which does not exist"),
+    (["bench", "copy", "--repeats", "few"], 2, "invalid int value: 'few'"),
+    (["bench", "training", "--dtype", "int3"], 2, "invalid choice: 'int3'"),
+    (["plan"], 2, "the following arguments are required: MODEL"),
+    (["plan", "gpt2", "--marmot"], 2, "--marmot"),
+    (["plan", "gpt2", "--optimizer", "lion"], 2, "invalid choice: 'lion'"),
+    (["plan", "gpt2", "--gpu", "nothing"], 2, "GPU spec: expected one of"),
+    (["plan", "gpt2", "--hbm-budget", "much"], 2, "--hbm-budget: expected"),
+    (["plan", "gpt2", "--hbm-budget", "0"], 2, "--hbm-budget: expected more than 0 bytes"),
+    (["plan", "gpt2", "--batch", "0"], 2, "--batch: expected 1 or more, got 0"),
+    (["plan", "gpt2", "--fsdp", "1"], 2, "--fsdp: expected 2 or more ranks"),
+    (["plan", "gpt2", "--checkpointing", "some"], 2, "--checkpointing: expected fit"),
+]
+
+
+def test_the_command_line_answers_without_torch(tmp_path: Path) -> None:
+    begin = "import sys; sys.modules['torch'] = None; from chameleon_mm.tools.cli import main"
+    codes = {" ".join(arguments): f"sys.exit(main({arguments}))" for arguments, _, _ in _ANSWERED}
+    ended = forks(begin, codes, tmp_path, tmp_path / "notes")
+    for arguments, code, words in _ANSWERED:
+        done = ended[" ".join(arguments)]
+        assert done.code == code and words in done.out + done.err, (arguments, done)
+        assert bool(done.out) is (code == 0)
+
+
+def choices_of(add_arguments: Callable[[argparse.ArgumentParser], None]) -> dict[str, tuple[str, ...]]:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return {action.dest: tuple(action.choices) for action in parser._actions if action.choices}
+
+
+def test_the_choices_of_options_are_the_keys_of_the_tables_that_need_torch() -> None:
+    assert choices_of(plan_options.add_arguments) == {
+        "dtype": tuple(step_on_shapes.DTYPES), "autocast": tuple(step_on_shapes.AUTOCAST),
+        "quantise": tuple(adapters.BITS), "optimizer": tuple(plan_options.OPTIMIZERS), "largest": largest.SIZES,
+    }  # fmt: skip
+    assert tuple(workload.BUILT_IN) == plan_options.MODELS
+    assert choices_of(OPTIONS["lengths"]) == {"distribution": _length_models.DISTRIBUTIONS}
+    models = ("llama", *_training_sizes.OTHERS)
+    assert choices_of(OPTIONS["training"]) == {"model": models, "dtype": tuple(_llama.DTYPES)}
 
 
 def test_the_public_names_are_there_and_listed() -> None:

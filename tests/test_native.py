@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
+from typing import IO
 
 import pytest
 import torch
@@ -51,7 +56,7 @@ def test_without_a_compiler_there_is_a_sentence_and_all_works(empty: Path) -> No
 def test_a_compiler_that_fails_leaves_nothing(lines: str, words: str, empty: Path, tmp_path: Path) -> None:
     with pytest.raises(NativeBuildError, match=f"could not compile the helper 'memory' for torch .*{words}; all works without"):
         native.build("memory", compiler=script(tmp_path / "compiler", lines))
-    assert list(empty.iterdir()) == []
+    assert [path.name for path in empty.iterdir()] == [".lock"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(empty: Path, tmp_path: Path) -> None:
@@ -80,7 +85,7 @@ def test_a_build_is_made_once_for_each_torch(empty: Path, tmp_path: Path, monkey
     assert native.status("memory").startswith("not built for this torch")
     assert native.build("memory", compiler=copies) != first
     assert (tmp_path / "log").read_text() == "once\nonce\n"
-    assert len(list(empty.iterdir())) == 2
+    assert len(list(empty.glob("*.so"))) == 2
 
 
 def test_a_build_that_does_not_load_is_absent(empty: Path, tmp_path: Path) -> None:
@@ -89,6 +94,84 @@ def test_a_build_that_does_not_load_is_absent(empty: Path, tmp_path: Path) -> No
     assert native.load("memory") is None
     assert native.status("memory").startswith("does not load: ")
 
+
+def test_of_two_processes_that_build_one_compiles(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "go")
+    lines = f'echo once >> {tmp_path}/log; cat {tmp_path}/go; while [ "$1" != -o ]; do shift; done; echo > "$2"'
+    compiler, waits, lock = script(tmp_path / "compiler", lines), Semaphore(0), fcntl.flock
+
+    def flock(file: IO[str], how: int) -> None:
+        waits.release()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with ThreadPoolExecutor() as threads:  # a lock is of an open file: threads wait as processes do
+        built = [threads.submit(native.build, "memory", compiler=compiler, again=True) for _ in range(2)]
+        assert waits.acquire(timeout=60) and waits.acquire(timeout=60)
+        (tmp_path / "go").write_text("on")
+        assert len({done.result() for done in built}) == 1
+    assert (tmp_path / "log").read_text() == "once\n"
+
+
+def test_another_patch_release_takes_a_build_whose_headers_are_the_same(
+    empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torchs = tmp_path / "torch"
+    header, version = torchs / "include" / "c10.h", torchs / "include" / "torch" / "version.h"
+    for path in (header, version, torchs / native._HEADER):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("before")
+    monkeypatch.setattr(torch, "__file__", str(torchs / "__init__.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rule = f'echo "x: {header} {version} /usr/include/stdio.h" > "$2"'
+    compiler = script(tmp_path / "c++", f'while [ "$1" != -MF ]; do shift; done; {rule}; echo >> {tmp_path}/log; echo > "$4"')
+    built, minor = native.build("memory", into=tmp_path, compiler=compiler), ".".join(torch.__version__.split(".")[:2])
+    assert built.parent == tmp_path / native.PACKAGE and f"-{native.release()}-" in built.name
+    assert built.stat().st_mode & 0o444 == 0o444  # for all users
+
+    monkeypatch.setattr(torch, "__version__", f"{minor}.99")
+    version.write_text("after")
+    assert "headers" not in native.status("memory")  # it fits, and is no library: the loader of the system says so
+    assert native.build("memory", into=tmp_path, compiler="no-such") == built
+    header.write_text("after")
+    caplog.clear()
+    native._said.clear()
+    for _ in range(2):
+        assert re.match(
+            rf"does not load: it is for torch {minor}.*, whose headers differ from those of {minor}\.99",
+            native.status("memory"),
+        )
+    assert len(caplog.records) == 1
+    assert native.build("memory", into=tmp_path, compiler=compiler) == built
+    assert "headers" not in native.status("memory")
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert native.status("memory").startswith("not built for this torch")
+
+
+@pytest.mark.slow
+def test_a_build_of_the_user_is_taken_before_one_of_sys_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper("notes", monkeypatch)
+    own, place = native.file_of("notes"), tmp_path / "chameleon_mm_native"
+    place.mkdir(mode=0o777)
+    shared = native.file_of("notes", place)
+    shared.write_bytes(own.read_bytes())
+    shared.chmod(0o666)  # trusted as all code of sys.path
+    for caches, taken in (([own.parent], own), ([tmp_path, own.parent], shared)):  # one in use stays
+        path = f"{tmp_path}:{Path(native.__file__).parents[2]}"
+        done = subprocess.run(
+            [sys.executable, "-c", FINDS, *caches],
+            env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.stdout.splitlines() == [str(taken)] * len(caches), done.stderr
+
+
+FINDS = """
+import sys
+from pathlib import Path
+from chameleon_mm.device import native
+for native.CACHE in map(Path, sys.argv[1:]):
+    print(native.load("notes").__file__)
+"""
 
 LOADS = """
 import sys
@@ -152,4 +235,27 @@ def test_the_command_builds(empty: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "expected a C++ compiler" in capsys.readouterr().err
     assert cli.main(["native", "--compiler", copies]) == 0
     assert "memory: does not load" in capsys.readouterr().out
-    assert [path.name for path in empty.iterdir()] == [native.file_of("memory").name]
+    assert [path.name for path in empty.glob("*.so")] == [native.file_of("memory").name]
+
+
+def test_only_helpers_that_torch_can_use_are_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for cuda, version, useful in (("13.0", "2.13.1", native.HELPERS), ("13.0", "2.14.1", native.OF_CUDA), (None, "2.14.1", ())):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch, "__version__", version)
+        assert set(native.useful()) == set(useful)
+    assert cli.main(["native", "--compiler", "no-such"]) == 0
+    assert "nothing to build: no helper is of use with torch 2.14-cpu" in capsys.readouterr().out
+
+
+def test_the_command_builds_into_a_folder_of_sys_path(
+    empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    copies = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"')
+    for hint in (True, False):
+        assert cli.main(["native", "--compiler", copies, "--into", str(tmp_path)]) == 0
+        told = capsys.readouterr().out
+        assert "memory: does not load" in told  # it is looked for there
+        assert (f"PYTHONPATH={tmp_path}" in told) is hint
+    assert [path.name for path in (tmp_path / native.PACKAGE).glob("*.so")] == [native.file_of("memory", empty).name]
+    assert not empty.exists()

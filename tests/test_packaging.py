@@ -18,10 +18,16 @@ from pathlib import Path
 
 import pytest
 
+import chameleon_mm as cm
+from chameleon_mm import integrations
+from chameleon_mm.bench import _training_peers
+from tests.release import native_project
+
 pytestmark = pytest.mark.slow
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LINKS = ("bench", "kernels")
+PACKAGE = "chameleon_mm_native"
 
 
 def _build(kind: str, source: Path, out: Path) -> Path:
@@ -124,6 +130,49 @@ def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Pat
         archive.extractall(tmp_path / "unpacked", filter="data")
     (source,) = (tmp_path / "unpacked").iterdir()
     assert _contents(_build("wheel", source, tmp_path / "wheel")) == _contents(wheel)
+
+
+def test_each_extra_that_is_named_exists() -> None:
+    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    places = [_ROOT, *(_ROOT / name for name in ("chameleon_mm", "bench", "docs", "tests/native_wheel"))]
+    files = {
+        file
+        for place in places
+        for kind in ("*.py", "*.md", "*.toml")
+        for file in place.glob(kind if place == _ROOT else f"**/{kind}")
+    }
+    named = {
+        name for file in files for name in re.findall(r"(?:chameleon-mm|'\.)\[([^\]]+)\]", file.read_text(encoding="utf-8"))
+    }
+    written = {"{name}": integrations._MODULES, "{extra}": [library[0] for library in _training_peers._LIBRARIES]}
+    assert named > set(written)  # as messages are formed
+    assert {name for given in named for name in written.get(given, [given])} <= set(extras) >= {"native", "plan"}
+
+
+def test_the_version_is_that_of_the_package_everywhere() -> None:
+    citation = (_ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {cm.__version__}\n" in citation
+    assert f"\n## {cm.__version__} (" in (_ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_wheel_of_helpers_is_for_one_python_one_platform_and_one_release(tmp_path: Path, wheel: Path) -> None:
+    native_project(tmp_path / "project", "1.2.3", "cp311-cp311-linux_x86_64")
+    (tmp_path / "project" / PACKAGE).mkdir()
+    (tmp_path / "project" / PACKAGE / "chameleon_mm_memory.so").write_bytes(b"a library")
+    (tmp_path / "project" / PACKAGE / ".lock").touch()
+    built = _build("wheel", tmp_path / "project", tmp_path / "wheel")
+    assert built.name == "chameleon_mm_native-1.2.3-cp311-cp311-linux_x86_64.whl"
+    contents, info = _contents(built), "chameleon_mm_native-1.2.3.dist-info"
+    assert {name for name in contents if not name.startswith(info)} == {f"{PACKAGE}/chameleon_mm_memory.so"}
+    assert "Root-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n" in contents[f"{info}/WHEEL"].decode()
+    assert contents[f"{info}/licenses/LICENSE"] == (_ROOT / "LICENSE").read_bytes()
+    ours, theirs = (
+        next(data.decode() for name, data in found.items() if name.endswith("/METADATA"))
+        for found in (_contents(wheel), contents)
+    )
+    assert "\nRequires-Dist: chameleon-mm==1.2.3\n" in theirs
+    same = re.compile(r"^(?:Author|License-Expression|Requires-Python|Metadata-Version): .*$", re.MULTILINE)
+    assert same.findall(ours) == same.findall(theirs) != []
 
 
 def test_an_address_makes_each_link_of_the_readme_absolute(wheel: Path) -> None:

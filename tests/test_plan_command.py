@@ -32,11 +32,12 @@ from chameleon_mm.plan.trace import StepPhase, TensorKind
 from chameleon_mm.plan.unswapped_memory import peak_memory
 from chameleon_mm.tools.cli import main
 from chameleon_mm.tools.demo import GPT, GPTConfig
-from chameleon_mm.tools.plan_command import add_arguments, run, source_of
+from chameleon_mm.tools.plan_command import source_of
+from chameleon_mm.tools.plan_options import OPTIMIZERS, add_arguments, run
 from chameleon_mm.tools.prediction import HIDDEN_WITHIN, PARTITIONS, Prediction, assumptions, link_of, predict, show, verdicts
 from chameleon_mm.tools.session_on_shapes import RUN_STEPS
 from chameleon_mm.tools.shape_operators import GpuOperators, gpu_autocast
-from chameleon_mm.tools.step_on_shapes import OPTIMIZERS, RecordedStep, StepRequest, record_step, shapes_alone
+from chameleon_mm.tools.step_on_shapes import RecordedStep, StepRequest, record_step, shapes_alone
 from chameleon_mm.tools.workload import Build, Llama, LlamaShape, ModelUnusable, Workload, built_in
 from chameleon_mm.units import GIB, MIB, parse_size
 from tests._simulated_step import simulated_step
@@ -651,7 +652,6 @@ def test_a_bar_shows_what_is_done_on_a_terminal_alone(
     models: str, monkeypatch: pytest.MonkeyPatch, more: list[str], what: str, done: int, total: int
 ) -> None:
     add_arguments(parser := argparse.ArgumentParser())
-    args = parser.parse_args([f"{models}:tiny", "--batch", "2", *more])
     ends, stop = list[tuple[float, float | None]](), Progress.stop
 
     def stopped(bar: Progress) -> None:
@@ -661,7 +661,7 @@ def test_a_bar_shows_what_is_done_on_a_terminal_alone(
     monkeypatch.setattr(Progress, "stop", stopped)
     for terminal in (True, False):
         console = Console(file=(out := io.StringIO()), force_terminal=terminal, width=120)
-        assert run(args, console, lambda *_: {}) == 0
+        assert run(parser.parse_args([f"{models}:tiny", "--batch", "2", *more]), console, lambda *_: {}) == 0
         assert (what in out.getvalue()) is terminal
     assert ends == [(done, total)] * 2
 

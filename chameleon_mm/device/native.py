@@ -1,12 +1,17 @@
-"""The optional C++ helpers: built on request for the torch that is installed, and used from then on; without them all works.
+"""The optional C++ helpers: installed or built for the torch that is there, and used from then on; without them all works.
 
     build("memory")          # compile it, where no build fits: a quarter of a minute. `chameleon-mm native` builds them all
     load("memory")           # the module, or None: not built for this torch, or not loadable; never compiles
     status("memory")         # the same, in words: `chameleon-mm doctor` prints it
 
-A build is made for one Python, one torch, one C++ ABI and one source, and the name of its file says which: after an update of
-any of them there is none, until it is built again. `memory`, `notes` and `loop` do the work of Python code, which is their
-reference; `reclaim` is what torch's allocator calls. Sessions use what is built when they are made.
+A build is for one Python, torch, C++ ABI and source, and the name of its file says which. `load` looks in this order:
+
+1. the user's cache: for this very torch. It comes first because the user asked for it, with this compiler, for this torch;
+2. folders `chameleon_mm_native` of `sys.path`: for a minor release of torch. `pip install 'chameleon-mm[native]'` and
+   `build(name, into=...)` write there.
+
+`memory`, `notes` and `loop` do the work of Python code, which is their reference; `reclaim` is what torch's allocator calls.
+Sessions use what is there when they are made.
 """
 
 from __future__ import annotations
@@ -14,12 +19,16 @@ from __future__ import annotations
 import hashlib
 import importlib.machinery
 import importlib.util
+import json
 import logging
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -31,8 +40,11 @@ from chameleon_mm.units import MIB
 
 # --- Compiles a C++ helper against the installed torch, with the user's own compiler, into the user's cache
 #
-# A build ends with the digest of what is before it, which the loader of the system passes over. A process that loads a build
-# whose last pages are missing would end by SIGBUS, so the digest is compared first: Note [Own files] in `files`.
+# A build ends with facts about its torch, their length, and the digest of all before it; the loader of the system passes over
+# them. A process that loads a build whose last pages are missing would end by SIGBUS, so the digest is compared first.
+#
+# Note [Patch releases]: torch keeps its C++ ABI within a minor release by custom, without a promise. A build made for another
+# patch release is loaded only if each of torch's headers that it was compiled from has the same bytes here, but for version.h.
 
 HELPERS = ("reclaim", "memory", "notes", "loop")
 """Names of the helpers. The source of each lies beside this file."""
@@ -41,11 +53,14 @@ OF_CUDA = ("reclaim", "memory", "loop")
 """Those that are of use with torch's CUDA build alone."""
 
 CACHE: Path | None = None
-"""Folder of the builds; None: a folder of the user's cache."""
+"""Folder of the user's builds; None: a folder of the user's cache."""
+
+PACKAGE = "chameleon_mm_native"
+"""Name of the folders of `sys.path` that hold builds. They are portions of a namespace package, which no code imports."""
 
 _COMPILE_LIMIT_S = 600
 _BUILD_LIMIT_BYTES = 64 * MIB
-_DIGEST_BYTES = hashlib.sha256().digest_size
+_DIGEST_BYTES, _LENGTH_BYTES = hashlib.sha256().digest_size, 8
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 _HEADER = Path("include", "torch", "csrc", "autograd", "python_variable.h")
 
@@ -56,7 +71,15 @@ def folder() -> Path:
 
 
 def useful() -> list[str]:
-    return [name for name in HELPERS if name not in OF_CUDA or torch.version.cuda is not None]
+    """Helpers that this torch can use. From 2.14 on it has the dispatch key of `notes` itself."""
+    has_key = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    return [name for name in HELPERS if (not has_key if name == "notes" else torch.version.cuda is not None)]
+
+
+def release() -> str:
+    """Minor release and build of this torch, as `2.13-cpu`. Folders of `sys.path` have one build of each helper for each."""
+    made_for = next((kind for kind in ("cuda", "hip", "xpu") if getattr(torch.version, kind, None)), "cpu")
+    return f"{'.'.join(torch.__version__.split('.')[:2])}-{made_for}"
 
 
 def source_of(name: str) -> Path:
@@ -66,41 +89,87 @@ def source_of(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.cpp")
 
 
-def file_of(name: str) -> Path:
-    """The build of the helper `name` for this Python, this torch and this source, there or not. Raises as `folder` and
-    `source_of` do."""
-    of_torch = torch.__version__, str(torch.version.git_version), str(torch.version.debug), str(torch.compiled_with_cxx11_abi())
-    key = "\n".join((sys.version, *of_torch, *_FLAGS, "with its digest"))
-    source = source_of(name)
-    headers = sorted(source.parent.glob("*.h"))
-    digest = hashlib.sha256(b"".join((key.encode(), *(path.read_bytes() for path in (source, *headers))))).hexdigest()[:16]
-    return folder() / f"chameleon_mm_{name}-{digest}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
+def file_of(name: str, place: Path | None = None) -> Path:
+    """Path of the helper `name` for this Python, torch and source, there or not: in the cache for this very torch, in another
+    `place` for its minor release. Raises as `folder` and `source_of` do."""
+    key: tuple[str, ...] = (str(torch.version.debug), str(torch.compiled_with_cxx11_abi()), *_FLAGS, "with facts")
+    which = f"{release()}-"
+    if place is None:
+        place, which, key = folder(), "", (sys.version, *_this_torch(), *key)
+    digest = hashlib.sha256("\n".join((_digest_of(source_of(name)), *key)).encode()).hexdigest()[:16]
+    return place / f"chameleon_mm_{name}-{which}{digest}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
 
 
-def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
-    """Return the build of the helper `name`, compiled now by `compiler` if there is none, or `again`. Takes up to a minute.
+@cache
+def _digest_of(source: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))).hexdigest()
+
+
+def _this_torch() -> list[str]:
+    return [str(torch.__version__), str(torch.version.git_version)]
+
+
+def build(name: str, *, into: Path | None = None, compiler: str = "g++", again: bool = False) -> Path:
+    """Return the build of the helper `name`, compiled now by `compiler` if there is none that fits, or `again`. Takes up to a
+    minute. One process at a time compiles; the others wait, and return its build.
+
+    `into`: a folder that is, or will be, in `sys.path`. The build is for the minor release of torch, and all users may read it.
 
     Raises `NativeBuildError`: there is no such compiler, Python or torch has no headers, the folder cannot be written to, or
     the compiler refuses the source.
     """
+    place = None if into is None else into / PACKAGE
     try:
-        path = file_of(name)
-        if path.exists() and not again:
+        path = file_of(name, place)
+        before = path.exists() and path.stat().st_mtime_ns
+        if before and not again and _unfit(path) is None:
             return path
         command = [*_command(compiler), str(source_of(name))]
-        make_private(path.parent)  # fails before the compiler takes its time
-        with tempfile.TemporaryDirectory() as made:
-            fresh = Path(made) / path.name
-            _compile([*command, "-o", str(fresh), *_libraries(name)], name, fresh)
-            whole = fresh.read_bytes()
-        write_file(path, whole + hashlib.sha256(whole).digest(), private=True)
+        if place is None:
+            make_private(path.parent)  # fails before the compiler takes its time
+        else:
+            place.mkdir(parents=True, exist_ok=True)
+        with _alone_in(path.parent), tempfile.TemporaryDirectory() as made:
+            if (path.exists() and path.stat().st_mtime_ns) != before:  # changed by another process, while this one waited
+                return path
+            fresh, used = Path(made) / path.name, Path(made) / "used"
+            _compile([*command, "-MD", "-MF", str(used), "-o", str(fresh), *_libraries(name)], name, fresh)
+            facts = json.dumps(_facts(used.read_text(encoding="utf-8") if used.exists() else "")).encode()
+            whole = fresh.read_bytes() + facts + len(facts).to_bytes(_LENGTH_BYTES)
+            write_file(path, whole + hashlib.sha256(whole).digest(), private=place is None)
     except (OSError, RuntimeError) as error:
         if isinstance(error, NativeBuildError):
             raise
+        where = "the user's cache" if into is None else str(into)
         raise NativeBuildError(
-            f"native: expected to write the helper {name!r} to the user's cache, got {error}; make that folder writable"
+            f"native: expected to write the helper {name!r} to {where}, got {error}; make that folder writable, or name "
+            f"another (`chameleon-mm native --into DIR`)"
         ) from error
     return path
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process builds in `folder`."""
+    import fcntl  # not on every system
+
+    with (folder / ".lock").open("w", encoding="utf-8") as file:
+        with suppress(OSError):  # a file system without locks: each process compiles, and the last file stays
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _facts(used: str) -> dict[str, object]:
+    """Torch that a build is made for: version, and headers among those that the compiler `used` (a make rule)."""
+    includes = Path(torch.__file__).parent / "include"
+    found = {Path(path) for path in used.split() if path.startswith(str(includes)) and not path.endswith("/version.h")}
+    headers = sorted(str(path.relative_to(includes)) for path in found)
+    return {"torch": _this_torch(), "headers": headers, "digest": _digest_here(headers)}
+
+
+def _digest_here(headers: list[str]) -> str:
+    includes = Path(torch.__file__).parent / "include"
+    return hashlib.sha256(b"".join((includes / header).read_bytes() for header in headers)).hexdigest()
 
 
 def _command(compiler: str) -> list[str]:
@@ -172,35 +241,52 @@ def status(name: str) -> str:
 
 def _find(name: str) -> ModuleType | str:
     """The helper, or why there is none."""
-    try:
-        path = file_of(name)
-        if path not in _loaded:
-            if not path.exists():
-                return "not built for this torch (`chameleon-mm native` builds it)"
-            found = _import(name, path)
-            if isinstance(found, str):  # asked again the next time: it may have been built anew
-                if path not in _said:
-                    _said.add(path)
-                    _log.warning("chameleon_mm: the C++ helper %r %s; all works without it", name, found)
-                return found
+    why, paths = "not built for this torch (`chameleon-mm native` builds it)", []
+    portions = importlib.util.find_spec(PACKAGE)
+    for place in (None, *(() if portions is None else portions.submodule_search_locations or ())):
+        try:
+            paths.append(file_of(name, None if place is None else Path(place)))
+        except (OSError, RuntimeError) as error:  # no home, or one that may not be read
+            why = f"not built: {error}"
+    for path in sorted(paths, key=lambda path: path not in _loaded):  # a second build beside one in use would register twice
+        if path not in _loaded and not path.exists():
+            continue
+        found = _loaded.get(path) or _import(name, path)
+        if isinstance(found, ModuleType):
             _loaded[path] = found
-    except (OSError, RuntimeError) as error:  # no home, or one that may not be read
-        return f"not built: {error}"
-    return _loaded[path]
+            return found
+        why = found  # asked again the next time: it may have been built anew
+        if path not in _said:
+            _said.add(path)
+            _log.warning("chameleon_mm: the C++ helper %r %s; all works without it", name, found)
+    return why
+
+
+def _unfit(path: Path) -> str | None:
+    """Why the build at `path` cannot be used with this torch; None if it can. Raises `OSError`."""
+    # Code of `sys.path` is trusted as it is, as Python does; a file of the cache is checked: Note [Own files] in `files`.
+    build = path.read_bytes() if path.parent.name == PACKAGE else read_file(path, _BUILD_LIMIT_BYTES)
+    build, digest = build[:-_DIGEST_BYTES], build[-_DIGEST_BYTES:]
+    if hashlib.sha256(build).digest() != digest:
+        return "it is cut short or changed (`chameleon-mm native` builds it anew)"
+    length = int.from_bytes(build[-_LENGTH_BYTES:])
+    facts = json.loads(build[-_LENGTH_BYTES - length : -_LENGTH_BYTES])
+    if facts["torch"] == _this_torch():
+        return None
+    with suppress(OSError):  # a header that is not here
+        if facts["headers"] and _digest_here(facts["headers"]) == facts["digest"]:
+            return None
+    return f"it is for torch {facts['torch'][0]}, whose headers differ from those of {torch.__version__}"
 
 
 def _import(name: str, path: Path) -> ModuleType | str:
-    try:
-        build = read_file(path, _BUILD_LIMIT_BYTES)
-    except OSError as error:
-        return f"does not load: {error}"
-    if hashlib.sha256(build[:-_DIGEST_BYTES]).digest() != build[-_DIGEST_BYTES:]:
-        return "does not load: it is cut short or changed (`chameleon-mm native` builds it anew)"
     # By the whole name pybind11 finds modules that it made before: two builds of one helper must not have the same.
     loader = importlib.machinery.ExtensionFileLoader(f"{path.stem}.chameleon_mm_{name}", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     try:
+        if (why := _unfit(path)) is not None:
+            return f"does not load: {why}"
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except Exception as error:  # noqa: BLE001 - whatever a build does, a session begins without it

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,9 +78,17 @@ Says what this machine offers: versions, GPU, link, pinned memory, limits, and t
 A part that is missing is a finding, not an error.
 """
 _NATIVE = """\
-Builds what part of the library has a faster form in C++, for the Python and the torch that run this command, with the
-compiler of this machine. It takes a minute; sessions made from then on use it. Nothing needs it: without a
-compiler the same is done in Python. To be run again after an update of torch, Python or this library.
+Builds the optional C++ helpers for the Python and the torch that run this command, with the compiler of this machine. It takes
+a minute; sessions made from then on use them. Of several ranks that run it on a node, one builds and the others wait.
+Nothing needs the helpers: without them the same is done in Python. Run it again after an update of torch, Python or this
+library. `pip install 'chameleon-mm[native]'` brings them without a compiler.
+"""
+_NATIVE_EPILOG = """\
+examples:
+  chameleon-mm native                            into this user's cache folder
+  chameleon-mm native --into "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+                                                 into this environment, for all users of it
+  chameleon-mm native --into /shared/helpers     ... and PYTHONPATH=/shared/helpers where it trains
 """
 _PLAN = """\
 Says what one training step of a model needs on a GPU, whether it fits, and what swapping makes of it. Nothing is computed and
@@ -106,7 +115,7 @@ _COMMANDS = {
     "demo": ("train a small GPT with swapping and in plain PyTorch, compare every bit", _DEMO, _DEMO_EPILOG),
     "run": ("run a training script as it is, swapped", _RUN, _RUN_EPILOG),
     "doctor": ("what this machine offers, and what is missing", _DOCTOR),
-    "native": ("build the optional C++ helpers for the torch that is installed", _NATIVE),
+    "native": ("build the optional C++ helpers for the torch that is installed", _NATIVE, _NATIVE_EPILOG),
     "plan": ("what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG),
     "bench": ("measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."),
 }
@@ -167,9 +176,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     of["doctor"].set_defaults(handler=_run_doctor)
     compiler = "C++ compiler that knows C++20 (default: g++)"
     of["native"].add_argument("--compiler", default="g++", metavar="PROGRAM", help=compiler)
+    into = "folder of sys.path, for homes that cannot be written to (default: this user's cache folder)"
+    of["native"].add_argument("--into", type=Path, metavar="DIR", help=into)
     of["native"].set_defaults(handler=_run_native)
     if command in ("demo", "run", "plan"):
-        module = importlib.import_module(f"chameleon_mm.tools.{command}_command")
+        module = importlib.import_module(f"chameleon_mm.tools.{command}_{'options' if command == 'plan' else 'command'}")
         module.add_arguments(of[command])
         more = {} if command == "run" else {"environment": _environment}
         of[command].set_defaults(handler=partial(module.run, **more))
@@ -177,9 +188,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name, about in THEMES.items():
         parser_of_theme = _add(themes, name, about, about)
         if (command, theme) == ("bench", name):
-            module = importlib.import_module(f"chameleon_mm.bench.{name}")
-            module.add_arguments(parser_of_theme)
-            parser_of_theme.set_defaults(handler=partial(_run_theme, module.run))
+            importlib.import_module("chameleon_mm.bench._options").OPTIONS[name](parser_of_theme)
+            parser_of_theme.set_defaults(handler=partial(_run_theme, name))
     return parser
 
 
@@ -191,13 +201,13 @@ def _add(
     )
 
 
-def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse.Namespace, console: Console) -> int:
+def _run_theme(name: str, args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm.tools.outputs import check_outputs, tell_written
 
     given = {name: getattr(args, name, None) for name in ("json", "svg")}
     files = {f"--{name}": Path(path) for name, path in given.items() if path is not None}
     check_outputs(files, make_folders=True)
-    code = run(args, console)
+    code = int(importlib.import_module(f"chameleon_mm.bench.{name}").run(args, console))
     for path in files.values():
         if path.exists():  # a theme that failed early wrote no file
             tell_written(console, path)
@@ -213,11 +223,17 @@ def _environment(theme: str, device: Device) -> Mapping[str, Any]:
 def _run_native(args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm.device import native
 
+    given = args.into is None or os.path.realpath(args.into) in map(os.path.realpath, sys.path)
+    if not given:
+        sys.path.append(str(args.into))
     if not native.useful():
-        console.print("nothing to build: the helpers are for torch's CUDA build, and this torch is none")
+        console.print(f"nothing to build: no helper is of use with torch {native.release()}")
     for name in native.useful():
-        path = native.build(name, compiler=args.compiler, again=native.status(name) != "active")
+        harmed = native.status(name).startswith("does not load")
+        path = native.build(name, into=args.into, compiler=args.compiler, again=harmed)
         console.print(f"{name}: {native.status(name)}, {path}", soft_wrap=True)
+    if not given:
+        console.print(f"sessions find them with PYTHONPATH={args.into.resolve()}: it is not in sys.path", soft_wrap=True)
     return 0
 
 

@@ -17,19 +17,20 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from chameleon_mm.api.session import SwapSession
-from chameleon_mm.device import resolve_device
 from chameleon_mm.errors import ChameleonError, ProgramInterrupted
 from chameleon_mm.files import write_file
-from chameleon_mm.report.report import SwapReport
 from chameleon_mm.tools.main_program import Ending, Program
 from chameleon_mm.tools.outputs import check_outputs, print_line, tell_written
-from chameleon_mm.tools.training_watch import TrainingWatch
 from chameleon_mm.units import AUTO, parse_budget, parse_size
+
+if TYPE_CHECKING:
+    from chameleon_mm.api.session import SwapSession
+    from chameleon_mm.report.report import SwapReport
+    from chameleon_mm.tools.training_watch import TrainingWatch
 
 # --- Rank of this process among those that a launcher started: it names the rank's files, and decides which rank prints
 
@@ -201,7 +202,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     given = {"--report": args.report, "--html": args.html, "--trace": args.trace}
     files = {option: ranks.own(path) for option, path in given.items() if path is not None}
     check_outputs(files)
-    watch = TrainingWatch(_session_maker(args, told=ranks.rank == 0))
+    make_session = _session_maker(args, told=ranks.rank == 0)
+    from chameleon_mm.tools.training_watch import TrainingWatch  # torch, which bad usage does not wait for
+
+    watch = TrainingWatch(make_session)
     end = End(watch, files, Console(stderr=True), ranks)
     watch.begin()
     warnings.filterwarnings("ignore", _COMPILED_UNDER_GLOBAL_HOOKS, UserWarning)
@@ -236,11 +240,15 @@ def _session_maker(args: argparse.Namespace, *, told: bool) -> Callable[[Any, st
         if size not in (None, AUTO):
             (parse_size if name == "min_bytes" else parse_budget)(size, what=f"--{name.replace('_', '-')}")
     if args.device is not None and not args.device.startswith("cuda"):
+        from chameleon_mm.device import resolve_device
+
         resolve_device(args.device)  # a GPU is not asked: that starts CUDA, and forked workers could not use it
     options: dict[str, Any] = {**sizes, "verify": args.verify, "plans": not args.no_plans, "recompute": not args.no_recompute}
     options |= {"keep": args.keep, "never_recompute": args.never_recompute}
     if args.progress and told:
         options["progress"] = True
+
+    from chameleon_mm.api.session import SwapSession  # before the program, whose folder will be the first of sys.path
 
     def make(model: Any, device: str | None) -> SwapSession:
         return SwapSession(device=args.device or device, model=model, **options)

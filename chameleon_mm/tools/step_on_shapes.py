@@ -38,14 +38,6 @@ from chameleon_mm.tools.workload import Build, ModelUnusable, Workload, told_as
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
-OPTIMIZERS = {
-    "adamw": "torch's AdamW as it runs by default on CUDA, which makes temporaries as large as the parameters",
-    "adamw-fused": "AdamW(fused=True): one kernel, no temporaries",
-    "adamw-8bit": "AdamW with moments of 8 bits and a float32 scale for 256 elements, as bitsandbytes' and torchao's",
-    "sgd": "SGD with momentum, as it runs by default on CUDA",
-    "none": "forward and backward alone",
-}
-
 
 class _NoTensorMemo(FakeTensorConverter):
     """Keeps no weak reference to results of operators: `Module.to` refuses a parameter that has one.
@@ -120,7 +112,7 @@ class StepRequest:
     dtype: torch.dtype
     """Torch's default dtype while the model is built and run."""
     optimizer: str
-    """Key of `OPTIMIZERS`."""
+    """Key of `plan_options.OPTIMIZERS`."""
     min_bytes: int
     """Smaller saved storages never move."""
     autocast: torch.dtype | None = None

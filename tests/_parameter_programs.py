@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
@@ -478,6 +479,35 @@ def _varied(loop: Plain) -> list[Tensor]:
         return x.square().mean()
 
     return train(loop, steps=8, loss_of=loss_of)
+
+
+class Passes(TorchFunctionMode):
+    """A user's mode that changes nothing. `through`: it calls the function from a function of its own."""
+
+    def __init__(self, *, through: bool) -> None:
+        super().__init__()
+        self._through = through
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs or {}) if self._through else func(*args, **(kwargs or {}))
+
+
+@program("modes of a user's own")
+def _modes(loop: Plain) -> list[Tensor]:
+    model, optimizer, seen = loop.model(mlp), loop.optimizer(adamw), []
+    for number in range(6):
+        x = loop.batch(number)
+        with (torch.device(x.device), Passes(through=False), Passes(through=True))[number % 3], loop.step():
+            loss = model(x).square().mean()
+            seen.append(copy.deepcopy(linears(model)[0].weight).detach())  # asks for its storage, as a pickler does
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    return seen
 
 
 @program("aliases from before")

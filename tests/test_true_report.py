@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from chameleon_mm.device.operators import OpCall
 from chameleon_mm.record.step_log import StepLog
 from chameleon_mm.swap.hook_counts import UNNAMED_STEPS
 from chameleon_mm.swap.metrics import Metrics, StepKind
-from chameleon_mm.units import MIB, format_size
+from chameleon_mm.units import MIB, format_size, parse_size
 from tests._programs import deep, on_a_thread
 from tests.test_progress import line_of
 
@@ -162,6 +164,38 @@ def real_peaks(device: Device, reset: str, *, by_test: bool) -> tuple[list[int],
             peaks.append(max(most, device.peak_allocated_bytes()))
             x.grad = None
     return peaks, session.report()
+
+
+def trained_on(sizes: Sequence[int], budget: str | None) -> tuple[list[int], str]:
+    """Train on batches of these rows, in a session or without one. Return the peak of each step, and the report in short."""
+    device = cm.SimDevice("h200")
+    torch.manual_seed(0)
+    with device.compute() if budget is None else nullcontext():
+        model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU())))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        peaks = []
+        with nullcontext() if budget is None else cm.attach(model, hbm_budget=budget, device=device) as handle:
+            for rows in sizes:
+                if budget is None:
+                    device.reset_peaks()
+                model(torch.randn(rows, 256)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                peaks.append(device.peak_allocated_bytes())
+    return peaks, "" if handle is None else handle.report().in_short
+
+
+@pytest.mark.parametrize("sizes", [(8192, 2048) * 4 + (8192,), (8192, *(2048,) * 6), (*(8192,) * 3, *(2048,) * 4)])
+@pytest.mark.parametrize("budget", ["1GiB", "60MiB"])
+def test_the_peaks_in_short_are_of_the_same_kind_of_step(sizes: tuple[int, ...], budget: str) -> None:
+    in_short = trained_on(sizes, budget)[1]
+    found = re.match(r"peak (.*) -> (?:at least )?(.*?), .* after (\d) of warm-up", in_short)
+    assert found is not None, in_short
+    largest = max(trained_on(sizes, None)[0][max(2, int(found[3])) :])  # from the third step on there is all of the state
+    unit = found[2].rpartition(" ")[2]
+    assert found[1] + " " * (unit not in found[1]) + unit * (unit not in found[1]) == format_size(largest), in_short
+    if budget == "60MiB":
+        assert parse_size(found[2]) <= parse_size(budget)
 
 
 @pytest.mark.parametrize("reset", ["never", "top", "inside", "middle", "end"])

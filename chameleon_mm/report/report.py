@@ -151,6 +151,8 @@ class SwapReport(Counters):
     unswapped_peak: dict[str, int] = dataclasses.field(default_factory=dict)
     """Bytes at its peak, by what they are for. `least_peak`: at the peak with everything away that may be, a plan's least."""
     least_peak: dict[str, int] = dataclasses.field(default_factory=dict)
+    most_unswapped_bytes: int = 0
+    """Largest such peak among the kinds of steps that came again; 0: none did."""
     planned_recompute_us: float | None
     """Part of `planned_step_us` in which operators run again."""
     planned_bytes: dict[str, int]
@@ -300,13 +302,16 @@ class SwapReport(Counters):
 
     @property
     def in_short(self) -> str:
-        """The result in one line: peak and step time against those of the unswapped step, and how many steps had a plan."""
+        """The result in one line: peak and step time against those of the unswapped step, and how many steps had a plan.
+
+        The peaks are of the largest kind of step. If a step of unknown kind took more, the line has its peak alone."""
         warm_up, clock = self.warm_up.get("steps", 0), " (simulated)" if self.simulated else ""
         figures = self.steady if self.steady.get("steps") else self.to_dict()
         after = str(Peak(figures["peak_hbm_bytes"], figures["peak_hbm_at_most_bytes"]))
         parts, by_plan = [f"peak {after}"], self.steps_by_phase.get(StepKind.PLANNED.value, 0)
-        if self.unswapped_peak:
-            before = format_size(sum(self.unswapped_peak.values()))
+        unswapped_bytes = self.most_unswapped_bytes or sum(self.unswapped_peak.values())
+        if unswapped_bytes and unswapped_bytes >= figures["peak_hbm_bytes"]:
+            before = format_size(unswapped_bytes)
             parts = [f"peak {before.removesuffix(after[after.rindex(' ') :])} -> {after}"]
         took_us = self.planned_step_us if self.measured_step_us is None else self.measured_step_us
         if self.unswapped_step_us and took_us is not None:
@@ -482,6 +487,9 @@ class SwapReport(Counters):
 def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
     """Figures of a report about plans. `adaptation` None: the session makes no plans."""
     planned = None if adaptation is None else adaptation.latest
+    entries = () if adaptation is None else adaptation.steps.entries()
+    plans = [entry.plan for entry in entries if entry.plan is not None]
+    again = [one for one in plans if one.recent_extra or one.predicted_by is not None]
     followed = None if planned is None else planned.current
     plan = None if followed is None else followed.program.plan
     pace = 1.0 if planned is None or followed is None or not followed.times_us else planned.slowdown_under(followed)
@@ -494,6 +502,7 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "planned_peak_bytes": None if plan is None else plan.peak_bytes,
         "unswapped_step_us": None if planned is None else planned.trace.duration_us * pace,
         "unswapped_peak": {} if planned is None else peak_memory(planned.trace).parts,
+        "most_unswapped_bytes": max((peak_memory(one.trace).nbytes for one in again), default=0),
         "least_peak": {} if planned is None else least_memory(planned.trace).parts,
         "planned_recompute_us": None if plan is None else plan.recompute_us,
         "planned_bytes": {} if planned is None else planned.bytes_by_class(),

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -352,6 +353,10 @@ class Home:
         stream."""
         with self.recording.paused(), self._executor.hook_lock.entered():
             yield self.context.streams.current()
+
+    def is_entered_here(self) -> bool:
+        """True if this thread holds the executor's lock."""
+        return self._executor.hook_lock.thread == get_ident()
 
     def check_readable(self, what: str, nbytes: int) -> None:
         """Raise `RuntimeError` in a forked child and during graph capture, where nothing can be copied back."""

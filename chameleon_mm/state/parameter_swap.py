@@ -319,6 +319,10 @@ class ParameterSwap:
     def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
+    def is_at_work(self) -> bool:
+        """True if this thread works on swapped tensors, under the executor's lock: it must not ask for them again."""
+        return self._home.is_entered_here()
+
     def sees_saves(self) -> bool:
         """True if its own hooks see autograd's saves now, and their uses."""
         hooks = saved_tensor_hooks_on_top()

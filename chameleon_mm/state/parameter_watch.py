@@ -93,7 +93,9 @@ class ParameterWatch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         caller = sys._getframe().f_back  # autograd's own thread has no caller, in a double backward
-        if caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN):
+        while caller is not None and caller.f_code.co_name == "__torch_function__":  # of a mode or subclass of the user's
+            caller = caller.f_back
+        if self._swap.is_at_work() or (caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN)):
             return func(*args, **kwargs)
         if caller is not None and caller.f_code in _CONVERSIONS and args:
             self._swap.refuse_swap_of(args[0])

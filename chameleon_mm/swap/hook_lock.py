@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import get_ident
 from typing import Any, NoReturn, TypeVar
 
 from chameleon_mm.device import Device
@@ -54,6 +55,8 @@ class HookLock:
         self._retire = retire
         self.lock = threading.Lock()
         """Lock itself, taken directly by code that does not call the device."""
+        self.thread: int | None = None
+        """Thread in `run` or `entered`: torch functions that it calls are this library's, whatever modes they pass through."""
         self.ended: deque[Ended] = deque()
         """Storages to retire, and sources to release, by the next thread that enters. Others only read this and `errors`."""
         self.errors: deque[BaseException] = deque()
@@ -69,13 +72,13 @@ class HookLock:
         afterwards, its error replaces the result or the error of `work`. Errors of finalisers are raised last of all.
         """
         with self.lock:  # the lock itself: no interrupt comes between taking it and the block that releases it
-            if self.ended or self.first is not None:
-                self._begin()
             try:
+                self.thread = get_ident()
+                if self.ended or self.first is not None:
+                    self._begin()
                 result = work(*arguments)
             finally:
-                if self.ended:
-                    self._retire_ended()
+                self._leave()
         if self.ended or self.errors:
             self._settle()
         return result
@@ -88,13 +91,13 @@ class HookLock:
     def entered(self) -> Iterator[None]:
         """Context that runs a block as `run` calls a function. As a generator it costs a hook ten times what `run` does."""
         with self.lock:
-            if self.ended or self.first is not None:
-                self._begin()
             try:
+                self.thread = get_ident()
+                if self.ended or self.first is not None:
+                    self._begin()
                 yield
             finally:
-                if self.ended:
-                    self._retire_ended()
+                self._leave()
         if self.ended or self.errors:
             self._settle()
 
@@ -104,6 +107,14 @@ class HookLock:
             self.first()
         if self.ended:
             self._retire_ended()
+
+    def _leave(self) -> None:
+        """Do what comes after a thread's work, in the lock."""
+        try:
+            if self.ended:
+                self._retire_ended()
+        finally:
+            self.thread = None
 
     def _settle(self) -> None:
         """Retire what ended as the thread left, and raise the oldest error."""

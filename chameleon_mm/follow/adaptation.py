@@ -90,9 +90,7 @@ class Planning:
         slack_bytes = min(SLACK_BLOCKS * self.slack_bytes, hbm_budget_bytes // SLACK_PART)
         return max(hbm_budget_bytes // SPARE_PART, slack_bytes) + self.gap_parts * (hbm_budget_bytes // GAP_PART)
 
-    def plans_for(
-        self, planned: PlannedStep, budgets: Budgets, link: LinkCost, *, at_most: int
-    ) -> list[SwapPlan]:
+    def plans_for(self, planned: PlannedStep, budgets: Budgets, link: LinkCost, *, at_most: int) -> list[SwapPlan]:
         """Return plans for the step, best first. Raises `InfeasibleBudget`, which names the smallest budget that has a plan."""
 
         def within(hbm_bytes: int) -> list[SwapPlan]:

@@ -416,9 +416,12 @@ def test_a_graph_is_divided_only_where_the_result_may_fit(
     seen: list[float] = []
     monkeypatch.setattr(region_partitions, "_given", lambda _: {})
     monkeypatch.setattr(region_partitions, "_peak_bytes", lambda *_: 990)
-    monkeypatch.setattr(
-        region_partitions, "divided", lambda _, share: seen.append(share) or region_partitions.Divided(*estimates[share], 0)
-    )
+
+    def divided(_: fx.GraphModule, share: float) -> region_partitions.Divided:
+        seen.append(share)
+        return region_partitions.Divided(*estimates[share], 0)
+
+    monkeypatch.setattr(region_partitions, "divided", divided)
     choice = FirstChoice(SHARES)
     choice.budget_bytes = room_bytes
     chosen = choice._chosen(fx.GraphModule(nn.Module(), fx.Graph()), [])

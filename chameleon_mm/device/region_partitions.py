@@ -226,7 +226,7 @@ class FirstChoice:
         for share in self._shares:
             if min(one.peak_bytes for one in tried.values()) <= room_bytes:
                 break
-            # What is no longer saved takes its bytes off the peak of each one tried, at most.
+            # To save less takes the bytes no longer saved off the peak of each one tried, at most.
             least_bytes = max(one.peak_bytes - one.saved_bytes for one in tried.values()) + share * own.saved_bytes
             if least_bytes <= room_bytes or share == little:
                 tried[share] = divided(graph, share)

@@ -27,7 +27,7 @@ from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.follow.adaptation import TRIAL_PLANS, Adaptation
 from chameleon_mm.follow.link_rates import link_cost_for, rates_of
-from chameleon_mm.follow.planned_step import MOST_PLANS, SAMPLES
+from chameleon_mm.follow.planned_step import SAMPLES
 from chameleon_mm.follow.structure import RECENT_STEPS
 from chameleon_mm.plan.swap_plan import SwapPlan
 from chameleon_mm.plan.timing import LinkCost
@@ -46,7 +46,7 @@ SIMULATED_WARMUP_STEPS = 9
 """Warm-up of such peers where a CPU does the work: on the simulator predictions are right to a few percent, and a third plan is
 rare; on the stand-in no time counts. A recorded step, and two trials of two steps, each after at most two steps of proofs."""
 
-assert 1 + max(MOST_PLANS * SAMPLES, RECENT_STEPS + TRIAL_PLANS * (1 + SAMPLES)) <= PLANNED_WARMUP_STEPS
+assert 1 + RECENT_STEPS + TRIAL_PLANS * (1 + SAMPLES) <= PLANNED_WARMUP_STEPS
 
 NO_PLAN = "no plan was within the budget, and every step went by the default rule"
 

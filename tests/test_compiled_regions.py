@@ -22,14 +22,15 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
 
 import chameleon_mm as cm
-from chameleon_mm.device import Device
+from chameleon_mm.device import Device, region_partitions
 from chameleon_mm.device.region_partitions import FirstChoice
 from chameleon_mm.follow.adaptation import Adaptation
+from chameleon_mm.plan.regions import SHARES
 from chameleon_mm.plan.trace import Trace
 from chameleon_mm.record.recorder import Recorder, RecordingHooks
 from tests._compiled_programs import PLACE, PROGRAMS, Block, Stack, rows
@@ -395,6 +396,37 @@ def test_the_session_chooses_the_partition_for_its_budget(
     own = cm.SwapSession(budget_bytes, "16MiB", device, min_bytes=0, recompute=False)
     assert_same(train_whole(backend, device, None, 1)[0], train_whole(backend, device, own)[0])
     assert own.report().compiled_partitions == ()
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "tried", "fits"),
+    [
+        (990, [], True),
+        (530, [1, 0.25], True),
+        (420, [1, 0.25, 0.1, 0], False),
+        (350, [1, 0.25, 0.1], False),
+        (50, [1, 0.1], False),
+    ],
+)
+def test_a_graph_is_divided_only_where_the_result_may_fit(
+    room_bytes: int, tried: list[float], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peak and saved KiB of a decoder of three layers, by torch's `activation_memory_budget`."""
+    estimates = {1: (979, 890), 0.75: (814, 662), 0.5: (702, 438), 0.25: (527, 212), 0.1: (452, 90), 0: (979, 0)}
+    seen: list[float] = []
+    monkeypatch.setattr(region_partitions, "_given", lambda _: {})
+    monkeypatch.setattr(region_partitions, "_peak_bytes", lambda *_: 990)
+
+    def divided(_: fx.GraphModule, share: float) -> region_partitions.Divided:
+        seen.append(share)
+        return region_partitions.Divided(*estimates[share], 0)
+
+    monkeypatch.setattr(region_partitions, "divided", divided)
+    choice = FirstChoice(SHARES)
+    choice.budget_bytes = room_bytes
+    chosen = choice._chosen(fx.GraphModule(nn.Module(), fx.Graph()), [])
+    assert (seen, choice.fits) == (tried, fits)
+    assert chosen == min(tried or [1], key=lambda share: max(estimates[share][0], room_bytes))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", inductor])

@@ -1,4 +1,4 @@
-"""Choice among a step's plans: each is tried, the faster is kept; unforeseen stalls request a better one."""
+"""Choice among a step's plans: each is tried, and the faster is kept."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from array import array
 import numpy as np
 import pytest
 
-from chameleon_mm.follow.planned_step import MOST_PLANS, SAMPLES, WORTH_A_PLAN, PlannedStep, PlanTrial
+from chameleon_mm.follow.planned_step import SAMPLES, PlannedStep, PlanTrial
 from chameleon_mm.follow.structure import RECENT_STEPS, ExtraMemory
-from chameleon_mm.plan.simulate import simulate
 from chameleon_mm.plan.swap_plan import Action, SwapPlan
 from chameleon_mm.plan.unswapped_memory import Candidates, memory_curve
 from chameleon_mm.record.light_profiler import NOT_A_USE, StepRecord
@@ -26,7 +25,7 @@ TENSOR = int(FIRST.tensor[0])
 
 
 def plan(step_us: float) -> SwapPlan:
-    """Each moves most of a storage, all but as many bytes as microseconds: no two are alike. Compute waits for both copies."""
+    """Each moves most of a storage, all but as many bytes as microseconds: no two are alike."""
     sendable, first, use = (int(column[0]) for column in (FIRST.sendable, FIRST.first, FIRST.use))
     moved = Action(
         tensor=TENSOR,
@@ -37,12 +36,6 @@ def plan(step_us: float) -> SwapPlan:
         use_at=use,
     )
     return dataclasses.replace(plan_of(TRACE, [moved]), step_us=step_us)
-
-
-def predicted(plan: SwapPlan) -> tuple[float, float]:
-    """Its stalls, at the reclaim and for the copy back."""
-    timeline = simulate(TRACE, plan, H200_LINK)
-    return timeline.out_stalls_us[TENSOR], timeline.in_stalls_us[TENSOR]
 
 
 def planned(*plans: SwapPlan) -> PlannedStep:
@@ -57,23 +50,11 @@ def planned(*plans: SwapPlan) -> PlannedStep:
     return made
 
 
-def took(
-    step_us: float,
-    in_stalls_us: dict[int, float] | None = None,
-    out_stalls_us: dict[int, float] | None = None,
-    *,
-    busy_us: float | None = None,
-) -> StepTime:
-    return StepTime(step_us, in_stalls_us or {}, out_stalls_us or {}, step_us if busy_us is None else busy_us)
+def took(step_us: float, *, busy_us: float | None = None) -> StepTime:
+    return StepTime(step_us, {}, step_us if busy_us is None else busy_us)
 
 
-def follow(
-    made: PlannedStep,
-    step_us: dict[float, float],
-    steps: int = 1,
-    stalls_us: dict[int, float] | None = None,
-    out_stalls_us: dict[int, float] | None = None,
-) -> list[float]:
+def follow(made: PlannedStep, step_us: dict[float, float], steps: int = 1) -> list[float]:
     """Run steps under the current plan. `step_us`: actual by predicted time. Return the followed plans' predicted times."""
     followed = []
     for _ in range(steps):
@@ -81,7 +62,7 @@ def follow(
         assert current is not None
         predicted = current.program.plan.step_us
         followed.append(predicted)
-        made.add_time(current, took(step_us[predicted], stalls_us, out_stalls_us))
+        made.add_time(current, took(step_us[predicted]))
     return followed
 
 
@@ -89,7 +70,6 @@ def test_without_a_plan_there_is_none_to_follow() -> None:
     made = planned()
     assert made.current is None
     assert made.is_decided
-    assert not made.learn_stalls()
 
 
 def test_one_plan_needs_no_trial() -> None:
@@ -116,67 +96,6 @@ def test_the_one_that_was_kept_is_left_when_it_becomes_slower() -> None:
     made = planned(plan(100.0), plan(101.0))
     follow(made, {100.0: 105.0, 101.0: 110.0}, 2 * SAMPLES)
     assert follow(made, {100.0: 150.0, 101.0: 110.0}, SAMPLES + 1)[-1] == 101.0
-
-
-def test_a_stall_that_was_not_foreseen_wants_a_better_plan() -> None:
-    made = planned(plan(100.0))
-    _, predicted_us = predicted(plan(100.0))
-    follow(made, {100.0: 100.0}, SAMPLES - 1, {TENSOR: predicted_us + 20.0})
-    assert not made.learn_stalls()  # not judged yet
-    follow(made, {100.0: 100.0}, 1, {TENSOR: predicted_us + 20.0, 7: 5.0})
-    assert made.learn_stalls()
-    assert made.lead_us == {TENSOR: pytest.approx(20.0), 7: 5.0}
-
-
-def test_a_stall_that_was_foreseen_wants_none() -> None:
-    made = planned(plan(100.0))
-    out_us, in_us = predicted(plan(100.0))
-    assert out_us > 0 and in_us > 0
-    follow(made, {100.0: 100.0}, SAMPLES, {TENSOR: in_us + WORTH_A_PLAN * 100.0}, {TENSOR: out_us})
-    assert not made.learn_stalls()
-
-
-def test_a_stall_foreseen_at_a_reclaim_excuses_none_for_a_copy_back() -> None:
-    made = planned(plan(100.0))
-    out_us, in_us = predicted(plan(100.0))
-    more_us = 0.9 * out_us
-    assert more_us > WORTH_A_PLAN * 100.0
-    follow(made, {100.0: 100.0}, SAMPLES, {TENSOR: in_us + more_us}, {})
-    assert made.learn_stalls()
-
-
-def test_leads_add_up_over_plans_of_which_the_kept_one_tells() -> None:
-    made = planned(plan(100.0))
-    follow(made, {100.0: 100.0}, SAMPLES, {7: 50.0})
-    assert made.learn_stalls()
-    made.add_plans([plan(101.0)], H200_LINK)
-    follow(made, {101.0: 150.0}, SAMPLES, {8: 90.0})  # slower: the first one stays
-    assert made.current is made.trials[0]
-    follow(made, {100.0: 100.0}, 1, {7: 40.0})
-    assert made.learn_stalls()
-    assert made.lead_us == {7: 90.0}
-
-
-def test_where_the_planner_has_nothing_else_it_is_not_asked_again() -> None:
-    made = planned(plan(100.0))
-    follow(made, {100.0: 100.0}, SAMPLES, {7: 50.0})
-    assert made.learn_stalls()
-    made.add_plans([plan(100.0)], H200_LINK)
-    assert len(made.trials) == 1
-    assert not made.learn_stalls()
-
-
-def test_after_the_most_plans_the_best_of_them_stays() -> None:
-    made = planned(plan(100.0))
-    for i in range(1, MOST_PLANS):
-        follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {7: 50.0})
-        assert made.learn_stalls()
-        made.add_plans([plan(100.0 + i)], H200_LINK)
-        assert not made.is_decided
-    follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {7: 50.0})
-    assert len(made.trials) == MOST_PLANS
-    assert not made.learn_stalls()
-    assert made.current is made.trials[-1]
 
 
 def test_a_step_that_needs_more_forgets_what_was_planned() -> None:

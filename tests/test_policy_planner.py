@@ -123,10 +123,10 @@ def delay_us(problem: Problem, moves: ActionColumns, cost: LinkCost) -> float:
 
 
 @settings(max_examples=150)
-@given(seed=st.integers(0, 10**6), share=st.floats(0, 1.1), slow=st.booleans(), lead_us=st.sampled_from((0.0, 15.0)))
-def test_a_plan_keeps_its_budget_exactly_as_simulated(seed: int, share: float, slow: bool, lead_us: float) -> None:
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 1.1), slow=st.booleans())
+def test_a_plan_keeps_its_budget_exactly_as_simulated(seed: int, share: float, slow: bool) -> None:
     trace, cost = any_step(seed), SLOW_LINK if slow else H200_LINK
-    plan = generate_plan(trace, between(trace, share), None, cost, lead_us=lead_us, drafts=60)
+    plan = generate_plan(trace, between(trace, share), None, cost, drafts=60)
     held_to(trace, plan, cost)
     candidates = Candidates.of(trace)
     use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
@@ -321,29 +321,20 @@ def test_bounds_of_a_cover() -> None:
     assert selected[first] == problem.size[first]
 
 
-def test_copies_back_wait_for_their_time_and_leave_a_lead() -> None:
+def test_copies_back_wait_for_their_time() -> None:
     trace = layer_chain(LayerShape(tokens=65_536), 4)  # so long that copies have time to spare
     problem, budget = Problem.of(trace), between(trace, 0.8)
-    late = generate_plan(trace, budget, None, H200_LINK)
-    early = generate_plan(trace, budget, None, H200_LINK, lead_us=300_000.0)
-    only = late.actions[-1].tensor
-    one = generate_plan(trace, budget, None, H200_LINK, lead_us={only: 300_000.0})
-    assert late.stall_us == early.stall_us == one.stall_us == 0.0
-    back = [{action.tensor: action.in_at for action in plan.actions} for plan in (late, early, one)]
-    assert back[1][only] < back[0][only]
-    assert back[2][only] < back[0][only]
-    assert all(back[1][tensor] <= hook for tensor, hook in back[0].items())
+    assert generate_plan(trace, budget, None, H200_LINK).stall_us == 0.0
     selected = select(problem, budget, used_latest(problem))
     assert selected is not None
     eager = schedule(problem, budget, selected)
-    timely = schedule(problem, budget, selected, latest_return=lambda selected: latest_back(problem, selected, H200_LINK, 0.0))
+    timely = schedule(problem, budget, selected, latest_return=lambda selected: latest_back(problem, selected, H200_LINK))
     assert eager.moves.in_at.sum() < timely.moves.in_at.sum()
     for moves in (eager.moves, timely.moves):
         assert walk(moves, in_order(moves), problem.time_us, H200_LINK).stall_us == 0.0
 
 
-@pytest.mark.parametrize("lead_us", [0.0, 1.0])
-def test_a_copy_back_begins_no_later_than_its_use(lead_us: float) -> None:
+def test_a_copy_back_begins_no_later_than_its_use() -> None:
     """Operators of no time follow the use, and the copy's own time is lost in rounding."""
     b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
     saved = []
@@ -365,13 +356,13 @@ def test_a_copy_back_begins_no_later_than_its_use(lead_us: float) -> None:
     cost = LinkCost(d2h_gbps=1e12, h2d_gbps=1e12, duplex_gbps=1e12, copy_us=0.0)
     problem = Problem.of(trace)
     selected = dict(enumerate(problem.size))
-    hooks = latest_back(problem, selected, cost, lead_us)
+    hooks = latest_back(problem, selected, cost)
     assert all(0 <= hooks[i] <= problem.use[i] for i in selected)
-    for plan in candidate_plans(trace, between(trace, 0.5), None, cost, lead_us=lead_us, at_most=4, within=1.0):
+    for plan in candidate_plans(trace, between(trace, 0.5), None, cost, at_most=4, within=1.0):
         held_to(trace, plan, cost)
 
 
-# --- stalls, and leads
+# --- stalls
 
 
 def reclaims(plan: SwapPlan) -> dict[int, int]:
@@ -379,35 +370,13 @@ def reclaims(plan: SwapPlan) -> dict[int, int]:
 
 
 def test_stalls_are_told_by_tensor() -> None:
-    """A session compares these with its measurements: waits at reclaims and at uses. Their sum is the plan's stall."""
+    """Waits at reclaims and at uses, as the report's page has them. Their sum is the plan's stall."""
     trace = chain(layers=16, op_us=60.0)
     plan = generate_plan(trace, between(trace, 0.25), None, H200_LINK)
     told = simulate(trace, plan, H200_LINK)
     assert told.out_stalls_us
     assert set(told.out_stalls_us) | set(told.in_stalls_us) <= set(reclaims(plan))
     assert sum(told.out_stalls_us.values()) + sum(told.in_stalls_us.values()) == pytest.approx(plan.stall_us)
-
-
-@settings(max_examples=60)
-@given(seed=st.integers(0, 10**6), share=st.floats(0, 0.9), which=st.integers(0, 100))
-def test_the_lead_of_each_storage_is_kept_where_memory_has_room(seed: int, share: float, which: int) -> None:
-    trace = any_step(seed)
-    problem, budget = Problem.of(trace), between(trace, share)
-    selected = select(problem, budget, used_latest(problem))
-    if not selected:
-        return
-    one = problem.tensor[sorted(selected)[which % len(selected)]]
-    late, early = (latest_back(problem, selected, SLOW_LINK, lead_us) for lead_us in (0.0, {one: 50.0}))
-    i = problem.tensor.index(one)
-    assert early[i] == 0 or problem.time_us[problem.use[i]] - problem.time_us[early[i]] >= 50.0
-    assert all(early[j] <= late[j] for j in selected)
-    draft = schedule(
-        problem, budget, selected, latest_return=lambda selected: latest_back(problem, selected, SLOW_LINK, {one: 50.0})
-    )
-    eager = schedule(problem, budget, selected)
-    back, soonest = (dict(zip(who, moves.in_at.tolist(), strict=True)) for who, moves in (draft, eager))
-    if i in back and i in soonest and not draft.moves.head.any():
-        assert back[i] <= max(early[i], soonest[i])
 
 
 # --- how good it is

@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,12 +135,17 @@ def divided(graph: fx.GraphModule, share: float) -> Divided:
     # The graph returns the results of forward, and then a gradient for each of its inputs.
     num_results = len(results) - sum(map(_is_input, nodes.nodes))
     with config.patch(activation_memory_budget=share):
-        divided = min_cut_rematerialization_partition(fx.GraphModule(graph, nodes), (), num_fwd_outputs=num_results)
+        divided = min_cut_rematerialization_partition(_NeverRun(graph, nodes), (), num_fwd_outputs=num_results)
     forward, backward = (one.graph for one in divided)
     saved = storages_of([node for node in backward.find_nodes(op="placeholder") if not node.name.startswith("tangents")])
     again = {node.name for node in forward.nodes} & {node.name for node in backward.nodes if node.op == "call_function"}
     saved_bytes = sum(nbytes for storage, nbytes in saved.items() if storage not in given)
     return Divided(max(_peak_bytes(forward, given), _peak_bytes(backward, given)), saved_bytes, len(again))
+
+
+class _NeverRun(fx.GraphModule):
+    def recompile(self) -> Any:
+        """Write no code: the graph is divided, and never run."""
 
 
 def _given(graph: fx.Graph) -> dict[int, int]:
@@ -164,13 +170,16 @@ def storages_of(nodes: Sequence[fx.Node]) -> dict[int, int]:
 def _peak_bytes(graph: fx.Graph, given: Collection[int]) -> int:
     """Most bytes at a time as `graph` runs, each storage from its first operator to its last, without those `given`."""
     held = {node: storages_of([node]) for node in graph.nodes}
-    last = {storage: node for node in graph.nodes for used in (node, *node.all_input_nodes) for storage in held[used]}
-    alive, peak_bytes = dict[int, int](), 0
-    for node in graph.nodes:
-        alive |= {storage: nbytes for storage, nbytes in held[node].items() if storage not in given}
-        peak_bytes = max(peak_bytes, sum(alive.values()))
-        alive = {storage: nbytes for storage, nbytes in alive.items() if last[storage] is not node}
-    return peak_bytes
+    nbytes, last = dict[int, int](), dict[int, int]()
+    more_bytes = [0] * (len(held) + 1)  # by node: than during the one before
+    for at, node in enumerate(held):
+        new = {storage: size for storage, size in held[node].items() if storage not in given and storage not in nbytes}
+        nbytes |= new
+        more_bytes[at] += sum(new.values())
+        last |= {storage: at for used in (node, *node.all_input_nodes) for storage in held[used]}
+    for storage, size in nbytes.items():
+        more_bytes[last[storage] + 1] -= size
+    return max(accumulate(more_bytes))
 
 
 def _is_set(nodes: Sequence[fx.Node]) -> bool:
@@ -182,7 +191,7 @@ def _is_set(nodes: Sequence[fx.Node]) -> bool:
 
 class FirstChoice:
     """Chooses for each region as it compiles: torch's own partition if it fits, else the first of `shares` that does, else what
-    needs least."""
+    needs least of those tried."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
@@ -212,11 +221,14 @@ class FirstChoice:
             self.most_bytes = max(self.most_bytes, undivided_bytes)
             self._note(nodes, f"torch's own, which needs less than {format_size(undivided_bytes)} of {format_size(room_bytes)}")
             return 1.0
+        little = min(filter(None, self._shares))  # with nothing saved, backward begins by remaking all at once
         tried = {1.0: (own := divided(graph, 1.0))}
         for share in self._shares:
             if min(one.peak_bytes for one in tried.values()) <= room_bytes:
                 break
-            if own.peak_bytes - (1 - share) * own.saved_bytes <= room_bytes or share == self._shares[-1]:  # else it cannot do
+            # To save less takes the bytes no longer saved off the peak of each one tried, at most.
+            least_bytes = max(one.peak_bytes - one.saved_bytes for one in tried.values()) + share * own.saved_bytes
+            if least_bytes <= room_bytes or share == little:
                 tried[share] = divided(graph, share)
         chosen = min(tried, key=lambda share: max(tried[share].peak_bytes, room_bytes))  # the first one that fits, if one does
         self.most_bytes = max(self.most_bytes, tried[chosen].peak_bytes)

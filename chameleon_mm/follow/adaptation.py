@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from time import perf_counter
@@ -90,20 +90,12 @@ class Planning:
         slack_bytes = min(SLACK_BLOCKS * self.slack_bytes, hbm_budget_bytes // SLACK_PART)
         return max(hbm_budget_bytes // SPARE_PART, slack_bytes) + self.gap_parts * (hbm_budget_bytes // GAP_PART)
 
-    def plans_for(
-        self,
-        planned: PlannedStep,
-        budgets: Budgets,
-        link: LinkCost,
-        *,
-        lead_us: Mapping[int, float] | float = 0.0,
-        at_most: int,
-    ) -> list[SwapPlan]:
+    def plans_for(self, planned: PlannedStep, budgets: Budgets, link: LinkCost, *, at_most: int) -> list[SwapPlan]:
         """Return plans for the step, best first. Raises `InfeasibleBudget`, which names the smallest budget that has a plan."""
 
         def within(hbm_bytes: int) -> list[SwapPlan]:
             return candidate_plans(
-                planned.trace, hbm_bytes, budgets.host_bytes, link, lead_us=lead_us, at_most=at_most, drafts=DRAFTS,
+                planned.trace, hbm_bytes, budgets.host_bytes, link, at_most=at_most, drafts=DRAFTS,
                 recompute=planned.admitted, refused=planned.refused, counted_on=COUNTED_ON,
             )  # fmt: skip
 
@@ -571,10 +563,10 @@ class Adaptation:
 
     def _make_plans(self, planned: PlannedStep, at_most: int) -> None:
         began = perf_counter()
-        link, lead_us = self._link_cost(), planned.lead_us or 0.0
+        link = self._link_cost()
         try:
             with annotation("chameleon::plan"):
-                plans = self.planning.plans_for(planned, self._budgets, link, lead_us=lead_us, at_most=at_most)
+                plans = self.planning.plans_for(planned, self._budgets, link, at_most=at_most)
             self.plans += len(plans)
             planned.add_plans(plans, link)
         finally:
@@ -678,14 +670,10 @@ class Adaptation:
             if planned.times_corrected < CORRECTIONS and abs(planned.slowdown - 1) > TIMES_OFF:
                 planned.correct_times()
                 self._add_plans(planned)
-            elif planned.is_decided and planned.current is not None and not planned.current.program.plan.actions:
-                continue  # no copies: the link does not matter
             elif planned.chooses_by_link and planned.is_for_another_link(self._link_cost()):
                 planned.link_plans += 1
                 planned.reset_for(planned.extra)
                 self._add_plans(planned)
-            elif planned.learn_stalls():
-                self._add_plans(planned, at_most=1)
 
 
 def recomputes(entry: StepEntry) -> bool:

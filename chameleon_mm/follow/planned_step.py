@@ -5,7 +5,6 @@ planned.add_plans(plans, link)       # plans close in simulated time: each is tr
 planned.current                      # plan that a step follows now; None: no plan fits the budget
 planned.add_time(trial, time)        # after a step that followed it, hook for hook
 planned.slowdown                     # measured operator time / the trace's; 1: the trace is right, or nothing was measured
-planned.learn_stalls()               # True: the kept plan stalls more than predicted; copies must begin earlier
 planned.reset_for(need)      # a step like it took more memory, or the latest took less
 planned.learn_inner_memory(unused, 1 << 20)    # the latest steps held less inside operators than the recorded one
 """
@@ -51,22 +50,16 @@ from chameleon_mm.units import allocated_size
 
 
 class PlanTrial:
-    """A compiled plan, and the times of the steps that followed it. `predicted_in_us`: its simulated stalls for copies back, by
-    storage. `program_waits_us`: simulated waits of the program's own copies, which count as operator time when measured."""
+    """A compiled plan, and the times of the steps that followed it. `program_waits_us`: simulated waits of the program's own
+    copies, which count as operator time when measured."""
 
-    __slots__ = ("busy_us", "predicted_in_us", "program", "program_waits_us", "recompute", "time", "times_us")
+    __slots__ = ("busy_us", "program", "program_waits_us", "recompute", "time", "times_us")
 
-    def __init__(
-        self,
-        program: StepProgram,
-        predicted_in_us: Mapping[int, float],
-        recompute: RecomputePlan | None,
-        program_waits_us: float = 0.0,
-    ) -> None:
+    def __init__(self, program: StepProgram, recompute: RecomputePlan | None, program_waits_us: float = 0.0) -> None:
         self.program = program
         self.recompute = recompute
         """The plan's recomputations, for the executor; None: nothing is recomputed."""
-        self.predicted_in_us, self.program_waits_us = predicted_in_us, program_waits_us
+        self.program_waits_us = program_waits_us
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
         """Time of each of these steps without compute's waits for copies."""
@@ -78,25 +71,15 @@ class PlanTrial:
         """Median of the measured step times, or the plan's prediction if there are none."""
         return median(self.times_us) if self.times_us else self.program.plan.step_us
 
-    @property
-    def excess_in_us(self) -> dict[int, float]:
-        """Stalls for copies back beyond the plan's prediction in the latest step, by storage."""
-        measured = {} if self.time is None else self.time.in_stalls_us
-        more = {tensor: us - self.predicted_in_us.get(tensor, 0.0) for tensor, us in measured.items()}
-        return {tensor: us for tensor, us in more.items() if us > 0}
-
 
 # --- planned step
 
 SAMPLES = 2
 """Number of steps under a plan before it is judged: a single time may be an outlier."""
 
-MOST_PLANS = 6
-"""Maximum number of plans for one step; then the best stays. Trying all of them takes a dozen steps."""
-
-WORTH_A_PLAN = 0.01
-"""Share of the step by which stalls must exceed the prediction before another plan is made. It is half the difference in
-simulated time that plans on trial may have."""
+LATE = 0.01
+"""Share of the predicted time by which a step must take longer to count as late. It is half the difference in simulated time
+that plans on trial may have."""
 
 LINK_OFF = 0.1
 """Relative change of a measured link rate above which new plans are made, if the rate rose or steps are late. A plan made for
@@ -168,13 +151,10 @@ class PlannedStep:
         return with_extra(self.extra.added_to(self._recorded), self.margin_bytes)
 
     def forget_plans(self) -> None:
-        """Forget the plans and the stalls learned under them, because the budgets or the trace changed."""
+        """Forget the plans, because the budgets or the trace changed."""
         self._same_unused = 0  # other budgets leave another number of spare bytes
         self.trials: list[PlanTrial] = []
         self._since_plans = 0
-        self.lead_us: dict[int, float] = {}
-        """Microseconds by which each copy back must be done earlier than predicted, by storage."""
-        self._nothing_better = False
         self.unpinned_us: float | None = None
         """Predicted time of the step with no pins; None until somebody asks."""
 
@@ -225,18 +205,14 @@ class PlannedStep:
         return len(self.trials) < 2 or all(len(trial.times_us) >= SAMPLES for trial in self.trials)
 
     def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
-        """Add the new ones of `plans`, which were made for `trace` and `link`, best first."""
+        """Add `plans`, which were made for `trace` and `link`, best first."""
         self.link = link
         self._planned_without = len(self.refused)
-        known = {trial.program.plan.actions for trial in self.trials}
-        new = [plan for plan in plans if plan.actions not in known]
-        self._nothing_better = not new
         is_open = self.predicted_by is not None and self.predicted_by.has_open_sizes
         keys = None if is_open else Keys(self.record.features, self.record.save_of.tolist(), PLAIN_CLASSES)
-        for plan in new:
+        for plan in plans:
             program = StepProgram.of(self.trace, plan, keys)
-            in_us, program_us = _stalls(self.trace, plan, link)
-            self.trials.append(PlanTrial(program, in_us, self._recompute_plan(program), program_us))
+            self.trials.append(PlanTrial(program, self._recompute_plan(program), _program_waits_us(self.trace, plan, link)))
 
     def _recompute_plan(self, program: StepProgram) -> RecomputePlan | None:
         if not program.plan.recomputed:
@@ -264,8 +240,9 @@ class PlannedStep:
 
     @property
     def chooses_by_link(self) -> bool:
-        """True if the link decides what plans recompute, and no plan is on trial."""
-        return bool(self.admitted) and self.is_decided
+        """True if the link decides what plans recompute, no plan is on trial, and the kept one has copies."""
+        has_copies = self.current is not None and bool(self.current.program.plan.actions)
+        return bool(self.admitted) and self.is_decided and has_copies
 
     def is_for_another_link(self, link: LinkCost) -> bool:
         """True if a rate of `link` differs by more than `LINK_OFF` from that of the link that plans were made for. Another
@@ -278,7 +255,7 @@ class PlannedStep:
         if made_for is None or current is None or self._since_plans < 1 << self.link_plans:
             return False
         rates = list(zip(link.rates, made_for.rates, strict=True))
-        is_late = current.step_us > current.program.plan.step_us * self.slowdown * (1 + WORTH_A_PLAN)
+        is_late = current.step_us > current.program.plan.step_us * self.slowdown * (1 + LATE)
         return any(now / then > 1 + LINK_OFF or (is_late and now / then < 1 - LINK_OFF) for now, then in rates)
 
     @property
@@ -294,18 +271,6 @@ class PlannedStep:
         took_us = median(trial.busy_us) - copies_us - trial.program_waits_us
         predicted_us += plan.recompute_us
         return took_us / predicted_us if min(took_us, predicted_us) > 0 else 1.0
-
-    def learn_stalls(self) -> bool:
-        """True if the kept plan stalls for copies back more than predicted and another one may be tried. Then adds the latest
-        stalls to `lead_us`, with which the next plan is made."""
-        current = self._measured
-        if current is None or self._nothing_better or len(self.trials) >= MOST_PLANS:
-            return False
-        if sum(current.excess_in_us.values()) <= WORTH_A_PLAN * current.step_us:
-            return False
-        for tensor, us in current.excess_in_us.items():
-            self.lead_us[tensor] = self.lead_us.get(tensor, 0.0) + us
-        return True
 
     @property
     def _measured(self) -> PlanTrial | None:
@@ -425,10 +390,9 @@ class PlannedStep:
         return allocated_until
 
 
-def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> tuple[Mapping[int, float], float]:
-    """Simulated stalls of the plan for copies back, by storage, and waits of the program's own copies."""
+def _program_waits_us(trace: Trace, plan: SwapPlan, link: LinkCost) -> float:
+    """Simulated waits of the program's own copies."""
     try:
-        timeline = simulate(trace, plan, link)
+        return simulate(trace, plan, link).program_waits_us
     except ValueError:  # a plan that cannot run has no prediction: it costs time, never a step
-        return {}, 0.0
-    return timeline.in_stalls_us, timeline.program_waits_us
+        return 0.0

@@ -22,7 +22,7 @@ import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.plan.bounds import relaxed_us
-from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled
+from chameleon_mm.plan.problem import Problem, Scheduled
 from chameleon_mm.plan.recipes import Recipes
 from chameleon_mm.plan.rewrite import RewrittenTrace, choice_actions
 from chameleon_mm.plan.search import Found, PlanLimits, Search
@@ -240,7 +240,6 @@ _FASTER_US = 1e-3
 class PlanOptions(TypedDict, total=False):
     """Options of `generate_plan`, which has their meaning, and of `candidate_plans`, which has their defaults."""
 
-    lead_us: PerTensor
     drafts: int
     recompute: Collection[str]
     refused: Collection[int]
@@ -255,9 +254,6 @@ def generate_plan(
 
     host_budget: bytes of pinned memory; None: no limit. drafts: number of tentative plans that a local search may evaluate if
     there are at most 16 candidates; the default takes most of a second; 0: none.
-
-    lead_us: how long before its use a copy back should end, for all tensors or by tensor; if memory has no room for that, as
-    early as it has.
 
     recompute: base names of operators that may run again (`replayable.py`); empty: nothing is recomputed. refused: numbers of
     storages that must not be recomputed. Each storage is kept, swapped, or dropped and recomputed; inputs of recomputations may
@@ -280,7 +276,6 @@ def candidate_plans(
     host_budget: int | None,
     cost_model: LinkCost,
     *,
-    lead_us: PerTensor = 0.0,
     drafts: int = 4_500,
     at_most: int = 2,
     within: float = 0.02,
@@ -305,7 +300,7 @@ def candidate_plans(
         if problem.least_bytes > hbm_budget:
             raise _infeasible(trace, problem, hbm_budget)
     slower = cost_model if counted_on == 1.0 else cost_model.slowed(counted_on)
-    limits = PlanLimits(budget=hbm_budget, host_budget=host_budget, cost=slower, lead_us=lead_us)
+    limits = PlanLimits(budget=hbm_budget, host_budget=host_budget, cost=slower)
     search = Search(problem, limits)
     search.try_ranks()
     search.try_swap_all()
@@ -411,7 +406,7 @@ def _host_too_small(
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):
         middle = (low + high) // 2
-        search = Search(problem, replace(limits, budget=middle, lead_us=0.0))
+        search = Search(problem, replace(limits, budget=middle))
         search.try_ranks()
         low, high = (low, middle) if search.found else (middle, high)
     low = budget

@@ -141,9 +141,6 @@ class Problem:
 # Each sweep keeps at least as many bytes away as the selection found to be enough, so neither runs out of room. The plan leaves
 # out candidates that the sweeps never send away.
 
-PerTensor = float | Mapping[int, float]
-"""Microseconds: one value for all, or by tensor of the trace (0 for the others)."""
-
 
 class Scheduled(NamedTuple):
     """The candidates that move, in the order of their uses, which is the plan's order."""
@@ -185,10 +182,10 @@ def schedule(
         selected.update(more)
 
 
-def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, lead_us: PerTensor) -> dict[int, int]:
+def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost) -> dict[int, int]:
     """Return, by candidate, the last hook at which its copy back begins in time, if copies cross in the order of uses.
 
-    In time: it ends `lead_us` before the use, even if the other direction is always busy and compute never late. The program's
+    In time: it ends before the use, even if the other direction is always busy and compute never late. The program's
     own copies cross when compute is at them.
     """
     who = sorted(selected, key=lambda i: (problem.use[i], i))
@@ -198,13 +195,11 @@ def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, l
     nbytes = np.array([selected[i] - problem.padding[i] for i in who])
     copy_us = cost.alone_us(nbytes, slower)
     clock, use = np.asarray(problem.time_us), problem.candidates.use[who]
-    leads = [lead_us.get(problem.tensor[i], 0.0) for i in who] if isinstance(lead_us, Mapping) else lead_us
-    due = clock[use] - leads
     theirs = [copy for copy in problem.program if copy.back_bytes]
     at_us = np.array([copy.at_us for copy in theirs], np.float64)
     their_us = cost.alone_us(np.array([copy.back_bytes for copy in theirs], np.int64), slower)
     between = np.searchsorted(clock[use], at_us)
-    copy_us, due = np.insert(copy_us, between, their_us), np.insert(due, between, at_us + their_us)
+    copy_us, due = np.insert(copy_us, between, their_us), np.insert(clock[use], between, at_us + their_us)
     rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last
     start = np.minimum.accumulate((due + rest_us - copy_us)[::-1])[::-1] - rest_us
     start = np.delete(start, between + np.arange(len(theirs)))

@@ -18,7 +18,7 @@ from math import inf
 from random import Random
 
 from chameleon_mm.plan import swap_all
-from chameleon_mm.plan.problem import PerTensor, Problem, Scheduled, latest_back, schedule
+from chameleon_mm.plan.problem import Problem, Scheduled, latest_back, schedule
 from chameleon_mm.plan.selection import RANKS, Rank, SearchPoint, neighbour, select, start_of, used_latest
 from chameleon_mm.plan.swap_plan import in_order, pinned_peak
 from chameleon_mm.plan.timing import LinkCost, walk
@@ -37,12 +37,11 @@ _NO_WORSE_US = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLimits:
-    """Budgets, the link and leads, as `generate_plan` takes them."""
+    """Budgets and the link, as `generate_plan` takes them."""
 
     budget: int
     host_budget: int | None
     cost: LinkCost
-    lead_us: PerTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +150,7 @@ class Search:
         self, selected: Mapping[int, int], *, eager: bool, send_from: Sequence[int] | None = None, at_most: float = inf
     ) -> float:
         selected = self._problem.whole_where_twice(selected)
-        in_time = None if eager else partial(latest_back, self._problem, cost=self._cost, lead_us=self._limits.lead_us)
+        in_time = None if eager else partial(latest_back, self._problem, cost=self._cost)
         scheduled = schedule(self._problem, self._budget, selected, send_from=send_from, latest_return=in_time)
         self._drafts += 1
         peak_bytes = self._problem.peak_with(scheduled.moves)

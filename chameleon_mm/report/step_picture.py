@@ -268,7 +268,7 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
         swap, nbytes = swaps.get(number), int(trace.tensor_bytes[number])
         goes = swap or (action if kind == RECOMPUTED else None)
         back_us = None if goes is None else float(hook_us[goes.in_at]) if swap is None else arrives_us.get(number)
-        measured_us = None if latest is None else latest.out_stalls_us.get(number, 0.0) + latest.in_stalls_us.get(number, 0.0)
+        measured_us = None if latest is None else latest.stalls_us.get(number, 0.0)
         used_at = first_use[number] if number in first_use or action is None else action.use_at
         born = int(trace.tensor_born[number])
         rows.append(

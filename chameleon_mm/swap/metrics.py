@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -38,17 +38,10 @@ class StepTime(NamedTuple):
     """Times of one step, in microseconds of the device's clock."""
 
     step_us: float
-    in_stalls_us: dict[int, float]
-    """Time that compute waited for each storage's copy back, waits of 0 included, by the storage's number in the plan."""
-    out_stalls_us: dict[int, float]
-    """Time that compute waited for each storage's copy out, by the same numbers."""
+    stalls_us: dict[int, float]
+    """Time that compute waited for each storage's copies, out and back, by the storage's number in the plan."""
     busy_us: float
     """Time of the step without its waits for copies of either direction."""
-
-
-def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
-    """Return the stalls, with 0 for those within the device's own pace from one event to the next."""
-    return {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in stalls_us.items()}
 
 
 class StepSums:
@@ -61,8 +54,8 @@ class StepSums:
         self.end: Event | None = None
         """Event at the step's end; None until `Metrics.end_step` records it."""
         self.stall_us = self.copy_us = self.recompute_us = 0.0
-        self.stalls_us: dict[Direction, dict[int, float]] = {"in": defaultdict(float), "out": defaultdict(float)}
-        """Parts of `stall_us`, by direction, of storages that the plan knows, by their numbers in it."""
+        self.stalls_us = defaultdict[int, float](float)
+        """Parts of `stall_us`, of storages that the plan knows, by their numbers in it."""
 
     @property
     def is_over(self) -> bool:
@@ -354,8 +347,7 @@ class Metrics:
         self.resolve()
         if not sums.is_over or any(entry[-1] is sums for entry in list(self._waits)):
             return None
-        in_us, out_us = _beyond_gaps(sums.stalls_us["in"]), _beyond_gaps(sums.stalls_us["out"])
-        return StepTime(sums.step_us, in_us, out_us, sums.step_us - sums.stall_us)
+        return StepTime(sums.step_us, dict(sums.stalls_us), sums.step_us - sums.stall_us)
 
     def wait(
         self, compute: Stream, event: Event, direction: Direction, tensor: int | None = None, *, prefetched: bool = False
@@ -401,7 +393,7 @@ class Metrics:
                 self._move_origin(self._origin)
                 while self._waits and self._waits[0][1].query():
                     before, after, direction, tensor, prefetched, sums = self._waits.popleft()
-                    self._add_wait(self._add_span(direction, before, after), direction, tensor, sums, prefetched=prefetched)
+                    self._add_wait(self._add_span(direction, before, after), tensor, sums, prefetched=prefetched)
                 while self._recomputations and self._recomputations[0][1].query():
                     before, after, sums = self._recomputations.popleft()
                     took_us = self._add_span("recompute", before, after)
@@ -442,14 +434,12 @@ class Metrics:
         end_us = start_us + end.elapsed_us(begun.begin)
         self._step_spans.append((begun.number, kind.value, start_us, end_us, begun.host_us, begun.unix_ns))
 
-    def _add_wait(
-        self, stall_us: float, direction: Direction, tensor: int | None, sums: StepSums | None, *, prefetched: bool
-    ) -> None:
+    def _add_wait(self, stall_us: float, tensor: int | None, sums: StepSums | None, *, prefetched: bool) -> None:
         self.totals.stall_us += stall_us
         if sums is not None:
             sums.stall_us += stall_us
-            if tensor is not None:
-                sums.stalls_us[direction][tensor] += stall_us
+            if tensor is not None and stall_us > EVENT_GAP_US:
+                sums.stalls_us[tensor] += stall_us
         if prefetched:
             self.totals.prefetches_timed += 1
             if stall_us > EVENT_GAP_US:

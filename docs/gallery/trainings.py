@@ -23,7 +23,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-STEPS = 8
+STEPS = 6
 TEXT = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024, "num_hidden_layers": 8}
 
 Batch = Mapping[str, Tensor]
@@ -35,8 +35,8 @@ def _tokens() -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
-def _images() -> Batch:
-    return {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(10, (8,))}
+def _images(rows: int = 8) -> Batch:
+    return {"pixel_values": torch.randn(rows, 3, 64, 64), "labels": torch.randint(10, (rows,))}
 
 
 def llm() -> Training:
@@ -61,7 +61,7 @@ def vit() -> Training:
 
 def resnet() -> Training:
     config = ResNetConfig(embedding_size=32, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], num_labels=10)
-    return ResNetForImageClassification(config), _images
+    return ResNetForImageClassification(config), lambda: _images(32)
 
 
 def dit() -> Training:

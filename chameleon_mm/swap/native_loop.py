@@ -17,25 +17,26 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import accumulate
 from operator import itemgetter
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.plan.step_program import DROP, END, RELEASE, USE, Op, Row, StepProgram
+from chameleon_mm.plan.step_program import DROP, END, FIRST, RELEASE, USE, Op, Row, StepProgram
 from chameleon_mm.pool.arena import Arena
-from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.dispatch_state import num_modes
 from chameleon_mm.record.light_profiler import LatestHook
 from chameleon_mm.swap.calling_thread import profiler_is_on, this_thread
 from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.handles import Handle, KeptTensor, Origin, SavedBytes, SwappedView
+from chameleon_mm.swap.hook_lock import call_if_alive
 from chameleon_mm.swap.host_copy import HostCopy, State, SwapContext
 from chameleon_mm.swap.saved_storage import SavedStorage, Uses
 from chameleon_mm.swap.way import Way
@@ -53,9 +54,21 @@ MOST_ENTRIES = 4
 
 _STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
 _REASONS = ("parameter", "leaf", "persistent", "small", "empty")
-_TOTALS = (
-    "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "uses_on_device", "fallbacks",
-)  # fmt: skip
+_TOTALS = ("bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "fallbacks")
+
+
+class _Compiled(NamedTuple):
+    """A program as the helper has it, and what is known of it here."""
+
+    program: Any
+    in_part: list[bool]
+    """By storage: whether only a part of it leaves."""
+    group: list[int]
+    offset: list[int]
+    group_bytes: list[int]
+    """Places on the host, as of `_places`."""
+    num_first: list[int]
+    """Storages that are saved before each hook."""
 
 
 class NativeLoop:
@@ -70,17 +83,23 @@ class NativeLoop:
         self._device: Any = executor.device  # of the kind that has a helper
         self.loop = helper.Loop(
             index, *streams, executor.rule.min_bytes,
-            [executor.protected.refs, parts.claims.by_storage, parts.context.held],
-            [_taking(parts.context.pool, *_streams(parts.context)), *map(_in_lock, (
-                self.grown, self.do_ops, self.fetch, self.save_record, self.use_record,
-            ))],
+            {
+                "safe": executor.protected.refs, "claimed": parts.claims.by_storage, "held": parts.context.held,
+                "come_back": partial(call_if_alive, weakref.WeakMethod(self.come_back)),
+            } | {work.__name__: _in_lock(work) for work in (
+                self.take, self.grown, self.do_ops, self.fetch, self.save_record, self.use_record,
+            )},
         )  # fmt: skip
-        self._programs: weakref.WeakKeyDictionary[StepProgram, tuple[Any, set[int]]] = weakref.WeakKeyDictionary()
-        """Programs as the helper has them, with the storages that leave in part."""
+        self._programs: weakref.WeakKeyDictionary[StepProgram, _Compiled] = weakref.WeakKeyDictionary()
+        self._arenas: dict[int, Arena] = {}
+        """Host memory of the copies that the helper has, by group."""
         self._compute: Any = None
         self._entries = (-1, 0)
         """The latest step, and how often the helper took its hooks."""
         self._entered: tuple[Way, Director, LatestHook] | None = None
+        self._since, self._next_index, self._is_record = -1, 0, list[bool]()
+        """The hook behind which the helper took over, and the number of the next storage then; by storage, whether it has, or
+        gets, a record."""
         self._home = -1
         """Number of the thread whose saves the helper does."""
         _all.add(self)
@@ -100,15 +119,7 @@ class NativeLoop:
 
     def hooks(self, save: Any, use: Any) -> tuple[Any, Any]:
         """Autograd's two hooks, which call `save` and `use` for what the helper does not do."""
-
-        def use_given_back(handle: Any) -> Tensor:
-            self.come_back()
-            known = self._helper.python_of(handle)
-            if known is None:
-                raise RuntimeError("a saved tensor: expected its handle to be given back, and it was not")
-            return use(known)  # type: ignore[no-any-return]  # a compiled helper has no types
-
-        return self.loop.hook(True, save, save), self.loop.hook(False, use, uncompiled(use_given_back))
+        return self.loop.hook_of(True, save), self.loop.hook_of(False, use)
 
     def may_enter(self, way: Way) -> bool:
         """True if the helper may take the next hooks: no pending work is unknown to it."""
@@ -133,20 +144,34 @@ class NativeLoop:
         self._entries = way.epoch, entries + 1 if epoch == way.epoch else 1
         if way.program not in self._programs:
             self._programs[way.program] = _compiled(self._helper, way.program, growth.until)
-        program, in_part = self._programs[way.program]
-        at = {
-            "hook": executor.loop.hook, "last_used": latest.last_used, "operators": latest.numbers[thread],
-            "next_index": self._registry.next_index,
-            "since": growth.checked_at, "growth": growth.nbytes, "limit": budget.hbm_budget_bytes - way.margin_bytes,
-            "now": budget.last_allocated_bytes - budget.taken_bytes, "taken": budget.taken_bytes,
-            "cumulative": cumulative - offset, "peak": budget.peak_watch.last_bytes,
-            "records": [*in_part, *(number for number, saved in way.storages.items() if saved.state is not State.RETIRED)],
+        compiled, self._since, self._next_index = self._programs[way.program], executor.loop.hook, self._registry.next_index
+        self._is_record = compiled.in_part.copy()
+        for number, saved in way.storages.items():
+            self._is_record[number] |= saved.state is not State.RETIRED
+        numbers = dict.fromkeys(_TOTALS, 0) | {
+            "hook": self._since, "operators": latest.numbers[thread], "since": growth.checked_at, "growth": growth.nbytes,
+            "limit": budget.hbm_budget_bytes - way.margin_bytes, "now": budget.last_allocated_bytes - budget.taken_bytes,
+            "taken": budget.taken_bytes, "cumulative": cumulative - offset, "peak": budget.peak_watch.last_bytes, "seen": 0,
         }  # fmt: skip
+        for name, value in numbers.items():
+            setattr(self.loop, name, value)
         self._entered, self._compute, self._home = (way, director, latest), compute, this_thread.number
-        self.loop.enter(program, compute.handle, at)
+        self.loop.enter(compiled.program, compute.handle, self._is_record)
         return True
 
     # --- what the helper has Python do of a hook that it goes on with; None: it cannot go on
+
+    def take(self, loop: StepLoop, way: Way, group: int, empty: Sequence[int]) -> int:
+        """Give the memory of `empty` groups back, and take that of another. Returns its address; 0: the host has none."""
+        for other in empty:
+            self._arenas.pop(other).release_if_empty()
+        out, back = _streams(self._context)
+        with suppress(HostMemoryExhausted):
+            # Note [Host block]: its last use -> the copies into it
+            block = self._context.pool.allocate(self._programs[way.program].group_bytes[group], out)
+            self._arenas[group] = Arena(block, lambda: (out.record(), back.record()))
+            return block.buffer.data_ptr()
+        return 0
 
     def grown(self, loop: StepLoop, way: Way, since: int, nbytes: int, hook: int) -> bool:
         """Compare what the model allocated since the hook `since`, which is not what the cached step did. Returns whether the
@@ -172,9 +197,10 @@ class NativeLoop:
         self._ins.prefetch_planned(() if saved is None else (saved,), self._compute)
         return self._budget.taken_bytes - before
 
-    def save_record(self, loop: StepLoop, way: Way, t: Tensor, hook: int, next_index: int) -> Handle | None:
+    def save_record(self, loop: StepLoop, way: Way, t: Tensor, hook: int) -> Handle | None:
         """Save a tensor of a record, old or new."""
-        self._registry.next_index = next_index
+        num_first = self._programs[way.program].num_first
+        self._registry.next_index = self._next_index + num_first[hook] - num_first[self._since + 1]
         handle = loop.moving(t, way.program.rows[hook], hook)
         if handle is not None:
             handle.saved_at = way.epoch, hook
@@ -210,53 +236,69 @@ class NativeLoop:
         """Make all that the helper has Python's, if it follows."""
         if not self.loop.follows:
             return
-        given = self.loop.give_back()
+        given, numbers = self.loop.give_back(), self.loop
         executor, entered = self._executor(), self._entered
         assert executor is not None and entered is not None
         way, director, latest = entered
         self._entered = None
-        executor.loop.hook = given["hook"]
-        way.at(given["hook"])
+        executor.loop.hook = numbers.hook
+        way.at(numbers.hook)
         way.late = [tuple(op) for op in given["late"]]
-        latest.numbers[latest.thread], latest.last_used = given["operators"], given["last_used"]
-        director.note_checked(given["since"], given["growth"])
-        budget = self._budget
-        budget.note_checks(
-            given["growths"], allocated=given["now"] + given["taken"], taken=given["taken"],
-            cumulative=given["cumulative"] + self._device.cumulative_offset(), peak=given["peak"], seen=given["seen"],
+        latest.numbers[latest.thread] = numbers.operators
+        director.note_checked(numbers.since, numbers.growth)
+        self._budget.note_checks(
+            given["growths"], allocated=numbers.now + numbers.taken, taken=numbers.taken,
+            cumulative=numbers.cumulative + self._device.cumulative_offset(), peak=numbers.peak, seen=numbers.seen,
         )  # fmt: skip
-        self._count(executor, given)
         by_number: defaultdict[int, list[Any]] = defaultdict(list)
         for number, *told in sorted(given["all_saves"], key=itemgetter(2)):  # by their hooks
             by_number[number].append(told)
-        self._adopt(executor, way, given, by_number)
+        self._adopt(executor, way, given, by_number, self._count(executor, way, latest, given["kept"]))
         for handle, hook, _, t, version, saved, _, name, node, output_nr, by_reference in by_number[-1]:
             origin = None if by_reference else Origin.known(saved, name, node, output_nr)
             self._lead(handle, KeptTensor.known(t, version, origin), way.epoch, hook)
-        for arena in given["arenas"]:
+        for arena in self._arenas.values():
             arena.release_if_empty()
+        self._arenas.clear()
         for storage in given["outlived"]:
             self._protected.add(storage)
 
-    def _count(self, executor: Executor, given: dict[str, Any]) -> None:
-        totals, registry = self._context.metrics.totals, self._registry
+    def _count(self, executor: Executor, way: Way, latest: LatestHook, kept: Sequence[int]) -> dict[int, list[int]]:
+        """Count what the helper's hooks did. Returns of each storage that it saved: its index, its first save and its last."""
+        totals, registry, done = self._context.metrics.totals, self._registry, way.program.rows[: self.loop.hook + 1]
         for name in _TOTALS:
-            setattr(totals, name, getattr(totals, name) + given[name])
-        for reason, count in zip(_REASONS, given["kept"], strict=True):
+            setattr(totals, name, getattr(totals, name) + getattr(self.loop, name))
+        for reason, count in zip(_REASONS, kept, strict=True):
             if count:
                 totals.kept_by_reason[reason] += count
-        executor.hook_counts.saves += given["saves"]
-        executor.hook_counts.uses += given["uses"]
-        executor.note_any(saved=given["next_index"] > registry.next_index, used=bool(given["used"]))
-        for index in given["used"]:
-            self._order.used(index)
-        registry.next_index = given["next_index"]
-        self._outs.latest_operator = self._home, given["operators"]
+        index, born, used = self._next_index, dict[int, list[int]](), list[int]()
+        for hook, row in enumerate(done[self._since + 1 :], self._since + 1):
+            if row.kind == USE:
+                executor.hook_counts.uses += 1
+                latest.last_used = row.key
+                used += born.get(row.number, ())[:1]
+                continue
+            executor.hook_counts.saves += 1
+            if row.kind == FIRST:
+                if not self._is_record[row.number]:
+                    born[row.number] = [index, hook, hook]
+                index += 1
+            elif row.number in born:
+                born[row.number][2] = hook
+        for used_index in used:
+            self._order.used(used_index)
+        totals.uses_on_device += len(used)
+        executor.note_any(saved=index > self._next_index, used=bool(used))
+        registry.next_index = index
+        self._outs.latest_operator = self._home, self.loop.operators
+        return born
 
-    def _adopt(self, executor: Executor, way: Way, given: dict[str, Any], by_number: dict[int, list[Any]]) -> None:
-        """Make records of the slots, and handles of their saves."""
+    def _adopt(
+        self, executor: Executor, way: Way, given: dict[str, Any], by_number: dict[int, list[Any]], born: dict[int, list[int]]
+    ) -> None:
+        """Make records of the slots, and handles of their saves. `born`: as of `_count`."""
         ends: dict[Stream, Event] = {}
-        compute, context = self._compute, self._context
+        compute, context, places = self._compute, self._context, self._programs[way.program]
         released = {number for code, number, _ in way.late if code == RELEASE}
 
         def after(queue: CopyQueue) -> Event:
@@ -264,18 +306,19 @@ class NativeLoop:
                 ends[queue.stream] = queue.stream.record()  # after all copies that the helper has handed to it
             return ends[queue.stream]
 
-        for (
-            number, state, index, first_hook, last_hook, operators, is_over, emptied, arena, offset,
-        ) in given["slots"]:  # fmt: skip
+        for number, state, operators, is_over, emptied in given["slots"]:
             nbytes, copy, told = way.program.nbytes[number], None, by_number[number]
+            index, first_hook, last_hook = born.pop(number)
             saves = [
                 SavedBytes.known(alias, version, Origin.known(t, name, node, output_nr), counter)
                 for _, _, _, alias, version, t, counter, name, node, output_nr, _ in told
             ]
-            if arena is not None:
-                block, back = arena.part(offset, nbytes), after(context.back_queue) if emptied else None
+            if _STATES[state] is not State.ON_DEVICE:
+                block = self._arenas[places.group[number]].part(places.offset[number], nbytes)
                 arrived_on = compute if _STATES[state] is State.RESTORED else None
-                copy = HostCopy.known(block, after(context.out_queue), back, arrived_on, context)
+                copy = HostCopy.known(
+                    block, after(context.out_queue), after(context.back_queue) if emptied else None, arrived_on, context
+                )
             saved = SavedStorage.known(
                 saves, compute, context, epoch=way.epoch, index=index, nbytes=nbytes, state=_STATES[state],
                 uses=Uses.known(len(told), sum(not is_used for _, _, is_used, *_ in told)), copy=copy,
@@ -296,7 +339,7 @@ class NativeLoop:
                 view = SwappedView(claim, saved_bytes)
                 view.swap_in_number = saved.uses.swap_in_number if is_used else -1
                 self._lead(handle, view, way.epoch, hook)
-        if given["ended"]:
+        if born:
             way.first_saves[-1] = _ended()  # of those that are gone by now: the step is not as if nothing had moved
 
     def _lead(self, handle: Any, python: KeptTensor | SwappedView, epoch: int, hook: int) -> None:
@@ -327,39 +370,29 @@ def _in_lock(method: Any) -> Callable[..., Any]:
     return call
 
 
-def _taking(pool: PinnedPool, out: Stream, back: Stream) -> Callable[[int, Sequence[Arena]], tuple[Arena, int] | None]:
-    """Function that gives empty arenas back, takes another and returns it with its address; None where the host has none."""
-
-    def latest() -> tuple[Event, ...]:
-        return out.record(), back.record()
-
-    def take(nbytes: int, empty: Sequence[Arena]) -> tuple[Arena, int] | None:
-        for arena in empty:
-            arena.release_if_empty()
-        with suppress(HostMemoryExhausted):
-            block = pool.allocate(nbytes, out)  # Note [Host block]: its last use -> the copies into it
-            return Arena(block, latest), block.buffer.data_ptr()
-        return None
-
-    return take
+def _compiled(helper: Any, program: StepProgram, until: list[int]) -> _Compiled:
+    rows, before, in_part = [], 0, [False] * len(program.nbytes)
+    for hook, row in enumerate(program.rows):
+        compared = row.is_checked and row.number >= 0
+        rows.append(helper.Row(*_told(row, until[hook] - before if compared else 0)))
+        before = until[hook] if compared else before
+        for _, number, nbytes in row.ops:
+            in_part[number] |= nbytes < program.nbytes[number]
+    group, offset, group_bytes = _places(program)
+    num_first = list(accumulate((row.kind == FIRST for row in program.rows), initial=0))
+    compiled = helper.Program(rows, program.nbytes, group, offset)
+    return _Compiled(compiled, in_part, group, offset, group_bytes, num_first)
 
 
-def _compiled(helper: Any, program: StepProgram, until: list[int]) -> tuple[Any, set[int]]:
-    """The program as the helper has it, and the storages of which only a part leaves."""
-    rows = [helper.Row(*_told(row)) for row in program.rows]
-    in_part = {number for row in program.rows for _, number, nbytes in row.ops if nbytes < program.nbytes[number]}
-    return helper.Program(rows, program.nbytes, *_places(program), until), in_part
-
-
-def _told(row: Row) -> tuple[Any, ...]:
+def _told(row: Row, grew: int) -> tuple[Any, ...]:
     """The row as the helper has it: its key is a class, sizes, dtype and a number. Without a key, or with what the helper does
-    not do, it is an `END`."""
+    not do, it is an `END`. `grew`: bytes that the cached step allocated since the last comparison."""
     key: Any = row.key
     drops = any(code == DROP for code, *_ in row.ops)
     if key is None or drops or not (row.kind == USE or (row.kind < USE and all(type(size) is int for size in key[1]))):
         row, key = row._replace(kind=END), -1
     key = key if row.kind < USE else (None, (), torch.uint8, key)
-    return row.kind, row.number, row.is_checked, row.growth, row.ops, row.ins, *key
+    return row.kind, row.number, row.is_checked, row.growth, grew, row.ops, row.ins, *key
 
 
 def _places(program: StepProgram) -> tuple[list[int], list[int], list[int]]:

@@ -8,8 +8,7 @@
 // A hook is done here whole, or by Python: whatever the loop does not know, Python's hook does. That one enters the executor's lock,
 // which first has all given back (`HookLock.run`). So a step's state is here or there, never in both; Python's loop is the
 // reference, and goes on at that very hook. A row that was begun here begins there again: each op first asks for the state of its
-// storage. A storage that has a record there (swap/native_loop.py), or gets one as it leaves in part, keeps it: the loop calls
-// Python for what its rows do with those.
+// storage. A storage that has a record there, or gets one as it leaves in part, keeps it: Python does what a row does with that.
 //
 // The GIL is held throughout. Where Python is called, the mutex is not: another thread may have all given back meanwhile, and the
 // hook is then Python's (`Left`).
@@ -83,19 +82,22 @@ struct Program {
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// A saved tensor, with what `SavedBytes` and `Origin` in swap/handles.py have of it.
+// What `SavedBytes` and `Origin` in swap/handles.py have of a saved tensor: the node that made it, with its number and output.
+struct Origin {
+  WeakTensor counter, tensor;
+  std::string name;
+  int64_t number, output;
+};
+
 struct Save {
   PyObject* handle;
   std::shared_ptr<struct Loop> loop;
   struct Slot* slot;  // null: it stays
   int64_t hook;
-  bool is_reference;  // it is held as it is; else by an alias, and what tells of its origin
   at::Tensor alias;
   int64_t version;
-  WeakTensor tensor, counter;
-  std::string name;  // of the node that made it, with its number and output
-  int64_t number, output;
-  bool is_used = false;  // since the storage last came back
+  std::unique_ptr<Origin> origin;  // null: the alias is the tensor itself
+  bool is_used = false;            // since the storage last came back
 
   bool is_as_saved() const { return (int64_t)alias._version() == version; }
 };
@@ -159,6 +161,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
         claimed(python["claimed"]), records_held(python["held"]) {}
   ~Loop() {
     if (!abandoned.empty()) wait_for_all();
+    std::erase(events, nullptr);
     for (void* event : events) cudaEventDestroy(event);
   }
   void lock() {
@@ -220,6 +223,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     const int n = slot.number;
     void *stream = is_out ? out : back, *host = (char*)arenas[program->group[n]].address + program->offset[n];
     void* memory = slot.storage.data_ptr().get();
+    if (events[n] == nullptr) must(cudaEventCreateWithFlags(&events[n], UNTIMED));
     if (!is_out) must(cudaStreamWaitEvent(back, events[n], 0));  // Note [Swap-in]: the copy out -> the copy back
     must(cudaEventRecord(events[n], compute));
     must(cudaStreamWaitEvent(stream, events[n], 0));  // Note [Swap-out], [Swap-in]: what wrote or used the memory last -> the copy
@@ -307,16 +311,12 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     const int reason = reason_to_stay(t, holder);
     if (row.kind == KEPT ? reason > NUM_REASONS : reason != NONE || (int64_t)t.storage().nbytes() != program->nbytes[row.number]) return nullptr;
     if (!run(row, hook + 1, row.kind != KEPT)) return nullptr;
-    py::object made;
-    if (row.kind == KEPT) {
-      const auto& node = t.grad_fn();  // as `KeptTensor`
-      const bool is_made_now = node && ((int64_t)node->sequence_nr() == operators_now - 1 || typeid(*node).name() == PYTHON_NODE);
-      made = make_handle(t, holder, nullptr, reason == PARAMETER || !(t.is_view() || is_made_now));
-      kept[reason]++;
-    } else {
-      made = move(t, holder, row, operators_now);
-      if (!made || made.is_none()) return nullptr;
-    }
+    const auto& node = t.grad_fn();  // as `KeptTensor`
+    const bool is_made_now = node && ((int64_t)node->sequence_nr() == operators_now - 1 || typeid(*node).name() == PYTHON_NODE);
+    const bool is_reference = reason == PARAMETER || !(t.is_view() || is_made_now);
+    py::object made = row.kind == KEPT ? make_handle(t, holder, nullptr, is_reference) : move(t, holder, row, operators_now);
+    if (!made || made.is_none()) return nullptr;
+    if (row.kind == KEPT) kept[reason]++;
     hook++, operators = operators_now;
     prefetch(row);
     return made.release().ptr();
@@ -382,10 +382,12 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   py::object make_handle(const at::Tensor& t, const at::Tensor& holder, Slot* slot, bool is_reference) {
     auto* h = new Handle;
     const py::capsule handle(h, nullptr, drop);
-    const auto& node = t.grad_fn();
-    Save& save = h->save.emplace(handle.ptr(), shared_from_this(), slot, hook + 1, is_reference, is_reference ? t : t.detach(), t._version(),
-                                 WeakTensor(t.getIntrusivePtr()), WeakTensor(holder.getIntrusivePtr()),
-                                 node && !is_reference ? node->name() : "", node ? (int64_t)node->sequence_nr() : -1, t.output_nr());
+    Save& save = h->save.emplace(handle.ptr(), shared_from_this(), slot, hook + 1, is_reference ? t : t.detach(), t._version());
+    if (!is_reference) {
+      const auto& node = t.grad_fn();
+      save.origin.reset(new Origin{WeakTensor(holder.getIntrusivePtr()), WeakTensor(t.getIntrusivePtr()), node ? node->name() : "",
+                                   node ? (int64_t)node->sequence_nr() : -1, t.output_nr()});
+    }
     all_saves.insert(&save);
     if (slot != nullptr) slot->saves.push_back(&save);
     return handle;
@@ -414,10 +416,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     settle_abandoned();
     program = std::move(of), compute = (void*)compute_stream, is_record = std::move(of_python), home = PyThread_get_thread_ident();
     slots.resize(is_record.size()), arenas.resize(is_record.size());
-    while (events.size() < slots.size()) {
-      events.push_back(nullptr);
-      must(cudaEventCreateWithFlags(&events.back(), UNTIMED));
-    }
+    events.resize(std::max(events.size(), slots.size()));
     follows = true, generation++;
   }
   py::object give_back() {
@@ -433,9 +432,10 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
       if (slot) of_slots.append(py::make_tuple(slot->number, slot->state, slot->operators, is_over(*slot), slot->emptied));
     }
     for (const Save* s : all_saves) {
-      of_saves.append(py::make_tuple(s->slot ? s->slot->number : -1, py::handle(s->handle), s->hook, s->is_used, s->alias, s->version,
-                                     at::Tensor(s->tensor.lock()), at::Tensor(s->counter.lock()),  // None: it is gone
-                                     s->name, s->number, s->output, s->is_reference));
+      py::object save = py::make_tuple(s->slot ? s->slot->number : -1, py::handle(s->handle), s->hook, s->is_used, s->alias, s->version);
+      if (const Origin* o = s->origin.get())  // None: it is gone
+        save += py::make_tuple(at::Tensor(o->counter.lock()), at::Tensor(o->tensor.lock()), o->name, o->number, o->output);
+      of_saves.append(save);
     }
     for (const auto& weak : outlived) {
       if (auto impl = weak.lock()) of_outlived.append(c10::Storage(std::move(impl)));

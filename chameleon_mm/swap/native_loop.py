@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
 from operator import itemgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.plan.step_program import DROP, END, FIRST, RELEASE, USE, Op, Row, StepProgram
+from chameleon_mm.plan.step_program import AGAIN, DROP, END, FIRST, RELEASE, USE, Op, Row, StepProgram
 from chameleon_mm.pool.arena import Arena
 from chameleon_mm.record.dispatch_state import num_modes
 from chameleon_mm.record.light_profiler import LatestHook
@@ -37,8 +37,8 @@ from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.handles import Handle, KeptTensor, Origin, SavedBytes, SwappedView
 from chameleon_mm.swap.hook_lock import call_if_alive
-from chameleon_mm.swap.host_copy import HostCopy, State, SwapContext
-from chameleon_mm.swap.saved_storage import SavedStorage, Uses
+from chameleon_mm.swap.host_copy import HostCopy, State
+from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
 from chameleon_mm.units import MIB, allocated_size
 
@@ -67,8 +67,10 @@ class _Compiled(NamedTuple):
     offset: list[int]
     group_bytes: list[int]
     """Places on the host, as of `_places`."""
-    num_first: list[int]
-    """Storages that are saved before each hook."""
+    saves: defaultdict[int, list[int]]
+    """Hooks of its saves, by storage."""
+    firsts: list[int]
+    """Hooks of first saves."""
 
 
 class NativeLoop:
@@ -108,14 +110,9 @@ class NativeLoop:
     def of(cls, executor: Executor) -> NativeLoop | None:
         """The helper for `executor`; None where its device has none, or its readings are not the device's own."""
         device, context = executor.device, executor.parts.context
-        if device is not context.pool.device or (found := device.native_loop(_streams(context))) is None:
-            return None
-        return cls(executor, *found)
-
-    @property
-    def latest_step(self) -> int:
-        """Number of the latest step whose hooks the helper took; -1: there was none."""
-        return self._entries[0]
+        streams = context.out_queue.stream, context.back_queue.stream
+        found = device.native_loop(streams) if device is context.pool.device else None
+        return None if found is None else cls(executor, *found)
 
     def hooks(self, save: Any, use: Any) -> tuple[Any, Any]:
         """Autograd's two hooks, which call `save` and `use` for what the helper does not do."""
@@ -165,7 +162,7 @@ class NativeLoop:
         """Give the memory of `empty` groups back, and take that of another. Returns its address; 0: the host has none."""
         for other in empty:
             self._arenas.pop(other).release_if_empty()
-        out, back = _streams(self._context)
+        out, back = self._context.out_queue.stream, self._context.back_queue.stream
         with suppress(HostMemoryExhausted):
             # Note [Host block]: its last use -> the copies into it
             block = self._context.pool.allocate(self._programs[way.program].group_bytes[group], out)
@@ -199,8 +196,7 @@ class NativeLoop:
 
     def save_record(self, loop: StepLoop, way: Way, t: Tensor, hook: int) -> Handle | None:
         """Save a tensor of a record, old or new."""
-        num_first = self._programs[way.program].num_first
-        self._registry.next_index = self._next_index + num_first[hook] - num_first[self._since + 1]
+        self._registry.next_index = self._index_at(way, hook)
         handle = loop.moving(t, way.program.rows[hook], hook)
         if handle is not None:
             handle.saved_at = way.epoch, hook
@@ -211,7 +207,7 @@ class NativeLoop:
         if handle.saved_at != (way.epoch, hook):
             return None
         if type(handle) is KeptTensor:
-            return handle.tensor if handle.is_as_saved else None
+            return handle.tensor if handle.tensor._version == handle.expected else None
         if type(handle) is not SwappedView or handle.saved.moved:
             return None
         saved = handle.claim.saved
@@ -253,52 +249,46 @@ class NativeLoop:
         by_number: defaultdict[int, list[Any]] = defaultdict(list)
         for number, *told in sorted(given["all_saves"], key=itemgetter(2)):  # by their hooks
             by_number[number].append(told)
-        self._adopt(executor, way, given, by_number, self._count(executor, way, latest, given["kept"]))
-        for handle, hook, _, t, version, saved, _, name, node, output_nr, by_reference in by_number[-1]:
-            origin = None if by_reference else Origin.known(saved, name, node, output_nr)
-            self._lead(handle, KeptTensor.known(t, version, origin), way.epoch, hook)
+        self._count(executor, way, latest, given["kept"])
+        self._adopt(executor, way, given["slots"], by_number)
+        for handle, hook, _, t, version, *known in by_number[-1]:
+            kept = KeptTensor.known(t, version, Origin.known(*known[1:]) if known else None, (way.epoch, hook))
+            self._helper.delegate(handle, kept)
         for arena in self._arenas.values():
             arena.release_if_empty()
         self._arenas.clear()
         for storage in given["outlived"]:
             self._protected.add(storage)
 
-    def _count(self, executor: Executor, way: Way, latest: LatestHook, kept: Sequence[int]) -> dict[int, list[int]]:
-        """Count what the helper's hooks did. Returns of each storage that it saved: its index, its first save and its last."""
-        totals, registry, done = self._context.metrics.totals, self._registry, way.program.rows[: self.loop.hook + 1]
+    def _index_at(self, way: Way, hook: int) -> int:
+        """Number in the step of a storage that is first saved at `hook`."""
+        firsts = self._programs[way.program].firsts
+        return self._next_index + bisect_left(firsts, hook) - bisect_right(firsts, self._since)
+
+    def _count(self, executor: Executor, way: Way, latest: LatestHook, kept: Sequence[int]) -> None:
+        """Count what the helper's hooks did."""
+        totals, hook, saves = self._context.metrics.totals, self.loop.hook, self._programs[way.program].saves
         for name in _TOTALS:
             setattr(totals, name, getattr(totals, name) + getattr(self.loop, name))
-        for reason, count in zip(_REASONS, kept, strict=True):
-            if count:
-                totals.kept_by_reason[reason] += count
-        index, born, used = self._next_index, dict[int, list[int]](), list[int]()
-        for hook, row in enumerate(done[self._since + 1 :], self._since + 1):
-            if row.kind == USE:
-                executor.hook_counts.uses += 1
-                latest.last_used = row.key
-                used += born.get(row.number, ())[:1]
-                continue
-            executor.hook_counts.saves += 1
-            if row.kind == FIRST:
-                if not self._is_record[row.number]:
-                    born[row.number] = [index, hook, hook]
-                index += 1
-            elif row.number in born:
-                born[row.number][2] = hook
-        for used_index in used:
-            self._order.used(used_index)
-        totals.uses_on_device += len(used)
-        executor.note_any(saved=index > self._next_index, used=bool(used))
-        registry.next_index = index
+        totals.kept_by_reason += Counter(dict(zip(_REASONS, kept, strict=True)))  # those above 0
+        uses = [row for row in way.program.rows[self._since + 1 : hook + 1] if row.kind == USE]
+        moved = (saves[row.number][0] for row in uses if row.number >= 0 and not self._is_record[row.number])
+        firsts = [first for first in moved if first > self._since]
+        for first in firsts:
+            self._order.used(self._index_at(way, first))
+        totals.uses_on_device += len(firsts)
+        executor.hook_counts.saves += hook - self._since - len(uses)
+        executor.hook_counts.uses += len(uses)
+        for row in uses[-1:]:
+            latest.last_used = row.key
+        self._registry.next_index = self._index_at(way, hook + 1)
+        executor.note_any(saved=self._registry.next_index > self._next_index, used=bool(firsts))
         self._outs.latest_operator = self._home, self.loop.operators
-        return born
 
-    def _adopt(
-        self, executor: Executor, way: Way, given: dict[str, Any], by_number: dict[int, list[Any]], born: dict[int, list[int]]
-    ) -> None:
-        """Make records of the slots, and handles of their saves. `born`: as of `_count`."""
+    def _adopt(self, executor: Executor, way: Way, slots: Sequence[Any], by_number: dict[int, list[Any]]) -> None:
+        """Make records of the slots, and handles of their saves."""
         ends: dict[Stream, Event] = {}
-        compute, context, places = self._compute, self._context, self._programs[way.program]
+        compute, context, compiled = self._compute, self._context, self._programs[way.program]
         released = {number for code, number, _ in way.late if code == RELEASE}
 
         def after(queue: CopyQueue) -> Event:
@@ -306,29 +296,28 @@ class NativeLoop:
                 ends[queue.stream] = queue.stream.record()  # after all copies that the helper has handed to it
             return ends[queue.stream]
 
-        for number, state, operators, is_over, emptied in given["slots"]:
-            nbytes, copy, told = way.program.nbytes[number], None, by_number[number]
-            index, first_hook, last_hook = born.pop(number)
+        for number, state, operators, is_over, emptied in slots:
+            nbytes, copy, told, hooks = way.program.nbytes[number], None, by_number[number], compiled.saves[number]
             saves = [
-                SavedBytes.known(alias, version, Origin.known(t, name, node, output_nr), counter)
-                for _, _, _, alias, version, t, counter, name, node, output_nr, _ in told
+                SavedBytes.known(alias, version, Origin.known(*origin), counter)
+                for _, _, _, alias, version, counter, *origin in told
             ]
             if _STATES[state] is not State.ON_DEVICE:
-                block = self._arenas[places.group[number]].part(places.offset[number], nbytes)
+                block = self._arenas[compiled.group[number]].part(compiled.offset[number], nbytes)
                 arrived_on = compute if _STATES[state] is State.RESTORED else None
                 copy = HostCopy.known(
                     block, after(context.out_queue), after(context.back_queue) if emptied else None, arrived_on, context
                 )
             saved = SavedStorage.known(
-                saves, compute, context, epoch=way.epoch, index=index, nbytes=nbytes, state=_STATES[state],
-                uses=Uses.known(len(told), sum(not is_used for _, _, is_used, *_ in told)), copy=copy,
+                saves, compute, context, epoch=way.epoch, index=self._index_at(way, hooks[0]), nbytes=nbytes,
+                state=_STATES[state], left=sum(not is_used for _, _, is_used, *_ in told), copy=copy,
             )  # fmt: skip
             saved.op_is_over, saved.saved_by = is_over, (self._home, operators)
             claim = executor.claim_on(saved)
-            saved.slot.note_save(way.epoch, last_hook)
+            saved.slot.note_save(way.epoch, hooks[bisect_right(hooks, self.loop.hook) - 1])
             saved.slot.last_save.emptied |= emptied
             way.number(saved, number)
-            way.first_saves[first_hook] = saved
+            way.first_saves[hooks[0]] = saved
             if not is_over:
                 self._outs.fresh.append(saved)
             if saved.state is State.RESTORED and number in released:
@@ -338,19 +327,11 @@ class NativeLoop:
             for (handle, hook, is_used, *_), saved_bytes in zip(told, saves, strict=True):
                 view = SwappedView(claim, saved_bytes)
                 view.swap_in_number = saved.uses.swap_in_number if is_used else -1
-                self._lead(handle, view, way.epoch, hook)
-        if born:
+                view.saved_at = way.epoch, hook
+                self._helper.delegate(handle, view)
+        firsts = (row.number for row in way.program.rows[self._since + 1 : self.loop.hook + 1] if row.kind == FIRST)
+        if not all(number in way.storages for number in firsts):
             way.first_saves[-1] = _ended()  # of those that are gone by now: the step is not as if nothing had moved
-
-    def _lead(self, handle: Any, python: KeptTensor | SwappedView, epoch: int, hook: int) -> None:
-        """Have a handle that autograd holds lead to Python's."""
-        python.saved_at = (epoch, hook)
-        self._helper.delegate(handle, python)
-
-
-def _streams(context: SwapContext) -> tuple[Stream, Stream]:
-    """Streams of copies out and back."""
-    return context.out_queue.stream, context.back_queue.stream
 
 
 def _in_lock(method: Any) -> Callable[..., Any]:
@@ -371,17 +352,18 @@ def _in_lock(method: Any) -> Callable[..., Any]:
 
 
 def _compiled(helper: Any, program: StepProgram, until: list[int]) -> _Compiled:
-    rows, before, in_part = [], 0, [False] * len(program.nbytes)
+    rows, before, in_part, saves = [], 0, [False] * len(program.nbytes), defaultdict[int, list[int]](list)
     for hook, row in enumerate(program.rows):
         compared = row.is_checked and row.number >= 0
         rows.append(helper.Row(*_told(row, until[hook] - before if compared else 0)))
         before = until[hook] if compared else before
+        if row.kind in (FIRST, AGAIN):
+            saves[row.number].append(hook)
         for _, number, nbytes in row.ops:
             in_part[number] |= nbytes < program.nbytes[number]
     group, offset, group_bytes = _places(program)
-    num_first = list(accumulate((row.kind == FIRST for row in program.rows), initial=0))
     compiled = helper.Program(rows, program.nbytes, group, offset)
-    return _Compiled(compiled, in_part, group, offset, group_bytes, num_first)
+    return _Compiled(compiled, in_part, group, offset, group_bytes, saves, sorted(hooks[0] for hooks in saves.values()))
 
 
 def _told(row: Row, grew: int) -> tuple[Any, ...]:

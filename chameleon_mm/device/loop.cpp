@@ -45,8 +45,8 @@ constexpr int BY_ADDRESS = 4;                   // cudaMemcpyDefault
 constexpr int64_t ALLOCATION_UNIT_BYTES = 512;  // as in units.py
 constexpr std::string_view PYTHON_NODE = "N5torch8autograd6PyNodeE";  // the type of a Python function's node
 
-enum Kind { KEPT, FIRST, AGAIN, USE, END };  // as in plan/step_program.py
-enum Code { RECLAIM, RELEASE, OUT };         // the same
+enum Kind { KEPT, FIRST, AGAIN, USE, END };                      // as in plan/step_program.py
+enum Code { RECLAIM, RELEASE, OUT };                             // the same
 enum State { ON_DEVICE, LEAVING, ON_HOST, ARRIVING, RESTORED };  // as in swap/host_copy.py
 enum Reason { PARAMETER, LEAF, PERSISTENT, SMALL, EMPTY, NUM_REASONS, NONE, UNKNOWN };  // to stay; NONE: it may move; UNKNOWN: Python has to look
 
@@ -103,8 +103,8 @@ struct Save {
 };
 
 struct Handle {  // what autograd holds, in a capsule: with the others of its slot, the slot's only owner
-  std::optional<Save> save;          // none: it was given back
-  py::object python = py::none();    // Python's handle, once it was
+  std::optional<Save> save;        // none: it was given back
+  py::object python = py::none();  // Python's handle, once it was
 };
 Handle* handle_of(PyObject* capsule) { return static_cast<Handle*>(PyCapsule_GetPointer(capsule, nullptr)); }
 
@@ -136,8 +136,8 @@ struct Step {
 };
 
 // Numbers of a step: Python sets them as the loop takes the hooks, and reads them afterwards.
-#define EACH_NUMBER(of)                                                                                     \
-  of(hook) of(operators) of(limit) of(now) of(cumulative) of(taken) of(since) of(growth) of(peak) of(seen)            \
+#define EACH_NUMBER(of)                                                                                    \
+  of(hook) of(operators) of(limit) of(now) of(cumulative) of(taken) of(since) of(growth) of(peak) of(seen) \
   of(bytes_swapped_out) of(bytes_swapped_in) of(bytes_reclaimed) of(prefetches) of(fallbacks)
 #define DECLARED(name) int64_t name = 0;
 #define BOUND(name) .def_readwrite(#name, &Loop::name)
@@ -147,14 +147,14 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   int index;
   void *out, *back, *compute = nullptr;
   int64_t min_bytes, generation = 0;
-  py::dict python, safe, claimed, records_held;  // what is called by name; storages that stay, that have records, that others held
+  py::dict python, safe, claimed, records_held;         // what is called by name; storages that stay, that have records, that others held
   std::vector<void*> events;                            // by storage: after its latest copy
   std::vector<std::pair<c10::Storage, int>> abandoned;  // under a copy when their last handle went
   std::mutex mutex;
   bool follows = false;
   std::shared_ptr<Program> program;
   std::vector<bool> is_record;  // by storage: whether Python has it, or will, as only a part of it leaves
-  unsigned long home = 0;  // the thread whose saves these are
+  unsigned long home = 0;       // the thread whose saves these are
 
   Loop(int device, uintptr_t out_stream, uintptr_t back_stream, int64_t least, py::dict of)
       : index(device), out((void*)out_stream), back((void*)back_stream), min_bytes(least), python(std::move(of)), safe(python["safe"]),

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
+from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.plan.step_program import AGAIN, DROP, END, FIRST, RELEASE, USE, Op, Row, StepProgram
 from chameleon_mm.pool.arena import Arena
@@ -87,7 +88,7 @@ class NativeLoop:
             index, *streams, executor.rule.min_bytes,
             {
                 "safe": executor.protected.refs, "claimed": parts.claims.by_storage, "held": parts.context.held,
-                "come_back": partial(call_if_alive, weakref.WeakMethod(self.come_back)),
+                "come_back": partial(uncompiled(call_if_alive), weakref.WeakMethod(self.come_back)),
             } | {work.__name__: _in_lock(work) for work in (
                 self.take, self.grown, self.do_ops, self.fetch, self.save_record, self.use_record,
             )},
@@ -271,7 +272,7 @@ class NativeLoop:
         for name in _TOTALS:
             setattr(totals, name, getattr(totals, name) + getattr(self.loop, name))
         totals.kept_by_reason += Counter(dict(zip(_REASONS, kept, strict=True)))  # those above 0
-        uses = [row for row in way.program.rows[self._since + 1 : hook + 1] if row.kind == USE]
+        uses: list[Any] = [row for row in way.program.rows[self._since + 1 : hook + 1] if row.kind == USE]
         moved = (saves[row.number][0] for row in uses if row.number >= 0 and not self._is_record[row.number])
         firsts = [first for first in moved if first > self._since]
         for first in firsts:
@@ -348,7 +349,7 @@ def _in_lock(method: Any) -> Callable[..., Any]:
             entered = native._entered
             return None if entered is None else work(native, executor.loop, entered[0], *arguments)
 
-    return call
+    return uncompiled(call)
 
 
 def _compiled(helper: Any, program: StepProgram, until: list[int]) -> _Compiled:

@@ -449,8 +449,7 @@ def test_a_use_while_another_thread_hands_over_waits_for_that(monkeypatch: pytes
 
 @pytest.mark.usefixtures("native_loop")
 def test_it_does_a_planned_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    give_back = NativeLoop.give_back
+    calls, give_back = list[str](), NativeLoop.give_back
 
     def noted(native: NativeLoop) -> None:
         if native.loop.follows:

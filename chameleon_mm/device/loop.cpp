@@ -1,29 +1,27 @@
 // The loop of swap/step_loop.py in C++: runs a compiled plan's rows, and calls no Python in a hook that is its row's.
 //
-//   loop = Loop(index, out_stream, back_stream, min_bytes, dicts, calls)
-//   save = loop.hook(True, python_save, python_save)                   // what autograd calls
-//   use = loop.hook(False, python_use, python_use_of_ours)             // the last is for a handle of the loop's
-//   loop.enter(Program(rows, ...), compute_stream, at)                 // it takes the hooks behind the latest
-//   state = loop.give_back()                                           // ... until here: all it has, for swap/native_loop.py
+//   loop = Loop(index, out_stream, back_stream, min_bytes, python)
+//   save, use = loop.hook_of(True, python_save), loop.hook_of(False, python_use)     // what autograd calls
+//   loop.hook = 3; ...; loop.enter(Program(rows, ...), compute_stream, is_record)    // it takes the hooks behind the latest
+//   state = loop.give_back()                                                         // ... until here: all it has, with its numbers
 //
 // A hook is done here whole, or by Python: whatever the loop does not know, Python's hook does. That one enters the executor's lock,
 // which first has all given back (`HookLock.run`). So a step's state is here or there, never in both; Python's loop is the
 // reference, and goes on at that very hook. A row that was begun here begins there again: each op first asks for the state of its
-// storage.
-//
-// A saved storage is a Slot here and a `SavedStorage`, a record, there. Giving back makes records of slots. Nothing goes the other
-// way: a record stays one. The loop calls Python for what its rows do with records (`do_ops`, `fetch`, `save_record`,
-// `use_record`); so it does for a storage that leaves in part. Handles that autograd holds stay, and lead to Python's from then on.
+// storage. A storage that has a record there, or gets one as it leaves in part, keeps it: Python does what a row does with that.
 //
 // The GIL is held throughout. Where Python is called, the mutex is not: another thread may have all given back meanwhile, and the
 // hook is then Python's (`Left`).
 
-#include "loop_saves.h"
+#include "device_memory.h"
 
+#include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <mutex>
 #include <unordered_set>
@@ -47,8 +45,9 @@ constexpr int BY_ADDRESS = 4;                   // cudaMemcpyDefault
 constexpr int64_t ALLOCATION_UNIT_BYTES = 512;  // as in units.py
 constexpr std::string_view PYTHON_NODE = "N5torch8autograd6PyNodeE";  // the type of a Python function's node
 
-enum Kind { KEPT, FIRST, AGAIN, USE, END };  // as in plan/step_program.py
-enum Code { RECLAIM, RELEASE, OUT };         // the same
+enum Kind { KEPT, FIRST, AGAIN, USE, END };                      // as in plan/step_program.py
+enum Code { RECLAIM, RELEASE, OUT };                             // the same
+enum State { ON_DEVICE, LEAVING, ON_HOST, ARRIVING, RESTORED };  // as in swap/host_copy.py
 enum Reason { PARAMETER, LEAF, PERSISTENT, SMALL, EMPTY, NUM_REASONS, NONE, UNKNOWN };  // to stay; NONE: it may move; UNKNOWN: Python has to look
 
 struct Left : std::exception {};                                              // another thread had all given back
@@ -68,7 +67,7 @@ using Op = std::tuple<int, int, int64_t>;  // code, storage, last bytes of it th
 struct Row {
   int kind, number;  // END: no key tells the hook, which is Python's
   bool is_checked;
-  int64_t growth;
+  int64_t growth, grew;  // until the next check, and since the last comparison
   std::vector<Op> ops;
   std::vector<int> ins;
   py::object type;  // of a save: class, sizes, dtype, operators since the last save
@@ -78,59 +77,91 @@ struct Row {
 };
 struct Program {
   std::vector<Row> rows;
-  Numbers nbytes;
-  Numbers group, offset, group_bytes;  // places on the host: two by storage, one by group
-  Numbers until;                       // by hook: what the model has allocated by then, as cached
+  Numbers nbytes, group, offset;  // by storage, with its place on the host
 };
 
-// Host memory for the copies of a group of storages, which are copied out one after the other.
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+// What `SavedBytes` and `Origin` in swap/handles.py have of a saved tensor: the node that made it, with its number and output.
+struct Origin {
+  WeakTensor counter, tensor;
+  std::string name;
+  int64_t number, output;
+};
+
+struct Save {
+  PyObject* handle;
+  std::shared_ptr<struct Loop> loop;
+  struct Slot* slot;  // null: it stays
+  int64_t hook;
+  at::Tensor alias;
+  int64_t version;
+  std::unique_ptr<Origin> origin;  // null: the alias is the tensor itself
+  bool is_used = false;            // since the storage last came back
+
+  bool is_as_saved() const { return (int64_t)alias._version() == version; }
+};
+
+struct Handle {  // what autograd holds, in a capsule: with the others of its slot, the slot's only owner
+  std::optional<Save> save;        // none: it was given back
+  py::object python = py::none();  // Python's handle, once it was
+};
+Handle* handle_of(PyObject* capsule) { return static_cast<Handle*>(PyCapsule_GetPointer(capsule, nullptr)); }
+
+struct Slot {  // a saved storage
+  c10::Storage storage;
+  int number, state = ON_DEVICE;
+  int64_t operators = 0;
+  bool emptied = false;
+  std::vector<Save*> saves;
+  bool is_alone() const { return is_held_by(storage, saves.size() + 1) && storage.unsafeGetStorageImpl()->resizable(); }
+  bool has_unwritten() const { return std::ranges::any_of(saves, &Save::is_as_saved); }
+};
+
+// Host memory for the copies of a group of storages, which are copied out one after the other. Python has its block.
 struct Arena {
-  py::object python;  // null: it was not taken yet, or was given back
-  uintptr_t address = 0;
-  int live = 0;  // copies in it
+  uintptr_t address = 0;  // 0: it was not taken yet, or was given back
+  int live = 0;           // copies in it
 };
-
-// Numbers of a step: what Python gives as the loop takes the hooks, and is told of them afterwards.
-#define EACH_NUMBER(of)                                                                                                           \
-  of(hook) of(last_used) of(since) of(operators) of(next_index) of(limit) of(now) of(cumulative) of(taken) of(growth) of(peak)    \
-  of(seen) of(saves) of(uses) of(ended) of(bytes_swapped_out) of(bytes_swapped_in) of(bytes_reclaimed) of(prefetches)             \
-  of(uses_on_device) of(fallbacks)
-#define DECLARED(name) int64_t name = 0;
-#define NAMED(name) {#name, &name},
 
 struct Step {
-  EACH_NUMBER(DECLARED)
-  std::vector<std::pair<const char*, int64_t*>> numbers() { return {EACH_NUMBER(NAMED)}; }
   std::array<int64_t, NUM_REASONS> kept{};
-  Numbers growths, used;
+  Numbers growths;
   std::vector<std::unique_ptr<Slot>> slots;  // by storage
   std::unordered_set<Save*> all_saves;
-  std::vector<bool> is_record;  // by storage: whether Python has it, or will, as only a part of it leaves
   std::unordered_map<const c10::StorageImpl*, Slot*> by_storage;
   std::vector<Op> late, later;  // of earlier hooks, and of this one
-  std::vector<Arena> arenas;  // by group
+  std::vector<Arena> arenas;    // by group
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> outlived;
 };
 
+// Numbers of a step: Python sets them as the loop takes the hooks, and reads them afterwards.
+#define EACH_NUMBER(of)                                                                                    \
+  of(hook) of(operators) of(limit) of(now) of(cumulative) of(taken) of(since) of(growth) of(peak) of(seen) \
+  of(bytes_swapped_out) of(bytes_swapped_in) of(bytes_reclaimed) of(prefetches) of(fallbacks)
+#define DECLARED(name) int64_t name = 0;
+#define BOUND(name) .def_readwrite(#name, &Loop::name)
+
 struct Loop : std::enable_shared_from_this<Loop>, Step {
+  EACH_NUMBER(DECLARED)
   int index;
-  void *out, *back, *compute = nullptr, *ready = nullptr;
+  void *out, *back, *compute = nullptr;
   int64_t min_bytes, generation = 0;
-  std::array<py::dict, 3> dicts;
-  py::dict &safe = dicts[0], &claimed = dicts[1], &records_held = dicts[2];
-  std::array<py::object, 6> calls;
-  py::object &take = calls[0], &grown = calls[1], &do_ops = calls[2], &fetch = calls[3], &save_record = calls[4], &use_record = calls[5];
-  std::vector<void*> events;                            // by storage: after its latest copy; the last is `ready`
+  py::dict python, safe, claimed, records_held;         // what is called by name; storages that stay, that have records, that others held
+  std::vector<void*> events;                            // by storage: after its latest copy
   std::vector<std::pair<c10::Storage, int>> abandoned;  // under a copy when their last handle went
   std::mutex mutex;
   bool follows = false;
   std::shared_ptr<Program> program;
-  unsigned long home = 0;  // the thread whose saves these are
+  std::vector<bool> is_record;  // by storage: whether Python has it, or will, as only a part of it leaves
+  unsigned long home = 0;       // the thread whose saves these are
 
-  Loop(int device, uintptr_t out_stream, uintptr_t back_stream, int64_t least, std::array<py::dict, 3> of_dicts, std::array<py::object, 6> of_calls)
-      : index(device), out((void*)out_stream), back((void*)back_stream), min_bytes(least), dicts(std::move(of_dicts)), calls(std::move(of_calls)) {}
+  Loop(int device, uintptr_t out_stream, uintptr_t back_stream, int64_t least, py::dict of)
+      : index(device), out((void*)out_stream), back((void*)back_stream), min_bytes(least), python(std::move(of)), safe(python["safe"]),
+        claimed(python["claimed"]), records_held(python["held"]) {}
   ~Loop() {
     if (!abandoned.empty()) wait_for_all();
+    std::erase(events, nullptr);
     for (void* event : events) cudaEventDestroy(event);
   }
   void lock() {
@@ -141,9 +172,10 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
   void unlock() { mutex.unlock(); }
   // Call Python, which may enter the executor's lock: who is in there may be waiting to have all given back.
   template <typename... Arguments>
-  py::object call(const py::object& function, Arguments... arguments) {
+  py::object call(const char* name, Arguments... arguments) {
     const auto before = std::pair(generation, hook);
     const auto told = py::make_tuple(arguments...);
+    const py::object function = python[name];
     unlock();
     const auto result = py::reinterpret_steal<py::object>(PyObject_CallObject(function.ptr(), told.ptr()));
     lock();
@@ -159,9 +191,8 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     const auto device = guard.getDevice();
     return device.index() == index && guard.getStream(device).native_handle() == compute && !is_capturing(compute);
   }
-  bool is_over(Slot& slot) const {  // Note [Swap-out]; as `SwapOuts.is_over`
-    if (!slot.is_over) slot.is_over = slot.operators < (PyThread_get_thread_ident() == home ? (int64_t)at::sequence_number::peek() : operators);
-    return slot.is_over;
+  bool is_over(const Slot& slot) const {  // Note [Swap-out]; as `SwapOuts.is_over`
+    return slot.operators < (PyThread_get_thread_ident() == home ? (int64_t)at::sequence_number::peek() : operators);
   }
   void empty(Slot& slot) {
     take_memory(slot.storage);
@@ -177,36 +208,35 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
       if (cudaStreamWaitEvent(compute, events[n], 0) != 0) wait_for_all();
     }
   }
-  // The place for a copy on the host; null: there is none. Calls Python.
-  char* place(int n) {
-    Arena& arena = arenas[program->group[n]];
-    if (!arena.python) {
-      py::list free;
-      for (auto& other : arenas) {
-        if (other.python && !other.live) free.append(std::exchange(other.python, {}));
+  // Have memory on the host for its copy. False: there is none. Calls Python.
+  bool has_place(int n) {
+    if (Arena& arena = arenas[program->group[n]]; arena.address == 0) {
+      std::vector<size_t> empty;
+      for (size_t group = 0; group < arenas.size(); group++) {
+        if (arenas[group].live == 0 && std::exchange(arenas[group].address, 0) != 0) empty.push_back(group);
       }
-      const py::object found = call(take, program->group_bytes[program->group[n]], free);
-      if (found.is_none()) return nullptr;
-      std::tie(arena.python, arena.address) = found.cast<std::pair<py::object, uintptr_t>>();
+      arena.address = call("take", program->group[n], empty).cast<uintptr_t>();
     }
-    return (char*)arena.address + program->offset[n];
+    return arenas[program->group[n]].address != 0;
   }
-  void copy_out(Slot& slot, char* host) {
+  void copy(Slot& slot, bool is_out) {
     const int n = slot.number;
-    must(cudaEventRecord(ready, compute));
-    must(cudaStreamWaitEvent(out, ready, 0));  // Note [Swap-out]: the operators that wrote it -> its copy
-    must(cudaMemcpyAsync(host, slot.storage.data(), program->nbytes[n], BY_ADDRESS, out));
-    must(cudaEventRecord(events[n], out));
-    slot.state = LEAVING, slot.host = host;
-    arenas[program->group[n]].live++, bytes_swapped_out += program->nbytes[n];
+    void *stream = is_out ? out : back, *host = (char*)arenas[program->group[n]].address + program->offset[n];
+    void* memory = slot.storage.data_ptr().get();
+    if (events[n] == nullptr) must(cudaEventCreateWithFlags(&events[n], UNTIMED));
+    if (!is_out) must(cudaStreamWaitEvent(back, events[n], 0));  // Note [Swap-in]: the copy out -> the copy back
+    must(cudaEventRecord(events[n], compute));
+    must(cudaStreamWaitEvent(stream, events[n], 0));  // Note [Swap-out], [Swap-in]: what wrote or used the memory last -> the copy
+    must(cudaMemcpyAsync(is_out ? host : memory, is_out ? memory : host, program->nbytes[n], BY_ADDRESS, stream));
+    must(cudaEventRecord(events[n], stream));
+    slot.state = is_out ? LEAVING : ARRIVING;
   }
   // Execute an op on a slot. False: there is no place on the host.
   bool carry_out(int code, int n) {
     if (code == RELEASE && slots[n]->state == RESTORED) let_go(*slots[n]);
     if (slots[n]->state == ON_DEVICE && (int64_t)slots[n]->storage.nbytes() == program->nbytes[n] && slots[n]->has_unwritten()) {
-      char* host = place(n);
-      if (host == nullptr) return false;
-      if (slots[n] != nullptr) copy_out(*slots[n], host);
+      if (!has_place(n)) return false;
+      if (slots[n] != nullptr) copy(*slots[n], true), arenas[program->group[n]].live++, bytes_swapped_out += program->nbytes[n];
     }
     if (code == OUT || slots[n] == nullptr || slots[n]->state != LEAVING) return true;
     must(cudaStreamWaitEvent(compute, events[n], 0));  // Note [Reclaim]: its copy -> the next owner of its memory
@@ -215,17 +245,11 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     return true;
   }
   void copy_back(Slot& slot) try {
-    const int n = slot.number;
-    const int64_t nbytes = program->nbytes[n];
+    const int64_t nbytes = program->nbytes[slot.number];
     auto* impl = slot.storage.unsafeGetStorageImpl();
     impl->set_data_ptr_noswap(c10::getDeviceAllocator(c10::DeviceType::CUDA)->allocate(nbytes));
     impl->set_nbytes(nbytes);
-    must(cudaEventRecord(ready, compute));
-    must(cudaStreamWaitEvent(back, ready, 0));      // Note [Swap-in]: what the memory was last used for -> the copy into it
-    must(cudaStreamWaitEvent(back, events[n], 0));  // ... and the copy out -> the copy back
-    must(cudaMemcpyAsync(slot.storage.mutable_data(), slot.host, nbytes, BY_ADDRESS, back));
-    must(cudaEventRecord(events[n], back));
-    slot.state = ARRIVING;
+    copy(slot, false);
     for (Save* save : slot.saves) save->is_used = false;
     taken += (nbytes + ALLOCATION_UNIT_BYTES - 1) & -ALLOCATION_UNIT_BYTES, bytes_swapped_in += nbytes, prefetches++;
   } catch (const c10::OutOfMemoryError&) {  // its use brings it back
@@ -249,7 +273,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
       else if (!carry_out(code, n)) return false;
     }
     if (any_held || !of_records.empty()) {
-      const auto [took, of_them] = call(do_ops, of_records, at, operators).template cast<std::pair<int64_t, std::vector<Op>>>();
+      const auto [took, of_them] = call("do_ops", of_records, at, operators).template cast<std::pair<int64_t, std::vector<Op>>>();
       taken += took;
       later.insert(later.end(), of_them.begin(), of_them.end());
     }
@@ -263,14 +287,13 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     const int64_t grew = std::max<int64_t>(0, bytes.allocated - cumulative - taken);
     growths.push_back(grew);
     growth += grew, cumulative = bytes.allocated, taken = 0, now = bytes.current, peak = bytes.peak, seen = std::max(seen, now);
-    if (row.number < 0) return true;
-    const int64_t from = std::exchange(since, std::max(since, at)), all = std::exchange(growth, 0);
-    if (at <= from || all == program->until[at] - (from < 0 ? 0 : program->until[from])) return true;
-    return call(grown, from, all, at).cast<bool>();
+    if (row.number < 0 || at == since) return true;
+    const int64_t from = std::exchange(since, at), all = std::exchange(growth, 0);
+    return all == row.grew || call("grown", from, all, at).cast<bool>();
   }
   void prefetch(const Row& row) try {
     for (int n : row.ins) {
-      if (is_record[n]) taken += call(fetch, n).cast<int64_t>();
+      if (is_record[n]) taken += call("fetch", n).cast<int64_t>();
       else if (slots[n] != nullptr && slots[n]->state == ON_HOST) copy_back(*slots[n]);
     }
   } catch (const Left&) {  // uses bring back what is left of it
@@ -278,7 +301,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
 
   // --- the hooks. Null without a Python error: Python has to do it
 
-  PyObject* save(PyObject* argument) {
+  PyObject* save(PyObject* argument, Save*) {
     const Row& row = program->rows[hook + 1];
     if (row.kind >= USE || (PyObject*)Py_TYPE(argument) != row.type.ptr() || PyThread_get_thread_ident() != home) return nullptr;
     const at::Tensor& t = THPVariable_Unpack(argument);
@@ -288,9 +311,13 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     const int reason = reason_to_stay(t, holder);
     if (row.kind == KEPT ? reason > NUM_REASONS : reason != NONE || (int64_t)t.storage().nbytes() != program->nbytes[row.number]) return nullptr;
     if (!run(row, hook + 1, row.kind != KEPT)) return nullptr;
-    py::object made = row.kind == KEPT ? keep(t, holder, reason, operators_now) : move(t, holder, row, operators_now);
+    const auto& node = t.grad_fn();  // as `KeptTensor`
+    const bool is_made_now = node && ((int64_t)node->sequence_nr() == operators_now - 1 || typeid(*node).name() == PYTHON_NODE);
+    const bool is_reference = reason == PARAMETER || !(t.is_view() || is_made_now);
+    py::object made = row.kind == KEPT ? make_handle(t, holder, nullptr, is_reference) : move(t, holder, row, operators_now);
     if (!made || made.is_none()) return nullptr;
-    hook++, operators = operators_now, saves++;
+    if (row.kind == KEPT) kept[reason]++;
+    hook++, operators = operators_now;
     prefetch(row);
     return made.release().ptr();
   }
@@ -316,36 +343,24 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     const bool is_of_leaf = holder.requires_grad() ? holder.is_leaf() : t.requires_grad();
     return is_plain && !is_of_leaf && storage.unsafeGetStorageImpl()->resizable() ? NONE : UNKNOWN;
   }
-  py::object keep(const at::Tensor& t, const at::Tensor& holder, int reason, int64_t operators_now) {
-    const auto& node = t.grad_fn();  // as `KeptTensor`
-    const bool is_made_now = node && ((int64_t)node->sequence_nr() == operators_now - 1 || typeid(*node).name() == PYTHON_NODE);
-    kept[reason]++;
-    return make_handle(t, holder, nullptr, reason == PARAMETER || !(t.is_view() || is_made_now));
-  }
   // As `StepLoop.moving`. Null or None: Python has to do it.
   py::object move(const at::Tensor& t, const at::Tensor& holder, const Row& row, int64_t operators_now) {
     const int n = row.number;
     const auto& storage = t.storage();
     if (row.kind == FIRST && (slots[n] || by_storage.count(storage.unsafeGetStorageImpl()) || has(claimed, storage))) return {};
-    if (is_record[n]) {
-      py::object handle = call(save_record, t, hook + 1, next_index);
-      if (!handle.is_none()) next_index += row.kind == FIRST;
-      return handle;
-    }
+    if (is_record[n]) return call("save_record", t, hook + 1);
     if (row.kind == FIRST) {
-      slots[n].reset(new Slot{.storage = storage, .number = n, .first_hook = hook + 1, .index = next_index++});
+      slots[n].reset(new Slot{.storage = storage, .number = n});
       by_storage[storage.unsafeGetStorageImpl()] = slots[n].get();
     }
     Slot* slot = slots[n].get();
     if (slot == nullptr || !slot->storage.is_alias_of(storage) || slot->state != ON_DEVICE) return {};  // a copy may lack these bytes
-    slot->last_hook = hook + 1, slot->operators = operators_now, slot->is_over = false;
+    slot->operators = operators_now;
     return make_handle(t, holder, slot, false);
   }
-  PyObject* use(PyObject* argument) {
+  PyObject* use(PyObject* argument, Save* save) {  // no save: Python's handle
     const Row& row = program->rows[hook + 1];
-    const bool is_ours = PyCapsule_CheckExact(argument);  // else Python's handle
-    Save* save = is_ours && handle_of(argument)->save ? &*handle_of(argument)->save : nullptr;
-    if (row.kind != USE || (is_ours && (save == nullptr || save->hook != row.since || !save->is_as_saved()))) return nullptr;
+    if (row.kind != USE || (save != nullptr && (save->hook != row.since || !save->is_as_saved()))) return nullptr;
     Slot* slot = save == nullptr ? nullptr : save->slot;
     if (!run(row, hook + 1, save == nullptr || slot != nullptr)) return nullptr;
     if (slot != nullptr) {
@@ -354,62 +369,54 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
         must(cudaStreamWaitEvent(compute, events[slot->number], 0));  // Note [Swap-in]: the copy back -> the node that reads it
         slot->state = RESTORED;
       }
-      uses_on_device++, save->is_used = true;
-      used.push_back(slot->index);
+      save->is_used = true;
     }
     // Of what moves a new reference for each user: the storage's use count then shows every holder.
-    py::object t = save == nullptr ? call(use_record, py::handle(argument), row.since)
+    py::object t = save == nullptr ? call("use_record", py::handle(argument), row.since)
                                    : py::cast(slot == nullptr ? save->alias : save->alias.detach());
     if (t.is_none()) return nullptr;
-    hook++, last_used = row.since, uses++;
+    hook++;
     prefetch(row);  // it may call Python, and all be given back meanwhile
     return t.release().ptr();
   }
   py::object make_handle(const at::Tensor& t, const at::Tensor& holder, Slot* slot, bool is_reference) {
     auto* h = new Handle;
-    const py::capsule handle(h, nullptr, drop_handle);
-    Save& save = h->save.emplace(handle.ptr(), shared_from_this(), slot, hook + 1, is_reference, is_reference ? t : t.detach(), t._version(),
-                                 t.output_nr(), weakly(t.getIntrusivePtr()), weakly(holder.getIntrusivePtr()), weakly(t.grad_fn()));
+    const py::capsule handle(h, nullptr, drop);
+    Save& save = h->save.emplace(handle.ptr(), shared_from_this(), slot, hook + 1, is_reference ? t : t.detach(), t._version());
+    if (!is_reference) {
+      const auto& node = t.grad_fn();
+      save.origin.reset(new Origin{WeakTensor(holder.getIntrusivePtr()), WeakTensor(t.getIntrusivePtr()), node ? node->name() : "",
+                                   node ? (int64_t)node->sequence_nr() : -1, t.output_nr()});
+    }
     all_saves.insert(&save);
     if (slot != nullptr) slot->saves.push_back(&save);
     return handle;
   }
-  static void drop_handle(PyObject* capsule) {
-    const std::unique_ptr<Handle> h(handle_of(capsule));
-    if (h->save) std::shared_ptr<Loop>(h->save->loop)->drop(h->save);
-  }
   // The handle of a save is gone. With the last of its slot nobody needs the bytes any more. No call of the device: it may be anywhere.
-  void drop(std::optional<Save>& save) {
-    Slot* slot = save->slot;
-    all_saves.erase(&*save);
-    if (slot != nullptr) std::erase(slot->saves, &*save);
-    save.reset();
+  static void drop(PyObject* capsule) {
+    const std::unique_ptr<Handle> h(handle_of(capsule));
+    if (!h->save) return;
+    const std::shared_ptr<Loop> of = h->save->loop;
+    Slot* slot = h->save->slot;
+    of->all_saves.erase(&*h->save);
+    if (slot != nullptr) std::erase(slot->saves, &*h->save);
+    h->save.reset();
     if (slot == nullptr || !slot->saves.empty()) return;
-    const auto last = std::move(slots[slot->number]);
-    ended++;
-    by_storage.erase(slot->storage.unsafeGetStorageImpl());
-    if (slot->host != nullptr) arenas[program->group[slot->number]].live--;
-    if (slot->state == LEAVING || slot->state == ARRIVING) abandoned.emplace_back(slot->storage, slot->number);
-    else if (!slot->emptied && !is_held_by(slot->storage, 1)) outlived.emplace_back(slot->storage.getWeakStorageImpl());
+    const auto last = std::move(of->slots[slot->number]);
+    of->by_storage.erase(slot->storage.unsafeGetStorageImpl());
+    if (slot->state != ON_DEVICE) of->arenas[of->program->group[slot->number]].live--;
+    if (slot->state == LEAVING || slot->state == ARRIVING) of->abandoned.emplace_back(slot->storage, slot->number);
+    else if (!slot->emptied && !is_held_by(slot->storage, 1)) of->outlived.emplace_back(slot->storage.getWeakStorageImpl());
   }
 
   // --- between Python's state and this one
 
-  void enter(std::shared_ptr<Program> of, uintptr_t compute_stream, const py::dict& at) {
+  void enter(std::shared_ptr<Program> of, uintptr_t compute_stream, std::vector<bool> of_python) {
     const std::lock_guard<Loop> guard(*this);
     settle_abandoned();
-    static_cast<Step&>(*this) = Step{};
-    program = std::move(of), compute = (void*)compute_stream, home = PyThread_get_thread_ident();
-    for (auto [name, field] : numbers()) {
-      if (at.contains(name)) *field = at[name].cast<int64_t>();
-    }
-    slots.resize(program->nbytes.size()), arenas.resize(program->group_bytes.size()), is_record.resize(slots.size());
-    for (int n : at["records"].cast<std::vector<int>>()) is_record[n] = true;
-    while (events.size() <= slots.size()) {
-      events.push_back(nullptr);
-      must(cudaEventCreateWithFlags(&events.back(), UNTIMED));
-    }
-    ready = events.back();
+    program = std::move(of), compute = (void*)compute_stream, is_record = std::move(of_python), home = PyThread_get_thread_ident();
+    slots.resize(is_record.size()), arenas.resize(is_record.size());
+    events.resize(std::max(events.size(), slots.size()));
     follows = true, generation++;
   }
   py::object give_back() {
@@ -419,37 +426,26 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     if (!is_capturing(compute)) settle_abandoned();  // a capture may not wait for what began before it
     std::vector<py::object> alive;  // nothing dies where a collection runs in the middle of this: each slot has a handle
     for (const Save* save : all_saves) alive.push_back(py::reinterpret_borrow<py::object>(save->handle));
-    const py::dict state = told();
-    follows = false;
-    for (const auto& handle : alive) handle_of(handle.ptr())->save.reset();
-    static_cast<Step&>(*this) = Step{};
-    return state;
-  }
-  py::dict told() {
     py::dict all;
-    py::list of_slots, of_saves, of_arenas, of_outlived;
+    py::list of_slots, of_saves, of_outlived;
     for (const auto& slot : slots) {
-      if (slot == nullptr) continue;
-      const py::object arena = slot->host == nullptr ? py::none() : arenas[program->group[slot->number]].python;
-      of_slots.append(py::make_tuple(slot->number, slot->state, slot->index, slot->first_hook, slot->last_hook, slot->operators, is_over(*slot),
-                                     slot->emptied, arena, program->offset[slot->number]));
+      if (slot) of_slots.append(py::make_tuple(slot->number, slot->state, slot->operators, is_over(*slot), slot->emptied));
     }
     for (const Save* s : all_saves) {
-      const auto maker = s->node.lock();
-      of_saves.append(py::make_tuple(s->slot ? s->slot->number : -1, py::handle(s->handle), s->hook, s->is_used, s->alias, s->version,
-                                     at::Tensor(s->tensor.lock()), at::Tensor(s->counter.lock()),  // None: it is gone
-                                     maker ? maker->name() : "", maker ? (int64_t)maker->sequence_nr() : -1, s->output, s->is_reference));
-    }
-    for (const auto& arena : arenas) {
-      if (arena.python) of_arenas.append(arena.python);
+      py::object save = py::make_tuple(s->slot ? s->slot->number : -1, py::handle(s->handle), s->hook, s->is_used, s->alias, s->version);
+      if (const Origin* o = s->origin.get())  // None: it is gone
+        save += py::make_tuple(at::Tensor(o->counter.lock()), at::Tensor(o->tensor.lock()), o->name, o->number, o->output);
+      of_saves.append(save);
     }
     for (const auto& weak : outlived) {
       if (auto impl = weak.lock()) of_outlived.append(c10::Storage(std::move(impl)));
     }
-    for (auto [name, field] : numbers()) all[name] = *field;
     late.insert(late.end(), later.begin(), later.end());
-    all["slots"] = of_slots, all["all_saves"] = of_saves, all["arenas"] = of_arenas, all["outlived"] = of_outlived, all["late"] = late;
-    all["kept"] = kept, all["growths"] = growths, all["used"] = used;
+    all["slots"] = of_slots, all["all_saves"] = of_saves, all["outlived"] = of_outlived, all["late"] = late;
+    all["kept"] = kept, all["growths"] = growths;
+    follows = false;
+    for (const auto& handle : alive) handle_of(handle.ptr())->save.reset();
+    static_cast<Step&>(*this) = Step{};
     return all;
   }
 };
@@ -458,8 +454,8 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
 
 struct Hook {
   std::shared_ptr<Loop> loop;
-  PyObject* (Loop::*here)(PyObject*);
-  py::object python, of_ours;  // what Python does of it, and does with a handle of the loop's
+  PyObject* (Loop::*here)(PyObject*, Save*);
+  py::object python;  // what does the others
 };
 
 PyObject* on_hook(PyObject* self, PyObject* argument) {
@@ -469,32 +465,36 @@ PyObject* on_hook(PyObject* self, PyObject* argument) {
   if (h != nullptr && !h->python.is_none()) argument = h->python.ptr(), h = nullptr;
   if (loop.follows && !c10::impl::TorchDispatchModeTLS::stack_len()) try {
     const std::lock_guard<Loop> guard(loop);
-    if (PyObject* result = loop.follows ? (loop.*hook.here)(argument) : nullptr) return result;
+    const bool is_here = loop.follows && (h == nullptr || h->save);
+    if (PyObject* result = is_here ? (loop.*hook.here)(argument, h == nullptr ? nullptr : &*h->save) : nullptr) return result;
   } catch (py::error_already_set& error) {
     error.restore();
     return nullptr;
   } catch (const std::exception&) {  // Left, Refused; a tensor without sizes, a version, or the like
   }
-  return PyObject_CallOneArg((h == nullptr ? hook.python : hook.of_ours).ptr(), argument);
+  if (h != nullptr) {
+    if (!py::reinterpret_steal<py::object>(PyObject_CallNoArgs(py::object(loop.python["come_back"]).ptr()))) return nullptr;
+    argument = h->python.ptr();
+  }
+  return PyObject_CallOneArg(hook.python.ptr(), argument);
 }
 PyMethodDef method = {"hook", on_hook, METH_O, "What autograd calls to save a tensor, or to use a saved one."};
 
-py::object hook_of(std::shared_ptr<Loop> loop, bool saves, py::object python, py::object of_ours) {
-  const py::capsule self(new Hook{std::move(loop), saves ? &Loop::save : &Loop::use, std::move(python), std::move(of_ours)},
-                         [](void* of) { delete static_cast<Hook*>(of); });
+py::object hook_of(std::shared_ptr<Loop> loop, bool saves, py::object python) {
+  auto* of = new Hook{std::move(loop), saves ? &Loop::save : &Loop::use, std::move(python)};
+  const py::capsule self(of, [](void* it) { delete static_cast<Hook*>(it); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));
 }
 
 }  // namespace
 
 PYBIND11_MODULE(chameleon_mm_loop, m) {
-  py::class_<Row>(m, "Row").def(py::init<int, int, bool, int64_t, std::vector<Op>, std::vector<int>, py::object, Numbers, at::ScalarType, int64_t>());
-  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
-      .def(py::init<std::vector<Row>, Numbers, Numbers, Numbers, Numbers, Numbers>());
-  py::class_<Loop, std::shared_ptr<Loop>>(m, "Loop")
-      .def(py::init<int, uintptr_t, uintptr_t, int64_t, std::array<py::dict, 3>, std::array<py::object, 6>>())
-      .def("hook", hook_of).def("enter", &Loop::enter).def("give_back", &Loop::give_back).def_readwrite("follows", &Loop::follows);
+  py::class_<Row>(m, "Row")
+      .def(py::init<int, int, bool, int64_t, int64_t, std::vector<Op>, std::vector<int>, py::object, Numbers, at::ScalarType, int64_t>());
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<std::vector<Row>, Numbers, Numbers, Numbers>());
+  py::class_<Loop, std::shared_ptr<Loop>>(m, "Loop") EACH_NUMBER(BOUND)
+      .def(py::init<int, uintptr_t, uintptr_t, int64_t, py::dict>())
+      .def("hook_of", hook_of).def("enter", &Loop::enter).def("give_back", &Loop::give_back).def_readwrite("follows", &Loop::follows);
   m.def("delegate", [](py::handle handle, py::object python) { handle_of(handle.ptr())->python = std::move(python); },
         "Have a handle that was given back lead to one of Python's.");
-  m.def("python_of", [](py::handle handle) { return handle_of(handle.ptr())->python; }, "That one; None: it was not given back.");
 }

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Device, Event
 from chameleon_mm.errors import TransferFailed
+from chameleon_mm.swap.handles import SavedBytes
 from chameleon_mm.units import KIB, MIB
 
 # --- Size from which a buffer crosses alone
@@ -83,9 +84,9 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-WrittenSince = tuple[Sequence[tuple[Tensor, int]], Callable[[], Sequence[Event]]]
-"""Pair for a copy's source: tensors with its version counters, each with its version when it was saved; and a function that
-returns events after all writes so far, called if a counter has moved."""
+WrittenSince = tuple[Sequence[SavedBytes], Callable[[], Sequence[Event]]]
+"""Pair for a copy's source: what was saved of it; and a function that returns events after all writes so far, called if one of
+their counters has moved."""
 
 
 class Move:
@@ -266,8 +267,8 @@ class CopyQueue:
                     stream.wait(event)  # orders the copy after its source was written and its destination's last use
                 move.after = ()
             if move.written is not None:
-                for counter, version in move.written[0]:
-                    if counter._version != version:
+                for saved in move.written[0]:
+                    if saved.alias._version != saved.expected:
                         for event in move.written[1]():
                             stream.wait(event)  # orders this piece after the writes since the save
                         break

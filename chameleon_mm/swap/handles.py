@@ -60,11 +60,7 @@ _Ref = Callable[[], Tensor | None]
 
 
 def _weakly(t: Tensor | None) -> _Ref:
-    return _gone if t is None else weakref.ref(t)
-
-
-def _gone() -> None:
-    """A weak reference to what is gone."""
+    return (lambda: None) if t is None else weakref.ref(t)
 
 
 class Origin:
@@ -311,16 +307,11 @@ class KeptTensor:
             self.tensor, self._origin = t.detach(), Origin(t)
 
     @classmethod
-    def known(cls, t: Tensor, expected: int, origin: Origin | None) -> KeptTensor:
+    def known(cls, t: Tensor, expected: int, origin: Origin | None, saved_at: tuple[int, int]) -> KeptTensor:
         """Of a tensor that was saved before. `origin`: as in `__init__`, None: it is held by reference."""
-        kept = cls(t, by_reference=True)
+        kept = cls(t, saved_at, by_reference=True)
         kept.expected, kept._origin = expected, origin
         return kept
-
-    @property
-    def is_as_saved(self) -> bool:
-        """True if it was not written to since it was saved."""
-        return self.tensor._version == self.expected
 
     def check_version(self) -> None:
         t = self.tensor

@@ -92,6 +92,8 @@ class HostCopy:
     # No `__init__`: it would be one more call for every storage that moves.
     block: PinnedBlock | ArenaPart | None
     """Host block; None once it is released, which may be before the copy out is over."""
+    buffer: Tensor | None
+    """Memory of the block; None as for that. Made once: that takes as long as the driver's call of a copy."""
     out: Move
     back: Move | None = None
     """Latest copy back."""
@@ -115,18 +117,16 @@ class HostCopy:
     ) -> HostCopy:
         """Queue the copy of `source`, from byte `start` on, to `block`, after the events `after`. Raises `TransferFailed`, with
         the block released."""
-        versions: list[tuple[Tensor, int]] = []
-        for saved in saves:
-            versions.append((saved.alias, saved.expected))  # noqa: PERF401 - a comprehension is one more call
+        buffer = block.buffer
         with annotation("chameleon::swap_out"):
-            written, timed = (versions, context.streams.record_each), context.metrics.timed
-            move = Move(source, block.buffer, after, start=start, timed=timed, written=written)
+            written, timed = (saves, context.streams.record_each), context.metrics.timed
+            move = Move(source, buffer, after, start=start, timed=timed, written=written)
             out = context.out_queue.submit(move, at_once=at_once)
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {out.nbytes} bytes could not be swapped out; it stays on the device")
         copy = cls()
-        copy.block, copy.out, copy.context = block, out, context
+        copy.block, copy.buffer, copy.out, copy.context = block, buffer, out, context
         context.metrics.moved(out, "out", out.nbytes)
         return copy
 
@@ -137,9 +137,9 @@ class HostCopy:
         """Record of a copy out and a copy back that the C++ loop has handed to the device, with an event after each. None: no
         copy back, or no stream waited for it. Their bytes are counted elsewhere."""
         copy = cls()
-        copy.block, copy.context, copy.read, copy.arrived_on = block, context, back, arrived_on
-        copy.out = Move.known(block.buffer, out)
-        copy.back = None if back is None else Move.known(block.buffer, back)
+        copy.block, copy.buffer, copy.context, copy.read, copy.arrived_on = block, block.buffer, context, back, arrived_on
+        copy.out = Move.known(copy.buffer, out)
+        copy.back = None if back is None else Move.known(copy.buffer, back)
         return copy
 
     # --- out
@@ -172,13 +172,13 @@ class HostCopy:
         """Queue the copy back to `destination`, from byte `start` on, whose memory was just allocated on `compute`. Returns
         False if the device refuses."""
         context = self.context
-        assert self.block is not None
+        assert self.buffer is not None
         assert self.out.done is not None, "device memory was reclaimed before its copy out was issued"
         # Note [Swap-in]: an earlier owner of the device memory may still be running on compute. The copy out must be complete
         # before the host copy is read.
         after = [compute.record(), self.out.done]
         with annotation("chameleon::swap_in"):
-            move = Move(destination, self.block.buffer, after, start=start, timed=context.metrics.timed)
+            move = Move(destination, self.buffer, after, start=start, timed=context.metrics.timed)
             back = context.back_queue.submit(move, at_once=at_once)
         if back.failed:
             return False
@@ -228,4 +228,4 @@ class HostCopy:
         if self.block is None:
             return
         self.block.release(after=self.out.done if self.read is None else self.read)
-        self.block = None
+        self.block = self.buffer = None

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import itemgetter
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,17 +29,17 @@ from torch import Tensor
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.plan.step_program import DROP, END, RELEASE, USE, Op, Row, StepProgram
+from chameleon_mm.plan.step_program import AGAIN, DROP, END, FIRST, RELEASE, USE, Op, Row, StepProgram
 from chameleon_mm.pool.arena import Arena
-from chameleon_mm.pool.pool import PinnedPool
 from chameleon_mm.record.dispatch_state import num_modes
 from chameleon_mm.record.light_profiler import LatestHook
 from chameleon_mm.swap.calling_thread import profiler_is_on, this_thread
 from chameleon_mm.swap.copy_queue import CopyQueue
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.handles import Handle, KeptTensor, Origin, SavedBytes, SwappedView
-from chameleon_mm.swap.host_copy import HostCopy, State, SwapContext
-from chameleon_mm.swap.saved_storage import SavedStorage, Uses
+from chameleon_mm.swap.hook_lock import call_if_alive
+from chameleon_mm.swap.host_copy import HostCopy, State
+from chameleon_mm.swap.saved_storage import SavedStorage
 from chameleon_mm.swap.way import Way
 from chameleon_mm.units import MIB, allocated_size
 
@@ -53,9 +55,23 @@ MOST_ENTRIES = 4
 
 _STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
 _REASONS = ("parameter", "leaf", "persistent", "small", "empty")
-_TOTALS = (
-    "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "uses_on_device", "fallbacks",
-)  # fmt: skip
+_TOTALS = ("bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "fallbacks")
+
+
+class _Compiled(NamedTuple):
+    """A program as the helper has it, and what is known of it here."""
+
+    program: Any
+    in_part: list[bool]
+    """By storage: whether only a part of it leaves."""
+    group: list[int]
+    offset: list[int]
+    group_bytes: list[int]
+    """Places on the host, as of `_places`."""
+    saves: defaultdict[int, list[int]]
+    """Hooks of its saves, by storage."""
+    firsts: list[int]
+    """Hooks of first saves."""
 
 
 class NativeLoop:
@@ -70,17 +86,23 @@ class NativeLoop:
         self._device: Any = executor.device  # of the kind that has a helper
         self.loop = helper.Loop(
             index, *streams, executor.rule.min_bytes,
-            [executor.protected.refs, parts.claims.by_storage, parts.context.held],
-            [_taking(parts.context.pool, *_streams(parts.context)), *map(_in_lock, (
-                self.grown, self.do_ops, self.fetch, self.save_record, self.use_record,
-            ))],
+            {
+                "safe": executor.protected.refs, "claimed": parts.claims.by_storage, "held": parts.context.held,
+                "come_back": partial(uncompiled(call_if_alive), weakref.WeakMethod(self.come_back)),
+            } | {work.__name__: _in_lock(work) for work in (
+                self.take, self.grown, self.do_ops, self.fetch, self.save_record, self.use_record,
+            )},
         )  # fmt: skip
-        self._programs: weakref.WeakKeyDictionary[StepProgram, tuple[Any, set[int]]] = weakref.WeakKeyDictionary()
-        """Programs as the helper has them, with the storages that leave in part."""
+        self._programs: weakref.WeakKeyDictionary[StepProgram, _Compiled] = weakref.WeakKeyDictionary()
+        self._arenas: dict[int, Arena] = {}
+        """Host memory of the copies that the helper has, by group."""
         self._compute: Any = None
         self._entries = (-1, 0)
         """The latest step, and how often the helper took its hooks."""
         self._entered: tuple[Way, Director, LatestHook] | None = None
+        self._since, self._next_index, self._is_record = -1, 0, list[bool]()
+        """The hook behind which the helper took over, and the number of the next storage then; by storage, whether it has, or
+        gets, a record."""
         self._home = -1
         """Number of the thread whose saves the helper does."""
         _all.add(self)
@@ -89,26 +111,13 @@ class NativeLoop:
     def of(cls, executor: Executor) -> NativeLoop | None:
         """The helper for `executor`; None where its device has none, or its readings are not the device's own."""
         device, context = executor.device, executor.parts.context
-        if device is not context.pool.device or (found := device.native_loop(_streams(context))) is None:
-            return None
-        return cls(executor, *found)
-
-    @property
-    def latest_step(self) -> int:
-        """Number of the latest step whose hooks the helper took; -1: there was none."""
-        return self._entries[0]
+        streams = context.out_queue.stream, context.back_queue.stream
+        found = device.native_loop(streams) if device is context.pool.device else None
+        return None if found is None else cls(executor, *found)
 
     def hooks(self, save: Any, use: Any) -> tuple[Any, Any]:
         """Autograd's two hooks, which call `save` and `use` for what the helper does not do."""
-
-        def use_given_back(handle: Any) -> Tensor:
-            self.come_back()
-            known = self._helper.python_of(handle)
-            if known is None:
-                raise RuntimeError("a saved tensor: expected its handle to be given back, and it was not")
-            return use(known)  # type: ignore[no-any-return]  # a compiled helper has no types
-
-        return self.loop.hook(True, save, save), self.loop.hook(False, use, uncompiled(use_given_back))
+        return self.loop.hook_of(True, save), self.loop.hook_of(False, use)
 
     def may_enter(self, way: Way) -> bool:
         """True if the helper may take the next hooks: no pending work is unknown to it."""
@@ -133,20 +142,34 @@ class NativeLoop:
         self._entries = way.epoch, entries + 1 if epoch == way.epoch else 1
         if way.program not in self._programs:
             self._programs[way.program] = _compiled(self._helper, way.program, growth.until)
-        program, in_part = self._programs[way.program]
-        at = {
-            "hook": executor.loop.hook, "last_used": latest.last_used, "operators": latest.numbers[thread],
-            "next_index": self._registry.next_index,
-            "since": growth.checked_at, "growth": growth.nbytes, "limit": budget.hbm_budget_bytes - way.margin_bytes,
-            "now": budget.last_allocated_bytes - budget.taken_bytes, "taken": budget.taken_bytes,
-            "cumulative": cumulative - offset, "peak": budget.peak_watch.last_bytes,
-            "records": [*in_part, *(number for number, saved in way.storages.items() if saved.state is not State.RETIRED)],
+        compiled, self._since, self._next_index = self._programs[way.program], executor.loop.hook, self._registry.next_index
+        self._is_record = compiled.in_part.copy()
+        for number, saved in way.storages.items():
+            self._is_record[number] |= saved.state is not State.RETIRED
+        numbers = dict.fromkeys(_TOTALS, 0) | {
+            "hook": self._since, "operators": latest.numbers[thread], "since": growth.checked_at, "growth": growth.nbytes,
+            "limit": budget.hbm_budget_bytes - way.margin_bytes, "now": budget.last_allocated_bytes - budget.taken_bytes,
+            "taken": budget.taken_bytes, "cumulative": cumulative - offset, "peak": budget.peak_watch.last_bytes, "seen": 0,
         }  # fmt: skip
+        for name, value in numbers.items():
+            setattr(self.loop, name, value)
         self._entered, self._compute, self._home = (way, director, latest), compute, this_thread.number
-        self.loop.enter(program, compute.handle, at)
+        self.loop.enter(compiled.program, compute.handle, self._is_record)
         return True
 
     # --- what the helper has Python do of a hook that it goes on with; None: it cannot go on
+
+    def take(self, loop: StepLoop, way: Way, group: int, empty: Sequence[int]) -> int:
+        """Give the memory of `empty` groups back, and take that of another. Returns its address; 0: the host has none."""
+        for other in empty:
+            self._arenas.pop(other).release_if_empty()
+        out, back = self._context.out_queue.stream, self._context.back_queue.stream
+        with suppress(HostMemoryExhausted):
+            # Note [Host block]: its last use -> the copies into it
+            block = self._context.pool.allocate(self._programs[way.program].group_bytes[group], out)
+            self._arenas[group] = Arena(block, lambda: (out.record(), back.record()))
+            return block.buffer.data_ptr()
+        return 0
 
     def grown(self, loop: StepLoop, way: Way, since: int, nbytes: int, hook: int) -> bool:
         """Compare what the model allocated since the hook `since`, which is not what the cached step did. Returns whether the
@@ -172,9 +195,9 @@ class NativeLoop:
         self._ins.prefetch_planned(() if saved is None else (saved,), self._compute)
         return self._budget.taken_bytes - before
 
-    def save_record(self, loop: StepLoop, way: Way, t: Tensor, hook: int, next_index: int) -> Handle | None:
+    def save_record(self, loop: StepLoop, way: Way, t: Tensor, hook: int) -> Handle | None:
         """Save a tensor of a record, old or new."""
-        self._registry.next_index = next_index
+        self._registry.next_index = self._index_at(way, hook)
         handle = loop.moving(t, way.program.rows[hook], hook)
         if handle is not None:
             handle.saved_at = way.epoch, hook
@@ -185,7 +208,7 @@ class NativeLoop:
         if handle.saved_at != (way.epoch, hook):
             return None
         if type(handle) is KeptTensor:
-            return handle.tensor if handle.is_as_saved else None
+            return handle.tensor if handle.tensor._version == handle.expected else None
         if type(handle) is not SwappedView or handle.saved.moved:
             return None
         saved = handle.claim.saved
@@ -210,53 +233,63 @@ class NativeLoop:
         """Make all that the helper has Python's, if it follows."""
         if not self.loop.follows:
             return
-        given = self.loop.give_back()
+        given, numbers = self.loop.give_back(), self.loop
         executor, entered = self._executor(), self._entered
         assert executor is not None and entered is not None
         way, director, latest = entered
         self._entered = None
-        executor.loop.hook = given["hook"]
-        way.at(given["hook"])
+        executor.loop.hook = numbers.hook
+        way.at(numbers.hook)
         way.late = [tuple(op) for op in given["late"]]
-        latest.numbers[latest.thread], latest.last_used = given["operators"], given["last_used"]
-        director.note_checked(given["since"], given["growth"])
-        budget = self._budget
-        budget.note_checks(
-            given["growths"], allocated=given["now"] + given["taken"], taken=given["taken"],
-            cumulative=given["cumulative"] + self._device.cumulative_offset(), peak=given["peak"], seen=given["seen"],
+        latest.numbers[latest.thread] = numbers.operators
+        director.note_checked(numbers.since, numbers.growth)
+        self._budget.note_checks(
+            given["growths"], allocated=numbers.now + numbers.taken, taken=numbers.taken,
+            cumulative=numbers.cumulative + self._device.cumulative_offset(), peak=numbers.peak, seen=numbers.seen,
         )  # fmt: skip
-        self._count(executor, given)
         by_number: defaultdict[int, list[Any]] = defaultdict(list)
         for number, *told in sorted(given["all_saves"], key=itemgetter(2)):  # by their hooks
             by_number[number].append(told)
-        self._adopt(executor, way, given, by_number)
-        for handle, hook, _, t, version, saved, _, name, node, output_nr, by_reference in by_number[-1]:
-            origin = None if by_reference else Origin.known(saved, name, node, output_nr)
-            self._lead(handle, KeptTensor.known(t, version, origin), way.epoch, hook)
-        for arena in given["arenas"]:
+        self._count(executor, way, latest, given["kept"])
+        self._adopt(executor, way, given["slots"], by_number)
+        for handle, hook, _, t, version, *known in by_number[-1]:
+            kept = KeptTensor.known(t, version, Origin.known(*known[1:]) if known else None, (way.epoch, hook))
+            self._helper.delegate(handle, kept)
+        for arena in self._arenas.values():
             arena.release_if_empty()
+        self._arenas.clear()
         for storage in given["outlived"]:
             self._protected.add(storage)
 
-    def _count(self, executor: Executor, given: dict[str, Any]) -> None:
-        totals, registry = self._context.metrics.totals, self._registry
-        for name in _TOTALS:
-            setattr(totals, name, getattr(totals, name) + given[name])
-        for reason, count in zip(_REASONS, given["kept"], strict=True):
-            if count:
-                totals.kept_by_reason[reason] += count
-        executor.hook_counts.saves += given["saves"]
-        executor.hook_counts.uses += given["uses"]
-        executor.note_any(saved=given["next_index"] > registry.next_index, used=bool(given["used"]))
-        for index in given["used"]:
-            self._order.used(index)
-        registry.next_index = given["next_index"]
-        self._outs.latest_operator = self._home, given["operators"]
+    def _index_at(self, way: Way, hook: int) -> int:
+        """Number in the step of a storage that is first saved at `hook`."""
+        firsts = self._programs[way.program].firsts
+        return self._next_index + bisect_left(firsts, hook) - bisect_right(firsts, self._since)
 
-    def _adopt(self, executor: Executor, way: Way, given: dict[str, Any], by_number: dict[int, list[Any]]) -> None:
+    def _count(self, executor: Executor, way: Way, latest: LatestHook, kept: Sequence[int]) -> None:
+        """Count what the helper's hooks did."""
+        totals, hook, saves = self._context.metrics.totals, self.loop.hook, self._programs[way.program].saves
+        for name in _TOTALS:
+            setattr(totals, name, getattr(totals, name) + getattr(self.loop, name))
+        totals.kept_by_reason += Counter(dict(zip(_REASONS, kept, strict=True)))  # those above 0
+        uses: list[Any] = [row for row in way.program.rows[self._since + 1 : hook + 1] if row.kind == USE]
+        moved = (saves[row.number][0] for row in uses if row.number >= 0 and not self._is_record[row.number])
+        firsts = [first for first in moved if first > self._since]
+        for first in firsts:
+            self._order.used(self._index_at(way, first))
+        totals.uses_on_device += len(firsts)
+        executor.hook_counts.saves += hook - self._since - len(uses)
+        executor.hook_counts.uses += len(uses)
+        for row in uses[-1:]:
+            latest.last_used = row.key
+        self._registry.next_index = self._index_at(way, hook + 1)
+        executor.note_any(saved=self._registry.next_index > self._next_index, used=bool(firsts))
+        self._outs.latest_operator = self._home, self.loop.operators
+
+    def _adopt(self, executor: Executor, way: Way, slots: Sequence[Any], by_number: dict[int, list[Any]]) -> None:
         """Make records of the slots, and handles of their saves."""
         ends: dict[Stream, Event] = {}
-        compute, context = self._compute, self._context
+        compute, context, compiled = self._compute, self._context, self._programs[way.program]
         released = {number for code, number, _ in way.late if code == RELEASE}
 
         def after(queue: CopyQueue) -> Event:
@@ -264,28 +297,28 @@ class NativeLoop:
                 ends[queue.stream] = queue.stream.record()  # after all copies that the helper has handed to it
             return ends[queue.stream]
 
-        for (
-            number, state, index, first_hook, last_hook, operators, is_over, emptied, arena, offset,
-        ) in given["slots"]:  # fmt: skip
-            nbytes, copy, told = way.program.nbytes[number], None, by_number[number]
+        for number, state, operators, is_over, emptied in slots:
+            nbytes, copy, told, hooks = way.program.nbytes[number], None, by_number[number], compiled.saves[number]
             saves = [
-                SavedBytes.known(alias, version, Origin.known(t, name, node, output_nr), counter)
-                for _, _, _, alias, version, t, counter, name, node, output_nr, _ in told
+                SavedBytes.known(alias, version, Origin.known(*origin), counter)
+                for _, _, _, alias, version, counter, *origin in told
             ]
-            if arena is not None:
-                block, back = arena.part(offset, nbytes), after(context.back_queue) if emptied else None
+            if _STATES[state] is not State.ON_DEVICE:
+                block = self._arenas[compiled.group[number]].part(compiled.offset[number], nbytes)
                 arrived_on = compute if _STATES[state] is State.RESTORED else None
-                copy = HostCopy.known(block, after(context.out_queue), back, arrived_on, context)
+                copy = HostCopy.known(
+                    block, after(context.out_queue), after(context.back_queue) if emptied else None, arrived_on, context
+                )
             saved = SavedStorage.known(
-                saves, compute, context, epoch=way.epoch, index=index, nbytes=nbytes, state=_STATES[state],
-                uses=Uses.known(len(told), sum(not is_used for _, _, is_used, *_ in told)), copy=copy,
+                saves, compute, context, epoch=way.epoch, index=self._index_at(way, hooks[0]), nbytes=nbytes,
+                state=_STATES[state], left=sum(not is_used for _, _, is_used, *_ in told), copy=copy,
             )  # fmt: skip
             saved.op_is_over, saved.saved_by = is_over, (self._home, operators)
             claim = executor.claim_on(saved)
-            saved.slot.note_save(way.epoch, last_hook)
+            saved.slot.note_save(way.epoch, hooks[bisect_right(hooks, self.loop.hook) - 1])
             saved.slot.last_save.emptied |= emptied
             way.number(saved, number)
-            way.first_saves[first_hook] = saved
+            way.first_saves[hooks[0]] = saved
             if not is_over:
                 self._outs.fresh.append(saved)
             if saved.state is State.RESTORED and number in released:
@@ -295,19 +328,11 @@ class NativeLoop:
             for (handle, hook, is_used, *_), saved_bytes in zip(told, saves, strict=True):
                 view = SwappedView(claim, saved_bytes)
                 view.swap_in_number = saved.uses.swap_in_number if is_used else -1
-                self._lead(handle, view, way.epoch, hook)
-        if given["ended"]:
+                view.saved_at = way.epoch, hook
+                self._helper.delegate(handle, view)
+        firsts = (row.number for row in way.program.rows[self._since + 1 : self.loop.hook + 1] if row.kind == FIRST)
+        if not all(number in way.storages for number in firsts):
             way.first_saves[-1] = _ended()  # of those that are gone by now: the step is not as if nothing had moved
-
-    def _lead(self, handle: Any, python: KeptTensor | SwappedView, epoch: int, hook: int) -> None:
-        """Have a handle that autograd holds lead to Python's."""
-        python.saved_at = (epoch, hook)
-        self._helper.delegate(handle, python)
-
-
-def _streams(context: SwapContext) -> tuple[Stream, Stream]:
-    """Streams of copies out and back."""
-    return context.out_queue.stream, context.back_queue.stream
 
 
 def _in_lock(method: Any) -> Callable[..., Any]:
@@ -324,42 +349,33 @@ def _in_lock(method: Any) -> Callable[..., Any]:
             entered = native._entered
             return None if entered is None else work(native, executor.loop, entered[0], *arguments)
 
-    return call
+    return uncompiled(call)
 
 
-def _taking(pool: PinnedPool, out: Stream, back: Stream) -> Callable[[int, Sequence[Arena]], tuple[Arena, int] | None]:
-    """Function that gives empty arenas back, takes another and returns it with its address; None where the host has none."""
-
-    def latest() -> tuple[Event, ...]:
-        return out.record(), back.record()
-
-    def take(nbytes: int, empty: Sequence[Arena]) -> tuple[Arena, int] | None:
-        for arena in empty:
-            arena.release_if_empty()
-        with suppress(HostMemoryExhausted):
-            block = pool.allocate(nbytes, out)  # Note [Host block]: its last use -> the copies into it
-            return Arena(block, latest), block.buffer.data_ptr()
-        return None
-
-    return take
+def _compiled(helper: Any, program: StepProgram, until: list[int]) -> _Compiled:
+    rows, before, in_part, saves = [], 0, [False] * len(program.nbytes), defaultdict[int, list[int]](list)
+    for hook, row in enumerate(program.rows):
+        compared = row.is_checked and row.number >= 0
+        rows.append(helper.Row(*_told(row, until[hook] - before if compared else 0)))
+        before = until[hook] if compared else before
+        if row.kind in (FIRST, AGAIN):
+            saves[row.number].append(hook)
+        for _, number, nbytes in row.ops:
+            in_part[number] |= nbytes < program.nbytes[number]
+    group, offset, group_bytes = _places(program)
+    compiled = helper.Program(rows, program.nbytes, group, offset)
+    return _Compiled(compiled, in_part, group, offset, group_bytes, saves, sorted(hooks[0] for hooks in saves.values()))
 
 
-def _compiled(helper: Any, program: StepProgram, until: list[int]) -> tuple[Any, set[int]]:
-    """The program as the helper has it, and the storages of which only a part leaves."""
-    rows = [helper.Row(*_told(row)) for row in program.rows]
-    in_part = {number for row in program.rows for _, number, nbytes in row.ops if nbytes < program.nbytes[number]}
-    return helper.Program(rows, program.nbytes, *_places(program), until), in_part
-
-
-def _told(row: Row) -> tuple[Any, ...]:
+def _told(row: Row, grew: int) -> tuple[Any, ...]:
     """The row as the helper has it: its key is a class, sizes, dtype and a number. Without a key, or with what the helper does
-    not do, it is an `END`."""
+    not do, it is an `END`. `grew`: bytes that the cached step allocated since the last comparison."""
     key: Any = row.key
     drops = any(code == DROP for code, *_ in row.ops)
     if key is None or drops or not (row.kind == USE or (row.kind < USE and all(type(size) is int for size in key[1]))):
         row, key = row._replace(kind=END), -1
     key = key if row.kind < USE else (None, (), torch.uint8, key)
-    return row.kind, row.number, row.is_checked, row.growth, row.ops, row.ins, *key
+    return row.kind, row.number, row.is_checked, row.growth, grew, row.ops, row.ins, *key
 
 
 def _places(program: StepProgram) -> tuple[list[int], list[int], list[int]]:

@@ -447,7 +447,7 @@ class Recomputing:
         holder = None if value.claim is None else value.claim()
         if isinstance(holder, KeptTensor):
             t = holder.tensor
-            return self._held_itself(value, t, is_saved=True) if holder.is_as_saved else None
+            return self._held_itself(value, t, is_saved=True) if holder.tensor._version == holder.expected else None
         if not isinstance(holder, Claim):
             return None
         saved = holder.saved

@@ -43,13 +43,6 @@ class Uses:
     """Number of handles that were not used since the latest swap-in, which is number `swap_in_number`."""
     swap_in_number = 0
 
-    @classmethod
-    def known(cls, handles: int, left: int) -> Uses:
-        """Counter of a storage whose handles and uses the C++ loop has counted so far."""
-        uses = cls()
-        uses.handles, uses.left = handles, left
-        return uses
-
     def add_handle(self) -> None:
         """Note one more handle."""
         self.handles += 1
@@ -128,9 +121,10 @@ class SavedStorage:
     @classmethod
     def known(
         cls, saves: Sequence[SavedBytes], alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int, nbytes: int,
-        state: State, uses: Uses, copy: HostCopy | None,
+        state: State, left: int, copy: HostCopy | None,
     ) -> SavedStorage:  # fmt: skip
-        """Record of a storage of `nbytes` that the C++ loop has saved, and moved so far. `saves`: at least one, in order."""
+        """Record of a storage of `nbytes` that the C++ loop has saved, and moved so far. `saves`: one or more, in order.
+        `left`: number of them that have a use to come."""
         alias = saves[0].alias
         record = cls(alias, saves[0], alloc_stream, context, epoch=epoch, index=index)
         for saved in saves[1:]:
@@ -138,7 +132,8 @@ class SavedStorage:
             record.slot.include(saved)
         record.nbytes = record.slot.saved_nbytes = nbytes  # the storage itself has none while it is away
         record.dtype = alias.dtype if alias.numel() * alias.element_size() == nbytes else None
-        record.state, record.uses, record.copy = state, uses, copy
+        record.state, record.copy = state, copy
+        record.uses.handles, record.uses.left = len(saves), left
         record.slot.came_back = copy is not None and copy.back is not None
         return record
 

@@ -121,11 +121,13 @@ class StepLoop:
             self.leave()
             return None
         self.hook, latest.thread, latest.numbers[thread] = hook, thread, now
-        if row.ins:
-            self._prefetch(row)
+        way = self._way
+        assert way is not None
+        if row.ins:  # Note [Swap-in]: after the hook's own storage was used
+            self._ins.prefetch_planned(way.coming(row), self._compute)
         handle.saved_at = (self._epoch, hook)
-        if self.native is not None and self._way is not None:
-            self.native.enter(self._way, self.director, latest, self._compute)
+        if self.native is not None:
+            self.native.enter(way, self.director, latest, self._compute)
         return handle
 
     def use(self, handle: Handle) -> Tensor | None:
@@ -138,13 +140,13 @@ class StepLoop:
         if not agrees or not self._run(row, hook):
             self.leave()
             return None
-        executor = self._executor()
-        assert executor is not None and not isinstance(handle, WrapperHandle)
+        executor, way = self._executor(), self._way
+        assert executor is not None and way is not None and not isinstance(handle, WrapperHandle)
         t = handle.tensor if isinstance(handle, KeptTensor) else executor.restored(handle, self._compute)
         self.hook = hook
         self._latest.last_used = saved_at[1]
         if row.ins:
-            self._prefetch(row)
+            self._ins.prefetch_planned(way.coming(row), self._compute)
         return t
 
     def moving(self, t: Tensor, row: Row, hook: int) -> SwappedView | None:
@@ -236,8 +238,3 @@ class StepLoop:
             saved.reclaim()
             if saved.form.device_bytes:
                 self._budget.note_allocated(saved.form.device_bytes)
-
-    def _prefetch(self, row: Row) -> None:
-        """Start the row's copies back, after the hook's own storage was used. Note [Swap-in]."""
-        assert self._way is not None
-        self._ins.prefetch_planned(self._way.coming(row), self._compute)

@@ -185,9 +185,9 @@ class CudaAllocatorHook:
         if not isinstance(done, CudaEvent) or not isinstance(owner, CudaStream):
             raise TypeError(f"hold: expected an event and a stream of CUDA, got {type(done).__name__}, {type(owner).__name__}")
         self._note_history()
-        event, stream = done.raw, owner.raw
+        stream = owner.raw
         held: HeldStorage | None = self._hook.hold(
-            storage, event, event.cuda_event, stream.cuda_stream, stream.stream_id, tensors, REFERENCES_AT_REST
+            storage, done, done.cuda_event, stream.cuda_stream, stream.stream_id, tensors, REFERENCES_AT_REST
         )
         return held
 

@@ -21,7 +21,7 @@ FOLDER = ROOT / "docs" / "gallery"
 SHOWN = {
     "llm": ("A language model", "160MiB", "Llama of 8 layers: 4 x 256 tokens."),
     "lora": ("LoRA", "95MiB", "The same model with adapters of rank 8 by peft: all but these is frozen."),
-    "dit": ("A diffusion transformer", "190MiB", "DiT of 8 layers, by diffusers: 4 latents of 32 x 32."),
+    "dit": ("A diffusion transformer", "240MiB", "DiT of 8 layers, by diffusers: 4 latents of 32 x 32."),
     "vit": ("A vision transformer", "200MiB", "ViT of 8 layers: 8 images in 256 patches each."),
     "resnet": ("A convolutional network", "36MiB", "ResNet of 8 blocks: 32 images of 64 x 64."),
     "moe": ("A mixture of experts", "220MiB", "Mixtral of 8 layers with 4 experts. Each step routes its tokens anew."),
@@ -33,6 +33,7 @@ _HEAD = """# Gallery
 Six small trainings in plain PyTorch and Hugging Face's libraries, unchanged, under `chameleon-mm run`. All are **simulated**: a
 CPU computes, and an H100's clock is counted. Each picture is the first part of the page that `--html` wrote. A trace opens in
 [Perfetto](https://ui.perfetto.dev). `make gallery` writes all of it anew.
+The models are so small that the host launches later than an H100 computes: a step's measured time is mostly the host's.
 [trainings.py](gallery/trainings.py) has the trainings.
 """
 

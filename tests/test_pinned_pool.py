@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -293,7 +293,8 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
         gc.collect()
     """
     # `forked` and `last` live to the end of the parent's interpreter, where their chunks go with the process.
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    script = textwrap.dedent(script)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "told " * 8 + "parent freed "
     assert done.stderr == ""
 
@@ -303,8 +304,8 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
 
 def test_nothing_that_gives_memory_back_can_be_copied_or_pickled(pool: PinnedPool) -> None:
     block, pageable = pool.allocate(100), pool.allocate_pageable(100)
-    arena = Arena(block, tuple)
-    owners = (block, pageable, pool, CheckingAllocator(pool), arena, arena.part(0, 10), np.asarray(block).base.obj.base)
+    arena, raw = Arena(block, tuple), cast(Any, np.asarray(block).base)
+    owners = (block, pageable, pool, CheckingAllocator(pool), arena, arena.part(0, 10), raw.obj.base)
     address = block.buffer.data_ptr()
     for owner in owners:
         for way in (copy.copy, copy.deepcopy, pickle.dumps):

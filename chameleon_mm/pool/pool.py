@@ -135,9 +135,7 @@ class PinnedPool(Uncopied):
                 ledger.drain()
             block = ledger.allocate(self, nbytes)
         if block is None:
-            with (
-                self._chunks.lines
-            ):  # after the block is allocated: a handler of the log that calls `trim` would free its chunk
+            with self._chunks.lines:  # logged once it has a block: a handler may call `trim`
                 block = self._growth.allocate_or_pin(self, nbytes)
         # Outside of the lock, and with a complete block: if the device fails here, the block still returns itself.
         if block.pending_events:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.device.process import ThisProcess
 from chameleon_mm.device.sim import SimStream
 from chameleon_mm.state.hosted import HostedStorage, Where
 from chameleon_mm.state.swapped_state import SwappedState
-from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.units import KIB, MIB
 from tests._programs import same
 from tests._snapshots import steps

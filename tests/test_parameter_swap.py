@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.device.process import ThisProcess
 from chameleon_mm.state import hosted
 from chameleon_mm.state import parameter_watch as watch
 from chameleon_mm.state.hosted import HostedStorage, Where
 from chameleon_mm.state.parameter_swap import ParameterSwap
-from chameleon_mm.swap.calling_thread import ThisProcess
 from chameleon_mm.units import KIB, MIB
 from tests._ordering import SLOW_LINK
 from tests._parameter_programs import OPTIMIZERS, PROGRAMS, WIDTH, Make, Plain, Swapped, go_on, mlp, train

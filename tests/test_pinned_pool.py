@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
+import logging
+import pickle
 import subprocess
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import BlockReleasedError, HostMemoryExhausted, PoolStateError
+from chameleon_mm.pool.arena import Arena
 from chameleon_mm.pool.block import PinnedBlock
 from chameleon_mm.pool.checking import CheckingAllocator
 from chameleon_mm.pool.free_list import FreeList, units_bytes
@@ -257,6 +261,21 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
         child = os.fork()
         if child == 0:
             held.close()
+            for use in (
+                lambda: held.allocate(100),  # says so without the lock
+                lambda: last.empty((3,), torch.float32),
+                lambda: last.allocate_pageable(100),
+                lambda: setattr(last, "limit_bytes", 0),
+                last.trim,
+                lambda: blocks[0].buffer,
+                lambda: blocks[0].tensor((3,), torch.uint8),
+                lambda: blocks[0].__dlpack__(),
+            ):
+                try:
+                    use()
+                except RuntimeError as error:
+                    expected = f"made the pool ({os.getppid()}), got one in a forked child ({os.getpid()})"
+                    os.write(1, b"told " if expected in str(error) else str(error).encode())
             del forked, held
             blocks.pop().release(after=Asked())
             blocks.clear()
@@ -274,9 +293,53 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
         gc.collect()
     """
     # `forked` and `last` live to the end of the parent's interpreter, where their chunks go with the process.
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
-    assert done.stdout == "parent freed "
+    script = textwrap.dedent(script)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "told " * 8 + "parent freed "
     assert done.stderr == ""
+
+
+# --- who may hold them, and when the log is written
+
+
+def test_nothing_that_gives_memory_back_can_be_copied_or_pickled(pool: PinnedPool) -> None:
+    block, pageable = pool.allocate(100), pool.allocate_pageable(100)
+    arena, raw = Arena(block, tuple), cast(Any, np.asarray(block).base)
+    owners = (block, pageable, pool, CheckingAllocator(pool), arena, arena.part(0, 10), raw.obj.base)
+    address = block.buffer.data_ptr()
+    for owner in owners:
+        for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=rf"{type(owner).__name__}: expected one object in one process, got a copy"):
+                way(owner)
+    assert pool.allocate(100).buffer.data_ptr() != address, "the copy gave the bytes back"
+    assert pickle.loads(pickle.dumps(block.tensor((100,), torch.uint8))).shape == (100,)  # the bytes can be
+
+
+def test_a_handler_of_the_log_may_use_the_pool(pool: PinnedPool, ledgered: Ledgered) -> None:
+    said: list[tuple[str, int]] = []
+
+    class Asks(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            # No lock is held: a hang would end the whole run. Then all that takes them.
+            assert not pool._ledger.lock.locked() and not pool._growth._resizing.locked()
+            said.append((record.getMessage().rpartition(": ")[2], pool.stats().num_chunks))
+            pool.trim()
+
+    log, asks = logging.getLogger("chameleon_mm.pool.chunks"), Asks(logging.DEBUG)
+    level = log.level
+    log.addHandler(asks)
+    log.setLevel(logging.DEBUG)
+    try:
+        pool.allocate(100).release()
+        pool.trim()
+        pool.allocate(100).release()
+        pool.limit_bytes = 0
+    finally:
+        log.removeHandler(asks)
+        log.setLevel(level)
+    came, went = ("reserved a chunk of 16.0 KiB, 16.0 KiB in all", 1), ("gave a chunk of 16.0 KiB back, 0 B left", 0)
+    assert said == [came, went] * 2
+    assert ledgered.chunks == {}
 
 
 # --- the life of a block

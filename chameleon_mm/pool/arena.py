@@ -11,11 +11,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Event
-from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.pool.block import PinnedBlock, Uncopied
 from chameleon_mm.pool.chunks import LateEvent
 
 
-class Arena:
+class Arena(Uncopied):
     """A block and the number of its parts."""
 
     def __init__(self, block: PinnedBlock, latest: Callable[[], tuple[Event, ...]]) -> None:
@@ -37,7 +37,7 @@ class Arena:
             self.block.release(after=LateEvent(self._latest))
 
 
-class ArenaPart:
+class ArenaPart(Uncopied):
     """A part of an arena, with what the owner of a host copy asks of a block."""
 
     __slots__ = ("_arena", "_offset", "nbytes")

@@ -23,16 +23,43 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.process import ThisProcess
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import BlockInUseError, BlockReleasedError, check_method, describe
 from chameleon_mm.pool.chunks import LateEvent, recorded
+
+# --- What holds memory of a pool is one object in one process
+
+
+class Uncopied:
+    """Base of what gives memory back as it ends: a copy would give the same bytes back once more, while they are in use."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise `TypeError`: for `copy.copy`, `copy.deepcopy` and `pickle`."""
+        raise TypeError(
+            f"{type(self).__name__}: expected one object in one process, got a copy by copy.copy, copy.deepcopy or pickle, "
+            f"which would give its memory back twice; use the object itself, or make another and copy the bytes"
+        )
+
+
+def check_process(what: str, pid: int) -> None:
+    """Raise `RuntimeError` in a forked child of the process `pid`, which made the pool. `what` names the function."""
+    if ThisProcess.pid != pid:
+        raise RuntimeError(
+            f"{what}: expected a use in the process that made the pool ({pid}), got one in a forked child "
+            f"({ThisProcess.pid}), where its device cannot be used; use it in the parent, or start the child by the spawn or "
+            f"forkserver method and make a PinnedPool there"
+        )
+
 
 # --- Views of a block that keep it alive, and tensors over a whole block:
 #
@@ -41,7 +68,7 @@ from chameleon_mm.pool.chunks import LateEvent, recorded
 # capsules. The block holds it only by weak reference.
 
 
-class BlockView:
+class BlockView(Uncopied):
     """The view under every other view of a block: `nbytes` at `address`, and the block that they belong to."""
 
     __slots__ = ("__array_interface__", "__weakref__", "block")
@@ -115,6 +142,9 @@ which takes 0.4 us to make, a tenth of the time that a block may take in total."
 class Owner(Protocol):
     """Owner of blocks: makes them and receives their releases."""
 
+    pid: int
+    """Process that made it, the only one whose blocks have memory."""
+
     @property
     def device(self) -> Device:
         """Device whose streams use the blocks."""
@@ -123,12 +153,13 @@ class Owner(Protocol):
         """Record a release; the block's bytes may be in use until `events`. Called in finalizers: no lock, no device call."""
 
 
-class PinnedBlock:
+class PinnedBlock(Uncopied):
     """`nbytes` of pinned host memory. Only an allocator makes it.
 
     The results of `tensor`, `numpy` and the protocols of NumPy and DLPack are views, which hold the block. `buffer` is not:
     hold the block while it is in use. One thread at a time uses a block; `release`, and dropping it, may happen on any thread
-    at any point, also in the garbage collector.
+    at any point, also in the garbage collector. It cannot be copied or pickled. In a forked child `wait_on`, `buffer` and all
+    views raise `RuntimeError`, and releases do nothing.
 
     It is safe to drop a block and its views while the device uses it, on any stream. The next owner of the bytes waits for all
     earlier work of the process's devices: by an event if the driver has one for a whole device (CUDA 12.5 and newer), else the
@@ -166,7 +197,7 @@ class PinnedBlock:
         Raw: it does NOT wait for `pending_events`, and does not hold the block. Use it on a stream passed to `allocate` or
         `wait_on`; the host uses `tensor` and `numpy`. Raises `BlockReleasedError` after the release.
         """
-        if not self._take_turn:
+        if not self._take_turn or ThisProcess.pid != self._owner.pid:
             self._check_live("buffer")
         return self._memory[self._start : self._start + self.nbytes]
 
@@ -306,6 +337,7 @@ class PinnedBlock:
         return view
 
     def _check_live(self, what: str) -> None:
+        check_process(what, self._owner.pid)
         if not self._take_turn:
             raise BlockReleasedError(
                 f"{what}: expected a live block, got one of {self.nbytes} bytes that was released; "

@@ -17,7 +17,7 @@ from typing import Self
 
 from chameleon_mm.device.protocols import Stream
 from chameleon_mm.errors import PoolStateError
-from chameleon_mm.pool.block import PinnedBlock
+from chameleon_mm.pool.block import PinnedBlock, Uncopied
 from chameleon_mm.pool.pool import PinnedPool, close_at_exit
 from chameleon_mm.units import format_size
 
@@ -25,7 +25,7 @@ _FRAMES = 8
 """Number of stack frames to keep: enough to reach beyond a framework's own, few enough to read."""
 
 
-class CheckingAllocator:
+class CheckingAllocator(Uncopied):
     """An allocator of `pool`'s blocks that knows where each was taken. Thread-safe.
 
     `close`, or leaving `with`, ends only the check: the pool's maker closes the pool.

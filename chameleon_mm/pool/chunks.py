@@ -170,6 +170,30 @@ activation traces (Llama, GPT-2 with varying lengths, mixture of experts, ResNet
 to 1.04. Chunks of 1 GiB throughout give 1.03 to 1.05, and seven times the memory that a pool of 130 MiB needs."""
 
 
+class LateLines:
+    """Lines for the log about what is done under a lock: `with lines, lock:` logs them once the lock is free, because a handler
+    may call the pool. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[str, int, int]] = deque()
+
+    def add(self, message: str, nbytes: int, reserved: int) -> None:
+        """Keep a line, a `message` with two sizes in bytes."""
+        if _log.isEnabledFor(logging.DEBUG):
+            self._lines.append((message, nbytes, reserved))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        while self._lines:
+            try:
+                message, *sizes = self._lines.popleft()
+            except IndexError:  # another thread was faster
+                return
+            _log.debug(message, *map(format_size, sizes))
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
     base: int
@@ -197,6 +221,8 @@ class Chunks:
         self._arrived: deque[Tensor] = deque()  # pinned, and not admitted yet
         self._leaving: deque[Chunk] = deque()  # detached, and not given back yet
         self.peak_reserved_bytes = 0
+        self.lines = LateLines()
+        """What happened to chunks, for the log once no lock is held."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -233,8 +259,7 @@ class Chunks:
             self._chunks.append(Chunk(base, memory))
             self._bases.append(base)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-            sizes = format_size(memory.numel()), format_size(self.reserved_bytes)
-            _log.debug("chameleon_mm: pinned pool: reserved a chunk of %s, %s in all", *sizes)
+            self.lines.add("chameleon_mm: pinned pool: reserved a chunk of %s, %s in all", memory.numel(), self.reserved_bytes)
 
     def make_room(self, nbytes: int, limit: int) -> int:
         """Return the size of the next chunk, for a request of `nbytes` that no free block holds."""
@@ -291,8 +316,7 @@ class Chunks:
             except Exception:
                 self._leaving.appendleft(chunk)
                 raise
-            sizes = format_size(chunk.nbytes), format_size(self.reserved_bytes)
-            _log.debug("chameleon_mm: pinned pool: gave a chunk of %s back, %s left", *sizes)
+            self.lines.add("chameleon_mm: pinned pool: gave a chunk of %s back, %s left", chunk.nbytes, self.reserved_bytes)
 
     def free_all(self) -> None:
         """Free every chunk, even with live blocks. All device work on them must be complete."""

@@ -30,7 +30,7 @@ class Growth:
         self._ledger = ledger
         self._chunks = ledger.chunks
         self._limit = limit
-        self._resizing = threading.Lock()  # taken before `ledger.lock` if both are needed
+        self._resizing = threading.Lock()  # taken before `ledger.lock` if both are needed; the log's lines come after both
 
     def allocate_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
         """Allocate a block, from another chunk if needed. Raises `HostMemoryExhausted`, or `PoolStateError` if the pool is
@@ -61,7 +61,7 @@ class Growth:
     def set_limit(self, nbytes: int) -> None:
         """Set the limit, and free unused chunks until it holds, as far as they are enough. The host waits if the device still
         uses a chunk that has to go."""
-        with self._resizing:
+        with self._chunks.lines, self._resizing:
             with self._ledger.lock:
                 self._ledger.check_open("limit_bytes")
                 self._ledger.shrinking = True  # first: after an interrupt the next allocation completes the rest
@@ -70,7 +70,7 @@ class Growth:
 
     def shrink(self) -> None:
         """Free unused chunks that the device is done with, until the limit holds."""
-        with self._resizing:
+        with self._chunks.lines, self._resizing:
             self._shrink(wait=False)
 
     def _shrink(self, *, wait: bool) -> bool:
@@ -87,7 +87,7 @@ class Growth:
     def free_unused(self, *, wait: bool) -> int:
         """Free the chunks without a block and return their bytes. `wait`: also those that the device still uses."""
         ledger, chunks = self._ledger, self._chunks
-        with self._resizing:
+        with self._chunks.lines, self._resizing:
             with ledger.lock:
                 ledger.drain()
                 chunks.admit()

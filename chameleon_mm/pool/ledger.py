@@ -93,7 +93,10 @@ class Ledger:
 
     def check_open(self, what: str) -> None:
         if self.closed:
-            raise PoolStateError(f"{what}: expected an open pool, got one that was closed; make another PinnedPool")
+            raise PoolStateError(
+                f"{what}: expected an open pool, got one that was closed by close(); make another "
+                f"PinnedPool, and close sessions that were given this one before it"
+            )
 
     def drain(self) -> None:
         """Return released blocks to the free list, with their events."""

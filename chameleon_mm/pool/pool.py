@@ -15,7 +15,6 @@ as the free blocks of RMM do: see `chunks`, and Note [Host block] in `block`.
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from heapq import nlargest
@@ -29,9 +28,10 @@ from torch import Tensor
 from chameleon_mm.device import resolve_device, warn_of_newer_torch
 from chameleon_mm.device.cuda import cupy_cuda
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
+from chameleon_mm.device.process import ThisProcess
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError, check_method, check_type
-from chameleon_mm.pool.block import PageableBlock, PinnedBlock, Ticket, check_dtype, plain_shape
+from chameleon_mm.pool.block import PageableBlock, PinnedBlock, Ticket, Uncopied, check_dtype, check_process, plain_shape
 from chameleon_mm.pool.chunks import Chunks
 from chameleon_mm.pool.free_list import Units
 from chameleon_mm.pool.growth import Growth
@@ -55,7 +55,7 @@ def close_at_exit(close: Callable[[], None], error: BaseException | None, what: 
         _log.warning("chameleon_mm: %s: %s", what, still_live)
 
 
-class PinnedPool:
+class PinnedPool(Uncopied):
     """A thread-safe allocator of pinned host memory, over chunks that it gets from `device` as needed.
 
     `max_bytes`: limit of reserved memory, including chunks being pinned; int bytes or "8GiB". "auto", or None: half of the
@@ -66,8 +66,9 @@ class PinnedPool:
 
     Every block holds its pool. `close`, or leaving `with pool:`, frees the memory. A pool that is dropped without it does so
     once its blocks are gone. It does not in a forked child or while the interpreter ends, where no device may be called. A
-    forked child cannot use the pool: it does not inherit pinned memory, so blocks there have addresses without memory. Raises
-    `ValueError` and `TypeError` for invalid sizes and devices.
+    forked child cannot use the pool: it does not inherit pinned memory, so blocks there have addresses without memory. What
+    allocates, frees or gives views raises `RuntimeError` there. Raises `ValueError` and `TypeError` for invalid sizes and
+    devices. A pool cannot be copied or pickled.
     """
 
     def __init__(
@@ -88,9 +89,9 @@ class PinnedPool:
         self._returned = self._ledger.returned
         self._growth = Growth(self._ledger, limit)
         self._available = AvailableMemory()
-        self._pid = os.getpid()
+        self.pid = ThisProcess.pid
         # The finalizer must not hold the pool, only the parts that it needs. Never at exit: the driver may be gone by then.
-        weakref.finalize(self, self._ledger.free_all, self.device, self._pid).atexit = False
+        weakref.finalize(self, self._ledger.free_all, self.device, self.pid).atexit = False
 
     @property
     def limit_bytes(self) -> int:
@@ -106,6 +107,7 @@ class PinnedPool:
 
     @limit_bytes.setter
     def limit_bytes(self, nbytes: int | str) -> None:
+        check_process("limit_bytes", self.pid)
         self._growth.set_limit(parse_size(nbytes, what="limit_bytes"))
 
     # --- blocks
@@ -123,6 +125,8 @@ class PinnedPool:
             nbytes = parse_size(nbytes, what="allocate")
         if stream is not None and not hasattr(type(stream), "wait"):  # asked before the call: hooks allocate
             check_method("allocate", stream, "wait", "a stream of the pool's device, or None", "pass device.current_stream()")
+        if ThisProcess.pid != self.pid:
+            check_process("allocate", self.pid)
         ledger = self._ledger
         with ledger.lock:
             if ledger.closed:
@@ -131,7 +135,8 @@ class PinnedPool:
                 ledger.drain()
             block = ledger.allocate(self, nbytes)
         if block is None:
-            block = self._growth.allocate_or_pin(self, nbytes)
+            with self._chunks.lines:  # logged once it has a block: a handler may call `trim`
+                block = self._growth.allocate_or_pin(self, nbytes)
         # Outside of the lock, and with a complete block: if the device fails here, the block still returns itself.
         if block.pending_events:
             block.forget_complete()
@@ -147,6 +152,7 @@ class PinnedPool:
         `HostMemoryExhausted`.
         """
         nbytes = parse_size(nbytes, what="allocate")
+        check_process("allocate_pageable", self.pid)
         available = self._available.read(taking=nbytes)
         if 0 < available < nbytes:  # 0: the system does not say, so only the device decides
             raise HostMemoryExhausted(
@@ -213,6 +219,7 @@ class PinnedPool:
 
     def trim(self) -> int:
         """Free the chunks that hold no block and that the device is done with; return their bytes."""
+        check_process("trim", self.pid)
         with self._ledger.lock:
             self._ledger.drain()
             self._ledger.drop_ended()
@@ -239,7 +246,7 @@ class PinnedPool:
         In a forked child it does nothing: the memory is the parent's. Raises `PoolStateError`, and changes nothing, while
         blocks are live.
         """
-        if os.getpid() != self._pid:  # checked first: another thread may have held the lock when the process forked
+        if ThisProcess.pid != self.pid:  # checked first: another thread may have held the lock when the process forked
             return
         ledger = self._ledger
         with ledger.lock:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
+from chameleon_mm.device.process import ThisProcess
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.pool.block import PinnedBlock
 from chameleon_mm.swap.budget import Budget
-from chameleon_mm.swap.calling_thread import ThisProcess, annotation
+from chameleon_mm.swap.calling_thread import annotation
 from chameleon_mm.swap.copy_queue import Move
 from chameleon_mm.swap.executor import Executor
 from chameleon_mm.swap.handles import flat_bytes

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
 import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -31,25 +30,6 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from chameleon_mm.device import Device, Event, Stream
-
-# --- Process id without a system call: hooks compare it, because a forked child has another one
-#
-# if ThisProcess.pid != made_in: ...           # a forked child
-
-
-class ThisProcess:
-    """Id of the running process."""
-
-    pid = os.getpid()
-    """Updated in a forked child. Others only read it."""
-
-
-def _forked() -> None:
-    ThisProcess.pid = os.getpid()
-
-
-os.register_at_fork(after_in_child=_forked)
-
 
 # --- calling thread
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
+from chameleon_mm.device.process import ThisProcess
 from chameleon_mm.device.uncompiled import uncompiled
 from chameleon_mm.plan.rule import DefaultRule, Limits, SaveFacts, UseOrder
 from chameleon_mm.pool.pool import PinnedPool
@@ -30,7 +31,7 @@ from chameleon_mm.record.calls import Value
 from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.record.recorder import ModuleNames, Recorder
 from chameleon_mm.swap.budget import Budget
-from chameleon_mm.swap.calling_thread import ComputeStreams, ThisProcess, let_go_at_exit
+from chameleon_mm.swap.calling_thread import ComputeStreams, let_go_at_exit
 from chameleon_mm.swap.checksums import Checksums
 from chameleon_mm.swap.claims import Claim, Claims, Found, StorageRegistry
 from chameleon_mm.swap.classify import ProtectedStorages, facts_of, reason_to_stay, save_parts

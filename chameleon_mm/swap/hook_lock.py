@@ -22,7 +22,7 @@ from threading import get_ident
 from typing import Any, NoReturn, TypeVar
 
 from chameleon_mm.device import Device
-from chameleon_mm.swap.calling_thread import ThisProcess
+from chameleon_mm.device.process import ThisProcess
 from chameleon_mm.swap.recipe import Reliance
 from chameleon_mm.swap.saved_storage import SavedStorage
 

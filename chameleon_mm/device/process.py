@@ -1,0 +1,23 @@
+"""Process id without a system call: hot paths compare it, because a forked child has another one and cannot use the device.
+
+pid = ThisProcess.pid            # when something of the device is made
+if ThisProcess.pid != pid: ...   # a forked child
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class ThisProcess:
+    """Id of the running process."""
+
+    pid = os.getpid()
+    """Updated in a forked child. Others only read it."""
+
+
+def _forked() -> None:
+    ThisProcess.pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -42,17 +42,19 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SHARE = re.compile(r"\s*(\d+\.\d+|\d+(?=\s*%))\s*(%?)\s*")
 
 
-def parse_size(size: int | str, *, what: str = "size") -> int:
+def parse_size(size: int | str, *, what: str = "size", otherwise: str = "") -> int:
     """Bytes of `size`: an integer of bytes, or text such as "20GiB", "1.5 MiB", "8GB" (KiB.. are 1024-based, KB.. 1000-based).
 
     Fractions of a byte are rounded down, so that a budget is never exceeded: "112.3GiB" is 120581206835 bytes. `what` names
-    the argument in the error. Raises `TypeError` for another type. Raises `ValueError` for text that is not a size, for a
-    negative size, for 8 EiB or more, and for a fraction of a byte ("1.5"), where a unit was probably left out.
+    the argument in the error, `otherwise` what it may be instead of a size.
+
+    Raises `TypeError` for another type. Raises `ValueError` for text that is not a size, for a negative size, for 8 EiB or
+    more, and for a fraction of a byte ("1.5"), where a unit was probably left out.
     """
     try:
         if isinstance(size, bool):
             raise TypeError
-        nbytes = _parse_text(size, what) if isinstance(size, str) else index(size)  # NumPy's integers, too
+        nbytes = _parse_text(size, what, otherwise) if isinstance(size, str) else index(size)  # NumPy's integers, too
     except TypeError:
         raise TypeError(f'{what}: expected an int of bytes or text such as "20GiB", got {describe(size)}') from None
     if not 0 <= nbytes < 1 << 63:
@@ -60,10 +62,11 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
     return nbytes
 
 
-def _parse_text(size: str, what: str) -> int:
+def _parse_text(size: str, what: str, otherwise: str) -> int:
     match = _SIZE.fullmatch(size)
     if match is None or match[2].upper() not in _FACTORS:
-        raise ValueError(f'{what}: expected a number and B, KiB, MiB, GiB, TiB, KB, MB, GB or TB ("20GiB"), got {size!r}')
+        units = "B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"
+        raise ValueError(f'{what}: expected a number and {units} ("20GiB"){otherwise}, got {size!r}')
     number, factor = Fraction(match[1]), _FACTORS[match[2].upper()]  # not a float: 1.003 * 1000 is 1002.9999999999999
     if factor == 1 and number.denominator != 1:
         raise ValueError(f'{what}: expected a whole number of bytes, or a unit after it ("1.5GiB"), got {size!r}')
@@ -81,12 +84,15 @@ def is_auto(budget: object) -> bool:
 def parse_budget(budget: float | str, whole: Callable[[], int] | None = None, *, what: str) -> int:
     """Bytes of a budget: a size as of `parse_size`, a float of bytes, or a share of `whole()` bytes: 0.9, "0.9" or "90%".
 
-    Without `whole` it is only checked, and the result of a share is 0. Rounds down. Raises `TypeError` and `ValueError` as
+    Its callers take "auto" themselves. Without `whole` it is only checked, and the result of a share is 0. Rounds down.
+
+    Raises `TypeError` and `ValueError` as
     `parse_size` does, and `ValueError` for a share that is not above 0 and at most 1, and if `whole()` is 0, which is unknown.
     """
     share = share_of(budget, what)
     if share is None:
-        return parse_size(floor(cast("float", budget)) if _is_broken(budget) else cast("int | str", budget), what=what)
+        size = floor(cast("float", budget)) if _is_broken(budget) else cast("int | str", budget)
+        return parse_size(size, what=what, otherwise=', a share ("90%") or "auto"')
     nbytes = 0 if whole is None else floor(share * whole())
     if whole is not None and not nbytes:
         found = "got less than a byte" if whole() else "got none that is known"

@@ -40,13 +40,14 @@ def test_a_budget_is_a_size_or_a_share(given: Any, nbytes: int) -> None:
     parse_budget(given, what="hbm_budget")
 
 
+SIZE = 'hbm_budget: expected a number and B, KiB, MiB, GiB, TiB, KB, MB, GB or TB ("20GiB")'
 SHARE = "hbm_budget: expected a share above 0 and at most 1 or 100 %, or bytes, got "
 WRONG: list[tuple[Any, type[Exception], str]] = [
     *((given, ValueError, f'{SHARE}{given!r}; write 0.9, "90%" or "20GiB"') for given in (
         1.5, 90.0, 1023.0, -0.5, 0.0, "0.0", math.nan, math.inf, -math.inf, "110%", "0%", "-5%", "%", "nan%", "1e1%",
     )),
     ("1.5", ValueError, 'hbm_budget: expected a whole number of bytes, or a unit after it ("1.5GiB"), got \'1.5\''),
-    ("Auto", ValueError, "hbm_budget: expected a number and B, KiB"),
+    *((given, ValueError, f'{SIZE}, a share ("90%") or "auto", got {given!r}') for given in ("Auto", "20G", "abc")),
     (-1, ValueError, "hbm_budget: expected 0 bytes or more, got -1"),
     (2.0**70, ValueError, "hbm_budget: expected less than 8 EiB"),
     (True, TypeError, "hbm_budget: expected an int of bytes or text"),

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +379,7 @@ def test_the_budget_is_a_sessions_own_by_default(models: str, tmp_path: Path) ->
     by_default = predict(recorded(llama), SPECS["a100"], told, None)
     assert "90% of A100's" in next(line for line in assumptions(by_default) if "as a session's is by default" in line)
     assert not any("by default" in line for line in assumptions(predict(by_default.step, SPECS["a100"], told - 1, None)))
+    assert any("the budget is 0.061% of A100's" in line for line in assumptions(replace(by_default, hbm_budget_bytes=50 * MIB)))
 
 
 def test_a_step_that_fits_moves_nothing() -> None:
@@ -568,6 +569,23 @@ def test_without_transformers_the_others_are_named(monkeypatch: pytest.MonkeyPat
     assert main(["plan", "somebody/some-model"]) == 2
     err = capsys.readouterr().err
     assert [word for word in ("llama-7b", "module:function", "chameleon-mm[plan]") if word not in err] == []
+
+
+def test_a_name_that_the_hub_cannot_be_asked_for_costs_one_try(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    tries = list[str]()
+
+    def unreachable(client: Any, request: Any, **_: Any) -> None:
+        tries.append(str(request.url))
+        raise httpx.ConnectError("no network", request=request)
+
+    httpx = importlib.import_module(type(importlib.import_module("huggingface_hub").get_session()).__module__.split(".")[0])
+    monkeypatch.setattr(httpx.Client, "send", unreachable)
+    assert main(["plan", "lama"]) == 2
+    assert sum(url.endswith("/lama/resolve/main/config.json") for url in tries) == 1
+    assert "llama-70b" in (err := capsys.readouterr().err) and err.endswith("or an earlier download; llama-7b?\n")
 
 
 def test_a_llama_of_hugging_faces_needs_what_ours_does(tmp_path: Path) -> None:

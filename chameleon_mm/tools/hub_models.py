@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, Workload, said_by, told_as
+from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, Workload, like_built_in, said_by, told_as
 
 Inputs = dict[str, Tensor]
 
@@ -206,14 +208,30 @@ def fused_attention(transformers: Any, config: Any) -> str:
 
 
 def _config(transformers: Any, text: str) -> Any:
+    is_path = Path(text).exists()
     try:
-        return transformers.AutoConfig.from_pretrained(text)
+        return transformers.AutoConfig.from_pretrained(text, local_files_only=not is_path and not _answers(text))
     except Exception as error:  # the hub's client passes on all kinds of network errors, with the same meaning here
-        if Path(text).exists():
+        if is_path:
             expected, way_out = "a configuration that transformers can read", "is it a config.json, or a folder with one?"
             reason = said_by(error)
         else:
-            expected = "a built-in model, module:function, or a Hugging Face configuration"
-            way_out = "a name needs the network, or an earlier download"
+            expected = f"a built-in model ({', '.join(BUILT_IN)}), module:function, or a Hugging Face configuration"
+            likely = like_built_in(text, cutoff=0.55)
+            way_out = "a name needs the network, or an earlier download" + (f"; {likely}?" if likely else "")
             reason = next(iter(said_by(error).split(". ")))  # the rest is advice about the hub
         raise ModelUnusable(f"MODEL: expected {expected}, got {text!r}: {reason}; {way_out}") from error
+
+
+@cache
+def _answers(name: str) -> bool:
+    """True if the hub answers one request for this name's configuration, be it with an error.
+
+    Otherwise transformers would ask six times, for half a minute. Without the network it finds earlier downloads.
+    """
+    hub: Any = importlib.import_module("huggingface_hub")
+    with suppress(Exception):  # all kinds of network errors, with the same meaning here
+        with suppress(hub.errors.HfHubHTTPError, hub.errors.HFValidationError):  # which transformers explains
+            hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"))
+        return True
+    return False

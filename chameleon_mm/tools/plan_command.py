@@ -9,7 +9,6 @@ tables, JSON; 0: there is a plan, 1: there is none within the budgets
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Collection
 from dataclasses import replace
@@ -42,7 +41,7 @@ from chameleon_mm.tools.prediction import (
 from chameleon_mm.tools.session_on_shapes import RUN_STEPS, RunRequest, Swapped, predict_session, record, show_session
 from chameleon_mm.tools.sharding import Shards
 from chameleon_mm.tools.step_on_shapes import AUTOCAST, DTYPES
-from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, own_function
+from chameleon_mm.tools.workload import BUILT_IN, Build, ModelUnusable, built_in, like_built_in, own_function
 
 LARGEST_SCHEMA = "chameleon_mm.plan_largest/1"
 
@@ -156,7 +155,7 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
             f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which is neither; correct "
             f"the path, or name a built-in model or module:function"
         )
-    likely = difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=0.8)
-    if likely and not Path(text).exists():  # a typo would cost half a minute of network requests
-        raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely[0]}?")
+    likely = like_built_in(text, cutoff=0.8)
+    if likely and not Path(text).exists():  # a typo, for which no network is needed
+        raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely}?")
     return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype, layers=layers)

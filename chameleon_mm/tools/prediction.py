@@ -498,9 +498,10 @@ def assumptions(prediction: Prediction) -> list[str]:
     spec, trace, budget = prediction.spec, prediction.step.trace, prediction.hbm_budget_bytes
     cost = CostModel(spec=spec)
     by_default = ", as a session's is by default" if budget == default_budget(spec) else ""
+    percent, whole = 100 * budget / spec.hbm_bytes, format_size(spec.hbm_bytes)
     lines = [
         *rooflines(spec, host="; the host is not late"),
-        f"the budget is {budget / spec.hbm_bytes:.0%} of {spec.name}'s {format_size(spec.hbm_bytes)}{by_default}",
+        f"the budget is {percent:{'.0f' if percent >= 10 else '.2g'}}% of {spec.name}'s {whole}{by_default}",
         "memory is that of the tensors and what a few operators hold inside; CUDA's context, gaps and workspaces come on top",
         "operators are those of torch on a CPU, but for attention and dropout; a few of CUDA's may save more or less",
     ]

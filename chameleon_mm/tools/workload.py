@@ -11,6 +11,7 @@ with told_as("models:tiny failed"):
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import re
@@ -57,6 +58,11 @@ def told_as(what: str) -> Iterator[None]:
         raise ModelUnusable(
             f"{what}: {type(error).__name__}: {said_by(error)}{_line_of_user(error)}{_way_out(error)}"
         ) from error
+
+
+def like_built_in(text: str, *, cutoff: float) -> str | None:
+    """The built-in model whose name is most like `text`, if it is as like as `cutoff`, of 1; None: no name is."""
+    return next(iter(difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=cutoff)), None)
 
 
 def said_by(error: BaseException) -> str:

@@ -222,7 +222,7 @@ class Chunks:
         self._leaving: deque[Chunk] = deque()  # detached, and not given back yet
         self.peak_reserved_bytes = 0
         self.lines = LateLines()
-        """What happened to chunks, for the log once no lock is held."""
+        """Lines about chunks, for the log once no lock is held."""
 
     def __len__(self) -> int:
         return len(self._chunks)

@@ -97,9 +97,9 @@ def _predict(args: argparse.Namespace, request: RunRequest, recompute: Collectio
 
 
 def _bar(console: Console) -> Progress:
-    """Bar of what is done, with the time so far. It is gone at the end, and is not drawn into a file."""
+    """Bar of what is done, with the time so far, on a terminal alone. It is gone at the end."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
 
 
 def _request(args: argparse.Namespace, **size: int) -> RunRequest:

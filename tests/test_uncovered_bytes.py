@@ -324,10 +324,10 @@ def _far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     from chameleon_mm.device.cuda.cuda_stream import CudaEvent
 
     # In mode early an event is complete as soon as it is asked.
-    asked, every = itertools.count(1), 12 if control.mode() == "early" else 4
+    asked, every, query = itertools.count(1), 12 if control.mode() == "early" else 4, CudaEvent.query
     module = importlib.import_module("chameleon_mm.api.save_on_cpu")
     monkeypatch.setattr(module, "Limits", lambda hbm_budget_bytes, **others: Limits(**others))
-    monkeypatch.setattr(CudaEvent, "query", lambda self: next(asked) % every == 0 and bool(self.raw.query()))
+    monkeypatch.setattr(CudaEvent, "query", lambda self: next(asked) % every == 0 and query(self))
 
 
 named = pytest.mark.skipif(not control.is_loaded(), reason="a GPU names no violation")

@@ -115,6 +115,7 @@ _MODULE = (sys.executable, "-m")
 _BENCH = (*_MODULE, "chameleon_mm", "bench")
 _FEW_SAVES = ("--saves", "50", "--repeats", "1")
 _SMALL_LLAMA = ("--layers", "2", "--width", "64", "--heads", "2", "--ffn", "224", "--batch", "16", "--steps", "1")
+_ONE_BLOCK = ("--layers", "1", *_SMALL_LLAMA[2:])
 _TO_JSON = ("--device", "cuda", "--json", "{out}")
 _TESTS = (
     *_MODULE, "pytest", "-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors",
@@ -131,7 +132,7 @@ PARTS = (
     Part(theme="reclaim", command=(*_MODULE, "chameleon_mm.bench._reclaim_gap", "--json", "{out}"), cap_s=30, least_s=15),
     Part(theme="hooks", command=(*_BENCH, "hooks", *_TO_JSON), cap_s=60, least_s=25, rehearsal=_FEW_SAVES),
     Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=240, least_s=160, rehearsal=_SMALL_LLAMA),
-    Part(theme="compiled", command=(*_BENCH, "training", "--compile", *_TO_JSON), cap_s=90, least_s=40, rehearsal=_SMALL_LLAMA),
+    Part(theme="compiled", command=(*_BENCH, "training", "--compile", *_TO_JSON), cap_s=90, least_s=40, rehearsal=_ONE_BLOCK),
 )
 """Parts in the order in which they run. The first names the device: without its record nothing else starts."""
 

@@ -13,7 +13,7 @@ import pytest
 MOST_LIBRARY_LINES = 36_681
 """Python of `chameleon_mm`, without `bench` and `kernels`."""
 
-MOST_BENCH_AND_KERNELS_LINES = 5_931
+MOST_BENCH_AND_KERNELS_LINES = 5_932
 """Python of `bench` and `kernels`."""
 
 MOST_TEST_LINES = 59_095

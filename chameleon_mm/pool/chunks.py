@@ -191,7 +191,7 @@ class LateLines:
                 message, *sizes = self._lines.popleft()
             except IndexError:  # another thread was faster
                 return
-            _log.debug(message, *map(format_size, sizes))
+            _log.debug("chameleon_mm: pinned pool: %s", message % tuple(map(format_size, sizes)))
 
 
 @dataclass(slots=True, eq=False)
@@ -259,7 +259,7 @@ class Chunks:
             self._chunks.append(Chunk(base, memory))
             self._bases.append(base)
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-            self.lines.add("chameleon_mm: pinned pool: reserved a chunk of %s, %s in all", memory.numel(), self.reserved_bytes)
+            self.lines.add("reserved a chunk of %s, %s in all", memory.numel(), self.reserved_bytes)
 
     def make_room(self, nbytes: int, limit: int) -> int:
         """Return the size of the next chunk, for a request of `nbytes` that no free block holds."""
@@ -316,7 +316,7 @@ class Chunks:
             except Exception:
                 self._leaving.appendleft(chunk)
                 raise
-            self.lines.add("chameleon_mm: pinned pool: gave a chunk of %s back, %s left", chunk.nbytes, self.reserved_bytes)
+            self.lines.add("gave a chunk of %s back, %s left", chunk.nbytes, self.reserved_bytes)
 
     def free_all(self) -> None:
         """Free every chunk, even with live blocks. All device work on them must be complete."""

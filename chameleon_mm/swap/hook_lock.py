@@ -78,7 +78,11 @@ class HookLock:
                     self._begin()
                 result = work(*arguments)
             finally:
-                self._leave()
+                try:
+                    if self.ended:
+                        self._retire_ended()
+                finally:
+                    self.thread = None
         if self.ended or self.errors:
             self._settle()
         return result
@@ -97,7 +101,11 @@ class HookLock:
                     self._begin()
                 yield
             finally:
-                self._leave()
+                try:
+                    if self.ended:
+                        self._retire_ended()
+                finally:
+                    self.thread = None
         if self.ended or self.errors:
             self._settle()
 
@@ -107,14 +115,6 @@ class HookLock:
             self.first()
         if self.ended:
             self._retire_ended()
-
-    def _leave(self) -> None:
-        """Do what comes after a thread's work, in the lock."""
-        try:
-            if self.ended:
-                self._retire_ended()
-        finally:
-            self.thread = None
 
     def _settle(self) -> None:
         """Retire what ended as the thread left, and raise the oldest error."""

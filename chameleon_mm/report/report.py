@@ -25,7 +25,7 @@ from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.files import write_file
 from chameleon_mm.follow.adaptation import Adaptation, plan_digests
 from chameleon_mm.plan.regions import region_lines
-from chameleon_mm.plan.unswapped_memory import least_memory, peak_memory
+from chameleon_mm.plan.unswapped_memory import least_memory, memory_curve, peak_memory
 from chameleon_mm.pool.host_memory import available_host_bytes, local_ranks
 from chameleon_mm.report.chrome_trace import write_trace
 from chameleon_mm.report.memory_snapshot import snapshot_of
@@ -502,7 +502,7 @@ def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
         "planned_peak_bytes": None if plan is None else plan.peak_bytes,
         "unswapped_step_us": None if planned is None else planned.trace.duration_us * pace,
         "unswapped_peak": {} if planned is None else peak_memory(planned.trace).parts,
-        "most_unswapped_bytes": max((peak_memory(one.trace).nbytes for one in again), default=0),
+        "most_unswapped_bytes": max((int(memory_curve(one.trace).max(initial=0)) for one in again), default=0),
         "least_peak": {} if planned is None else least_memory(planned.trace).parts,
         "planned_recompute_us": None if plan is None else plan.recompute_us,
         "planned_bytes": {} if planned is None else planned.bytes_by_class(),

@@ -95,7 +95,7 @@ class ParameterWatch(TorchFunctionMode):
         caller = sys._getframe().f_back  # autograd's own thread has no caller, in a double backward
         while caller is not None and caller.f_code.co_name == "__torch_function__":  # of a mode or subclass of the user's
             caller = caller.f_back
-        if self._swap.is_at_work() or (caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN)):
+        if caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN):
             return func(*args, **kwargs)
         if caller is not None and caller.f_code in _CONVERSIONS and args:
             self._swap.refuse_swap_of(args[0])
@@ -109,7 +109,7 @@ class ParameterWatch(TorchFunctionMode):
                 self._note_hidden(args)
             return func(*args, **kwargs)
         entries = self._entries_of((args, kwargs))
-        if not entries:
+        if not entries or self._swap.is_at_work():  # at work, by way of a user's mode that calls from a function of its own
             return func(*args, **kwargs)
         if name == "untyped_storage" and caller is not None and _is_pickled(caller):
             return self._swap.pickled(args[0], entries[0]).untyped_storage()

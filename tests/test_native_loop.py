@@ -22,7 +22,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.follow.adaptation import Adaptation
 from chameleon_mm.follow.planned_step import PlannedStep
-from chameleon_mm.swap.native_loop import NativeLoop
+from chameleon_mm.swap.hand_over import HandOver
 from tests._native import helper, mutated, only
 from tests._plain_training import Image, image
 from tests.cuda_stand_in import control
@@ -337,15 +337,15 @@ class Session:
         self.device.reset_peaks()  # a CUDA device's peak is its whole process's
         budget = self.before + self.room * NBYTES
         with cm.SwapSession(budget, self.host, self.device, min_bytes=256, recompute=False) as session:
-            native = session._executor.loop.native
+            native = session._executor.hand_over
             step.give_back = session.report  # which counts all, wherever it is
             for step.number in range(STEPS):
                 if during is not None:
                     step.during = partial(during, session, step)
                 with session.step():
                     found.append(images(self.program(step)))
-                self.hooks.append(session._executor.loop.hook)
-                if native is not None and native._entries[0] == session._executor.parts.registry.epoch:
+                self.hooks.append(session._executor.hand_over.loop.hook)
+                if native._entries[0] == session._executor.parts.registry.epoch:
                     self.entered.append(step.number)
             step.graph = None
             gc.collect()  # objects held by an error's frames
@@ -384,7 +384,7 @@ def test_a_capture_on_the_steps_stream_is_eagers(room: int) -> None:
 @pytest.mark.usefixtures("native_loop")
 @pytest.mark.parametrize("allocations", range(0, 60, 12))
 def test_a_collection_while_all_is_handed_over_is_harmless(allocations: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    give_back, thresholds = NativeLoop.give_back, gc.get_threshold()
+    give_back, thresholds = HandOver.give_back, gc.get_threshold()
 
     class Collecting:
         """The helper, with a collection after so many allocations of its."""
@@ -404,14 +404,14 @@ def test_a_collection_while_all_is_handed_over_is_harmless(allocations: int, mon
                 gc.disable()
                 gc.set_threshold(*thresholds)
 
-    def collected(native: NativeLoop) -> None:
+    def collected(native: HandOver) -> None:
         loop = native.loop
         if loop.follows:
             native.loop = Collecting(loop)
             give_back(native)
             native.loop = loop
 
-    monkeypatch.setattr(NativeLoop, "give_back", collected)
+    monkeypatch.setattr(HandOver, "give_back", collected)
     expected, session = plainly(collected_as_it_is_handed_over), Session(collected_as_it_is_handed_over, 16)
     assert session.run() == expected
     assert session.entered and session.live == 0
@@ -419,9 +419,9 @@ def test_a_collection_while_all_is_handed_over_is_harmless(allocations: int, mon
 
 @pytest.mark.usefixtures("native_loop")
 def test_a_use_while_another_thread_hands_over_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt, graphs, threads = NativeLoop._adopt, list[Tensor](), list[threading.Thread]()
+    adopt, graphs, threads = HandOver._adopt, list[Tensor](), list[threading.Thread]()
 
-    def adopted(native: NativeLoop, *arguments: Any) -> None:
+    def adopted(native: HandOver, *arguments: Any) -> None:
         if graphs:
             threads.append(threading.Thread(target=graphs.pop().backward))
             threads[0].start()
@@ -441,7 +441,7 @@ def test_a_use_while_another_thread_hands_over_waits_for_that(monkeypatch: pytes
             y.backward()
         return [s.leaf_grad()]
 
-    monkeypatch.setattr(NativeLoop, "_adopt", adopted)
+    monkeypatch.setattr(HandOver, "_adopt", adopted)
     expected, session = plainly(program), Session(program, 10)
     assert session.run() == expected
     assert threads and session.live == 0
@@ -449,14 +449,14 @@ def test_a_use_while_another_thread_hands_over_waits_for_that(monkeypatch: pytes
 
 @pytest.mark.usefixtures("native_loop")
 def test_it_does_a_planned_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, give_back = list[str](), NativeLoop.give_back
+    calls, give_back = list[str](), HandOver.give_back
 
-    def noted(native: NativeLoop) -> None:
+    def noted(native: HandOver) -> None:
         if native.loop.follows:
             calls.append("give_back")
         give_back(native)
 
-    monkeypatch.setattr(NativeLoop, "give_back", noted)
+    monkeypatch.setattr(HandOver, "give_back", noted)
     expected, session = plainly(plain), Session(plain, 12)
 
     def during(_: cm.SwapSession, step: Step, operator: int) -> None:
@@ -478,10 +478,10 @@ def test_it_hands_over_in_the_middle_of_any_step(at: int) -> None:
 
     def during(running: cm.SwapSession, step: Step, operator: int) -> None:
         if step.number >= LAST - 2 and operator == at:
-            native = running._executor.loop.native
-            followed.append(native is not None and native.loop.follows)
+            native = running._executor.hand_over
+            followed.append(native.loop.follows)
             running.report()
-            assert native is not None and not native.loop.follows
+            assert not native.loop.follows
 
     assert session.run(during) == expected
     assert LAST in session.entered and any(followed)
@@ -501,8 +501,8 @@ def test_a_child_process_finds_python_handles(monkeypatch: pytest.MonkeyPatch) -
     followed: list[bool] = []
 
     def during(running: cm.SwapSession, step: Step, operator: int) -> None:
-        native = running._executor.loop.native
-        if step.number == LAST and operator == 9 and native is not None:
+        native = running._executor.hand_over
+        if step.number == LAST and operator == 9:
             child = os.fork()
             if child == 0:
                 os._exit(int(native.loop.follows))

@@ -113,7 +113,7 @@ class Session:
             self.device.reset_peaks()  # a CUDA device's peak is its whole process's
             with with_little_room(self.device) as session:
                 self.budget = session.hbm_budget_bytes
-                self.loop: StepLoop = session._executor.loop
+                self.loop: StepLoop = session._executor.hand_over.loop
                 for number, word in enumerate(words):
                     if inside is not None:
                         inside(number)
@@ -246,7 +246,7 @@ def test_a_write_to_what_is_saved_raises_eagers_error_in_the_loop() -> None:
                     continue
                 with pytest.raises(RuntimeError) as swapped:
                     step(x, weight, write=True)
-                assert session._executor.loop.hook > 0
+                assert session._executor.hand_over.loop.hook > 0
     assert str(swapped.value) == str(eager.value)
 
 

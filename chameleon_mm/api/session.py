@@ -324,8 +324,7 @@ class SwapSession:
         Raises an error that occurred in a finalizer, where it could not be raised, since the last hook or step.
         """
         self._executor.raise_late_error()
-        if (native := self._executor.loop.native) is not None:
-            native.come_back(wait=False)  # what it has counted
+        self._executor.hand_over.come_back(wait=False)  # what the loop has counted
         if self._phase is Phase.CLOSED:
             self.device.synchronize()
         else:

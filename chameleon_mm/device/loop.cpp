@@ -269,7 +269,7 @@ struct Loop : std::enable_shared_from_this<Loop>, Step {
     for (const auto& [code, n, nbytes] : due) {
       if (is_record[n]) of_records.emplace_back(code, n, nbytes);
       else if (slots[n] == nullptr) continue;
-      else if (slots[n]->state == ON_DEVICE && !is_over(*slots[n])) later.emplace_back(OUT, n, nbytes);
+      else if (slots[n]->state == ON_DEVICE && ((n == row.number && row.kind == AGAIN) || !is_over(*slots[n]))) later.emplace_back(OUT, n, nbytes);
       else if (!carry_out(code, n)) return false;
     }
     if (any_held || !of_records.empty()) {

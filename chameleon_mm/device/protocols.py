@@ -74,6 +74,12 @@ class Stream(Protocol):
         (`out`), or back. Like `copy`, but without a tensor over the storage. A copy out is speculative. Raises `ValueError` if
         the storage has fewer bytes than that."""
 
+    def copy_behind(
+        self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, *, out: bool, again: Event | None = None
+    ) -> Event:
+        """Enqueue a copy of a whole storage as `copy_storage` does, behind all work of `owner` so far. Returns an event after it.
+        `again`: an untimed event of this device that nobody asks for any more, which may be recorded anew."""
+
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies each of `sources` into `dst` at its offset. The other bytes of `dst` do not change.
 

@@ -130,11 +130,13 @@ class Move:
         """True if the device refused it. Pieces handed over before are complete, and no more will come."""
 
     @classmethod
-    def known(cls, host: Tensor, done: Event) -> Move:
-        """Move to or from `host` that the C++ loop has handed to the device, and that ends at `done`."""
-        move = cls(host.untyped_storage(), host, ())
-        move.storage = move.host = None
-        move.next_byte, move.done = move.nbytes, done
+    def known(cls, nbytes: int, done: Event) -> Move:
+        """Move of `nbytes` that a planned step's loop has handed to the device, and that ends at `done`."""
+        move = cls.__new__(cls)
+        move.storage = move.host = move.written = None
+        move.nbytes = move.next_byte = nbytes
+        move.start, move.after, move.timed, move.cancelled, move.failed = 0, (), False, False, False
+        move.pieces, move.done = deque(), done
         return move
 
     @property

@@ -38,6 +38,7 @@ from chameleon_mm.swap.classify import ProtectedStorages, facts_of, reason_to_st
 from chameleon_mm.swap.copy_queue import CopyQueue, Thresholds
 from chameleon_mm.swap.director import Director
 from chameleon_mm.swap.gathered_part import Part
+from chameleon_mm.swap.hand_over import HandOver
 from chameleon_mm.swap.handles import (
     NO_HOOK,
     Handle,
@@ -59,7 +60,7 @@ from chameleon_mm.swap.reclaim import Lending
 from chameleon_mm.swap.recomputing import Recomputing
 from chameleon_mm.swap.recording import Recording
 from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.step_loop import StepLoop
+from chameleon_mm.swap.step_ops import StepOps
 from chameleon_mm.swap.swap_ins import Rescue, SwapIns
 from chameleon_mm.swap.swap_outs import SwapOuts
 
@@ -162,9 +163,8 @@ class Executor:
         self._pid = self.hook_lock.pid
         let_go_at_exit(device.torch_device)
         self.hook_counts = HookCounts()
-        self.loop = StepLoop(self)
-        if (native := self.loop.native) is not None:
-            self.hook_lock.first = native.give_back
+        self.ops = StepOps(parts)
+        self.hand_over = HandOver(self, self.ops)
         self._in_step = False
         self._saved_any = self._used_any = False
 
@@ -202,7 +202,6 @@ class Executor:
         return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
 
     def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
-        self.loop.leave()  # the director has not seen the loop's hooks
         moves = not facts.kind and facts.nbytes >= self._least_bytes
         reason = None if moves else self.rule.reason_to_keep(facts)
         saved_bytes = SavedBytes(t) if handle is None and reason is None else None
@@ -270,7 +269,6 @@ class Executor:
             raise errors.pop()  # a frame that held it would be in a cycle with its traceback
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
-        self.loop.leave()
         director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
         for waiting in self.recomputing.stop_waiting() if self.recomputing.waiting else ():
             self._outs.swap_out(waiting, alone=True)
@@ -310,7 +308,6 @@ class Executor:
 
     def _use_unmoved(self, saved_at: tuple[int, int]) -> None:
         """Do the other work of a use hook whose tensor never moved."""
-        self.loop.leave()
         finished = self._outs.finished() if self._outs.fresh else ()
         self.director.on_use(saved_at, None, finished)
         if prefetches := self._advance(finished, check_memory=False):
@@ -347,7 +344,7 @@ class Executor:
     def _begin_step(self, timed: bool) -> tuple[Recorder | None, AnyWatch | None]:
         if self.checksums is not None:
             self.checksums.prepare()  # before anything of the step is counted
-        self.loop.forget()
+        self.hand_over.forget()
         self._registry.begin_epoch()
         if self.director.plans:
             self.budget.begin_step()
@@ -363,8 +360,7 @@ class Executor:
     @uncompiled
     def end_step(self, *, completed: bool) -> StepKind | None:
         """End a step: reclaim storages on their way out, and learn if it `completed`. Returns its kind; None: unknown."""
-        if self.loop.native is not None:
-            self.loop.native.come_back()
+        self.hand_over.come_back()
         recorder = self.recording.end()
         self.hook_counts.end_step(completed=completed)
         self.metrics.totals.oom_retries += 0 if recorder is None else recorder.oom_retries
@@ -376,11 +372,10 @@ class Executor:
     def _enter_loop(self) -> None:
         """Have the loop run the next hooks, if the step follows a program and the loop may run it."""
         director = self.director
-        if director.way is not None and not self.loop.follows and director.may_loop() and self.recording.is_over:
-            self.loop.follow(director.way, director)
+        if director.way is not None and director.may_loop() and self.recording.is_over:
+            self.hand_over.follow(director.way, director)
 
     def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
-        self.loop.leave()
         if self._saved_any or self._used_any or self._outs.have_work:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
@@ -466,7 +461,7 @@ class Executor:
         """
         director = self.director
         way, rows = director.way, director.due()
-        self.loop.advance(way, [op for row in rows for op in row.ops], finished)
+        self.ops.advance(way, [op for row in rows for op in row.ops], finished)
         if check_memory or any(row.is_checked for row in rows):
             director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
         return [saved for row in rows for saved in way.coming(row)] if way is not None else ()
@@ -554,26 +549,35 @@ _Use = Callable[[Handle], Tensor]
 
 def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     """Both hooks of an executor, whose director is set. Dynamo compiles neither the hooks nor the functions that they call."""
-    save, use = uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
-    native = executor.loop.native if executor.director.plans else None
-    return (save, use) if native is None else native.hooks(save, use)
+    if not executor.director.plans:
+        return uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
+    executor.hook_lock.first = executor.hand_over.give_back
+    counts, save, use = executor.hook_counts, executor.save, executor.use
+
+    def planned_save(t: Tensor) -> Handle:
+        counts.saves += 1
+        return save(t)
+
+    def planned_use(handle: Handle) -> Tensor:
+        counts.uses += 1
+        return use(handle)
+
+    return executor.hand_over.hooks(uncompiled(planned_save), uncompiled(planned_use))
 
 
 def _save_hook(executor: Executor) -> _Save:
-    parts, hook_lock, plans, loop = executor.parts, executor.hook_lock, executor.director.plans, executor.loop
-    counts, recording, totals, executor_save = executor.hook_counts, executor.recording, executor.metrics.totals, executor.save
+    """The hook of a session without plans."""
+    parts, hook_lock, counts = executor.parts, executor.hook_lock, executor.hook_counts
+    recording, totals, executor_save = executor.recording, executor.metrics.totals, executor.save
     pid, lock, protected, min_bytes = ThisProcess.pid, hook_lock.lock, executor.protected, executor.rule.min_bytes
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
     held, queued_out, queued_in = parts.context.held, parts.context.out_queue.queued, parts.context.back_queue.queued
-    run, device, capturing = hook_lock.run, executor.device, executor.device.capturing
+    device = executor.device
 
     def save(t: Tensor) -> Handle:
         counts.saves += 1
         if not recording.is_over or (num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
             return executor_save(t)
-        if plans:
-            handle = run(loop.save, t) if loop.follows and not (ended and capturing()) else None
-            return executor_save(t) if handle is None else handle
         reason = reason_to_stay(t, device, protected, min_bytes)
         if not reason or reason == "subclass":
             return executor_save(t)
@@ -587,20 +591,12 @@ def _save_hook(executor: Executor) -> _Save:
 
 
 def _use_hook(executor: Executor) -> _Use:
-    hook_lock, plans, loop, executor_use = executor.hook_lock, executor.director.plans, executor.loop, executor.use
-    counts, recording, pid, ended = executor.hook_counts, executor.recording, ThisProcess.pid, hook_lock.ended
-    run, capturing = hook_lock.run, executor.device.capturing
+    """The hook of a session without plans."""
+    counts, recording, executor_use = executor.hook_counts, executor.recording, executor.use
 
     def use(handle: Handle) -> Tensor:
         counts.uses += 1
-        if not recording.is_over:
-            return executor_use(handle)
-        if loop.follows and not (num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
-            handle.check_version()
-            used = None if ended and capturing() else run(loop.use, handle)
-            if used is not None:
-                return used
-        elif not plans and type(handle) is KeptTensor and (t := handle.tensor)._version == handle.expected:
+        if recording.is_over and type(handle) is KeptTensor and (t := handle.tensor)._version == handle.expected:
             return t
         return executor_use(handle)
 

@@ -84,7 +84,7 @@ class HookLock:
                 finally:
                     self.thread = None
         if self.ended or self.errors:
-            self._settle()
+            self.settle()
         return result
 
     def may_ask_device(self) -> bool:
@@ -107,7 +107,7 @@ class HookLock:
                 finally:
                     self.thread = None
         if self.ended or self.errors:
-            self._settle()
+            self.settle()
 
     def _begin(self) -> None:
         """Do what comes before a thread's work, in the lock."""
@@ -116,7 +116,7 @@ class HookLock:
         if self.ended:
             self._retire_ended()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Retire what ended as the thread left, and raise the oldest error."""
         self.retire_if_idle()
         self.raise_oldest()

@@ -138,8 +138,8 @@ class HostCopy:
         copy back, or no stream waited for it. Their bytes are counted elsewhere."""
         copy = cls()
         copy.block, copy.buffer, copy.context, copy.read, copy.arrived_on = block, block.buffer, context, back, arrived_on
-        copy.out = Move.known(copy.buffer, out)
-        copy.back = None if back is None else Move.known(copy.buffer, back)
+        copy.out = Move.known(block.nbytes, out)
+        copy.back = None if back is None else Move.known(block.nbytes, back)
         return copy
 
     # --- out

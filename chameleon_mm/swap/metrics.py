@@ -386,6 +386,12 @@ class Metrics:
         if move.timed:
             self._moves.append((move, direction, self.step))
 
+    def copied(self, start: Event, done: Event, direction: str, nbytes: int) -> None:
+        """Note a copy of `nbytes` between two timed events of a timed step. Its bytes are counted elsewhere."""
+        move = Move.known(nbytes, done)
+        move.pieces.append(Piece(start, done, nbytes))
+        self._moves.append((move, direction, self.step))
+
     def resolve(self) -> tuple[CopySpan, ...]:
         """Add up what is complete and return the latest copies. Never waits; any thread may call it."""
         with self._resolving:

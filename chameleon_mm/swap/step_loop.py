@@ -1,17 +1,18 @@
 """Run a compiled plan: at each hook of a step, execute the next row's ops.
 
-loop.follow(way, director)             # after a general hook: the loop takes the next ones
-handle = loop.save(t)                  # None: the executor must do this hook
-t = loop.use(handle)                   # None: the same
-loop.leave()                           # the director takes the next hook
-loop.advance(way, ops, finished)       # the work of a hook; the executor's hooks do it by this, too
+    save, use = loop.hook_of(True, executor.save), loop.hook_of(False, executor.use)    # what autograd calls
+    loop.enter(program, compute, is_record)      # the loop takes the hooks behind `loop.hook`
+    state = loop.give_back()                     # ... until here: all that it has, in the form of `hand_over.py`
 
     hook += 1; the row's key equals this hook's?  ->  run the row's ops, make or use the handle
-                                             no  ->  leave: the director and the executor do this hook, with the same storages
+                                             no  ->  the executor does this hook: first of all it has all given back
 
-The storages, the host copies, the order of waits and the budget are the executor's own, so leaving converts nothing. The loop
-saves the search: the hook's place in the step, the ops due there, and the storage meant are in the row. Each op checks the
-state of its storage first, because a memory shortage may have moved it meanwhile.
+`device/loop.cpp` is the same loop in C++, and this one is its reference: same rows, same slots, same hand-over.
+
+A slot is light: the storage, its aliases and versions, and where the bytes are. The hook's place in the step, the ops due there
+and the storage meant are in the row, so nothing is searched. A hook is done here whole, or by the executor. A row that was begun
+here begins there again: each op first asks for the state of its storage. A storage that has a record (`SavedStorage`) or gets
+one, as it leaves in part, keeps it: the executor's parts do what a row does with that.
 
 A key holds less than the step's features: neither the node of a use nor the distance to a storage's last save. A different step
 with the same keys still computes eager's bits: a save finds its slot by the storage object, memory is emptied only if nobody
@@ -21,220 +22,465 @@ else refers to it, and a tensor stays on the device only for a reason of its own
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from chameleon_mm.plan.step_program import DROP, FIRST, KEPT, OUT, RELEASE, USE, Op, Row
+from chameleon_mm.device import Event, Stream
+from chameleon_mm.device.holders import held_alone
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.device.uncompiled import uncompiled
+from chameleon_mm.plan.step_program import AGAIN, FIRST, KEPT, OUT, RELEASE, USE, Op
+from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.swap.calling_thread import sequence_nr
-from chameleon_mm.swap.classify import reason_to_stay
-from chameleon_mm.swap.director import Director
-from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes, SwappedView, WrapperHandle
-from chameleon_mm.swap.host_copy import State
-from chameleon_mm.swap.native_loop import NativeLoop
-from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.way import Way
+from chameleon_mm.swap.classify import ProtectedStorages, reason_to_stay
+from chameleon_mm.swap.handles import KeptTensor
+from chameleon_mm.swap.hook_lock import HookLock
+from chameleon_mm.swap.host_copy import SwapContext
+from chameleon_mm.swap.metrics import Direction
+from chameleon_mm.units import allocated_size
 
-if TYPE_CHECKING:
-    from chameleon_mm.swap.executor import Executor
+ON_DEVICE, LEAVING, ON_HOST, ARRIVING, RESTORED = range(5)
+"""Where the bytes of a slot are, as the states of `host_copy.py` up to RESTORED."""
+
+
+class RefusedCopy(RuntimeError):
+    """The device refused a copy. All that was begun is over."""
+
+
+class Row(NamedTuple):
+    """Row of a program, with a key of plain values. `END`: the executor does that hook."""
+
+    kind: int
+    number: int
+    is_checked: bool
+    growth: int
+    grew: int
+    """Bytes that the cached step allocated since the last comparison."""
+    ops: tuple[Op, ...]
+    ins: tuple[int, ...]
+    key: tuple[Any, ...]
+    """Save: class, sizes, dtype, operators since the last save."""
+    since: int
+    """Use: the hook of its save."""
+
+    @classmethod
+    def of(cls, *told: Any) -> Row:
+        """`told`: the fields up to `ins`, class, sizes, dtype, and a number: of operators, or of a hook."""
+        return cls(*told[:7], told[7:], told[-1])
+
+
+class Program(NamedTuple):
+    """Rows of a plan. By storage: bytes, group of host memory (-1: none), and place in the group's block."""
+
+    rows: Sequence[Row]
+    nbytes: Sequence[int]
+    group: Sequence[int]
+    offset: Sequence[int]
+
+
+class Slot:
+    """A saved storage that the loop moves. Its handles, and a copy under way, hold it; the loop refers to it weakly."""
+
+    __slots__ = ("__weakref__", "arrivals", "emptied", "number", "operators", "saves", "state", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, number: int) -> None:
+        self.storage, self.number = storage, number
+        self.state, self.operators, self.emptied = ON_DEVICE, 0, False
+        self.arrivals = 0
+        """Times that the bytes came back."""
+        self.saves: list[tuple[Tensor, int]] = []
+        """Alias and version of each save."""
+
+    def is_alone(self) -> bool:
+        """True if nothing else refers to the storage, and it may be resized: its memory may go."""
+        return held_alone(self, len(self.saves)) and self.storage.resizable()
+
+    def has_unwritten(self) -> bool:
+        """True if a save was not written to since: the use of one that was raises anyway."""
+        for alias, version in self.saves:  # noqa: SIM110  # without the frame of a generator
+            if alias._version == version:
+                return True
+        return False
+
+
+class Saved:
+    """Handle of a saved tensor that moves. Has what `SavedBytes` and `Origin` need, if the executor gets it."""
+
+    __slots__ = (
+        "__weakref__", "alias", "counter", "hook", "name", "node_number", "output_nr", "python", "slot", "tensor", "used_in", "version"
+    )  # fmt: skip
+
+    def __init__(self, t: Tensor, slot: Slot, hook: int) -> None:
+        self.alias, self.version, self.hook, self.slot = t.detach(), t._version, hook, slot
+        slot.saves.append((self.alias, self.version))
+        self.tensor = weakref.ref(t)
+        self.counter = self.tensor if (base := t._base) is None else weakref.ref(base)
+        node = t.grad_fn
+        self.name, self.node_number = ("", -1) if node is None else (node.name(), node._sequence_nr())
+        self.output_nr = t.output_nr
+        self.used_in = -1
+        """`Slot.arrivals` at its last use."""
+        self.python: Any = None
+        """The executor's handle, once it has it."""
+
+    def told(self) -> tuple[Any, ...]:
+        """What the executor is told of it."""
+        is_used = self.used_in == self.slot.arrivals
+        origin = self.tensor(), self.name, self.node_number, self.output_nr
+        return self.slot.number, self, self.hook, is_used, self.alias, self.version, self.counter(), *origin
+
+
+_gone: Callable[[], Any] = lambda: None  # noqa: E731
 
 
 class StepLoop:
-    """Loop over the rows of a program. Not thread-safe: the executor holds its lock."""
+    """Loop over the rows of a program. A hook takes the executor's lock."""
 
-    def __init__(self, executor: Executor) -> None:
-        parts, context = executor.parts, executor.parts.context
-        self._executor = weakref.ref(executor)
-        self._device, self._context, self._protected = executor.device, context, executor.protected
-        self._claims, self._budget, self._outs, self._ins = parts.claims, parts.budget, parts.outs, parts.ins
-        self._recomputing = parts.recomputing
-        self._pending = context.held, parts.budget.reclaim.entries, context.out_queue.queued, context.back_queue.queued
-        """What may have to be handed over, or let go of, at any hook."""
-        self._totals = context.metrics.totals
+    def __init__(
+        self, device: Device, context: SwapContext, protected: ProtectedStorages, min_bytes: int, hook_lock: HookLock,
+        python: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """`python`: what the executor's parts do for the loop, by name, in the lock."""
+        self._device, self._protected, self._min_bytes, self._hook_lock = device, protected, min_bytes, hook_lock
+        self._context, self._out, self._back = context, context.out_queue.stream, context.back_queue.stream
+        self._python, self._claimed, self._held = python, python["claimed"], context.held
+        self._metrics, self._kept = context.metrics, context.metrics.totals.kept_by_reason
         self.follows = False
         """True if the loop takes the next hook."""
+        # Numbers of a step: set as the loop takes the hooks, and read afterwards.
         self.hook = -1
-        """Number of the latest hook that the loop did."""
-        self._way: Way | None = None
-        self._rows: tuple[Row, ...] = ()
-        """Rows of the latest program."""
-        self._min_bytes = executor.rule.min_bytes
-        self.native = NativeLoop.of(executor)
-        """The same loop in C++, where that is built; it follows only while this one does."""
+        """Latest hook that was done, here or by the executor."""
+        self.operators = self.limit = self.now = self.cumulative = self.taken = self.since = self.growth = self.peak = self.seen = 0
+        self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
+        self._events: dict[int, Event] = {}
+        """By storage: the end of its latest copy."""
+        self._begin()
 
-    # --- a step
+    def _begin(self) -> None:
+        self._slots: dict[int, Callable[[], Slot | None]] = {}
+        self._by_storage: dict[int, Callable[[], Slot | None]] = {}
+        """By the id of the storage."""
+        self._under_copy: dict[int, Slot] = {}
+        """Slots with a copy under way that compute does not wait for yet."""
+        self._saves: list[weakref.ref[Saved]] = []
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages that never left, by number."""
+        self._arenas: dict[int, tuple[Tensor, list[weakref.ref[Slot]]]] = {}
+        """By group: host memory, and the slots with a copy there."""
+        self._late: list[Op] = []
+        """Ops of earlier hooks: their storages' saving operators were not over. `_later`: those of this hook."""
+        self._later: list[Op] = []
+        self._growths: list[int] = []
 
-    def follow(self, way: Way, director: Director) -> None:
-        """Follow `way` from the next hook on, unless work is pending that the loop cannot finish."""
-        compute, outs = self._device.current_stream(), self._outs
-        assert director.light is not None
-        if not self._context.streams.is_only(compute) or self._context.checksums is not None or outs.waiting_bytes:
-            return
-        if any(saved.number is None or way.storages.get(saved.number) is not saved for saved in outs.fresh):
-            return  # the plan does not know it, or it is another step's
-        self._way, self.director, self._compute = way, director, compute
-        self._rows, self._nbytes = way.program.rows, way.program.nbytes
-        self._epoch, self._latest = way.epoch, director.light.latest()
-        self.hook, self.follows = way.hook, True
-        if self.native is not None:
-            self.native.enter(way, director, self._latest, compute)
+    # --- what autograd calls
 
-    def leave(self) -> None:
-        """Hand the next hook to the director."""
-        if self.follows:
-            self.follows = False
-            self.director.rejoin(self.hook, self._latest)
+    def hook_of(self, saves: bool, python: Callable[[Any], Any]) -> Callable[[Any], Any]:  # noqa: FBT001
+        """Return a hook, for saves or for uses. `python`: does what the loop does not."""
+        hook_lock, lock, do = self._hook_lock, self._hook_lock.lock, self._save if saves else self._use
+        ended, errors, come_back = hook_lock.ended, hook_lock.errors, self._python["come_back"]
 
-    def forget(self) -> None:
-        """Forget the step, and let go of its storages."""
-        self.leave()
-        self.hook, self._way = -1, None
+        def hook(argument: Any) -> Any:
+            done = None
+            of_loop = type(argument) is Saved
+            if of_loop and argument.python is not None:
+                argument, of_loop = argument.python, False
+            if self.follows and not (num_modes() and tracer_is_on()):
+                with lock:
+                    if self.follows:
+                        hook_lock.thread = get_ident()
+                        try:
+                            done = do(argument)
+                        except RefusedCopy:
+                            pass  # the executor does it
+                        finally:
+                            hook_lock.thread = None
+                if ended or errors:
+                    hook_lock.settle()
+            if done is not None:
+                return done
+            if of_loop:
+                come_back()
+                argument = argument.python
+            return python(argument)
 
-    # --- the two hooks
+        return uncompiled(hook)
 
-    def save(self, t: Tensor) -> Handle | None:
-        """Return the handle of the saved tensor `t`, or None if the executor must make it."""
-        if not self.follows:  # asked without the lock before
-            return None
-        hook, now, thread, latest = self.hook + 1, sequence_nr(), get_ident(), self._latest
+    # --- the two hooks, in the lock. None: the executor does it
+
+    def _save(self, t: Tensor) -> KeptTensor | Saved | None:
+        hook, now = self.hook + 1, sequence_nr()
         row = self._rows[hook]
-        try:
-            agrees = row.kind < USE and row.key == (type(t), t.shape, t.dtype, now - latest.numbers.get(thread, now))
-        except RuntimeError:  # a nested tensor has no shape
-            agrees = False
-        handle: Handle | None = None
-        if agrees and row.kind == KEPT:
-            reason = reason_to_stay(t, self._device, self._protected, self._min_bytes)
-            if reason and reason != "subclass" and self._run(row, hook):
-                handle = KeptTensor(t, by_reference=reason == "parameter")
-                self._totals.kept_by_reason[reason] += 1
-        elif agrees:
-            moves = not reason_to_stay(t, self._device, self._protected)
-            if moves and t.untyped_storage().nbytes() == self._nbytes[row.number] and self._run(row, hook):
-                handle = self.moving(t, row, hook)
-        if handle is None:
-            self.leave()
+        kind = row.kind
+        if kind >= USE or get_ident() != self._home:
             return None
-        self.hook, latest.thread, latest.numbers[thread] = hook, thread, now
-        way = self._way
-        assert way is not None
-        if row.ins:  # Note [Swap-in]: after the hook's own storage was used
-            self._ins.prefetch_planned(way.coming(row), self._compute)
-        handle.saved_at = (self._epoch, hook)
-        if self.native is not None:
-            self.native.enter(way, self.director, latest, self._compute)
+        try:
+            if row.key != (type(t), t.shape, t.dtype, now - self.operators):
+                return None
+        except RuntimeError:  # a nested tensor has no shape
+            return None
+        reason = reason_to_stay(t, self._device, self._protected, self._min_bytes)
+        if kind == KEPT:
+            if not reason or reason == "subclass" or not self._run(row, hook, moves=False):
+                return None
+            handle: KeptTensor | Saved | None = KeptTensor(t, (self._epoch, hook), by_reference=reason == "parameter")
+            self._kept[reason] += 1
+        else:
+            if reason or t.untyped_storage().nbytes() != self._nbytes[row.number] or not self._run(row, hook, moves=True):
+                return None
+            handle = self._move(t, row, hook, now)
+            if handle is None:
+                return None
+        self.hook, self.operators = hook, now
+        if row.ins:
+            self._prefetch(row)
         return handle
 
-    def use(self, handle: Handle) -> Tensor | None:
-        """Return the tensor of `handle`, whose version was checked, or None if the executor must do it."""
-        if not self.follows:
-            return None
-        hook, saved_at = self.hook + 1, handle.saved_at
+    def _move(self, t: Tensor, row: Row, hook: int, now: int) -> Any:
+        """Return the handle of a tensor that the plan may move. Note [Identity]."""
+        storage, number, is_first = t.untyped_storage(), row.number, row.kind == FIRST
+        key, slot = id(storage), self._slots.get(number, _gone)()
+        if is_first and (slot is not None or key in self._claimed or self._by_storage.get(key, _gone)() is not None):
+            return None  # the storage may have a claim: the executor finds out
+        if self._is_record[number]:
+            return self._python["save_record"](t, hook)
+        if is_first:
+            slot = Slot(storage, number)
+            self._slots[number] = self._by_storage[key] = weakref.ref(slot)
+            self._storages[number] = weakref.ref(storage)
+        if slot is None or slot.storage is not storage or slot.state != ON_DEVICE:
+            return None  # a copy may lack these bytes
+        slot.operators = now
+        saved = Saved(t, slot, hook)
+        self._saves.append(weakref.ref(saved))
+        return saved
+
+    def _use(self, handle: Any) -> Tensor | None:
+        """`handle`: of the loop, or the executor's."""
+        hook = self.hook + 1
         row = self._rows[hook]
-        agrees = row.kind == USE and saved_at == (self._epoch, row.key) and type(handle) is not WrapperHandle
-        if not agrees or not self._run(row, hook):
-            self.leave()
+        if row.kind != USE:
             return None
-        executor, way = self._executor(), self._way
-        assert executor is not None and way is not None and not isinstance(handle, WrapperHandle)
-        t = handle.tensor if isinstance(handle, KeptTensor) else executor.restored(handle, self._compute)
+        if type(handle) is Saved:
+            slot, alias = handle.slot, handle.alias
+            if handle.hook != row.since or alias._version != handle.version or not self._run(row, hook, moves=True):
+                return None
+            if slot.state == ON_HOST:
+                return None  # room has to be made
+            if slot.state == ARRIVING:
+                self._wait(slot.number, "in")  # Note [Swap-in]: the copy back -> the node that reads it
+                slot.state = RESTORED
+            handle.used_in = slot.arrivals
+            t: Tensor | None = alias.detach()  # a new reference for each user: the use count then shows every holder
+        elif type(handle) is KeptTensor:
+            t, relied = handle.tensor, handle.relied
+            if handle.saved_at != (self._epoch, row.since) or t._version != handle.expected or (relied and relied.dependents):
+                return None
+            if not self._run(row, hook, moves=False):
+                return None
+        else:
+            t = self._python["use_record"](handle, row.since) if self._run(row, hook, moves=True) else None
+            if t is None:
+                return None
         self.hook = hook
-        self._latest.last_used = saved_at[1]
         if row.ins:
-            self._ins.prefetch_planned(way.coming(row), self._compute)
+            self._prefetch(row)
         return t
 
-    def moving(self, t: Tensor, row: Row, hook: int) -> SwappedView | None:
-        """Return the handle of a tensor that the plan may move, or None. Note [Identity]."""
-        way, executor, compute = self._way, self._executor(), self._compute
-        if way is None or executor is None or not compute.is_current():
-            return None
-        if row.kind == FIRST:
-            if id(t.untyped_storage()) in self._claims.by_storage:
-                return None  # the storage may have a claim: the executor finds out
-            saved_bytes = SavedBytes(t)
-            claim = executor.new_claim(t, saved_bytes, compute)
-            way.number(claim.saved, row.number)
-            way.first_saves[hook] = claim.saved
-        else:
-            saved_bytes = SavedBytes(t)
-            found = self._claims.find_whole(t, saved_bytes, compute)
-            if found.claim is None or found.begins_again or found.claim.saved is not way.storages.get(row.number):
-                return None
-            claim = found.claim
-            executor.include(found, saved_bytes, compute)
-            claim.saved.add_view(saved_bytes)
-        claim.saved.slot.note_save(self._epoch, hook)
-        return SwappedView(claim, saved_bytes)
+    # --- the ops
 
-    # --- the work of a hook
-
-    def _run(self, row: Row, hook: int) -> bool:
-        """Do what is due before the hook's own storage is used. Return False if the step must leave."""
-        way, budget = self._way, self._budget
-        assert way is not None
-        if not (row.is_checked or row.ops or row.ins or way.late or any(self._pending)):
+    def _run(self, row: Row, hook: int, *, moves: bool) -> bool:
+        """Do what is due before the hook's own storage is used. Returns False if the executor must do this hook."""
+        ops, late = row.ops, self._late
+        if not (moves or ops or row.ins or row.is_checked or late or self._held):
             return True
-        if not self._compute.is_current() or budget.way is not way:
-            return False  # another stream, device or a capture; or the step takes more memory than planned
-        way.hook, way.growth_bytes = hook, row.growth + way.margin_bytes  # as `Way.at` does, without a call
-        self.advance(way, row.ops, ())
-        if row.is_checked:
-            self.director.note_growth(budget.check_memory(), at_hook=row.number >= 0, hook=hook)
-        return budget.way is way  # else the plan is not trusted any more
+        if not self._compute.is_current():
+            return False  # another stream or device, or a capture
+        if (ops or late or self._held) and not self._carry_out(row, hook):
+            return False
+        return not row.is_checked or self._check(row, hook)
 
-    def advance(self, way: Way | None, ops: Sequence[Op], finished: Sequence[SavedStorage]) -> None:
-        """Do the work of every hook, of the loop or of the executor, before memory is checked and the hook's own storage used.
-
-        `way`: where a step with a plan is; None: it has none. `ops`: those that are due. `finished`: storages whose saving
-        operators are over now.
-        """
-        outs, lending = self._outs, self._budget.lending
-        for saved in self._recomputing.drop_all(()) if self._recomputing.waiting else ():
-            outs.swap_out(saved, alone=True)  # the plan has no room for packing
-        if lending is not None:
-            lending.settle()
-        if self._context.held:
-            outs.let_go_of_held()
-        if way is not None and (ops or way.late):
-            self.carry_out(way, ops)
-        for saved in finished:
-            if saved.number is None:
-                outs.swap_out(saved)
-        if lending is not None or outs.small or any(self._pending):
-            outs.pump(lending)
-
-    def carry_out(self, way: Way, ops: Sequence[Op]) -> None:
-        """Execute `ops`, behind those that are late. An op waits until the operator that saved its storage is over."""
-        late, way.late = way.late, []
-        for op in chain(late, ops):
+    def _carry_out(self, row: Row, hook: int) -> bool:
+        """Execute the row's ops, behind those that are late. An op waits until the operator that saved its storage is over, and
+        that of this hook, if that saves it again. Returns False if the host has no memory for a copy."""
+        of_records: list[Op] = []
+        self._later = []
+        for op in (*self._late, *row.ops):
             code, number, nbytes = op
-            saved = way.storages.get(number)
-            if saved is None:
+            if self._is_record[number]:
+                of_records.append(op)
+            elif (slot := self._slots.get(number, _gone)()) is None:
                 continue
-            if saved.state is State.ON_DEVICE and not self._outs.is_over(saved):
-                way.late.append(op if code == DROP else (OUT, number, nbytes))
-            elif code == OUT:
-                self._outs.swap_out_planned(saved, nbytes)
-            elif code == DROP:
-                for refused in self._recomputing.drop_all((saved,)):
-                    self._outs.swap_out(refused, alone=True)  # the plan has no room for packing
-            else:
-                self._reclaim(saved, nbytes, again=code == RELEASE)
+            elif slot.state == ON_DEVICE and ((number == row.number and row.kind == AGAIN) or not self._is_over(slot)):
+                self._later.append((OUT, number, nbytes))
+            elif not self._do(code, slot):
+                return False
+        if of_records or self._held:
+            taken, late = self._python["do_ops"](of_records, hook, self.operators)
+            self.taken += taken
+            self._later += late
+        self._late, self._later = self._later, []
+        return True
 
-    def _reclaim(self, saved: SavedStorage, nbytes: int, *, again: bool) -> None:
-        """Order compute after the copy out and free the memory. Note [Reclaim]. `again`: the host may have the bytes."""
-        if again and saved.state is State.RESTORED:
-            with suppress(torch.OutOfMemoryError):  # no memory for the part that stays
-                saved.drop_restored()
-        if saved.state is State.ON_DEVICE:
-            self._outs.swap_out_planned(saved, nbytes)
-        if saved.state is State.SWAPPING_OUT:
-            saved.reclaim()
-            if saved.form.device_bytes:
-                self._budget.note_allocated(saved.form.device_bytes)
+    def _is_over(self, slot: Slot) -> bool:
+        """True if the operator that saved it last is over, as `SwapOuts.is_over`. Note [Swap-out]."""
+        return slot.operators < (sequence_nr() if get_ident() == self._home else self.operators)
+
+    def _do(self, code: int, slot: Slot) -> bool:
+        """Execute an op on a slot. Returns False if the host has no memory for the copy."""
+        number = slot.number
+        nbytes = self._nbytes[number]
+        if code == RELEASE and slot.state == RESTORED:
+            self._let_go(slot)
+        if slot.state == ON_DEVICE and slot.storage.nbytes() == nbytes and slot.has_unwritten():
+            host = self._place(number)
+            if host is None:
+                return False
+            self._copy(slot, host, out=True)
+            self._arenas[self._group[number]][1].append(weakref.ref(slot))
+            self.bytes_swapped_out += nbytes
+        if code != OUT and slot.state == LEAVING:
+            self._wait(number, "out")  # Note [Reclaim]: its copy -> the next owner of its memory
+            self.bytes_reclaimed += nbytes
+            self._let_go(slot)
+        return True
+
+    def _place(self, number: int) -> Tensor | None:
+        """Return the host memory for a storage's copy; None: there is none."""
+        group = self._group[number]
+        if group not in self._arenas:
+            empty = [other for other, (_, slots) in self._arenas.items() if all(slot() is None for slot in slots)]
+            for other in empty:
+                del self._arenas[other]
+            buffer = self._python["take"](group, empty)
+            if buffer is None:
+                return None
+            self._arenas[group] = buffer, []
+        offset = self._offset[number]
+        return self._arenas[group][0][offset : offset + self._nbytes[number]]
+
+    def _copy(self, slot: Slot, host: Tensor, *, out: bool) -> None:
+        """Hand over the copy, behind all work of compute. Raises `RefusedCopy`."""
+        number, stream = slot.number, self._out if out else self._back
+        event = self._events.get(number)
+        try:
+            if not out:
+                assert event is not None
+                stream.wait(event)  # Note [Swap-in]: the copy out -> the copy back
+            # Note [Swap-out], [Swap-in]: what wrote or used the memory last -> the copy
+            if not self._timed:
+                self._events[number] = stream.copy_behind(self._compute, slot.storage, host, out=out, again=event)
+            else:
+                stream.wait(self._compute.record())
+                start = stream.record(timed=True)
+                stream.copy_storage(slot.storage, host, out=out)
+                done = self._events[number] = stream.record(timed=True)
+                self._metrics.copied(start, done, "out" if out else "in", host.numel())
+        except RuntimeError as error:
+            self._context.out_queue.synchronize()  # what was begun may run without an event at its end
+            raise RefusedCopy(str(error)) from None
+        slot.state = LEAVING if out else ARRIVING
+        self._under_copy[number] = slot
+
+    def _wait(self, number: int, direction: Direction) -> None:
+        """Order compute after the latest copy of a storage."""
+        event = self._events[number]
+        if not self._timed:
+            self._compute.wait(event)
+        elif direction == "in" and event.query():  # the host saw it complete
+            self._metrics.on_time()
+        else:
+            self._metrics.wait(self._compute, event, direction, number, prefetched=direction == "in")
+        del self._under_copy[number]
+
+    def _let_go(self, slot: Slot) -> None:
+        """Let the memory go, as the host has the bytes. If others refer to the storage, each hook tries again."""
+        if slot.is_alone():
+            self._empty(slot)
+        else:
+            slot.state = RESTORED
+            self._later.append((RELEASE, slot.number, self._nbytes[slot.number]))
+
+    def _empty(self, slot: Slot) -> None:
+        self._compute.resize(slot.storage, 0)
+        slot.state, slot.emptied = ON_HOST, True
+        self._storages.pop(slot.number, None)
+
+    def _prefetch(self, row: Row) -> None:
+        """Begin the row's copies back."""
+        for number in row.ins:
+            if self._is_record[number]:
+                self.taken += self._python["fetch"](number)
+            elif (slot := self._slots.get(number, _gone)()) is not None and slot.state == ON_HOST:
+                self._copy_back(slot)
+
+    def _copy_back(self, slot: Slot) -> None:
+        nbytes, group = self._nbytes[slot.number], self._group[slot.number]
+        offset = self._offset[slot.number]
+        try:
+            self._compute.resize(slot.storage, nbytes)
+        except torch.OutOfMemoryError:
+            return  # its use brings it back
+        try:
+            self._copy(slot, self._arenas[group][0][offset : offset + nbytes], out=False)
+        except RefusedCopy:
+            self._empty(slot)
+            self.fallbacks += 1
+            return
+        slot.arrivals += 1
+        self.taken += allocated_size(nbytes)
+        self.bytes_swapped_in += nbytes
+        self.prefetches += 1
+
+    def _check(self, row: Row, hook: int) -> bool:
+        """Read memory. Returns False if room has to be made, somebody has reset the readings, or the plan is given up."""
+        now, cumulative, peak, unused = self._device.read_memory()
+        if now + row.growth > self.limit or cumulative < self.cumulative or peak < self.peak:
+            return False
+        grew = max(0, cumulative - self.cumulative - self.taken)
+        self._growths.append(grew)
+        self.growth += grew
+        self.cumulative, self.taken, self.now, self.peak, self.seen = cumulative, 0, now, peak, max(self.seen, now - unused)
+        if self._timed:
+            self._metrics.memory.append((self._device.host_us, now - unused, self._metrics.pinned_units()))
+        if row.number < 0 or hook == self.since:
+            return True
+        since, self.since, growth, self.growth = self.since, hook, self.growth, 0
+        return growth == row.grew or bool(self._python["grown"](since, growth, hook))
+
+    # --- between the executor's state and this one
+
+    def enter(self, program: Program, compute: Stream, is_record: list[bool], epoch: int) -> None:
+        """Take the hooks behind `hook`. `is_record`: by storage, whether the executor has it, or will. `epoch`: the step."""
+        self._rows, self._nbytes, self._group, self._offset = program
+        self._compute, self._is_record, self._epoch, self._home = compute, is_record, epoch, get_ident()
+        self._timed = self._metrics.timed
+        self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
+        self.follows = True
+
+    def give_back(self) -> dict[str, Any]:
+        """Return all that the loop has, and follow no more: slots, saves in order, late ops, growths, and storages whose saves
+        are gone and that others still hold."""
+        self.follows = False
+        saves = [saved for ref in self._saves if (saved := ref()) is not None]
+        slots = {saved.slot.number: saved.slot for saved in saves}
+        if not self._device.capturing():  # a capture may not wait for what began before it
+            for number in self._under_copy.keys() - slots.keys():
+                self._compute.wait(self._events[number])  # Note [Reclaim]: its copy -> the memory's next owner
+        told = {
+            "slots": [
+                (slot.number, slot.state, slot.operators, self._is_over(slot), slot.emptied) for _, slot in sorted(slots.items())
+            ],
+            "all_saves": [saved.told() for saved in saves],
+            "outlived": [
+                storage for number, ref in self._storages.items() if number not in slots and (storage := ref()) is not None
+            ],
+            "late": [*self._late, *self._later],
+            "growths": self._growths,
+            "kept": [],
+        }
+        self._begin()
+        return told

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.packing import check_ends, check_packed, check_storage, check_sum
-from chameleon_mm.device.protocols import Event
+from chameleon_mm.device.protocols import Event, Stream
 
 if TYPE_CHECKING:
     from chameleon_mm.device.cuda.cuda_device import CudaDevice
@@ -74,7 +74,10 @@ class CudaStream:
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Resize as `Stream.resize` does, with a block of the caching allocator on this stream."""
-        with self._as_current():
+        if self._is_current():
+            storage.resize_(nbytes)
+            return
+        with torch.cuda.stream(self.raw):
             storage.resize_(nbytes)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
@@ -93,6 +96,17 @@ class CudaStream:
         on_host, on_device = host.data_ptr(), storage.data_ptr() + start
         dst, src = (on_host, on_device) if out else (on_device, on_host)
         runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self.handle)
+
+    def copy_behind(
+        self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, *, out: bool, again: Event | None = None
+    ) -> CudaEvent:
+        assert isinstance(owner, CudaStream)
+        event = again if isinstance(again, CudaEvent) else CudaEvent.new()
+        event.record(owner.raw)
+        event.wait(self.raw)  # all work of `owner` so far -> the copy
+        self.copy_storage(storage, host, out=out)
+        event.record(self.raw)
+        return event
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Pack as `Stream.pack` does. Overlap of buffers is checked only on the simulator."""
@@ -127,9 +141,11 @@ class CudaStream:
 
     def _as_current(self) -> AbstractContextManager[Any]:
         """Context that makes this stream and its device current, so that kernels start there. Does nothing if they are."""
+        return _NOTHING if self._is_current() else torch.cuda.stream(self.raw)
+
+    def _is_current(self) -> bool:
         index = self._device.index
-        is_current = torch._C._cuda_getCurrentRawStream(index) == self.handle and torch._C._cuda_getDevice() == index
-        return _NOTHING if is_current else torch.cuda.stream(self.raw)
+        return bool(torch._C._cuda_getCurrentRawStream(index) == self.handle and torch._C._cuda_getDevice() == index)
 
     def record(self, *, timed: bool = False) -> CudaEvent:
         event = CudaEvent.new(timed=timed)

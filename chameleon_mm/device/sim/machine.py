@@ -26,7 +26,7 @@ from torch import Tensor
 
 from chameleon_mm.device.operators import touched_bytes
 from chameleon_mm.device.packing import add_by_operators, check_ends, check_packed, check_storage, check_sum
-from chameleon_mm.device.protocols import Event
+from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.device.sim.cost_model import CopyEngine, CostModel
 from chameleon_mm.units import allocated_size, format_size
 
@@ -345,6 +345,13 @@ class SimStream:
             part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start : start + host.numel()]
         dst, src = (host, part) if out else (part, host)
         self.copy(dst, src, speculative=out)
+
+    def copy_behind(
+        self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, *, out: bool, again: Event | None = None
+    ) -> SimEvent:
+        self.wait(owner.record())  # all work of `owner` so far -> the copy
+        self.copy_storage(storage, host, out=out)
+        return self.record()
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Pack as `Stream.pack` does. It costs one launch, and the time to read and write the bytes in device memory. Raises

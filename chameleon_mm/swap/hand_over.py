@@ -1,12 +1,12 @@
-"""The C++ helper `loop` beside the Python loop: what it is given when it takes the hooks, and what it gives back.
+"""What the loop of a planned step is given as it takes the hooks, and what it gives back to the executor.
 
-native = NativeLoop.of(executor)             # None: not built, or no device of its kind
-save, use = native.hooks(save, use)          # what autograd calls: Python's hooks wherever the helper does not follow
-native.enter(way, director, latest, compute) # the helper takes the hooks behind the latest, if it can
-native.give_back()                           # first of all in `HookLock.run`: all is Python's again
+hand_over = HandOver(executor)               # its loop: the C++ helper `loop` if that is built, else `StepLoop`
+save, use = hand_over.hooks(save, use)       # what autograd calls: the executor's hooks wherever the loop does not follow
+hand_over.follow(way, director)              # after a hook of the executor's: the loop takes the next ones, if it can
+hand_over.give_back()                        # first of all in `HookLock.run`: all is the executor's again
 
-The helper does the common rows: it keeps tensors, copies whole storages out and back, and checks memory. It gives all back for
-all else. The records that are made then have the storages, aliases and host memory that the helper had. Their copies end at
+The loop does the common rows: it keeps tensors, copies whole storages out and back, and checks memory. It gives all back for
+all else. The records that are made then have the storages, aliases and host memory that the loop had. Their copies end at
 events that are recorded now, which is later: whoever waits for one waits long enough.
 """
 
@@ -17,7 +17,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from operator import itemgetter
 from threading import get_ident
@@ -40,26 +40,30 @@ from chameleon_mm.swap.handles import Handle, KeptTensor, Origin, SavedBytes, Sw
 from chameleon_mm.swap.hook_lock import call_if_alive
 from chameleon_mm.swap.host_copy import HostCopy, State
 from chameleon_mm.swap.saved_storage import SavedStorage
+from chameleon_mm.swap.step_loop import Program as StepRows
+from chameleon_mm.swap.step_loop import Row as StepRow
+from chameleon_mm.swap.step_loop import Saved, StepLoop
+from chameleon_mm.swap.step_ops import StepOps
 from chameleon_mm.swap.way import Way
 from chameleon_mm.units import MIB, allocated_size
 
 if TYPE_CHECKING:
     from chameleon_mm.swap.executor import Executor
-    from chameleon_mm.swap.step_loop import StepLoop
 
 ARENA_BYTES = 16 * MIB
 """Bytes of host memory that are taken at once, for storages that are copied out one after the other."""
 
 MOST_ENTRIES = 4
-"""Times that the helper takes the hooks of one step: entering and giving back cost as much as a dozen hooks."""
+"""Times that the loop takes the hooks of one step: entering and giving back cost as much as a dozen hooks."""
 
+_NOTHING = nullcontext()
 _STATES = (State.ON_DEVICE, State.SWAPPING_OUT, State.ON_HOST, State.SWAPPING_IN, State.RESTORED)
 _REASONS = ("parameter", "leaf", "persistent", "small", "empty")
 _TOTALS = ("bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed", "prefetches", "fallbacks")
 
 
 class _Compiled(NamedTuple):
-    """A program as the helper has it, and what is known of it here."""
+    """A program as the loop has it, and what is known of it here."""
 
     program: Any
     in_part: list[bool]
@@ -74,93 +78,114 @@ class _Compiled(NamedTuple):
     """Hooks of first saves."""
 
 
-class NativeLoop:
-    """The helper of one executor. Not thread-safe: the executor holds its lock."""
+class HandOver:
+    """Hands the hooks of planned steps to the loop of one executor, and takes them back. Not thread-safe: the executor holds its
+    lock."""
 
-    def __init__(self, executor: Executor, helper: Any, index: int, streams: tuple[int, int]) -> None:
+    def __init__(self, executor: Executor, ops: StepOps) -> None:
         parts = executor.parts
-        self._executor = weakref.ref(executor)
-        self._helper, self._context, self._budget, self._outs = helper, parts.context, parts.budget, parts.outs
-        self._ins, self._registry, self._order = parts.ins, parts.registry, parts.order
-        self._protected = executor.protected
-        self._device: Any = executor.device  # of the kind that has a helper
-        self.loop = helper.Loop(
-            index, *streams, executor.rule.min_bytes,
-            {
-                "safe": executor.protected.refs, "claimed": parts.claims.by_storage, "held": parts.context.held,
-                "come_back": partial(uncompiled(call_if_alive), weakref.WeakMethod(self.come_back)),
-            } | {work.__name__: _in_lock(work) for work in (
-                self.take, self.grown, self.do_ops, self.fetch, self.save_record, self.use_record,
-            )},
-        )  # fmt: skip
+        self._executor, self._ops = weakref.ref(executor), ops
+        self._context, self._budget, self._outs = parts.context, parts.budget, parts.outs
+        self._ins, self._registry, self._order, self._claims = parts.ins, parts.registry, parts.order, parts.claims
+        self._protected, self._device = executor.protected, executor.device
         self._programs: weakref.WeakKeyDictionary[StepProgram, _Compiled] = weakref.WeakKeyDictionary()
         self._arenas: dict[int, Arena] = {}
-        """Host memory of the copies that the helper has, by group."""
+        """Host memory of the copies that the loop has, by group."""
         self._compute: Any = None
         self._entries = (-1, 0)
-        """The latest step, and how often the helper took its hooks."""
+        """The latest step, and how often the loop took its hooks."""
         self._entered: tuple[Way, Director, LatestHook] | None = None
         self._since, self._next_index, self._is_record = -1, 0, list[bool]()
-        """The hook behind which the helper took over, and the number of the next storage then; by storage, whether it has, or
+        """The hook behind which the loop took over, and the number of the next storage then; by storage, whether it has, or
         gets, a record."""
         self._home = -1
-        """Number of the thread whose saves the helper does."""
+        """Number of the thread whose saves the loop does."""
+        self._kind: Any = _OfPython
+        self.loop: Any = self._make_loop(executor)
         _all.add(self)
 
-    @classmethod
-    def of(cls, executor: Executor) -> NativeLoop | None:
-        """The helper for `executor`; None where its device has none, or its readings are not the device's own."""
-        device, context = executor.device, executor.parts.context
+    def _make_loop(self, executor: Executor) -> Any:
+        """Make the loop: in C++, unless that is not built or the device's readings are not its own, as with a window of parameters."""
+        device, context, min_bytes = self._device, self._context, executor.rule.min_bytes
         streams = context.out_queue.stream, context.back_queue.stream
-        found = device.native_loop(streams) if device is context.pool.device else None
-        return None if found is None else cls(executor, *found)
+        helper = device.native_loop(streams) if device is context.pool.device else None
+        take = self.take if helper is None else self.take_address
+        works = take, self.grown, self.do_ops, self.fetch, self.save_record, self.use_record
+        python = {
+            "safe": executor.protected.refs, "claimed": self._claims.by_storage, "held": context.held,
+            "come_back": partial(uncompiled(call_if_alive), weakref.WeakMethod(self.come_back)),
+        } | {work.__name__: _asked(work, in_lock=helper is None) for work in works}  # fmt: skip
+        if helper is None:
+            return StepLoop(device, context, executor.protected, min_bytes, executor.hook_lock, python)
+        self._kind, index, of_streams = helper
+        python["take"] = python.pop("take_address")
+        return self._kind.Loop(index, *of_streams, min_bytes, python)
 
     def hooks(self, save: Any, use: Any) -> tuple[Any, Any]:
-        """Autograd's two hooks, which call `save` and `use` for what the helper does not do."""
+        """Autograd's two hooks, which call `save` and `use` for what the loop does not do."""
         return self.loop.hook_of(True, save), self.loop.hook_of(False, use)
 
-    def may_enter(self, way: Way) -> bool:
-        """True if the helper may take the next hooks: no pending work is unknown to it."""
-        context, budget, lending = self._context, self._budget, self._budget.lending
+    def _may_enter(self, way: Way) -> bool:
+        """True if the loop may take the next hooks: no pending work is unknown to it."""
+        context, budget, outs = self._context, self._budget, self._outs
         epoch, entries = self._entries
-        if context.metrics.timed or not budget.has_room_ahead or (epoch == way.epoch and entries >= MOST_ENTRIES):
+        if not isinstance(self.loop, StepLoop) and (context.metrics.timed or num_modes()):
+            return False  # the helper times nothing, and knows no simulator
+        if not budget.has_room_ahead or (epoch == way.epoch and entries >= MOST_ENTRIES):
             return False
         if context.held or way.late or budget.reclaim.entries or context.out_queue.queued or context.back_queue.queued:
             return False
-        return not (num_modes() or profiler_is_on() or (lending is not None and lending.has_any))
-
-    def enter(self, way: Way, director: Director, latest: LatestHook, compute: Any) -> bool:
-        """Have the helper take the hooks after the latest. Returns True if it does."""
-        growth, thread, budget = director.growth() if self.may_enter(way) else None, get_ident(), self._budget
-        if growth is None or latest.thread != thread or thread not in latest.numbers or not compute.is_current():
-            return False  # a save that stays may be on any stream
-        executor, offset = self._executor(), self._device.cumulative_offset()
-        cumulative = budget.cumulative_bytes
-        if executor is None or cumulative is None:
+        if context.checksums is not None or outs.waiting_bytes or profiler_is_on():
             return False
+        if any(saved.number is None or way.storages.get(saved.number) is not saved for saved in outs.fresh):
+            return False  # the plan does not know it, or it is another step's
+        return budget.lending is None or not budget.lending.has_any
+
+    def follow(self, way: Way, director: Director) -> None:
+        """Have the loop take the hooks after the latest, if it may."""
+        growth, thread, budget, compute = None, get_ident(), self._budget, self._device.current_stream()
+        if self._may_enter(way) and self._context.streams.is_only(compute) and compute.is_current():
+            growth = director.growth()
+        executor, cumulative = self._executor(), budget.cumulative_bytes
+        if growth is None or executor is None or cumulative is None or director.light is None:
+            return
+        latest = director.light.latest()
+        if latest.thread != thread or thread not in latest.numbers:
+            return  # a save that stays may be on any stream
         epoch, entries = self._entries
         self._entries = way.epoch, entries + 1 if epoch == way.epoch else 1
         if way.program not in self._programs:
-            self._programs[way.program] = _compiled(self._helper, way.program, growth.until)
-        compiled, self._since, self._next_index = self._programs[way.program], executor.loop.hook, self._registry.next_index
+            self._programs[way.program] = _compiled(self._kind, way.program, growth.until)
+        compiled, self._since, self._next_index = self._programs[way.program], way.hook, self._registry.next_index
         self._is_record = compiled.in_part.copy()
         for number, saved in way.storages.items():
             self._is_record[number] |= saved.state is not State.RETIRED
         numbers = dict.fromkeys(_TOTALS, 0) | {
             "hook": self._since, "operators": latest.numbers[thread], "since": growth.checked_at, "growth": growth.nbytes,
             "limit": budget.hbm_budget_bytes - way.margin_bytes, "now": budget.last_allocated_bytes - budget.taken_bytes,
-            "taken": budget.taken_bytes, "cumulative": cumulative - offset, "peak": budget.peak_watch.last_bytes, "seen": 0,
+            "taken": budget.taken_bytes, "cumulative": cumulative - self._offset(), "peak": budget.peak_watch.last_bytes, "seen": 0,
         }  # fmt: skip
         for name, value in numbers.items():
             setattr(self.loop, name, value)
         self._entered, self._compute, self._home = (way, director, latest), compute, this_thread.number
-        self.loop.enter(compiled.program, compute.handle, self._is_record)
-        return True
+        if isinstance(self.loop, StepLoop):
+            self.loop.enter(compiled.program, compute, self._is_record, way.epoch)
+        else:
+            self.loop.enter(compiled.program, self._compute.handle, self._is_record)
 
-    # --- what the helper has Python do of a hook that it goes on with; None: it cannot go on
+    def forget(self) -> None:
+        """Forget the step that has ended."""
+        self.loop.hook = -1
 
-    def take(self, loop: StepLoop, way: Way, group: int, empty: Sequence[int]) -> int:
-        """Give the memory of `empty` groups back, and take that of another. Returns its address; 0: the host has none."""
+    def _offset(self) -> int:
+        """Bytes that the loop's own readings of memory lack."""
+        device: Any = self._device
+        return 0 if isinstance(self.loop, StepLoop) else int(device.cumulative_offset())
+
+    # --- what the loop has the executor's parts do of a hook that it goes on with; None: it cannot go on
+
+    def take(self, way: Way, group: int, empty: Sequence[int]) -> Tensor | None:
+        """Give the memory of `empty` groups back, and take that of another. Returns it; None: the host has none."""
         for other in empty:
             self._arenas.pop(other).release_if_empty()
         out, back = self._context.out_queue.stream, self._context.back_queue.stream
@@ -168,43 +193,65 @@ class NativeLoop:
             # Note [Host block]: its last use -> the copies into it
             block = self._context.pool.allocate(self._programs[way.program].group_bytes[group], out)
             self._arenas[group] = Arena(block, lambda: (out.record(), back.record()))
-            return block.buffer.data_ptr()
-        return 0
+            return block.buffer
+        return None
 
-    def grown(self, loop: StepLoop, way: Way, since: int, nbytes: int, hook: int) -> bool:
+    def take_address(self, way: Way, group: int, empty: Sequence[int]) -> int:
+        """The same. Returns its address; 0: the host has none."""
+        buffer = self.take(way, group, empty)
+        return 0 if buffer is None else buffer.data_ptr()
+
+    def grown(self, way: Way, since: int, nbytes: int, hook: int) -> bool:
         """Compare what the model allocated since the hook `since`, which is not what the cached step did. Returns whether the
         plan goes on."""
-        loop.director.note_checked(since, nbytes)
-        loop.director.note_growth(0, at_hook=True, hook=hook)
+        assert self._entered is not None
+        director = self._entered[1]
+        director.note_checked(since, nbytes)
+        director.note_growth(0, at_hook=True, hook=hook)
         return self._budget.way is way
 
-    def do_ops(self, loop: StepLoop, way: Way, ops: Sequence[Op], hook: int, latest: int) -> tuple[int, list[Op]]:
+    def do_ops(self, way: Way, ops: Sequence[Op], hook: int, latest: int) -> tuple[int, list[Op]]:
         """Let memory of records go that others held, and execute `ops` on records. Returns the bytes of device memory that they
         took, and those that are late."""
         self._outs.latest_operator = self._home, latest
         way.hook, before = hook, self._budget.taken_bytes
         self._outs.let_go_of_held()
-        loop.carry_out(way, ops)
+        self._ops.carry_out(way, ops)
         late, way.late = way.late, []
-        self._context.out_queue.hand_over_all()  # no hook of the helper's would
+        self._context.out_queue.hand_over_all()  # no hook of the loop's would
         return self._budget.taken_bytes - before, late
 
-    def fetch(self, loop: StepLoop, way: Way, number: int) -> int:
+    def fetch(self, way: Way, number: int) -> int:
         """Start the copy back of a record. Returns the bytes of device memory that it took."""
         before, saved = self._budget.taken_bytes, way.storages.get(number)
         self._ins.prefetch_planned(() if saved is None else (saved,), self._compute)
         return self._budget.taken_bytes - before
 
-    def save_record(self, loop: StepLoop, way: Way, t: Tensor, hook: int) -> Handle | None:
-        """Save a tensor of a record, old or new."""
+    def save_record(self, way: Way, t: Tensor, hook: int) -> Handle | None:
+        """Save a tensor of a record, old or new. Note [Identity]."""
         self._registry.next_index = self._index_at(way, hook)
-        handle = loop.moving(t, way.program.rows[hook], hook)
-        if handle is not None:
-            handle.saved_at = way.epoch, hook
+        executor, compute, row = self._executor(), self._compute, way.program.rows[hook]
+        if executor is None:
+            return None
+        saved_bytes = SavedBytes(t)
+        if row.kind == FIRST:
+            claim = executor.new_claim(t, saved_bytes, compute)
+            way.number(claim.saved, row.number)
+            way.first_saves[hook] = claim.saved
+        else:
+            found = self._claims.find_whole(t, saved_bytes, compute)
+            if found.claim is None or found.begins_again or found.claim.saved is not way.storages.get(row.number):
+                return None
+            claim = found.claim
+            executor.include(found, saved_bytes, compute)
+            claim.saved.add_view(saved_bytes)
+        claim.saved.slot.note_save(way.epoch, hook)
+        handle = SwappedView(claim, saved_bytes)
+        handle.saved_at = way.epoch, hook
         return handle
 
-    def use_record(self, loop: StepLoop, way: Way, handle: Handle, hook: int) -> Tensor | None:
-        """Use what `hook` saved, by a handle of Python's."""
+    def use_record(self, way: Way, handle: Handle, hook: int) -> Tensor | None:
+        """Use what `hook` saved, by a handle of the executor's."""
         if handle.saved_at != (way.epoch, hook):
             return None
         if type(handle) is KeptTensor:
@@ -230,7 +277,7 @@ class NativeLoop:
             executor.hook_lock.lock.release()
 
     def give_back(self) -> None:
-        """Make all that the helper has Python's, if it follows."""
+        """Make all that the loop has the executor's, if it follows."""
         if not self.loop.follows:
             return
         given, numbers = self.loop.give_back(), self.loop
@@ -238,14 +285,13 @@ class NativeLoop:
         assert executor is not None and entered is not None
         way, director, latest = entered
         self._entered = None
-        executor.loop.hook = numbers.hook
         way.at(numbers.hook)
         way.late = [tuple(op) for op in given["late"]]
         latest.numbers[latest.thread] = numbers.operators
         director.note_checked(numbers.since, numbers.growth)
         self._budget.note_checks(
             given["growths"], allocated=numbers.now + numbers.taken, taken=numbers.taken,
-            cumulative=numbers.cumulative + self._device.cumulative_offset(), peak=numbers.peak, seen=numbers.seen,
+            cumulative=numbers.cumulative + self._offset(), peak=numbers.peak, seen=numbers.seen,
         )  # fmt: skip
         by_number: defaultdict[int, list[Any]] = defaultdict(list)
         for number, *told in sorted(given["all_saves"], key=itemgetter(2)):  # by their hooks
@@ -254,12 +300,13 @@ class NativeLoop:
         self._adopt(executor, way, given["slots"], by_number)
         for handle, hook, _, t, version, *known in by_number[-1]:
             kept = KeptTensor.known(t, version, Origin.known(*known[1:]) if known else None, (way.epoch, hook))
-            self._helper.delegate(handle, kept)
+            self._kind.delegate(handle, kept)
         for arena in self._arenas.values():
             arena.release_if_empty()
         self._arenas.clear()
         for storage in given["outlived"]:
             self._protected.add(storage)
+        director.rejoin(numbers.hook, latest)
 
     def _index_at(self, way: Way, hook: int) -> int:
         """Number in the step of a storage that is first saved at `hook`."""
@@ -267,11 +314,11 @@ class NativeLoop:
         return self._next_index + bisect_left(firsts, hook) - bisect_right(firsts, self._since)
 
     def _count(self, executor: Executor, way: Way, latest: LatestHook, kept: Sequence[int]) -> None:
-        """Count what the helper's hooks did."""
+        """Count what the loop's hooks did."""
         totals, hook, saves = self._context.metrics.totals, self.loop.hook, self._programs[way.program].saves
         for name in _TOTALS:
             setattr(totals, name, getattr(totals, name) + getattr(self.loop, name))
-        totals.kept_by_reason += Counter(dict(zip(_REASONS, kept, strict=True)))  # those above 0
+        totals.kept_by_reason += Counter(dict(zip(_REASONS, kept, strict=False)))  # those above 0
         uses: list[Any] = [row for row in way.program.rows[self._since + 1 : hook + 1] if row.kind == USE]
         moved = (saves[row.number][0] for row in uses if row.number >= 0 and not self._is_record[row.number])
         firsts = [first for first in moved if first > self._since]
@@ -294,7 +341,7 @@ class NativeLoop:
 
         def after(queue: CopyQueue) -> Event:
             if queue.stream not in ends:
-                ends[queue.stream] = queue.stream.record()  # after all copies that the helper has handed to it
+                ends[queue.stream] = queue.stream.record()  # after all copies that the loop has handed to it
             return ends[queue.stream]
 
         for number, state, operators, is_over, emptied in slots:
@@ -329,46 +376,57 @@ class NativeLoop:
                 view = SwappedView(claim, saved_bytes)
                 view.swap_in_number = saved.uses.swap_in_number if is_used else -1
                 view.saved_at = way.epoch, hook
-                self._helper.delegate(handle, view)
+                self._kind.delegate(handle, view)
         firsts = (row.number for row in way.program.rows[self._since + 1 : self.loop.hook + 1] if row.kind == FIRST)
         if not all(number in way.storages for number in firsts):
             way.first_saves[-1] = _ended()  # of those that are gone by now: the step is not as if nothing had moved
 
 
-def _in_lock(method: Any) -> Callable[..., Any]:
-    """The method in the executor's lock, where nothing is given back. It does not keep its object. Returns None if all was
-    given back before."""
+def _asked(method: Any, *, in_lock: bool) -> Callable[..., Any]:
+    """The method, called in the executor's lock, where nothing is given back. `in_lock`: the caller holds it. It does not keep its
+    object. Returns None if all was given back before."""
     weak, work = weakref.ref(method.__self__), method.__func__
 
     def call(*arguments: Any) -> Any:
-        native = weak()
-        executor = None if native is None else native._executor()
-        if native is None or executor is None:
+        hand_over = weak()
+        executor = None if hand_over is None else hand_over._executor()
+        if hand_over is None or executor is None:
             return None
-        with executor.hook_lock.lock:
-            entered = native._entered
-            return None if entered is None else work(native, executor.loop, entered[0], *arguments)
+        with _NOTHING if in_lock else executor.hook_lock.lock:
+            entered = hand_over._entered
+            return None if entered is None else work(hand_over, entered[0], *arguments)
 
     return uncompiled(call)
 
 
-def _compiled(helper: Any, program: StepProgram, until: list[int]) -> _Compiled:
+class _OfPython:
+    """What the module of the helper has, for `StepLoop`."""
+
+    Row, Program = staticmethod(StepRow.of), StepRows
+
+    @staticmethod
+    def delegate(handle: Saved, python: Handle) -> None:
+        """Have a handle that was given back lead to one of the executor's."""
+        handle.python, handle.slot, handle.alias = python, None, None
+
+
+def _compiled(kind: Any, program: StepProgram, until: list[int]) -> _Compiled:
     rows, before, in_part, saves = [], 0, [False] * len(program.nbytes), defaultdict[int, list[int]](list)
     for hook, row in enumerate(program.rows):
         compared = row.is_checked and row.number >= 0
-        rows.append(helper.Row(*_told(row, until[hook] - before if compared else 0)))
+        rows.append(kind.Row(*_told(row, until[hook] - before if compared else 0)))
         before = until[hook] if compared else before
         if row.kind in (FIRST, AGAIN):
             saves[row.number].append(hook)
         for _, number, nbytes in row.ops:
             in_part[number] |= nbytes < program.nbytes[number]
     group, offset, group_bytes = _places(program)
-    compiled = helper.Program(rows, program.nbytes, group, offset)
+    compiled = kind.Program(rows, program.nbytes, group, offset)
     return _Compiled(compiled, in_part, group, offset, group_bytes, saves, sorted(hooks[0] for hooks in saves.values()))
 
 
 def _told(row: Row, grew: int) -> tuple[Any, ...]:
-    """The row as the helper has it: its key is a class, sizes, dtype and a number. Without a key, or with what the helper does
+    """The row as the loop has it: its key is a class, sizes, dtype and a number. Without a key, or with what the loop does
     not do, it is an `END`. `grew`: bytes that the cached step allocated since the last comparison."""
     key: Any = row.key
     drops = any(code == DROP for code, *_ in row.ops)
@@ -406,18 +464,18 @@ def _ended() -> SavedStorage:
     return saved
 
 
-_all: weakref.WeakSet[NativeLoop] = weakref.WeakSet()
+_all: weakref.WeakSet[HandOver] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    """Have Python's records tell a forked child what it may not use: the helper knows no processes."""
-    for native in list(_all):
-        native.come_back(wait=False)
+    """Have Python's records tell a forked child what it may not use: the loop knows no processes."""
+    for hand_over in list(_all):
+        hand_over.come_back(wait=False)
 
 
 def _in_child() -> None:
-    for native in list(_all):
-        native.loop.follows = False
+    for hand_over in list(_all):
+        hand_over.loop.follows = False
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -12,7 +12,7 @@ it) from `Device.alloc_pinned`. A method belongs here only if the simulator can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -75,10 +75,11 @@ class Stream(Protocol):
         the storage has fewer bytes than that."""
 
     def copy_behind(
-        self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, *, out: bool, again: Event | None = None
+        self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, offset: int, *, out: bool, again: Event | None = None
     ) -> Event:
-        """Enqueue a copy of a whole storage as `copy_storage` does, behind all work of `owner` so far. Returns an event after it.
-        `again`: an untimed event of this device that nobody asks for any more, which may be recorded anew."""
+        """Enqueue a copy of a whole storage to the flat uint8 tensor `host`, from its byte `offset` on (`out`), or back, behind
+        all work of `owner` so far. Returns an event after it. `again`: an untimed event of this device that nobody asks for any
+        more, which may be recorded anew. Raises `ValueError` if `host` has fewer bytes than that."""
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies each of `sources` into `dst` at its offset. The other bytes of `dst` do not change.
@@ -191,6 +192,13 @@ class Device(Protocol):
 
     def read_memory(self) -> MemoryReading:
         """Read the memory counters in one call into the allocator. Cheap enough for a hook."""
+
+    def memory_reader(self) -> Callable[[], Sequence[int]]:
+        """Return a function that reads memory at less cost: the fields of a `MemoryReading`, but for the last one if that is 0. The
+        cumulative count lacks `cumulative_offset` bytes, and is lower after a reset of the device's statistics."""
+
+    def cumulative_offset(self) -> int:
+        """Bytes of the cumulative count from before the latest such reset."""
 
     def peak_allocated_bytes(self) -> int:
         """Maximum of `allocated_bytes` since the process began or the user last reset it."""

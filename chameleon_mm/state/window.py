@@ -330,6 +330,13 @@ class DeviceBesideWindow:
         now, unused = self._device.read_memory(), self._beside()
         return MemoryReading(now.allocated_bytes + unused, now.cumulative_bytes - self._taken_bytes, now.peak_bytes, unused)
 
+    def memory_reader(self) -> Callable[[], MemoryReading]:
+        return self.read_memory
+
+    def cumulative_offset(self) -> int:
+        """0: `read_memory` lacks nothing."""
+        return 0
+
     def _beside(self) -> int:
         window = self.window()
         return 0 if window is None else window.charged_bytes - window.resident_bytes

@@ -163,7 +163,7 @@ class HandOver:
         numbers = dict.fromkeys(_TOTALS, 0) | {
             "hook": self._since, "operators": latest.numbers[thread], "since": growth.checked_at, "growth": growth.nbytes,
             "limit": budget.hbm_budget_bytes - way.margin_bytes, "now": budget.last_allocated_bytes - budget.taken_bytes,
-            "taken": budget.taken_bytes, "cumulative": cumulative - self._offset(), "peak": budget.peak_watch.last_bytes, "seen": 0,
+            "taken": budget.taken_bytes, "cumulative": cumulative - self._device.cumulative_offset(), "peak": budget.peak_watch.last_bytes, "seen": 0,
         }  # fmt: skip
         for name, value in numbers.items():
             setattr(self.loop, name, value)
@@ -176,11 +176,6 @@ class HandOver:
     def forget(self) -> None:
         """Forget the step that has ended."""
         self.loop.hook = -1
-
-    def _offset(self) -> int:
-        """Bytes that the loop's own readings of memory lack."""
-        device: Any = self._device
-        return 0 if isinstance(self.loop, StepLoop) else int(device.cumulative_offset())
 
     # --- what the loop has the executor's parts do of a hook that it goes on with; None: it cannot go on
 
@@ -291,7 +286,7 @@ class HandOver:
         director.note_checked(numbers.since, numbers.growth)
         self._budget.note_checks(
             given["growths"], allocated=numbers.now + numbers.taken, taken=numbers.taken,
-            cumulative=numbers.cumulative + self._offset(), peak=numbers.peak, seen=numbers.seen,
+            cumulative=numbers.cumulative + self._device.cumulative_offset(), peak=numbers.peak, seen=numbers.seen,
         )  # fmt: skip
         by_number: defaultdict[int, list[Any]] = defaultdict(list)
         for number, *told in sorted(given["all_saves"], key=itemgetter(2)):  # by their hooks

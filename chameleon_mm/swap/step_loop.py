@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chameleon_mm.device import Event, Stream
+from chameleon_mm.device import Stream
 from chameleon_mm.device.holders import held_alone
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.uncompiled import uncompiled
-from chameleon_mm.plan.step_program import AGAIN, FIRST, KEPT, OUT, RELEASE, USE, Op
+from chameleon_mm.plan.step_program import AGAIN, FIRST, KEPT, OUT, RECLAIM, RELEASE, USE, Op
 from chameleon_mm.record.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.swap.calling_thread import sequence_nr
 from chameleon_mm.swap.classify import ProtectedStorages, reason_to_stay
@@ -66,11 +66,14 @@ class Row(NamedTuple):
     """Save: class, sizes, dtype, operators since the last save."""
     since: int
     """Use: the hook of its save."""
+    is_idle: bool
+    """True if nothing is due."""
 
     @classmethod
     def of(cls, *told: Any) -> Row:
         """`told`: the fields up to `ins`, class, sizes, dtype, and a number: of operators, or of a hook."""
-        return cls(*told[:7], told[7:], told[-1])
+        _, _, is_checked, _, _, ops, ins, *key = told
+        return cls(*told[:7], tuple(key), key[-1], not (is_checked or ops or ins))
 
 
 class Program(NamedTuple):
@@ -85,13 +88,18 @@ class Program(NamedTuple):
 class Slot:
     """A saved storage that the loop moves. Its handles, and a copy under way, hold it; the loop refers to it weakly."""
 
-    __slots__ = ("__weakref__", "arrivals", "emptied", "number", "operators", "saves", "state", "storage")
+    __slots__ = ("__weakref__", "arrivals", "done", "emptied", "host", "number", "offset", "operators", "saves", "state", "storage")
 
     def __init__(self, storage: torch.UntypedStorage, number: int) -> None:
         self.storage, self.number = storage, number
         self.state, self.operators, self.emptied = ON_DEVICE, 0, False
         self.arrivals = 0
         """Times that the bytes came back."""
+        self.done: Any = None
+        """Event at the end of its latest copy."""
+        self.host: Any = None
+        """Host memory of its group, and where the bytes lie there; None: it was not copied out yet."""
+        self.offset = 0
         self.saves: list[tuple[Tensor, int]] = []
         """Alias and version of each save."""
 
@@ -134,9 +142,6 @@ class Saved:
         return self.slot.number, self, self.hook, is_used, self.alias, self.version, self.counter(), *origin
 
 
-_gone: Callable[[], Any] = lambda: None  # noqa: E731
-
-
 class StepLoop:
     """Loop over the rows of a program. A hook takes the executor's lock."""
 
@@ -156,12 +161,11 @@ class StepLoop:
         """Latest hook that was done, here or by the executor."""
         self.operators = self.limit = self.now = self.cumulative = self.taken = self.since = self.growth = self.peak = self.seen = 0
         self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
-        self._events: dict[int, Event] = {}
-        """By storage: the end of its latest copy."""
+        self._read_memory = device.memory_reader()
         self._begin()
 
-    def _begin(self) -> None:
-        self._slots: dict[int, Callable[[], Slot | None]] = {}
+    def _begin(self, num_storages: int = 0) -> None:
+        self._slots: list[Callable[[], Slot | None] | None] = [None] * num_storages
         self._by_storage: dict[int, Callable[[], Slot | None]] = {}
         """By the id of the storage."""
         self._under_copy: dict[int, Slot] = {}
@@ -242,8 +246,8 @@ class StepLoop:
     def _move(self, t: Tensor, row: Row, hook: int, now: int) -> Any:
         """Return the handle of a tensor that the plan may move. Note [Identity]."""
         storage, number, is_first = t.untyped_storage(), row.number, row.kind == FIRST
-        key, slot = id(storage), self._slots.get(number, _gone)()
-        if is_first and (slot is not None or key in self._claimed or self._by_storage.get(key, _gone)() is not None):
+        key, slot = id(storage), None if (ref := self._slots[number]) is None else ref()
+        if is_first and (slot is not None or key in self._claimed or (key in self._by_storage and self._by_storage[key]() is not None)):
             return None  # the storage may have a claim: the executor finds out
         if self._is_record[number]:
             return self._python["save_record"](t, hook)
@@ -271,7 +275,7 @@ class StepLoop:
             if slot.state == ON_HOST:
                 return None  # room has to be made
             if slot.state == ARRIVING:
-                self._wait(slot.number, "in")  # Note [Swap-in]: the copy back -> the node that reads it
+                self._wait(slot, "in")  # Note [Swap-in]: the copy back -> the node that reads it
                 slot.state = RESTORED
             handle.used_in = slot.arrivals
             t: Tensor | None = alias.detach()  # a new reference for each user: the use count then shows every holder
@@ -294,12 +298,12 @@ class StepLoop:
 
     def _run(self, row: Row, hook: int, *, moves: bool) -> bool:
         """Do what is due before the hook's own storage is used. Returns False if the executor must do this hook."""
-        ops, late = row.ops, self._late
-        if not (moves or ops or row.ins or row.is_checked or late or self._held):
+        late, held = self._late, self._held
+        if row.is_idle and not (moves or late or held):
             return True
         if not self._compute.is_current():
             return False  # another stream or device, or a capture
-        if (ops or late or self._held) and not self._carry_out(row, hook):
+        if (row.ops or late or held) and not self._carry_out(row, hook):
             return False
         return not row.is_checked or self._check(row, hook)
 
@@ -307,17 +311,24 @@ class StepLoop:
         """Execute the row's ops, behind those that are late. An op waits until the operator that saved its storage is over, and
         that of this hook, if that saves it again. Returns False if the host has no memory for a copy."""
         of_records: list[Op] = []
-        self._later = []
-        for op in (*self._late, *row.ops):
+        slots, self._later = self._slots, []
+        for op in (*self._late, *row.ops) if self._late else row.ops:
             code, number, nbytes = op
             if self._is_record[number]:
                 of_records.append(op)
-            elif (slot := self._slots.get(number, _gone)()) is None:
                 continue
-            elif slot.state == ON_DEVICE and ((number == row.number and row.kind == AGAIN) or not self._is_over(slot)):
-                self._later.append((OUT, number, nbytes))
-            elif not self._do(code, slot):
-                return False
+            slot = None if (ref := slots[number]) is None else ref()
+            if slot is None:
+                continue
+            if slot.state == ON_DEVICE:
+                if (number == row.number and row.kind == AGAIN) or not self._is_over(slot):
+                    self._later.append((OUT, number, nbytes))
+                elif not self._out_of(slot, nbytes):
+                    return False
+            if code == RECLAIM and slot.state == LEAVING:
+                self._reclaim(slot, nbytes)
+            elif code == RELEASE and slot.state in (RESTORED, LEAVING):
+                self._reclaim(slot, nbytes) if slot.state == LEAVING else self._let_go(slot)
         if of_records or self._held:
             taken, late = self._python["do_ops"](of_records, hook, self.operators)
             self.taken += taken
@@ -329,72 +340,65 @@ class StepLoop:
         """True if the operator that saved it last is over, as `SwapOuts.is_over`. Note [Swap-out]."""
         return slot.operators < (sequence_nr() if get_ident() == self._home else self.operators)
 
-    def _do(self, code: int, slot: Slot) -> bool:
-        """Execute an op on a slot. Returns False if the host has no memory for the copy."""
-        number = slot.number
-        nbytes = self._nbytes[number]
-        if code == RELEASE and slot.state == RESTORED:
-            self._let_go(slot)
-        if slot.state == ON_DEVICE and slot.storage.nbytes() == nbytes and slot.has_unwritten():
-            host = self._place(number)
-            if host is None:
-                return False
-            self._copy(slot, host, out=True)
-            self._arenas[self._group[number]][1].append(weakref.ref(slot))
-            self.bytes_swapped_out += nbytes
-        if code != OUT and slot.state == LEAVING:
-            self._wait(number, "out")  # Note [Reclaim]: its copy -> the next owner of its memory
-            self.bytes_reclaimed += nbytes
-            self._let_go(slot)
+    def _out_of(self, slot: Slot, nbytes: int) -> bool:
+        """Begin the copy out, unless it would be of no use. Returns False if the host has no memory for it."""
+        if slot.storage.nbytes() != nbytes or not slot.has_unwritten():
+            return True
+        if slot.host is None and not self._has_place(slot):
+            return False
+        self._copy(slot, self._out, out=True)
+        slot.state = LEAVING
+        self.bytes_swapped_out += nbytes
         return True
 
-    def _place(self, number: int) -> Tensor | None:
-        """Return the host memory for a storage's copy; None: there is none."""
-        group = self._group[number]
-        if group not in self._arenas:
-            empty = [other for other, (_, slots) in self._arenas.items() if all(slot() is None for slot in slots)]
+    def _has_place(self, slot: Slot) -> bool:
+        """Have host memory for the copy. Returns False if there is none."""
+        group, arenas = self._group[slot.number], self._arenas
+        if group not in arenas:
+            empty = [other for other, (_, slots) in arenas.items() if all(ref() is None for ref in slots)]
             for other in empty:
-                del self._arenas[other]
+                del arenas[other]
             buffer = self._python["take"](group, empty)
             if buffer is None:
-                return None
-            self._arenas[group] = buffer, []
-        offset = self._offset[number]
-        return self._arenas[group][0][offset : offset + self._nbytes[number]]
+                return False
+            arenas[group] = buffer, []
+        slot.host, users = arenas[group]
+        slot.offset = self._offset[slot.number]
+        users.append(weakref.ref(slot))
+        return True
 
-    def _copy(self, slot: Slot, host: Tensor, *, out: bool) -> None:
-        """Hand over the copy, behind all work of compute. Raises `RefusedCopy`."""
-        number, stream = slot.number, self._out if out else self._back
-        event = self._events.get(number)
+    def _copy(self, slot: Slot, stream: Stream, *, out: bool) -> None:
+        """Hand over the copy on `stream`, behind all work of compute. Raises `RefusedCopy`."""
+        # Note [Swap-out], [Swap-in]: what wrote or used the memory last -> the copy
+        compute, storage, host, offset = self._compute, slot.storage, slot.host, slot.offset
         try:
-            if not out:
-                assert event is not None
-                stream.wait(event)  # Note [Swap-in]: the copy out -> the copy back
-            # Note [Swap-out], [Swap-in]: what wrote or used the memory last -> the copy
             if not self._timed:
-                self._events[number] = stream.copy_behind(self._compute, slot.storage, host, out=out, again=event)
+                slot.done = stream.copy_behind(compute, storage, host, offset, out=out, again=slot.done)
             else:
-                stream.wait(self._compute.record())
-                start = stream.record(timed=True)
-                stream.copy_storage(slot.storage, host, out=out)
-                done = self._events[number] = stream.record(timed=True)
-                self._metrics.copied(start, done, "out" if out else "in", host.numel())
+                stream.wait(compute.record())
+                start, nbytes = stream.record(timed=True), storage.nbytes()
+                stream.copy_storage(storage, host[offset : offset + nbytes], out=out)
+                slot.done = stream.record(timed=True)
+                self._metrics.copied(start, slot.done, "out" if out else "in", nbytes)
         except RuntimeError as error:
             self._context.out_queue.synchronize()  # what was begun may run without an event at its end
             raise RefusedCopy(str(error)) from None
-        slot.state = LEAVING if out else ARRIVING
-        self._under_copy[number] = slot
+        self._under_copy[slot.number] = slot
 
-    def _wait(self, number: int, direction: Direction) -> None:
+    def _wait(self, slot: Slot, direction: Direction) -> None:
         """Order compute after the latest copy of a storage."""
-        event = self._events[number]
         if not self._timed:
-            self._compute.wait(event)
-        elif direction == "in" and event.query():  # the host saw it complete
+            self._compute.wait(slot.done)
+        elif direction == "in" and slot.done.query():  # the host saw it complete
             self._metrics.on_time()
         else:
-            self._metrics.wait(self._compute, event, direction, number, prefetched=direction == "in")
-        del self._under_copy[number]
+            self._metrics.wait(self._compute, slot.done, direction, slot.number, prefetched=direction == "in")
+        del self._under_copy[slot.number]
+
+    def _reclaim(self, slot: Slot, nbytes: int) -> None:
+        self._wait(slot, "out")  # Note [Reclaim]: its copy -> the next owner of its memory
+        self.bytes_reclaimed += nbytes
+        self._let_go(slot)
 
     def _let_go(self, slot: Slot) -> None:
         """Let the memory go, as the host has the bytes. If others refer to the storage, each hook tries again."""
@@ -414,22 +418,22 @@ class StepLoop:
         for number in row.ins:
             if self._is_record[number]:
                 self.taken += self._python["fetch"](number)
-            elif (slot := self._slots.get(number, _gone)()) is not None and slot.state == ON_HOST:
-                self._copy_back(slot)
+            elif (ref := self._slots[number]) is not None and (slot := ref()) is not None and slot.state == ON_HOST:
+                self._copy_back(slot, self._nbytes[number])
 
-    def _copy_back(self, slot: Slot) -> None:
-        nbytes, group = self._nbytes[slot.number], self._group[slot.number]
-        offset = self._offset[slot.number]
+    def _copy_back(self, slot: Slot, nbytes: int) -> None:
         try:
             self._compute.resize(slot.storage, nbytes)
         except torch.OutOfMemoryError:
             return  # its use brings it back
         try:
-            self._copy(slot, self._arenas[group][0][offset : offset + nbytes], out=False)
+            self._back.wait(slot.done)  # Note [Swap-in]: the copy out -> the copy back
+            self._copy(slot, self._back, out=False)
         except RefusedCopy:
             self._empty(slot)
             self.fallbacks += 1
             return
+        slot.state = ARRIVING
         slot.arrivals += 1
         self.taken += allocated_size(nbytes)
         self.bytes_swapped_in += nbytes
@@ -437,15 +441,15 @@ class StepLoop:
 
     def _check(self, row: Row, hook: int) -> bool:
         """Read memory. Returns False if room has to be made, somebody has reset the readings, or the plan is given up."""
-        now, cumulative, peak, unused = self._device.read_memory()
+        now, cumulative, peak, *unused = self._read_memory()
         if now + row.growth > self.limit or cumulative < self.cumulative or peak < self.peak:
             return False
-        grew = max(0, cumulative - self.cumulative - self.taken)
+        grew, seen = max(0, cumulative - self.cumulative - self.taken), now - unused[0] if unused else now
         self._growths.append(grew)
         self.growth += grew
-        self.cumulative, self.taken, self.now, self.peak, self.seen = cumulative, 0, now, peak, max(self.seen, now - unused)
+        self.cumulative, self.taken, self.now, self.peak, self.seen = cumulative, 0, now, peak, max(self.seen, seen)
         if self._timed:
-            self._metrics.memory.append((self._device.host_us, now - unused, self._metrics.pinned_units()))
+            self._metrics.memory.append((self._device.host_us, seen, self._metrics.pinned_units()))
         if row.number < 0 or hook == self.since:
             return True
         since, self.since, growth, self.growth = self.since, hook, self.growth, 0
@@ -458,6 +462,7 @@ class StepLoop:
         self._rows, self._nbytes, self._group, self._offset = program
         self._compute, self._is_record, self._epoch, self._home = compute, is_record, epoch, get_ident()
         self._timed = self._metrics.timed
+        self._begin(len(self._nbytes))
         self.bytes_swapped_out = self.bytes_swapped_in = self.bytes_reclaimed = self.prefetches = self.fallbacks = 0
         self.follows = True
 
@@ -469,7 +474,7 @@ class StepLoop:
         slots = {saved.slot.number: saved.slot for saved in saves}
         if not self._device.capturing():  # a capture may not wait for what began before it
             for number in self._under_copy.keys() - slots.keys():
-                self._compute.wait(self._events[number])  # Note [Reclaim]: its copy -> the memory's next owner
+                self._compute.wait(self._under_copy[number].done)  # Note [Reclaim]: its copy -> the memory's next owner
         told = {
             "slots": [
                 (slot.number, slot.state, slot.operators, self._is_over(slot), slot.emptied) for _, slot in sorted(slots.items())

@@ -333,6 +333,9 @@ class CudaDevice:
             self._counted = before_resets, ever
         return MemoryReading(now, before_resets + ever, peak)
 
+    def memory_reader(self) -> Callable[[], tuple[int, int, int]]:
+        return self._read_allocated
+
     def peak_allocated_bytes(self) -> int:
         return self._read_allocated()[2]
 
@@ -360,7 +363,6 @@ class CudaDevice:
         return module, self.index, (out.handle, back.handle)
 
     def cumulative_offset(self) -> int:
-        """Bytes allocated in all before the last reset of torch's statistics: what its own count lacks."""
         return self._counted[0]
 
     def owns(self, tensor: Tensor) -> bool:

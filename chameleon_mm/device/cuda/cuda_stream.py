@@ -98,13 +98,22 @@ class CudaStream:
         runtime.memcpyAsync(dst, src, nbytes, _MEMCPY_DEFAULT, self.handle)
 
     def copy_behind(
-        self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, *, out: bool, again: Event | None = None
+        self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, offset: int, *, out: bool, again: Event | None = None
     ) -> CudaEvent:
         assert isinstance(owner, CudaStream)
-        event = again if isinstance(again, CudaEvent) else CudaEvent.new()
+        event, nbytes, runtime = again, storage.nbytes(), self._device.cupy_runtime
+        if offset + nbytes > host.numel():
+            raise ValueError(f"copy_behind: expected {offset + nbytes} bytes or more of host memory, got {host.numel()}")
+        if type(event) is not CudaEvent:
+            event = CudaEvent.new()
         event.record(owner.raw)
         event.wait(self.raw)  # all work of `owner` so far -> the copy
-        self.copy_storage(storage, host, out=out)
+        if runtime is None:
+            self.copy_storage(storage, host[offset : offset + nbytes], out=out)
+        elif out:
+            runtime.memcpyAsync(host.data_ptr() + offset, storage.data_ptr(), nbytes, _MEMCPY_DEFAULT, self.handle)
+        else:
+            runtime.memcpyAsync(storage.data_ptr(), host.data_ptr() + offset, nbytes, _MEMCPY_DEFAULT, self.handle)
         event.record(self.raw)
         return event
 

@@ -347,10 +347,10 @@ class SimStream:
         self.copy(dst, src, speculative=out)
 
     def copy_behind(
-        self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, *, out: bool, again: Event | None = None
+        self, owner: Stream, storage: torch.UntypedStorage, host: Tensor, offset: int, *, out: bool, again: Event | None = None
     ) -> SimEvent:
         self.wait(owner.record())  # all work of `owner` so far -> the copy
-        self.copy_storage(storage, host, out=out)
+        self.copy_storage(storage, host[offset : offset + storage.nbytes()], out=out)
         return self.record()
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ d2h = device.new_stream("d2h"); d2h.wait(ready); d2h.copy(host, hbm)      # see 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
@@ -259,6 +259,12 @@ class SimDevice:
             ledger = self._machine.ledger
             ledger.settle()
             return MemoryReading(ledger.allocated_bytes, ledger.cumulative_bytes, ledger.peak_bytes)
+
+    def memory_reader(self) -> Callable[[], MemoryReading]:
+        return self.read_memory
+
+    def cumulative_offset(self) -> int:
+        return 0
 
     def native_loop(self, streams: tuple[Stream, Stream]) -> None:
         """None: the simulator's streams are Python's."""

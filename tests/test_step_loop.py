@@ -17,11 +17,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.plan.step_program import KEPT
 from chameleon_mm.swap.handles import Handle, KeptTensor, SavedBytes
-from chameleon_mm.swap.saved_storage import SavedStorage
-from chameleon_mm.swap.slot import Slot
-from chameleon_mm.swap.step_loop import StepLoop
-from chameleon_mm.swap.swap_ins import SwapIns
-from chameleon_mm.swap.swap_outs import SwapOuts
+from chameleon_mm.swap.step_loop import Saved, Slot, StepLoop
 from tests._ordering import Machine, OnCuda, OnSim, drop_waits
 from tests._plain_training import Image, image
 from tests.observed import SimLifetimeError, SimRaceError
@@ -79,6 +75,8 @@ class Work:
                 x = x.exp().clamp(max=3)
             elif letter == "i":
                 x = (x * weight).relu_()
+        if self.keeps:
+            self.made = [t.detach().clone() for t in self.made]  # read while what only autograd needs is away
         return x.sum() if held is None else x.sum() + held.mean()
 
 
@@ -156,44 +154,43 @@ def test_a_step_that_leaves_on_cuda_is_eagers(at: int, letter: str) -> None:
 
 
 def test_a_late_op_is_carried_out_at_the_next_hook_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_loop, is_over = StepLoop.save, SwapOuts.is_over
+    in_loop, is_over = StepLoop._save, StepLoop._is_over
     held_back, done = False, 0
 
-    def is_over_later(outs: SwapOuts, saved: SavedStorage) -> bool:
-        return not held_back and is_over(outs, saved)
+    def is_over_later(loop: StepLoop, slot: Slot) -> bool:
+        return not held_back and is_over(loop, slot)
 
-    def save(loop: StepLoop, t: Tensor) -> Handle | None:
+    def save(loop: StepLoop, t: Tensor) -> KeptTensor | Saved | None:
         nonlocal held_back, done
-        row, way = loop._rows[loop.hook + 1] if loop.follows else None, loop._way
-        was_late = row is not None and row.kind == KEPT and not row.ops and way is not None and bool(way.late)
-        held_back = row is not None and bool(row.ops)  # the ops of this row wait for the next hook
+        row = loop._rows[loop.hook + 1]
+        was_late = row.kind == KEPT and not row.ops and bool(loop._late)
+        held_back = bool(row.ops)  # the ops of this row wait for the next hook
         handle = in_loop(loop, t)
         held_back = False
         if was_late and handle is not None:
-            assert way is not None and not way.late
+            assert not loop._late
             done += 1
         return handle
 
-    monkeypatch.setattr(SwapOuts, "is_over", is_over_later)
-    monkeypatch.setattr(StepLoop, "save", save)
+    monkeypatch.setattr(StepLoop, "_is_over", is_over_later)
+    monkeypatch.setattr(StepLoop, "_save", save)
     words = [WORD] * STEPS
     assert Session(OnSim()).run(words) == plainly(OnSim(), words)
     assert done
 
 
 def test_the_loop_brings_nothing_back_at_a_hook_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_loop, left = StepLoop.use, 0
+    in_loop, left = StepLoop._use, 0
 
     def use(loop: StepLoop, handle: Handle) -> Tensor | None:
         nonlocal left
-        row = loop._rows[loop.hook + 1] if loop.follows else None
-        if row is None or not row.ins or type(handle) is not KeptTensor:
+        if not loop._rows[loop.hook + 1].ins or type(handle) is not KeptTensor:
             return in_loop(loop, handle)
         with monkeypatch.context() as patch:
             patch.setattr(type(loop._compute), "is_current", lambda stream: False)
             patch.setattr(
-                SwapIns,
-                "prefetch_planned",
+                StepLoop,
+                "_copy_back",
                 lambda *_: pytest.fail("the loop began a copy back on a stream that is not current"),
             )
             t = in_loop(loop, handle)
@@ -201,7 +198,7 @@ def test_the_loop_brings_nothing_back_at_a_hook_on_another_stream(monkeypatch: p
         left += 1
         return t
 
-    monkeypatch.setattr(StepLoop, "use", use)
+    monkeypatch.setattr(StepLoop, "_use", use)
     words = [WORD] * STEPS
     assert Session(OnSim()).run(words) == plainly(OnSim(), words)
     assert left
@@ -286,7 +283,7 @@ def test_what_a_model_keeps_in_a_planned_step_is_not_emptied() -> None:
 
 def test_without_the_use_count_it_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slot, "is_alone", lambda slot: slot.storage is not None)
-    with pytest.raises((RuntimeError, SimRaceError, AssertionError)):
+    with pytest.raises((RuntimeError, SimLifetimeError, SimRaceError, AssertionError)):
         test_what_a_model_keeps_in_a_planned_step_is_not_emptied()
 
 
@@ -294,8 +291,8 @@ def drop_a_graph_under_its_copies() -> int:
     """Return the number of copies out that were on their way in a planned step as its graph went."""
     with planned(OnSim()) as (work, session):
         with session.step():
-            loss = work.forward(WORD)
-            leaving = len(session._executor.budget.planned.entries)
+            loss = work.forward(WORD[:6])
+            leaving = len(session._executor.hand_over.loop._under_copy)
             del loss  # and with it the graph
         session.device.synchronize()
         return leaving
@@ -306,6 +303,17 @@ def test_a_copy_holds_what_it_reads_though_the_graph_is_gone() -> None:
 
 
 def test_without_that_hold_the_source_is_freed_under_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SavedStorage, "cancel_swap_out", lambda saved: True)
+    class Nothing(dict[int, Slot]):
+        def __setitem__(self, number: int, slot: Slot) -> None: ...
+
+        def __delitem__(self, number: int) -> None: ...
+
+    begin = StepLoop._begin
+
+    def begun(loop: StepLoop, num_storages: int = 0) -> None:
+        begin(loop, num_storages)
+        loop._under_copy = Nothing()
+
+    monkeypatch.setattr(StepLoop, "_begin", begun)
     with pytest.raises((SimLifetimeError, SimRaceError)):
         drop_a_graph_under_its_copies()

@@ -551,7 +551,6 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     """Both hooks of an executor, whose director is set. Dynamo compiles neither the hooks nor the functions that they call."""
     if not executor.director.plans:
         return uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
-    executor.hook_lock.first = executor.hand_over.give_back
     counts, save, use = executor.hook_counts, executor.save, executor.use
 
     def planned_save(t: Tensor) -> Handle:

@@ -88,6 +88,8 @@ class HandOver:
         self._context, self._budget, self._outs = parts.context, parts.budget, parts.outs
         self._ins, self._registry, self._order, self._claims = parts.ins, parts.registry, parts.order, parts.claims
         self._protected, self._device = executor.protected, executor.device
+        self._is_called = False
+        """True if autograd calls the loop's hooks."""
         self._programs: weakref.WeakKeyDictionary[StepProgram, _Compiled] = weakref.WeakKeyDictionary()
         self._arenas: dict[int, Arena] = {}
         """Host memory of the copies that the loop has, by group."""
@@ -123,10 +125,15 @@ class HandOver:
 
     def hooks(self, save: Any, use: Any) -> tuple[Any, Any]:
         """Autograd's two hooks, which call `save` and `use` for what the loop does not do."""
+        executor = self._executor()
+        assert executor is not None
+        self._is_called, executor.hook_lock.first = True, self.give_back
         return self.loop.hook_of(True, save), self.loop.hook_of(False, use)
 
     def _may_enter(self, way: Way) -> bool:
-        """True if the loop may take the next hooks: no pending work is unknown to it."""
+        """True if the loop may take the next hooks: autograd calls it, and no pending work is unknown to it."""
+        if not self._is_called:
+            return False
         context, budget, outs = self._context, self._budget, self._outs
         epoch, entries = self._entries
         if not isinstance(self.loop, StepLoop) and (context.metrics.timed or num_modes()):

@@ -100,8 +100,8 @@ class Slot:
         self.host: Any = None
         """Host memory of its group, and where the bytes lie there; None: it was not copied out yet."""
         self.offset = 0
-        self.saves: list[tuple[Tensor, int]] = []
-        """Alias and version of each save."""
+        self.saves: list[tuple[Tensor, int, weakref.ref[Tensor]]] = []
+        """Alias, version and owner of the version counter, of each save."""
 
     def is_alone(self) -> bool:
         """True if nothing else refers to the storage, and it may be resized: its memory may go."""
@@ -109,10 +109,21 @@ class Slot:
 
     def has_unwritten(self) -> bool:
         """True if a save was not written to since: the use of one that was raises anyway."""
-        for alias, version in self.saves:  # noqa: SIM110  # without the frame of a generator
+        for alias, version, _ in self.saves:  # noqa: SIM110  # without the frame of a generator
             if alias._version == version:
                 return True
         return False
+
+    def includes(self, t: Tensor) -> bool:
+        """True if a copy that began before has the bytes of `t`, which is saved now: an earlier save has all bytes of the storage,
+        by the same counter at the same version. Note [Identity]."""
+        base, now = t._base, t._version
+        owner = t if base is None else base
+        return any(
+            alias._version == version == now and counter() is owner and alias.is_contiguous()
+            and alias.numel() * alias.element_size() == self.storage.nbytes()
+            for alias, version, counter in self.saves
+        )  # fmt: skip
 
 
 class Saved:
@@ -124,9 +135,9 @@ class Saved:
 
     def __init__(self, t: Tensor, slot: Slot, hook: int) -> None:
         self.alias, self.version, self.hook, self.slot = t.detach(), t._version, hook, slot
-        slot.saves.append((self.alias, self.version))
         self.tensor = weakref.ref(t)
         self.counter = self.tensor if (base := t._base) is None else weakref.ref(base)
+        slot.saves.append((self.alias, self.version, self.counter))
         node = t.grad_fn
         self.name, self.node_number = ("", -1) if node is None else (node.name(), node._sequence_nr())
         self.output_nr = t.output_nr
@@ -150,7 +161,8 @@ class StepLoop:
         python: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """`python`: what the executor's parts do for the loop, by name, in the lock."""
-        self._device, self._protected, self._min_bytes, self._hook_lock = device, protected, min_bytes, hook_lock
+        self._device, self._protected, self._min_bytes = device, protected, min_bytes
+        self._hook_lock = weakref.ref(hook_lock)
         self._context, self._out, self._back = context, context.out_queue.stream, context.back_queue.stream
         self._python, self._claimed, self._held = python, python["claimed"], context.held
         self._metrics, self._kept = context.metrics, context.metrics.totals.kept_by_reason
@@ -184,8 +196,9 @@ class StepLoop:
 
     def hook_of(self, saves: bool, python: Callable[[Any], Any]) -> Callable[[Any], Any]:  # noqa: FBT001
         """Return a hook, for saves or for uses. `python`: does what the loop does not."""
-        hook_lock, lock, do = self._hook_lock, self._hook_lock.lock, self._save if saves else self._use
-        ended, errors, come_back = hook_lock.ended, hook_lock.errors, self._python["come_back"]
+        hook_lock, do, come_back = self._hook_lock(), self._save if saves else self._use, self._python["come_back"]
+        assert hook_lock is not None
+        lock, ended, errors = hook_lock.lock, hook_lock.ended, hook_lock.errors
 
         def hook(argument: Any) -> Any:
             done = None
@@ -255,7 +268,7 @@ class StepLoop:
             slot = Slot(storage, number)
             self._slots[number] = self._by_storage[key] = weakref.ref(slot)
             self._storages[number] = weakref.ref(storage)
-        if slot is None or slot.storage is not storage or slot.state != ON_DEVICE:
+        if slot is None or slot.storage is not storage or (slot.state != ON_DEVICE and not slot.includes(t)):
             return None  # a copy may lack these bytes
         slot.operators = now
         saved = Saved(t, slot, hook)

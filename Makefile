@@ -92,7 +92,7 @@ memcheck: ## The kernels' tests under NVIDIA's compute-sanitizer; without torch'
 	    $(PYTHON) -m pytest -m "gpu and not slow" tests/test_kernels_*.py
 
 docs: $(STAMP) ## Build the documentation's site into build/site; a warning, such as a dead link, is an error
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 gallery: $(STAMP) ## Train six small models under `run` on a simulated GPU, and show them on the site's page docs/gallery.md
 	@$(BIN)/python -m tests.gallery

@@ -77,7 +77,7 @@ HOST_SIZES: dict[bool, tuple[int | str, ...]] = {True: (0, 64 * KIB, MIB, "64MiB
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("recompute", "steps"), [(True, 100), (False, 40)])
+@pytest.mark.parametrize(("recompute", "steps"), [(True, 60), (False, 40)])
 @pytest.mark.parametrize("which", ["hbm_budget", "host_budget"])
 def test_a_change_every_few_steps(which: str, recompute: bool, steps: int) -> None:
     training = Training(SHARE, [PLAIN] * steps, recompute=recompute)

@@ -130,20 +130,21 @@ PAIRS = [pytest.param(name, "aot_eager", id=f"{name}-aot_eager") for name in PRO
 ]
 
 
-ON_CUDA = [
-    pytest.param(
-        *pair.values, "cuda", id=f"cuda-{pair.id}", marks=[*pair.marks, pytest.mark.gpu, *[pytest.mark.thorough] * (number % 2)]
-    )
+def _marks(number: int, pair: Any, kind: str) -> list[Any]:
+    runs = number % 2 == (kind == "sim") or (kind, pair.values[1]) == ("sim", "inductor")
+    return [*pair.marks, *[pytest.mark.gpu] * (kind == "cuda"), *[pytest.mark.thorough] * (not runs)]
+
+
+ON_EACH = [
+    pytest.param(*pair.values, kind, id=f"{kind}-{pair.id}", marks=_marks(number, pair, kind))
+    for kind in ("sim", "cuda")
     for number, pair in enumerate(PAIRS)
 ]
+"""Each program by `aot_eager` on one of the two devices, by Inductor on the CPU; on the other device in `thorough`."""
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("program", "backend", "device"),
-    [*(pytest.param(*pair.values, "sim", id=f"sim-{pair.id}", marks=pair.marks) for pair in PAIRS), *ON_CUDA],
-    indirect=["device"],
-)
+@pytest.mark.parametrize(("program", "backend", "device"), ON_EACH, indirect=["device"])
 def test_a_compiled_program_has_its_bits_in_a_session(program: str, backend: str, device: Device, same_as_alone: Any) -> None:
     session = session_on(device)
     known = ("more device memory allocated",) if program == "LSTM" else ()

@@ -1,6 +1,6 @@
 """What people put around a model to tune it: adapters, quantised weights, 8-bit optimizers, fused layers.
 
-Each has the bits of the same program without us, on plain tensors. A row of docs/compatibility.md names its test here.
+Each has the bits of the same program without us, on plain tensors. A row of docs/integrations.md names its test here.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("begin", "programs"),
-    [(0, 20), pytest.param(1, 300, marks=[pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3 * 3600)])],
+    [(0, 12), pytest.param(1, 300, marks=[pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3 * 3600)])],
 )
 def test_mixed_training_is_plain_pytorchs(begin: int, programs: int, kind: Kind) -> None:
     tally = Tally()

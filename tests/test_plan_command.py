@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -347,9 +348,13 @@ def hides(outcome: Prediction, budget: int, host_budget: int | None) -> bool:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("optimizer", ["adamw-fused", "none"])
-@pytest.mark.parametrize("gpu", ["rtx4090", "gh200"])
-@pytest.mark.parametrize("build", [large_llama, large_gpt2])
+@pytest.mark.parametrize(
+    ("build", "gpu", "optimizer"),
+    [
+        pytest.param(*way, marks=() if number in (0, 3, 5) else pytest.mark.thorough)
+        for number, way in enumerate(product((large_llama, large_gpt2), ("rtx4090", "gh200"), ("adamw-fused", "none")))
+    ],
+)
 def test_what_is_said_of_budgets_holds_when_they_are_given_back(build: Build, gpu: str, optimizer: str) -> None:
     spec = SPECS[gpu]
     step = recorded(build, spec=spec, optimizer=optimizer)
@@ -663,7 +668,7 @@ def test_a_quantization_that_is_ignored_is_said_to_be(tmp_path: Path, capsys: py
     [
         ([], "recording one step", 1, 2),  # the second part, the plan, is what it ends with
         (["--swap-optimizer"], "running a session's first steps", RUN_STEPS, RUN_STEPS),
-        pytest.param(["--compile"], "compiling", len(PARTITIONS), len(PARTITIONS), marks=pytest.mark.ci),
+        pytest.param(["--compile"], "compiling", len(PARTITIONS), len(PARTITIONS), marks=pytest.mark.thorough),
     ],
 )
 def test_a_bar_shows_what_is_done_on_a_terminal_alone(

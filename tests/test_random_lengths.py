@@ -100,7 +100,7 @@ def test_one_longer_than_all_known_is_within_the_budget_at_once() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("factor", [pytest.param(0.5, marks=pytest.mark.thorough), 2.0])
 def test_a_wrong_prediction_costs_time_alone(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     trace_of = Structure.trace_of
 

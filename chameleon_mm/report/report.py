@@ -460,7 +460,7 @@ class SwapReport(Counters):
 
     def save_html(self, path: str | Path) -> None:
         """Write a self-contained page, for any browser without a network: memory, compute and copies over the step planned
-        last, the plan's action on each tensor, all steps, and the figures. docs/step_page.md says how to read it.
+        last, the plan's action on each tensor, all steps, and the figures. docs/report.md says how to read it.
         """
         picture = None
         if self.planned is not None:
